@@ -1,0 +1,51 @@
+# Two commands on a fresh machine: `make serve` and `make test`. Both set up `.venv` first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+# The CPU threads of tests: several processes with many threads each fight.
+TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+
+.PHONY: serve test setup lint types imports unit test-grid test-gpu wheel clean help
+
+serve: setup  ## serve the bundled model on http://127.0.0.1:8000
+	$(BIN)/weft serve $(ARGS)
+
+test: lint types imports unit  ## lint, types, import contracts and the default tests
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/'
+
+setup: $(READY)  ## make .venv with pinned dependencies
+
+$(READY): pyproject.toml requirements/lock.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if v >= (3, 11) else "Weft needs Python 3.11 or 3.12, this is %d.%d: make PYTHON=python3.12 ..." % v)'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements/lock.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	touch $(READY)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup
+	$(BIN)/mypy
+
+imports: setup
+	$(BIN)/lint-imports
+
+unit: setup
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+test-grid: setup  ## every combination of the E0 grid (slow)
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 -m grid $(ARGS)
+
+test-gpu: setup  ## the tests that need a CUDA GPU
+	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+wheel: setup  ## build the wheel and try it in an environment of its own
+	bash scripts/wheel_smoke.sh $(BIN)/python
+
+clean:  ## remove what the targets above made
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -1,0 +1,24 @@
+"""Every environment variable that Weft reads. Infrastructure only; settings are flags."""
+
+from __future__ import annotations
+
+import os
+
+#: name -> meaning. A test fails when a variable is read that is not listed here.
+VARIABLES = {
+    "WEFT_LOG_LEVEL": "debug, info, warning or error; the default of --log-level",
+    "WEFT_CORE_DUMPS": "1 leaves core dumps on in child processes",
+    "HF_HUB_OFFLINE": "1 forbids the hub client to use the network",
+}
+
+
+def get(name: str, default: str = "") -> str:
+    """The variable's value. Raises KeyError for a name that is not in ``VARIABLES``."""
+    if name not in VARIABLES:
+        raise KeyError(f"{name} is not a declared environment variable")
+    return os.environ.get(name, default)
+
+
+def child_environment(**extra: str) -> dict[str, str]:
+    """The environment a child process starts with: this one's and ``extra``."""
+    return {**os.environ, **extra}

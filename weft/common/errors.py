@@ -1,0 +1,179 @@
+"""The error tree. Every failure that reaches a client or another process is one of these.
+
+    WeftError
+    ├── InvalidRequest 400 ── ContextLength 400
+    ├── Unauthorized 401 · Forbidden 403 · NotFound 404 · MethodNotAllowed 405 · RequestTimeout 408
+    ├── TooLarge 413 · UnsupportedMedia 415 · Overloaded 429 · HeaderTooLarge 431
+    ├── Cancelled 499
+    ├── EngineDead 500
+    ├── Unavailable 503 · DeadlineExceeded 504
+    └── ConfigError (start-up only; never sent to a client)
+
+Only ``ErrorInfo`` crosses a process boundary, never an exception object.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import msgspec
+
+Blame = Literal["client", "capacity", "peer", "engine"]
+
+
+class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An error as data: what a process tells another, and what the front shows a client."""
+
+    code: str
+    message: str
+    param: str | None = None
+    blame: Blame = "engine"
+    retryable: bool = False
+    http_status: int = 500
+
+
+class WeftError(Exception):
+    """Base of all errors of the engine.
+
+    ``message`` names what to change and holds no path, address, repr or traceback.
+    ``param`` is the request parameter or flag at fault, where there is one.
+    """
+
+    code: ClassVar[str] = "internal_error"
+    blame: ClassVar[Blame] = "engine"
+    retryable: ClassVar[bool] = False
+    http_status: ClassVar[int] = 500
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.error_code = code or self.code
+
+    def info(self) -> ErrorInfo:
+        """This error as data."""
+        return ErrorInfo(
+            code=self.error_code,
+            message=self.message,
+            param=self.param,
+            blame=self.blame,
+            retryable=self.retryable,
+            http_status=self.http_status,
+        )
+
+
+class InvalidRequest(WeftError):
+    """The request is wrong as it stands; sending it again changes nothing."""
+
+    code, blame, http_status = "invalid_request", "client", 400
+
+
+class ContextLength(InvalidRequest):
+    """Prompt plus output do not fit the model's context."""
+
+    code = "context_length_exceeded"
+
+
+class Unauthorized(WeftError):
+    """Missing or wrong API key."""
+
+    code, blame, http_status = "invalid_api_key", "client", 401
+
+
+class Forbidden(WeftError):
+    """The caller is known but may not do this."""
+
+    code, blame, http_status = "forbidden", "client", 403
+
+
+class NotFound(WeftError):
+    """No such route, model or object."""
+
+    code, blame, http_status = "not_found", "client", 404
+
+
+class MethodNotAllowed(WeftError):
+    """The route exists, the method does not."""
+
+    code, blame, http_status = "method_not_allowed", "client", 405
+
+
+class RequestTimeout(WeftError):
+    """The client took too long to send its request."""
+
+    code, blame, http_status = "request_timeout", "client", 408
+
+
+class TooLarge(WeftError):
+    """The body is over the size limit."""
+
+    code, blame, http_status = "request_too_large", "client", 413
+
+
+class UnsupportedMedia(WeftError):
+    """The content type is not one this route takes."""
+
+    code, blame, http_status = "unsupported_media_type", "client", 415
+
+
+class Overloaded(WeftError):
+    """This server's queue, or a key's limit, is full. Sent with Retry-After."""
+
+    code, blame, retryable, http_status = "overloaded", "capacity", True, 429
+
+
+class HeaderTooLarge(WeftError):
+    """The header block is over the size limit."""
+
+    code, blame, http_status = "header_too_large", "client", 431
+
+
+class Cancelled(WeftError):
+    """The client went away."""
+
+    code, blame, http_status = "cancelled", "client", 499
+
+
+class EngineDead(WeftError):
+    """The engine failed and can't answer this request."""
+
+    code, http_status = "engine_dead", 500
+
+
+class RowError(WeftError):
+    """One sequence's computation failed (NaN or infinite logits); the others are untouched."""
+
+    code, http_status = "non_finite_logits", 500
+
+
+class Unavailable(WeftError):
+    """No healthy head exists, or the server drains. Sent with Retry-After."""
+
+    code, blame, retryable, http_status = "unavailable", "capacity", True, 503
+
+
+class DeadlineExceeded(WeftError):
+    """The request's deadline passed."""
+
+    code, retryable, http_status = "deadline_exceeded", True, 504
+
+
+class ConfigError(WeftError):
+    """A setting, or a pair of settings, that cannot work. Raised before anything starts; names the flags."""
+
+    code, blame, http_status = "config_error", "client", 400
+
+
+BY_STATUS: dict[int, type[WeftError]] = {
+    401: Unauthorized,
+    403: Forbidden,
+    404: NotFound,
+    405: MethodNotAllowed,
+    408: RequestTimeout,
+    413: TooLarge,
+    415: UnsupportedMedia,
+    429: Overloaded,
+    431: HeaderTooLarge,
+    503: Unavailable,
+    504: DeadlineExceeded,
+}

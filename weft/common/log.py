@@ -1,0 +1,24 @@
+"""Logging: one format, one place. Step logs hold counts, never token ids or text."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+_FORMAT = "%(asctime)s %(levelname).1s %(processName)s %(name)s: %(message)s"
+
+
+def get_logger(name: str) -> logging.Logger:
+    """The logger of a module; ``name`` is its ``__name__``."""
+    return logging.getLogger(name)
+
+
+def configure(level: str = "info") -> None:
+    """Sends Weft's logs to stderr at ``level``. Safe to call twice."""
+    root = logging.getLogger("weft")
+    root.setLevel(level.upper())
+    root.propagate = False
+    if not root.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter(_FORMAT, datefmt="%H:%M:%S"))
+        root.addHandler(handler)

@@ -1,0 +1,254 @@
+"""From settings to an engine's configuration, in named steps, before anything starts.
+
+Every step checks what it can and raises ConfigError naming the flags at fault and values that would work.
+The result is frozen and holds no device, no open file and no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from weft.common.errors import ConfigError
+from weft.config import devices, hub
+from weft.config.families import load_spec
+from weft.config.memory import (
+    GIB,
+    activation_bytes,
+    bytes_for,
+    longest_that_fits,
+    pools_for,
+    show_bytes,
+    weight_bytes,
+)
+from weft.config.flags import parse_size
+from weft.config.resolved import EngineConfig, KVConfig
+from weft.config.sections import CacheSection, Config, FrontSection, ModelSection, RunnerSection, SchedulerSection
+from weft.config.spec import ModelSpec
+
+_CPU_CACHE_MOST = 4 * GIB
+#: Share of the memory that the weights leave which the cache may take by default on a CPU.
+_CPU_CACHE_SHARE = 0.5
+
+
+def resolve(config: Config) -> EngineConfig:
+    """The configuration of one engine. Raises ConfigError; see the steps."""
+    model, cache, scheduler, runner = config.model, config.cache, config.scheduler, config.runner
+    check_scheduler(scheduler, cache)
+    check_files(runner, config.front)
+    path = hub.resolve_model_path(model.model, model.revision)
+    tokenizer_path = path if model.tokenizer is None else hub.resolve_model_path(model.tokenizer, None)
+    check_checkpoint(model, path, tokenizer_path)
+    spec = load_spec(path, model.num_hidden_layers_override)
+    device = choose_device(runner)
+    dtype = choose_dtype(model, spec, device, path)
+    num_bytes = cache_bytes(spec, dtype, device, model, cache, scheduler)
+    max_model_len = choose_max_model_len(spec, dtype, num_bytes, model, cache, scheduler)
+    kv = KVConfig(
+        pools=pools_for(spec, cache.block_size, dtype, num_bytes, max_model_len, scheduler),
+        block_size=cache.block_size,
+        enable_prefix_caching=cache.enable_prefix_caching,
+        max_model_len=max_model_len,
+        num_slots=scheduler.max_num_seqs * scheduler.steps_in_flight,
+    )
+    return EngineConfig(
+        model_path=path,
+        tokenizer_path=tokenizer_path,
+        served_names=served_names(model),
+        spec=spec,
+        dtype=dtype,
+        device=device,
+        model=model,
+        cache=cache,
+        scheduler=scheduler,
+        runner=runner,
+        kv=kv,
+    )
+
+
+def check_scheduler(scheduler: SchedulerSection, cache: CacheSection) -> None:
+    """Decode is reserved first: what it can leave for prefill must be a block at least.
+
+    While a sequence is prefilled at most ``max_num_seqs - 1`` others decode. Under the exclusive policy
+    nothing is reserved, but every decoding sequence must have its token in a decode step.
+    """
+    tokens, sequences, block = scheduler.max_num_batched_tokens, scheduler.max_num_seqs, cache.block_size
+    if scheduler.step_policy == "exclusive":
+        if tokens < sequences:
+            raise ConfigError(
+                f"--max-num-batched-tokens {tokens} is less than one token for each of --max-num-seqs {sequences}: "
+                f"set --max-num-batched-tokens to at least {sequences} or --max-num-seqs to at most {tokens}",
+                param="max_num_batched_tokens",
+            )
+        return
+    left = tokens - (sequences - 1)
+    if left < block:
+        most = tokens - block + 1
+        fewer = f" or --max-num-seqs to at most {most}" if most >= 1 else ""
+        raise ConfigError(
+            f"--max-num-batched-tokens {tokens} with --max-num-seqs {sequences} can leave prefill {max(left, 0)} tokens "
+            f"a step, less than one block (--block-size {block}): set --max-num-batched-tokens to at least "
+            f"{block + sequences - 1}{fewer}",
+            param="max_num_batched_tokens",
+        )
+
+
+def check_files(runner: RunnerSection, front: FrontSection) -> None:
+    """Files that settings name can be opened later."""
+    if front.chat_template is not None and not Path(front.chat_template).is_file():
+        raise ConfigError("--chat-template names no file: give the path of a Jinja template", param="chat_template")
+    if runner.trace is not None:
+        trace = Path(runner.trace)
+        if trace.is_dir() or not trace.absolute().parent.is_dir():
+            raise ConfigError("--trace must name a file in a folder that exists", param="trace")
+    if any(not (key.isascii() and key.isprintable()) for key in front.api_key):
+        raise ConfigError("--api-key must be printable ASCII, as it is sent in a header", param="api_key")
+
+
+def check_checkpoint(model: ModelSection, path: str, tokenizer_path: str) -> None:
+    """Refuses code and pickles that a checkpoint brings, unless told otherwise."""
+    if not model.trust_remote_code:
+        for folder, name in ((path, "config.json"), (path, "tokenizer_config.json"), (tokenizer_path, "tokenizer_config.json")):
+            if "auto_map" in _read_object(Path(folder) / name):
+                raise ConfigError(
+                    f"the checkpoint brings its own code (auto_map in {name}), which is refused; "
+                    "pass --trust-remote-code if you trust who made it",
+                    param="trust_remote_code",
+                )
+    if model.load_format == "dummy":
+        return
+    safe, pickles = _has(path, "*.safetensors"), _has(path, "*.bin") or _has(path, "*.pt") or _has(path, "*.pth")
+    if model.load_format == "pickle":
+        if not pickles:
+            raise ConfigError("--load-format pickle: the checkpoint has no *.bin, *.pt or *.pth file", param="load_format")
+    elif not safe and pickles:
+        raise ConfigError(
+            "the checkpoint has its weights as pickles only, which can run code when loaded and are refused; "
+            "pass --load-format pickle if you trust who made it",
+            param="load_format",
+        )
+    elif not safe:
+        raise ConfigError(
+            "the checkpoint has no *.safetensors file: check --model, or pass --load-format dummy for random weights",
+            param="load_format",
+        )
+
+
+def _has(folder: str, pattern: str) -> bool:
+    return any(Path(folder).glob(pattern))
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """The file's JSON object; empty where there is no such file. Raises ConfigError when it is not one."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path.name} of the checkpoint is not readable JSON", param="model") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path.name} of the checkpoint is not a JSON object", param="model")
+    return found
+
+
+def choose_device(runner: RunnerSection) -> str:
+    """"cuda" where asked for or, with ``auto``, where there is a GPU that torch can use; else "cpu"."""
+    if runner.device == "cpu":
+        return "cpu"
+    if devices.gpu_memory() is not None:
+        return "cuda"
+    if runner.device == "cuda":
+        why = "the installed torch is a CPU build" if devices.torch_is_cpu_only() else "no GPU was found"
+        raise ConfigError(f"--device cuda: {why}; use --device cpu or auto", param="device")
+    return "cpu"
+
+
+def choose_dtype(model: ModelSection, spec: ModelSpec, device: str, path: str) -> str:
+    """The type of weights and cache: as asked, or the checkpoint's, or float32 for a bundled model on a CPU."""
+    if model.dtype != "auto":
+        return model.dtype
+    return "float32" if device == "cpu" and hub.is_bundled(path) else spec.dtype
+
+
+def served_names(model: ModelSection) -> tuple[str, ...]:
+    """Names that requests may use, the one reported first."""
+    names = model.served_model_name or (model.model,)
+    if any(not name.isprintable() for name in names):
+        raise ConfigError("--served-model-name must be printable text", param="served_model_name")
+    return tuple(dict.fromkeys(names))
+
+
+def cache_bytes(
+    spec: ModelSpec, dtype: str, device: str, model: ModelSection, cache: CacheSection, scheduler: SchedulerSection
+) -> int:
+    """Bytes for all cache pools: as asked, or what the device leaves, at most what all sequences could use.
+
+    On a GPU the default is a first division from estimates; the engine divides again, with ``pools_for``,
+    when the weights are loaded.
+    """
+    if cache.kv_cache_memory is not None:
+        asked = parse_size(cache.kv_cache_memory)
+        assert asked is not None, "checked when the flag was parsed"
+        _check_asked(asked, device)
+        return asked
+    length = model.max_model_len if isinstance(model.max_model_len, int) else spec.max_position
+    usable = bytes_for(spec, cache.block_size, dtype, scheduler.max_num_seqs, length, scheduler)
+    weights = weight_bytes(spec, dtype)
+    if device == "cpu":
+        available = devices.available_memory()
+        if available is None:
+            return min(_CPU_CACHE_MOST, usable)
+        share = int(max(available - weights, 0) * _CPU_CACHE_SHARE)
+        one = bytes_for(spec, cache.block_size, dtype, 1, length, scheduler)
+        return min(share, usable, max(_CPU_CACHE_MOST, one))
+    total = devices.gpu_memory()
+    if total is None:
+        raise ConfigError(
+            "the GPU's memory can't be read: set --kv-cache-memory, e.g. --kv-cache-memory 4G", param="kv_cache_memory"
+        )
+    budget = int(total * cache.gpu_memory_utilization)
+    left = budget - weights - activation_bytes(spec, dtype, scheduler)
+    if left <= 0:
+        raise ConfigError(
+            f"--gpu-memory-utilization {cache.gpu_memory_utilization} is {show_bytes(budget)} of this GPU; the weights take "
+            f"{show_bytes(weights)} and the largest step {show_bytes(budget - weights - left)}: raise it, or lower "
+            "--max-num-batched-tokens or --max-num-seqs",
+            param="gpu_memory_utilization",
+        )
+    return min(left, usable)
+
+
+def _check_asked(asked: int, device: str) -> None:
+    have = devices.available_memory() if device == "cpu" else devices.gpu_memory()
+    if have is not None and asked > have:
+        raise ConfigError(
+            f"--kv-cache-memory {show_bytes(asked)} is more than the {show_bytes(have)} that the device has: "
+            f"set --kv-cache-memory to at most {show_bytes(have // 2)}",
+            param="kv_cache_memory",
+        )
+
+
+def choose_max_model_len(
+    spec: ModelSpec, dtype: str, num_bytes: int, model: ModelSection, cache: CacheSection, scheduler: SchedulerSection
+) -> int:
+    """The context length: as asked, the model's own, or with ``auto`` the longest that the cache holds."""
+    if isinstance(model.max_model_len, int):
+        if model.max_model_len > spec.max_position:
+            raise ConfigError(
+                f"--max-model-len {model.max_model_len} is more than the model's {spec.max_position} positions: "
+                f"set it to at most {spec.max_position}",
+                param="max_model_len",
+            )
+        return model.max_model_len
+    if model.max_model_len is None:
+        return spec.max_position
+    longest = longest_that_fits(spec, cache.block_size, dtype, num_bytes, spec.max_position, scheduler)
+    if longest < 1:
+        one = bytes_for(spec, cache.block_size, dtype, 1, 1, scheduler)
+        raise ConfigError(
+            f"--kv-cache-memory {show_bytes(num_bytes)} does not hold one block (--block-size {cache.block_size}): "
+            f"set --kv-cache-memory to at least {show_bytes(one)}",
+            param="kv_cache_memory",
+        )
+    return longest

@@ -1,0 +1,48 @@
+"""What resolving a configuration gives: sections plus everything derived from them, frozen."""
+
+from __future__ import annotations
+
+import msgspec
+
+from weft.config.sections import CacheSection, Config, ModelSection, RunnerSection, SchedulerSection
+from weft.config.spec import CacheSpec, ModelSpec
+
+
+class PoolSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One cache kind's pool: its facts and how many blocks it gets (the null block not counted)."""
+
+    cache: CacheSpec
+    block_size: int
+    num_blocks: int
+
+
+class KVConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``kv`` and ``scheduler`` need, no file or device behind it."""
+
+    pools: tuple[PoolSpec, ...]
+    block_size: int
+    """Positions of a base block, the unit of prefix hashes."""
+    enable_prefix_caching: bool
+    max_model_len: int
+    num_slots: int
+    """Slots of the table: running sequences, and those that await their last commit."""
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One group's configuration, resolved. ``model_path`` is a local folder."""
+
+    model_path: str
+    tokenizer_path: str
+    served_names: tuple[str, ...]
+    spec: ModelSpec
+    dtype: str
+    device: str
+    """"cpu" or "cuda"."""
+    model: ModelSection
+    cache: CacheSection
+    scheduler: SchedulerSection
+    runner: RunnerSection
+    kv: KVConfig
+
+
+__all__ = ["Config", "EngineConfig", "KVConfig", "PoolSpec"]

@@ -1,0 +1,126 @@
+"""Every setting, by subsystem. A field named ``max_num_seqs`` is the flag ``--max-num-seqs``, the keyword
+``max_num_seqs`` of ``LLM`` and the YAML key ``max-num-seqs``. Names are unique over all sections.
+
+Components get their section, never the whole.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+
+class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class ModelSection(_Section, frozen=True, kw_only=True):
+    """Which model, and how it is loaded."""
+
+    model: Annotated[str, Meta(description="Folder, hub name, or a bundled model's name (weft models).")] = "spool-text"
+    tokenizer: Annotated[str | None, Meta(description="Folder or hub name of the tokenizer; the model's by default.")] = None
+    revision: Annotated[str | None, Meta(description="Hub revision (branch, tag or commit).")] = None
+    dtype: Annotated[
+        Literal["auto", "float64", "float32", "bfloat16", "float16"],
+        Meta(description="Type of weights and cache; auto takes the checkpoint's (float32 on a CPU for bundled models)."),
+    ] = "auto"
+    max_model_len: Annotated[
+        Annotated[int, Meta(ge=1, le=1 << 30)] | Literal["auto"] | None,
+        Meta(description="Longest prompt + output in tokens; the model's own by default, auto takes what fits the cache."),
+    ] = None
+    load_format: Annotated[
+        Literal["auto", "safetensors", "pickle", "dummy"],
+        Meta(description="auto takes safetensors; pickle is refused unless asked for; dummy makes random weights."),
+    ] = "auto"
+    num_hidden_layers_override: Annotated[
+        Annotated[int, Meta(ge=1)] | None, Meta(description="Keep only the first N layers (for tests and benchmarks).")
+    ] = None
+    trust_remote_code: Annotated[bool, Meta(description="Allow code that a checkpoint brings.")] = False
+    served_model_name: Annotated[
+        tuple[str, ...], Meta(description="Name(s) that requests may use; the first is reported back.")
+    ] = ()
+    seed: Annotated[
+        Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None,
+        Meta(description="Makes the seeds minted for requests without one a function of this and the request's number."),
+    ] = None
+
+
+class CacheSection(_Section, frozen=True, kw_only=True):
+    """The KV cache."""
+
+    block_size: Annotated[int, Meta(ge=1, le=1024, description="Positions in one block of KV cache.")] = 64
+    kv_cache_memory: Annotated[
+        str | None,
+        Meta(description="Cache size, e.g. 512M or 4G. On a CPU a share of free memory by default.", extra={"size": True}),
+    ] = None
+    gpu_memory_utilization: Annotated[
+        float, Meta(gt=0, le=1, description="Share of a GPU's memory for weights, activations and cache.")
+    ] = 0.9
+    enable_prefix_caching: Annotated[bool, Meta(description="Reuse the cache of equal prefixes.")] = True
+
+
+class SchedulerSection(_Section, frozen=True, kw_only=True):
+    """Admission and the composition of steps."""
+
+    max_num_seqs: Annotated[int, Meta(ge=1, le=65536, description="Sequences that run at once.")] = 64
+    max_num_batched_tokens: Annotated[int, Meta(ge=1, le=1 << 20, description="Tokens in one step, prefill and decode together.")] = 2048
+    max_queued_requests: Annotated[
+        int, Meta(ge=1, le=1 << 24, description="Sequences that may wait; beyond it requests get 429.")
+    ] = 1024
+    long_prefill_token_threshold: Annotated[
+        int, Meta(ge=0, le=1 << 20, description="Prompt tokens of one sequence in one step at most; 0 for no limit.")
+    ] = 0
+    step_policy: Annotated[
+        Literal["mixed", "exclusive"],
+        Meta(description="mixed: prefill and decode in one step; exclusive: prefill-first, one kind a step."),
+    ] = "mixed"
+    steps_in_flight: Annotated[
+        Literal[1, 2], Meta(description="2 plans the next step before the last one's tokens are read.")
+    ] = 2
+
+
+class RunnerSection(_Section, frozen=True, kw_only=True):
+    """Where and how a step is computed."""
+
+    device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="auto takes a GPU where there is one.")] = "auto"
+    attention_backend: Annotated[str, Meta(description="Name of an attention backend; auto chooses by capability.")] = "auto"
+    threads: Annotated[int, Meta(ge=0, le=4096, description="CPU threads for compute; 0 leaves it to torch.")] = 0
+    trace: Annotated[
+        str | None, Meta(description="Write one trace event a step to this file (Chrome trace JSON).")
+    ] = None
+
+
+class FrontSection(_Section, frozen=True, kw_only=True):
+    """The HTTP server."""
+
+    host: Annotated[str, Meta(description="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0 takes a free one.")] = 8000
+    api_key: Annotated[tuple[str, ...], Meta(description="Key(s) that clients must send as a bearer token.")] = ()
+    chat_template: Annotated[
+        str | None, Meta(description="File with a chat template to use instead of the model's.")
+    ] = None
+    max_request_bytes: Annotated[int, Meta(ge=1024, description="Largest request body.")] = 8 << 20
+    drain_timeout: Annotated[
+        float, Meta(ge=0, description="Seconds that running requests get to finish after SIGTERM.")
+    ] = 30.0
+    request_timeout: Annotated[
+        float, Meta(gt=0, description="Seconds that one request may take before it gets 504.")
+    ] = 3600.0
+    engine_timeout: Annotated[
+        float, Meta(gt=0, description="Seconds without progress after which the engine counts as dead.")
+    ] = 120.0
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="Amount of logging.")
+    ] = "info"
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """All sections. Only process entry points see this."""
+
+    model: ModelSection = ModelSection()
+    cache: CacheSection = CacheSection()
+    scheduler: SchedulerSection = SchedulerSection()
+    runner: RunnerSection = RunnerSection()
+    front: FrontSection = FrontSection()

@@ -1,0 +1,111 @@
+"""The engine of one group: scheduler and runner, with one or two steps in flight.
+
+With two, step N + 1 is planned and launched before step N's tokens are read:
+
+    launch N+1 ──────────────┐
+    read N, commit N         │ runs meanwhile
+    launch N+2 (knows N) ────┘
+
+Not thread-safe: one thread submits, steps and finishes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+
+from weft.common.clock import Clock, SystemClock
+from weft.common.errors import ErrorInfo
+from weft.common.log import get_logger
+from weft.config.resolved import EngineConfig
+from weft.runner.runner import Runner, StepHandle, build_runner
+from weft.scheduler.scheduler import Scheduler
+from weft.types.messages import VERSION, HeadStats, Submit, TokenEvent, Welcome
+
+log = get_logger(__name__)
+
+
+class EngineCore:
+    """Takes Submits, makes TokenEvents."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        progress: bool = True,
+        clock: Clock | None = None,
+        runner: Runner | None = None,
+    ) -> None:
+        """Loads the model (with a progress bar on stderr if ``progress``) unless a ``runner`` is given.
+
+        Raises ConfigError for anything that cannot be served as configured.
+        """
+        if config.runner.threads:
+            torch.set_num_threads(config.runner.threads)
+        self.config = config
+        self._clock = clock or SystemClock()
+        self.runner = runner or build_runner(config, progress=progress)
+        self.scheduler = Scheduler(self.runner.kv, config.scheduler, config.spec.vocab_size)
+        self._depth = config.scheduler.steps_in_flight
+        self._in_flight: deque[StepHandle] = deque()
+
+    def submit(self, submit: Submit) -> None:
+        """Queues a sequence. Raises InvalidRequest, ContextLength or Overloaded; then nothing changed."""
+        self.scheduler.add(submit, self._clock.now())
+
+    def finish(self, sequence: int) -> list[TokenEvent]:
+        """Ends a sequence wherever it is. Idempotent; unknown ids are fine."""
+        return self.scheduler.finish(sequence)
+
+    def has_work(self) -> bool:
+        """Whether ``step`` has anything to do."""
+        return bool(self._in_flight) or self.scheduler.has_work()
+
+    def step(self) -> list[TokenEvent]:
+        """Launches the next step, if one can be planned, and commits the oldest one when it must.
+
+        Raises EngineDead (or whatever the device raised) when the group cannot go on.
+        """
+        plan = self.scheduler.plan(self._clock.now())
+        if plan is not None:
+            handle = self.runner.forward(plan)
+            self.runner.sample(handle)
+            self._in_flight.append(handle)
+        if self._in_flight and (plan is None or len(self._in_flight) >= self._depth):
+            return self._commit_oldest()
+        return []
+
+    def _commit_oldest(self) -> list[TokenEvent]:
+        handle = self._in_flight.popleft()
+        result = self.runner.read(handle)
+        return self.scheduler.commit(handle.plan, result, self._clock.now())
+
+    def fail(self, error: ErrorInfo) -> list[TokenEvent]:
+        """The terminal event of everything that is live: the group ends with ``error``."""
+        return self.scheduler.fail_all(error)
+
+    def stats(self) -> HeadStats:
+        """Counters and gauges of the scheduler."""
+        return self.scheduler.stats()
+
+    def welcome(self, incarnation: int) -> Welcome:
+        """What a front must know of this engine."""
+        kv = self.runner.kv
+        return Welcome(
+            versions=(VERSION, VERSION),
+            vocab_size=self.config.spec.vocab_size,
+            max_model_len=kv.max_model_len,
+            max_num_seqs=self.config.scheduler.max_num_seqs,
+            num_blocks=tuple(pool.num_blocks for pool in kv.pools),
+            incarnation=incarnation,
+        )
+
+    def close(self) -> None:
+        """Waits for what is in flight (its results are dropped) and ends the device thread and trace."""
+        while self._in_flight:
+            try:
+                self.runner.read(self._in_flight.popleft())
+            except Exception as error:
+                log.warning("a step in flight failed while closing: %s", error)
+        self.runner.close()

@@ -1,0 +1,189 @@
+"""The head process: an ``EngineCore`` behind one zmq ROUTER, speaking ``weft.types.messages``.
+
+One thread does everything: between steps it takes what fronts sent, and a heartbeat leaves from the same
+loop that steps, so that a heartbeat proves progress. A bad frame is counted and dropped; a front that went
+away, or does not read, loses its own sequences and nothing else.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+
+import msgspec
+import zmq
+
+from weft.common.errors import EngineDead, InvalidRequest, Unavailable, WeftError
+from weft.common.log import get_logger
+from weft.config.resolved import EngineConfig
+from weft.engine.core import EngineCore
+from weft.types import messages as m
+
+log = get_logger(__name__)
+
+HEARTBEAT_S = 0.5
+IDLE_POLL_MS = 100
+SEND_QUEUE = 10_000
+"""Messages a front may leave unread before it counts as gone."""
+
+
+class Head:
+    """The loop of a head. ``run`` returns when told to shut down, or when drained."""
+
+    def __init__(self, core: EngineCore, endpoint: str) -> None:
+        self._core = core
+        self._context = zmq.Context()
+        socket = self._context.socket(zmq.ROUTER)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.SNDHWM, SEND_QUEUE)
+        socket.setsockopt(zmq.MAXMSGSIZE, m.MAX_FRAME)
+        socket.setsockopt(zmq.LINGER, 1000)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
+        socket.bind(endpoint)
+        self._socket = socket
+        self._incarnation = secrets.randbits(64)
+        self._fronts: dict[bytes, None] = {}
+        self._owner: dict[int, bytes] = {}
+        self._bad_frames = 0
+        self._draining = False
+        self._stop = False
+        self._last_beat = 0.0
+
+    def run(self) -> None:
+        """Serves until shutdown. Raises what the engine raised, after telling every front."""
+        try:
+            while not self._stop:
+                busy = self._core.has_work()
+                self._receive(0 if busy else IDLE_POLL_MS)
+                if self._core.has_work():
+                    self._dispatch(self._core.step())
+                elif self._draining:
+                    break
+                self._beat()
+        except Exception as error:
+            self._last_words(error)
+            raise
+        finally:
+            self._socket.close()
+            self._context.term()
+            self._core.close()
+
+    def _receive(self, wait_ms: int) -> None:
+        if not self._socket.poll(wait_ms):
+            return
+        while True:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._take(frames)
+
+    def _take(self, frames: list[bytes]) -> None:
+        try:
+            front, body = frames
+            message = m.decode_to_head(body)
+        except (ValueError, msgspec.DecodeError) as error:
+            self._bad_frames += 1
+            log.warning("dropped a frame that is not a message (%s)", type(error).__name__)
+            return
+        if isinstance(message, m.Hello):
+            self._hello(front, message)
+        elif front not in self._fronts:
+            self._bad_frames += 1
+        elif isinstance(message, m.Submit):
+            self._submit(front, message)
+        elif isinstance(message, m.Finish):
+            if self._owner.get(message.sequence) == front:
+                self._dispatch(self._core.finish(message.sequence))
+        elif isinstance(message, m.Drain):
+            self._draining = True
+        else:
+            self._stop = True
+
+    def _hello(self, front: bytes, hello: m.Hello) -> None:
+        low, high = hello.versions
+        if not low <= m.VERSION <= high:
+            message = f"this head speaks version {m.VERSION}, the front {low} to {high}"
+            self._send(front, m.HeadFailed(error=EngineDead(message).info()))
+            return
+        self._fronts[front] = None
+        self._send(front, self._core.welcome(self._incarnation))
+        self._send(front, self._heartbeat())
+
+    def _submit(self, front: bytes, submit: m.Submit) -> None:
+        if submit.sequence in self._owner:
+            # The id is live, perhaps another front's: answering would end a stranger's stream.
+            self._bad_frames += 1
+            return
+        try:
+            if self._draining:
+                raise Unavailable("the server is shutting down")
+            self._core.submit(submit)
+        except (ValueError, msgspec.ValidationError):
+            self._reject(front, submit.sequence, InvalidRequest("the request is malformed"))
+        except WeftError as error:
+            self._reject(front, submit.sequence, error)
+        else:
+            self._owner[submit.sequence] = front
+
+    def _reject(self, front: bytes, sequence: int, error: WeftError) -> None:
+        event = m.TokenEvent(sequence=sequence, finish="error", error=error.info())
+        self._send(front, m.Tokens(step=-1, events=(event,)))
+
+    def _dispatch(self, events: list[m.TokenEvent]) -> None:
+        """Sends a step's events, one message to each front."""
+        by_front: dict[bytes, list[m.TokenEvent]] = {}
+        for event in events:
+            owner = self._owner.get(event.sequence)
+            if owner is None:
+                continue
+            by_front.setdefault(owner, []).append(event)
+            if event.finish is not None:
+                del self._owner[event.sequence]
+        steps = self._core.stats().steps if by_front else 0
+        for front, its in by_front.items():
+            self._send(front, m.Tokens(step=steps, events=tuple(its)))
+
+    def _send(self, front: bytes, message: m.ToFront) -> None:
+        try:
+            self._socket.send_multipart([front, m.encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            log.warning("a front is gone or does not read (%s): its sequences end", error.strerror)
+            self._forget(front)
+
+    def _forget(self, front: bytes) -> None:
+        self._fronts.pop(front, None)
+        for sequence in [s for s, owner in self._owner.items() if owner == front]:
+            del self._owner[sequence]
+            self._core.finish(sequence)
+
+    def _heartbeat(self) -> m.Heartbeat:
+        stats = msgspec.structs.replace(self._core.stats(), bad_frames=self._bad_frames)
+        return m.Heartbeat(idle=not self._core.has_work(), stats=stats)
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        if now - self._last_beat < HEARTBEAT_S:
+            return
+        self._last_beat = now
+        beat = self._heartbeat()
+        for front in list(self._fronts):
+            self._send(front, beat)
+
+    def _last_words(self, error: Exception) -> None:
+        known = error if isinstance(error, WeftError) else EngineDead("the engine failed; see the server's log")
+        log.error("the engine failed: %s", error, exc_info=not isinstance(error, WeftError))
+        self._dispatch(self._core.fail(known.info()))
+        for front in list(self._fronts):
+            self._send(front, m.HeadFailed(error=known.info()))
+
+
+def run_head(config: EngineConfig, endpoint: str) -> None:
+    """Loads the model and serves it at ``endpoint`` until told to stop. The entry of the head process.
+
+    ``endpoint``: an ``ipc://`` path in a folder that only this user can enter, or loopback tcp.
+    """
+    core = EngineCore(config)
+    log.info("engine ready: %s", ", ".join(f"{p.num_blocks} blocks of {p.block_size}" for p in core.runner.kv.pools))
+    Head(core, endpoint).run()

@@ -1,0 +1,1 @@
+"""Running models' step generators: one alone, or two interleaved."""

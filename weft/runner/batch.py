@@ -1,0 +1,160 @@
+"""From a plan to what a model and the sampler see, without asking the device anything.
+
+The host knows which slots run, how many tokens each and which rows want logits; ids, positions and cache
+indices are gathered on the device from ``SlotState``. All host columns of a step go up in one copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from weft.attention.base import SegmentInput, StepInput
+from weft.runner.slot_state import SlotState
+from weft.runner.staging import StagingBuffer
+from weft.types.plan import Segment, StepPlan
+
+Tensor = torch.Tensor
+
+
+def ragged(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """``starts[0] .. starts[0] + lengths[0] - 1, starts[1] ..``: consecutive ranges, one array."""
+    lengths = lengths.astype(np.int64)
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    shift = starts.astype(np.int64) - (ends - lengths)
+    result: np.ndarray = np.repeat(shift, lengths) + np.arange(total)
+    return result
+
+
+def offsets_of(lengths: np.ndarray) -> np.ndarray:
+    """int64 [n + 1]: 0 and the running sums of ``lengths``."""
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entries:
+    """Positions of a step that want something of their logits: E of them, in plan order."""
+
+    slot_host: np.ndarray
+    """int64 [E]."""
+    slot: Tensor
+    """int64 [E]."""
+    logits_row: Tensor
+    """int64 [E]: row of the logits."""
+    position: Tensor
+    """int64 [E]: absolute position of the token that these logits predict."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """One step, staged."""
+
+    step: StepInput
+    slots: Tensor
+    """int64 [rows]."""
+    counts: Tensor
+    """int64 [rows]."""
+    sampled: Entries
+    prompt: Entries
+
+
+def _columns(segment: Segment) -> list[np.ndarray]:
+    count = segment.count
+    return [
+        segment.slot,
+        count,
+        offsets_of(count),
+        np.repeat(np.arange(segment.rows), count),
+        ragged(np.zeros(segment.rows), count),
+    ]
+
+
+def _logits_columns(plan: StepPlan) -> tuple[np.ndarray, list[np.ndarray]]:
+    """(merged rows with logits; for sampled and for prompt entries: slot, row of the logits)."""
+    both = (plan.prefill, plan.decode)
+    ends = np.cumsum(np.concatenate([s.count for s in both]).astype(np.int64))
+    slot = np.concatenate([s.slot for s in both])
+    logits = np.concatenate([s.logits for s in both]).astype(np.int64)
+    sample = np.concatenate([s.sample for s in both]).astype(np.int64)
+    index = ragged(ends - logits, logits)
+    last = np.cumsum(logits)
+    return index, [
+        np.repeat(slot, sample),
+        ragged(last - sample, sample),
+        np.repeat(slot, logits - sample),
+        ragged(last - logits, logits - sample),
+    ]
+
+
+class BatchBuilder:
+    """Stages plans over one ``SlotState``."""
+
+    def __init__(self, state: SlotState, block_sizes: tuple[int, ...]) -> None:
+        self._state = state
+        self._block_sizes = block_sizes
+
+    def build(self, plan: StepPlan, buffer: StagingBuffer) -> Batch:
+        """Uploads the plan's columns through ``buffer`` and derives the rest on the device."""
+        index, entry_columns = _logits_columns(plan)
+        columns = [*_columns(plan.prefill), *_columns(plan.decode), index, *entry_columns]
+        buffer.begin(sum(len(c) for c in columns))
+        where = [buffer.add(c) for c in columns]
+        buffer.upload()
+        on_device = [buffer.tensor(w) for w in where]
+
+        prefill, ids0, positions0 = self._segment(plan.prefill, 0, on_device[:5])
+        decode, ids1, positions1 = self._segment(plan.decode, plan.prefill.tokens, on_device[5:10])
+        positions = torch.cat([positions0, positions1])
+        logits_index, s_slot, s_row, p_slot, p_row = on_device[10:]
+        step = StepInput(
+            ids=torch.cat([ids0, ids1]),
+            positions=positions,
+            segments=(prefill, decode),
+            logits_index=logits_index,
+        )
+        predicted = positions[logits_index] + 1
+        return Batch(
+            step=step,
+            slots=torch.cat([on_device[0], on_device[5]]),
+            counts=torch.cat([on_device[1], on_device[6]]),
+            sampled=Entries(
+                slot_host=entry_columns[0], slot=s_slot, logits_row=s_row, position=predicted[s_row]
+            ),
+            prompt=Entries(
+                slot_host=entry_columns[2], slot=p_slot, logits_row=p_row, position=predicted[p_row]
+            ),
+        )
+
+    def _segment(
+        self, segment: Segment, begin: int, columns: list[Tensor]
+    ) -> tuple[SegmentInput, Tensor, Tensor]:
+        """(the segment, its ids int64 [T], its positions int64 [T])."""
+        state = self._state
+        slots, _, q_offsets, row, within = columns
+        starts = state.num_computed[slots]
+        positions = starts[row] + within
+        token_slots = slots[row]
+        ids = state.history[token_slots, positions].long()
+        tables, writes = [], []
+        longest = int((segment.start + segment.count).max()) if segment.rows else 0
+        for table, size in zip(state.tables, self._block_sizes, strict=True):
+            tables.append(table[slots, : -(-longest // size)].long())
+            block = table[token_slots, positions // size].long()
+            writes.append(block * size + positions % size)
+        made = SegmentInput(
+            begin=begin,
+            rows=segment.rows,
+            tokens=segment.tokens,
+            host_counts=segment.count,
+            host_starts=segment.start,
+            q_offsets=q_offsets.int(),
+            starts=starts,
+            tables=tuple(tables),
+            writes=tuple(writes),
+        )
+        return made, ids, positions

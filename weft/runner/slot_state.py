@@ -1,0 +1,105 @@
+"""What the device knows of each slot: the truth that plans only bound from above.
+
+``history`` holds every id of the tenant, prompt and output, the output written by sampling itself; so a
+step can be launched before the one ahead of it was read, and a sequence that sat out any number of steps
+still continues with its true last token. Positions and cache indices derive from ``num_computed`` here.
+
+Owner: the runner, which applies a plan's ops before the plan's compute, on the same stream and thread.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from weft.common.errors import EngineDead
+from weft.config.resolved import KVConfig
+from weft.types.plan import AllocSlot, AppendBlocks, FreeSlot, Segment
+
+Tensor = torch.Tensor
+
+
+class SlotState:
+    """Per-slot tensors, preallocated for the whole life of the group.
+
+    history       int32 [slots, max_len + 1]; beyond a slot's known length its content is arbitrary
+    num_computed  int64 [slots]: positions whose cache is written
+    num_prompt    int64 [slots]
+    tables        for each cache kind, int32 [slots, entries]: block ids, 0 beyond what was appended
+    """
+
+    def __init__(self, kv: KVConfig, device: torch.device) -> None:
+        slots, length = kv.num_slots, kv.max_model_len + 1
+        self.history = torch.zeros(slots, length, dtype=torch.int32, device=device)
+        self.num_computed = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.num_prompt = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.tables = tuple(
+            torch.zeros(slots, -(-length // pool.block_size) + 1, dtype=torch.int32, device=device)
+            for pool in kv.pools
+        )
+        self._block_sizes = tuple(pool.block_size for pool in kv.pools)
+        # Host mirrors: who lives in a slot, and how far its tables reach. Only for checks and offsets.
+        self._gen = np.zeros(slots, np.int64)
+        self._live = np.zeros(slots, bool)
+        self._entries = np.zeros((len(kv.pools), slots), np.int64)
+
+    @property
+    def num_slots(self) -> int:
+        return len(self._live)
+
+    def apply(self, op: AllocSlot | FreeSlot | AppendBlocks) -> None:
+        """Carries out one op. Raises EngineDead when it contradicts the table (a diverged group)."""
+        if not 0 <= op.slot < self.num_slots:
+            raise EngineDead(f"step names slot {op.slot}, the table has {self.num_slots}")
+        if isinstance(op, AllocSlot):
+            self._alloc(op)
+        elif isinstance(op, FreeSlot):
+            self._free(op)
+        else:
+            self._append(op)
+
+    def _alloc(self, op: AllocSlot) -> None:
+        if self._live[op.slot]:
+            raise EngineDead(f"slot {op.slot} is allocated while generation {self._gen[op.slot]} lives in it")
+        known = len(op.token_ids)
+        if not 0 < op.num_prompt <= known < self.history.shape[1] or not 0 <= op.num_cached < known:
+            raise EngineDead(f"slot {op.slot} is allocated with lengths that cannot be")
+        self._live[op.slot], self._gen[op.slot] = True, op.gen
+        self._entries[:, op.slot] = 0
+        ids = torch.from_numpy(np.array(op.token_ids, dtype=np.int32))
+        self.history[op.slot, :known] = ids.to(self.history.device)
+        self.num_computed[op.slot] = op.num_cached
+        self.num_prompt[op.slot] = op.num_prompt
+
+    def _free(self, op: FreeSlot) -> None:
+        self._check(op.slot, op.gen)
+        self._live[op.slot] = False
+
+    def _append(self, op: AppendBlocks) -> None:
+        if not self._live[op.slot]:
+            raise EngineDead(f"blocks are appended to slot {op.slot}, which is free")
+        at = int(self._entries[op.kind, op.slot])
+        end = at + len(op.blocks)
+        table = self.tables[op.kind]
+        if end > table.shape[1]:
+            raise EngineDead(f"the block table of slot {op.slot} overflows")
+        table[op.slot, at:end] = torch.from_numpy(np.array(op.blocks, dtype=np.int32)).to(table.device)
+        self._entries[op.kind, op.slot] = end
+
+    def _check(self, slot: int, gen: int) -> None:
+        if not self._live[slot] or self._gen[slot] != gen:
+            raise EngineDead(f"slot {slot} is named with generation {gen}, which does not live in it")
+
+    def validate(self, segment: Segment) -> None:
+        """Before anything is launched: every row names a live tenant whose tables cover its positions."""
+        if not segment.rows:
+            return
+        slots = segment.slot
+        if slots.min() < 0 or slots.max() >= self.num_slots:
+            raise EngineDead("a row names a slot outside the table")
+        if not self._live[slots].all() or (self._gen[slots] != segment.gen).any():
+            raise EngineDead("a row names a slot without its tenant")
+        ends = segment.start.astype(np.int64) + segment.count
+        for entries, size in zip(self._entries, self._block_sizes, strict=True):
+            if (entries[slots] * size < ends).any():
+                raise EngineDead("a row's positions lie beyond its block table")

@@ -1,0 +1,1 @@
+"""The words that packages exchange: sampling parameters, plans, results, messages. Data only; numpy, no torch."""

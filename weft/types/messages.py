@@ -1,0 +1,200 @@
+"""The boundary between a front and a head: one typed, tagged message class each, msgpack on the wire.
+
+Unknown fields, unknown tags and frames over ``MAX_FRAME`` are refused. Ids are u64, minted inside Weft,
+never taken from a client. A front may have sent anything; a head validates before it acts.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from weft.common.errors import ErrorInfo, InvalidRequest
+from weft.types.sampling import TokenParams
+
+VERSION = 1
+MAX_FRAME = 64 << 20
+
+
+class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    pass
+
+
+class Hello(_Message, kw_only=True):
+    """Front to head, first: who speaks which versions."""
+
+    versions: tuple[int, int]
+    """[min, max] that the front understands."""
+    front: str
+
+
+class Welcome(_Message, kw_only=True):
+    """Head to front, the answer to Hello: what the head serves."""
+
+    versions: tuple[int, int]
+    vocab_size: int
+    """Ids 0 .. vocab_size - 1 can be prompted, sampled and biased."""
+    max_model_len: int
+    max_num_seqs: int
+    num_blocks: tuple[int, ...]
+    incarnation: int
+
+
+class Submit(_Message, kw_only=True):
+    """Front to head: start, or continue, one sequence.
+
+    Sequences of one prompt share ``request``; ``choice`` numbers them. The first of them to arrive is
+    prefilled, the others wait for its prompt and share its blocks.
+    """
+
+    sequence: int
+    request: int
+    choice: int = 0
+    seed: int
+    prompt_ids: bytes
+    """int32, little-endian."""
+    emitted_ids: bytes = b""
+    """Output that a client has already; counted as output in penalties, limits and stops."""
+    params: TokenParams
+    priority: int = 0
+    salt: str = ""
+    """Prefixes are shared only between equal salts."""
+
+
+class Finish(_Message, kw_only=True):
+    """Front to head: the text side ended the sequence (stop string), or its client went away. Idempotent."""
+
+    sequence: int
+
+
+class Drain(_Message, kw_only=True):
+    """Front to head: no new sequences will come; answer when none is left by closing."""
+
+
+class Shutdown(_Message, kw_only=True):
+    """Front to head: stop now."""
+
+
+class LogprobColumns(_Message, kw_only=True):
+    """Logprobs of consecutive positions of one sequence; arrays as little-endian bytes."""
+
+    width: int
+    """1 + top."""
+    ids: bytes
+    """int32 [positions, width]; -1 pads."""
+    values: bytes
+    """float32 [positions, width]."""
+    rank: bytes
+    """int32 [positions]."""
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(ids int32 [n, width], values float32 [n, width], rank int32 [n])."""
+        shape = (-1, self.width)
+        return (
+            np.frombuffer(self.ids, "<i4").reshape(shape),
+            np.frombuffer(self.values, "<f4").reshape(shape),
+            np.frombuffer(self.rank, "<i4"),
+        )
+
+
+class TokenEvent(_Message, kw_only=True):
+    """Head to front: new tokens of one sequence, its end, or both. The last one has ``finish``."""
+
+    sequence: int
+    token_ids: tuple[int, ...] = ()
+    logprobs: LogprobColumns | None = None
+    prompt_logprobs: LogprobColumns | None = None
+    """A piece of them, in order: for prompt tokens 1, 2, ... Complete before the first token."""
+    num_cached: int = 0
+    """Prompt tokens found in the prefix cache when the sequence was first admitted."""
+    finish: str | None = None
+    """"stop", "length", "abort" or "error"."""
+    stop_id: int | None = None
+    error: ErrorInfo | None = None
+
+
+class Tokens(_Message, kw_only=True):
+    """Head to front: what one step made."""
+
+    step: int
+    events: tuple[TokenEvent, ...]
+
+
+class HeadStats(_Message, kw_only=True):
+    """Counters since start unless said otherwise."""
+
+    steps: int = 0
+    mixed_steps: int = 0
+    running: int = 0
+    """Now."""
+    waiting: int = 0
+    """Now."""
+    kv_usage: float = 0.0
+    """Now: used share of the fullest pool, 0 .. 1."""
+    prefix_queries: int = 0
+    """Tokens looked up in the prefix cache."""
+    prefix_hits: int = 0
+    """Tokens found there."""
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    row_errors: int = 0
+    free_blocks: tuple[int, ...] = ()
+    """Now, one for each cache kind."""
+    free_slots: int = 0
+    """Now."""
+    bad_frames: int = 0
+
+
+class Heartbeat(_Message, kw_only=True):
+    """Head to front, from its step loop: proof of progress, not of life alone."""
+
+    idle: bool
+    """Nothing to do; else ``stats.steps`` must have moved since the last few."""
+    stats: HeadStats
+
+
+class HeadFailed(_Message, kw_only=True):
+    """Head to front, last words: the group ends."""
+
+    error: ErrorInfo
+
+
+ToHead = Hello | Submit | Finish | Drain | Shutdown
+ToFront = Welcome | Tokens | Heartbeat | HeadFailed
+
+_encoder = msgspec.msgpack.Encoder()
+_to_head = msgspec.msgpack.Decoder(ToHead)
+_to_front = msgspec.msgpack.Decoder(ToFront)
+
+
+def encode(message: ToHead | ToFront) -> bytes:
+    """The message as one frame. Raises InvalidRequest over ``MAX_FRAME``."""
+    frame = _encoder.encode(message)
+    if len(frame) > MAX_FRAME:
+        raise InvalidRequest("the request is too large for one message")
+    return frame
+
+
+def decode_to_head(frame: bytes) -> ToHead:
+    """Parses a frame from a front. Raises msgspec.DecodeError (or its ValidationError) or ValueError."""
+    if len(frame) > MAX_FRAME:
+        raise ValueError("frame over the size limit")
+    return _to_head.decode(frame)
+
+
+def decode_to_front(frame: bytes) -> ToFront:
+    """Parses a frame from a head. Raises msgspec.DecodeError (or its ValidationError) or ValueError."""
+    if len(frame) > MAX_FRAME:
+        raise ValueError("frame over the size limit")
+    return _to_front.decode(frame)
+
+
+def ids_to_bytes(ids: list[int] | np.ndarray) -> bytes:
+    """Token ids as a Submit carries them."""
+    return np.asarray(ids, dtype="<i4").tobytes()
+
+
+def ids_from_bytes(data: bytes) -> np.ndarray:
+    """int32 [n] from a Submit's bytes. Raises ValueError when the length is not a multiple of 4."""
+    return np.frombuffer(data, dtype="<i4").astype(np.int32)

@@ -1,0 +1,173 @@
+"""A step as data: what the scheduler asks of the runner, and what the runner answers.
+
+One plan describes one forward pass of one group. Its rows are laid out ``[prefill | decode]``; either part
+may be empty, and nothing in the code asks which. Nobody changes a plan or a result after it is made: the
+columns are read-only numpy arrays.
+
+Lengths are named by where the tokens are. With ``c = num_computed`` of a slot before the step, a row of
+``count`` tokens computes positions ``c .. c + count - 1``, reading their ids from ``history[slot]``:
+
+    history   | prompt + emitted ids known to the plan's maker | ids that exist on the device only |
+    prefill     [start ........ start + count)
+    decode                                                      [start, start + 1 + drafts)
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+import numpy as np
+
+from weft.common.errors import ErrorInfo
+from weft.types.sampling import TokenParams
+
+I32 = np.ndarray
+"""A read-only int32 column."""
+
+
+def column(values: list[int] | np.ndarray) -> np.ndarray:
+    """A read-only int32 column of ``values``."""
+    array = np.asarray(values, dtype=np.int32)
+    array.setflags(write=False)
+    return array
+
+
+EMPTY = column([])
+
+
+class AllocSlot(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Gives ``slot`` to tenant ``gen``: writes all known ids to its history and sets its lengths.
+
+    The slot must be free, or freed earlier in the same plan's ops.
+    """
+
+    slot: int
+    gen: int
+    choice: int
+    seed: int
+    """Philox key, 0 .. 2^64 - 1."""
+    params: TokenParams
+    num_prompt: int
+    """How many of ``token_ids`` are prompt; the rest are output emitted before (preemption, failover)."""
+    num_cached: int
+    """Leading positions whose cache is already there: the slot's first ``num_computed``."""
+    token_ids: np.ndarray
+    """int32 [prompt + emitted]."""
+
+
+class FreeSlot(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Ends the tenancy ``gen`` of ``slot``. Its block tables are emptied."""
+
+    slot: int
+    gen: int
+
+
+class AppendBlocks(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Appends ``blocks`` to the slot's block table of cache kind number ``kind``.
+
+    Block 0 is the null block of every pool: a hole that no row of the slot will ever read (positions that a
+    window has passed). The table's entry ``i`` holds positions ``i * block .. (i + 1) * block - 1``.
+    """
+
+    slot: int
+    kind: int
+    blocks: np.ndarray
+
+
+Op: TypeAlias = AllocSlot | FreeSlot | AppendBlocks
+
+
+class Segment(msgspec.Struct, frozen=True, kw_only=True):
+    """The prefill or the decode part of a plan: int32 columns, one entry a row."""
+
+    slot: np.ndarray = EMPTY
+    gen: np.ndarray = EMPTY
+    start: np.ndarray = EMPTY
+    """Upper bound of ``num_computed``; equal to the device's unless a verify row is in flight."""
+    count: np.ndarray = EMPTY
+    """Chunk length, or 1 + drafts."""
+    logits: np.ndarray = EMPTY
+    """Trailing positions whose logits are computed."""
+    sample: np.ndarray = EMPTY
+    """Trailing positions sampled: 0 (unfinished chunk), 1, or 1 + drafts. sample <= logits; the rest of
+    ``logits`` gives prompt logprobs."""
+    next_k: np.ndarray = EMPTY
+    """Drafts to propose after this step."""
+
+    @property
+    def rows(self) -> int:
+        return len(self.slot)
+
+    @property
+    def tokens(self) -> int:
+        return int(self.count.sum())
+
+
+EMPTY_SEGMENT = Segment()
+
+
+class Agreement(msgspec.Struct, frozen=True, kw_only=True):
+    """What the replicas of a domain agreed on for one step. A group alone has none."""
+
+    wave: int
+    padded_tokens: int
+
+
+class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """One step of one group. ``ops`` apply in order before any compute."""
+
+    step: int
+    epoch: int = 0
+    ops: tuple[Op, ...] = ()
+    prefill: Segment = EMPTY_SEGMENT
+    decode: Segment = EMPTY_SEGMENT
+    constrained: bool = False
+    """Whether a second frame with token masks follows for this step."""
+    agreed: Agreement | None = None
+
+    @property
+    def rows(self) -> int:
+        return self.prefill.rows + self.decode.rows
+
+    @property
+    def tokens(self) -> int:
+        return self.prefill.tokens + self.decode.tokens
+
+
+class LogprobRows(msgspec.Struct, frozen=True, kw_only=True):
+    """Logprobs of many positions, of log_softmax of the untouched logits.
+
+    ``ids[i, 0]`` is the position's own token (sampled, or the prompt's); the rest are the ``top`` likeliest
+    in order (logit descending, id ascending), padded with -1 where a row asked for fewer.
+    """
+
+    offsets: np.ndarray
+    """int32 [rows + 1]: entries of result row r are ``offsets[r] .. offsets[r + 1]``."""
+    ids: np.ndarray
+    """int32 [entries, 1 + top]."""
+    values: np.ndarray
+    """float32 [entries, 1 + top] (float64 in E0)."""
+    rank: np.ndarray
+    """int32 [entries]: 1 + how many tokens are ahead of the position's own token."""
+
+
+class StepResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What a step made. Row r of the result is row ``rows[r]`` of the plan (prefill rows first)."""
+
+    step: int
+    rows: np.ndarray
+    """int32: plan rows with logits > 0, in plan order."""
+    offsets: np.ndarray
+    """int32 [rows + 1] into ``tokens``, by the plan's ``sample``."""
+    tokens: np.ndarray
+    """int32: sampled ids."""
+    accepted: np.ndarray
+    """int32 [rows]: drafts accepted; the first ``accepted + 1`` tokens of a sampling row are valid."""
+    drafts: np.ndarray = EMPTY
+    row_error: tuple[tuple[int, ErrorInfo], ...] = ()
+    """(result row, what went wrong); such a row has no valid token."""
+    logprobs: LogprobRows | None = None
+    """Entries by ``sample``, for the sampled tokens."""
+    prompt_logprobs: LogprobRows | None = None
+    """Entries by ``logits - sample``: for token ``position + 1`` of each leading logits position."""

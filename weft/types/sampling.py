@@ -1,0 +1,167 @@
+"""Sampling parameters: what a user sets, and what the head and runner need of it.
+
+``SamplingParams`` is the user's side: strings, defaults, everything optional. ``TokenParams`` is the same
+request reduced to token ids, with every default resolved; it is what travels to a head and to a slot.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+from weft.common.errors import InvalidRequest
+
+MAX_N = 128
+MAX_TOP_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1024
+MAX_ID_LIST = 1024
+MAX_BIAS = 1024
+SEED_MASK = (1 << 64) - 1
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How to choose the tokens of one request.
+
+    Raises InvalidRequest, naming the parameter, when a value is out of its range. Whatever depends on the
+    model (vocabulary, context length) is checked when the request is submitted.
+    """
+
+    n: int = 1
+    """Sequences to generate for the prompt."""
+    temperature: float = 1.0
+    """0 is greedy. Below 1e-5 counts as 0."""
+    top_k: int = 0
+    """Keep the k likeliest tokens; 0 or -1 keeps all."""
+    top_p: float = 1.0
+    """Keep the shortest prefix, by probability, that reaches this mass."""
+    min_p: float = 0.0
+    """Drop tokens less likely than this share of the likeliest."""
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    """When given, only these tokens (and no others) can be sampled."""
+    bad_words: tuple[str, ...] = ()
+    """Texts whose tokenization is never completed."""
+    max_tokens: int | None = None
+    """None generates until the context is full."""
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    seed: int | None = None
+    """Any int64 or uint64, taken modulo 2^64; None mints one."""
+    logprobs: int | None = None
+    """Top alternatives to report beside each sampled token; 0 reports the sampled token alone."""
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            msgspec.structs.force_setattr(self, "stop", (self.stop,))
+        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
+            value = getattr(self, name)
+            if isinstance(value, list):
+                msgspec.structs.force_setattr(self, name, tuple(value))
+        _check_ranges(self)
+        _check_lists(self)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the argmax is taken without noise (rule, point 4)."""
+        return self.temperature < 1e-5
+
+
+class TokenParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A request's sampling parameters in token ids, everything resolved. Text and choice counts are not here."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed: tuple[int, ...] | None = None
+    bad: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that must not be completed."""
+    max_tokens: int = 1
+    """Output tokens at most, emitted ones included; at least 1."""
+    min_tokens: int = 0
+    """While fewer output tokens than this exist, ``stop_ids`` cannot be sampled."""
+    stop_ids: tuple[int, ...] = ()
+    """Sorted ids that end the sequence: end-of-turn ids (unless ignore_eos) and the request's own."""
+    logprobs: int = -1
+    """-1 none, else how many top alternatives beside the sampled token."""
+    prompt_logprobs: int = -1
+
+
+def _fail(name: str, message: str) -> None:
+    raise InvalidRequest(f"{name} {message}", param=name)
+
+
+def _integer(name: str, value: Any, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        _fail(name, "must be an integer")
+    if not low <= value <= high:
+        _fail(name, f"must be between {low} and {high}")
+
+
+def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        _fail(name, "must be a finite number")
+    if not low <= value <= high or (open_low and value == low):
+        _fail(name, f"must be {'greater than' if open_low else 'at least'} {low:g} and at most {high:g}")
+
+
+def _check_ranges(p: SamplingParams) -> None:
+    _integer("n", p.n, 1, MAX_N)
+    _number("temperature", p.temperature, 0, 100)
+    _integer("top_k", p.top_k, -1, 1 << 31)
+    _number("top_p", p.top_p, 0, 1, open_low=True)
+    _number("min_p", p.min_p, 0, 1)
+    _number("frequency_penalty", p.frequency_penalty, -2, 2)
+    _number("presence_penalty", p.presence_penalty, -2, 2)
+    _number("repetition_penalty", p.repetition_penalty, 0, 100, open_low=True)
+    if p.max_tokens is not None:
+        _integer("max_tokens", p.max_tokens, 1, 1 << 31)
+    _integer("min_tokens", p.min_tokens, 0, 1 << 31)
+    if p.max_tokens is not None and p.min_tokens > p.max_tokens:
+        _fail("min_tokens", "must not be greater than max_tokens")
+    if p.seed is not None:
+        _integer("seed", p.seed, -(1 << 63), SEED_MASK)
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(p, name) is not None:
+            _integer(name, getattr(p, name), 0, MAX_TOP_LOGPROBS)
+
+
+def _check_lists(p: SamplingParams) -> None:
+    for name, most in (("stop", MAX_STOP_STRINGS), ("bad_words", MAX_ID_LIST)):
+        texts = getattr(p, name)
+        if not isinstance(texts, tuple) or len(texts) > most:
+            _fail(name, f"must be a list of at most {most} strings")
+        for text in texts:
+            if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_CHARS:
+                _fail(name, f"must hold strings of 1 to {MAX_STOP_CHARS} characters")
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        ids = getattr(p, name)
+        if ids is None:
+            continue
+        if not isinstance(ids, tuple) or len(ids) > MAX_ID_LIST:
+            _fail(name, f"must be a list of at most {MAX_ID_LIST} token ids")
+        for token in ids:
+            _integer(name, token, 0, (1 << 31) - 1)
+    if p.allowed_token_ids is not None and not p.allowed_token_ids:
+        _fail("allowed_token_ids", "must not be empty")
+    if p.logit_bias is not None:
+        if not isinstance(p.logit_bias, dict) or len(p.logit_bias) > MAX_BIAS:
+            _fail("logit_bias", f"must map at most {MAX_BIAS} token ids to numbers")
+        for token, bias in p.logit_bias.items():
+            _integer("logit_bias", token, 0, (1 << 31) - 1)
+            _number("logit_bias", bias, -100, 100)
