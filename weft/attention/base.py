@@ -32,7 +32,7 @@ class SegmentInput:
     host_counts: np.ndarray
     """int32 [R]: tokens of each row."""
     host_starts: np.ndarray
-    """int32 [R]: upper bound of the context before the row's tokens; exact when no verify row is in flight."""
+    """int32 [R]: upper bound of the context before the row's tokens; exact unless verify rows are in flight."""
     q_offsets: Tensor
     """int32 [R + 1]: row r's tokens are ``q_offsets[r] .. q_offsets[r + 1]`` of the segment."""
     starts: Tensor
@@ -68,8 +68,19 @@ class AttentionBackend(ABC):
     invariant: bool = False
 
     @abstractmethod
-    def check(self, cache: CacheSpec, heads: int, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def check(
+        self, cache: CacheSpec, heads: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         """Raises ConfigError when this backend cannot serve such layers."""
+
+    def prepare(
+        self, segment: SegmentInput, kind: int, spec: CacheSpec, block_size: int, dtype: torch.dtype
+    ) -> object:
+        """What all layers of a kind share in one step (gather indices, masks), computed once.
+
+        The result is passed back as ``prepared`` and must not outlive the step. None by default.
+        """
+        return None
 
     @abstractmethod
     def attend(
@@ -82,10 +93,12 @@ class AttentionBackend(ABC):
         kind: int,
         spec: CacheSpec,
         scale: float,
+        prepared: object = None,
     ) -> Tensor:
         """Writes k and v at ``segment.writes[kind]``, then attends causally (and within ``spec.window``).
 
         Returns [T, heads, head_dim] in q's dtype. Entries of the block table that lie wholly outside the
         window may have other tenants: never let their values (NaN included) reach an output. Block 0 is the
-        null block. Must accept a segment with no rows.
+        null block. Must accept a segment with no rows. ``prepared`` is ``prepare``'s answer for this segment
+        and kind; without it the backend prepares by itself.
         """

@@ -13,6 +13,7 @@ from typing import Any
 from weft.common.errors import ConfigError
 from weft.config import devices, hub
 from weft.config.families import load_spec
+from weft.config.flags import parse_size
 from weft.config.memory import (
     GIB,
     activation_bytes,
@@ -22,9 +23,15 @@ from weft.config.memory import (
     show_bytes,
     weight_bytes,
 )
-from weft.config.flags import parse_size
 from weft.config.resolved import EngineConfig, KVConfig
-from weft.config.sections import CacheSection, Config, FrontSection, ModelSection, RunnerSection, SchedulerSection
+from weft.config.sections import (
+    CacheSection,
+    Config,
+    FrontSection,
+    ModelSection,
+    RunnerSection,
+    SchedulerSection,
+)
 from weft.config.spec import ModelSpec
 
 _CPU_CACHE_MOST = 4 * GIB
@@ -37,10 +44,12 @@ def resolve(config: Config) -> EngineConfig:
     model, cache, scheduler, runner = config.model, config.cache, config.scheduler, config.runner
     check_scheduler(scheduler, cache)
     check_files(runner, config.front)
-    path = hub.resolve_model_path(model.model, model.revision)
-    tokenizer_path = path if model.tokenizer is None else hub.resolve_model_path(model.tokenizer, None)
+    path = hub.resolve_model_path(model.model, model.revision, load_format=model.load_format)
+    tokenizer_path = path
+    if model.tokenizer is not None:
+        tokenizer_path = hub.resolve_model_path(model.tokenizer, load_format="dummy")
     check_checkpoint(model, path, tokenizer_path)
-    spec = load_spec(path, model.num_hidden_layers_override)
+    spec = load_spec(path, model.num_hidden_layers_override, trust_remote_code=model.trust_remote_code)
     device = choose_device(runner)
     dtype = choose_dtype(model, spec, device, path)
     num_bytes = cache_bytes(spec, dtype, device, model, cache, scheduler)
@@ -77,9 +86,10 @@ def check_scheduler(scheduler: SchedulerSection, cache: CacheSection) -> None:
     if scheduler.step_policy == "exclusive":
         if tokens < sequences:
             raise ConfigError(
-                f"--max-num-batched-tokens {tokens} is less than one token for each of --max-num-seqs {sequences}: "
-                f"set --max-num-batched-tokens to at least {sequences} or --max-num-seqs to at most {tokens}",
-                param="max_num_batched_tokens",
+                f"--max-num-batched-tokens {tokens} is less than one token for each of --max-num-seqs "
+                f"{sequences}: set --max-num-batched-tokens to at least {sequences} "
+                f"or --max-num-seqs to at most {tokens}",
+                param="--max-num-batched-tokens",
             )
         return
     left = tokens - (sequences - 1)
@@ -87,51 +97,59 @@ def check_scheduler(scheduler: SchedulerSection, cache: CacheSection) -> None:
         most = tokens - block + 1
         fewer = f" or --max-num-seqs to at most {most}" if most >= 1 else ""
         raise ConfigError(
-            f"--max-num-batched-tokens {tokens} with --max-num-seqs {sequences} can leave prefill {max(left, 0)} tokens "
-            f"a step, less than one block (--block-size {block}): set --max-num-batched-tokens to at least "
-            f"{block + sequences - 1}{fewer}",
-            param="max_num_batched_tokens",
+            f"--max-num-batched-tokens {tokens} with --max-num-seqs {sequences} can leave prefill "
+            f"{max(left, 0)} tokens a step, less than one block (--block-size {block}): set "
+            f"--max-num-batched-tokens to at least {block + sequences - 1}{fewer}",
+            param="--max-num-batched-tokens",
         )
 
 
 def check_files(runner: RunnerSection, front: FrontSection) -> None:
     """Files that settings name can be opened later."""
     if front.chat_template is not None and not Path(front.chat_template).is_file():
-        raise ConfigError("--chat-template names no file: give the path of a Jinja template", param="chat_template")
+        raise ConfigError(
+            "--chat-template names no file: give the path of a Jinja template", param="--chat-template"
+        )
     if runner.trace is not None:
         trace = Path(runner.trace)
         if trace.is_dir() or not trace.absolute().parent.is_dir():
-            raise ConfigError("--trace must name a file in a folder that exists", param="trace")
+            raise ConfigError("--trace must name a file in a folder that exists", param="--trace")
     if any(not (key.isascii() and key.isprintable()) for key in front.api_key):
-        raise ConfigError("--api-key must be printable ASCII, as it is sent in a header", param="api_key")
+        raise ConfigError("--api-key must be printable ASCII, as it is sent in a header", param="--api-key")
 
 
 def check_checkpoint(model: ModelSection, path: str, tokenizer_path: str) -> None:
     """Refuses code and pickles that a checkpoint brings, unless told otherwise."""
     if not model.trust_remote_code:
-        for folder, name in ((path, "config.json"), (path, "tokenizer_config.json"), (tokenizer_path, "tokenizer_config.json")):
-            if "auto_map" in _read_object(Path(folder) / name):
+        for folder, name in ((path, "config.json"), (tokenizer_path, "tokenizer_config.json")):
+            if _read_object(Path(folder) / name).get("auto_map"):
                 raise ConfigError(
                     f"the checkpoint brings its own code (auto_map in {name}), which is refused; "
                     "pass --trust-remote-code if you trust who made it",
-                    param="trust_remote_code",
+                    param="--trust-remote-code",
                 )
     if model.load_format == "dummy":
         return
-    safe, pickles = _has(path, "*.safetensors"), _has(path, "*.bin") or _has(path, "*.pt") or _has(path, "*.pth")
+    safe, pickles = (
+        _has(path, "*.safetensors"),
+        _has(path, "*.bin") or _has(path, "*.pt") or _has(path, "*.pth"),
+    )
     if model.load_format == "pickle":
         if not pickles:
-            raise ConfigError("--load-format pickle: the checkpoint has no *.bin, *.pt or *.pth file", param="load_format")
+            raise ConfigError(
+                "--load-format pickle: the checkpoint has no *.bin, *.pt or *.pth file", param="--load-format"
+            )
     elif not safe and pickles:
         raise ConfigError(
             "the checkpoint has its weights as pickles only, which can run code when loaded and are refused; "
             "pass --load-format pickle if you trust who made it",
-            param="load_format",
+            param="--load-format",
         )
     elif not safe:
         raise ConfigError(
-            "the checkpoint has no *.safetensors file: check --model, or pass --load-format dummy for random weights",
-            param="load_format",
+            "the checkpoint has no *.safetensors file: pass --load-format pickle if it has its weights as "
+            "pickles and you trust who made it, or --load-format dummy for random weights",
+            param="--load-format",
         )
 
 
@@ -146,41 +164,51 @@ def _read_object(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path.name} of the checkpoint is not readable JSON", param="model") from error
+        raise ConfigError(f"{path.name} of the checkpoint is not readable JSON", param="--model") from error
     if not isinstance(found, dict):
-        raise ConfigError(f"{path.name} of the checkpoint is not a JSON object", param="model")
+        raise ConfigError(f"{path.name} of the checkpoint is not a JSON object", param="--model")
     return found
 
 
 def choose_device(runner: RunnerSection) -> str:
-    """"cuda" where asked for or, with ``auto``, where there is a GPU that torch can use; else "cpu"."""
+    """ "cuda" where asked for or, with ``auto``, where there is a GPU that torch can use; else "cpu"."""
     if runner.device == "cpu":
         return "cpu"
     if devices.gpu_memory() is not None:
         return "cuda"
     if runner.device == "cuda":
         why = "the installed torch is a CPU build" if devices.torch_is_cpu_only() else "no GPU was found"
-        raise ConfigError(f"--device cuda: {why}; use --device cpu or auto", param="device")
+        raise ConfigError(f"--device cuda: {why}; use --device cpu or auto", param="--device")
     return "cpu"
 
 
 def choose_dtype(model: ModelSection, spec: ModelSpec, device: str, path: str) -> str:
-    """The type of weights and cache: as asked, or the checkpoint's, or float32 for a bundled model on a CPU."""
+    """The type of weights and cache: as asked, the checkpoint's, or float32 for a bundled model on a CPU."""
     if model.dtype != "auto":
         return model.dtype
-    return "float32" if device == "cpu" and hub.is_bundled(path) else spec.dtype
+    return "float32" if device == "cpu" and Path(path).resolve().is_relative_to(hub.BUNDLED) else spec.dtype
+
+
+def _is_bundled(path: str) -> bool:
+    """Whether the checkpoint is one that ships inside the package."""
+    return Path(path).resolve().is_relative_to(Path(__file__).resolve().parents[1] / "checkpoints")
 
 
 def served_names(model: ModelSection) -> tuple[str, ...]:
     """Names that requests may use, the one reported first."""
     names = model.served_model_name or (model.model,)
     if any(not name.isprintable() for name in names):
-        raise ConfigError("--served-model-name must be printable text", param="served_model_name")
+        raise ConfigError("--served-model-name must be printable text", param="--served-model-name")
     return tuple(dict.fromkeys(names))
 
 
 def cache_bytes(
-    spec: ModelSpec, dtype: str, device: str, model: ModelSection, cache: CacheSection, scheduler: SchedulerSection
+    spec: ModelSpec,
+    dtype: str,
+    device: str,
+    model: ModelSection,
+    cache: CacheSection,
+    scheduler: SchedulerSection,
 ) -> int:
     """Bytes for all cache pools: as asked, or what the device leaves, at most what all sequences could use.
 
@@ -205,16 +233,18 @@ def cache_bytes(
     total = devices.gpu_memory()
     if total is None:
         raise ConfigError(
-            "the GPU's memory can't be read: set --kv-cache-memory, e.g. --kv-cache-memory 4G", param="kv_cache_memory"
+            "the GPU's memory can't be read: set --kv-cache-memory, e.g. --kv-cache-memory 4G",
+            param="--kv-cache-memory",
         )
     budget = int(total * cache.gpu_memory_utilization)
     left = budget - weights - activation_bytes(spec, dtype, scheduler)
     if left <= 0:
         raise ConfigError(
-            f"--gpu-memory-utilization {cache.gpu_memory_utilization} is {show_bytes(budget)} of this GPU; the weights take "
-            f"{show_bytes(weights)} and the largest step {show_bytes(budget - weights - left)}: raise it, or lower "
+            f"--gpu-memory-utilization {cache.gpu_memory_utilization} is {show_bytes(budget)} of this GPU; "
+            f"the weights take {show_bytes(weights)} and the largest step "
+            f"{show_bytes(budget - weights - left)}: raise it, or lower "
             "--max-num-batched-tokens or --max-num-seqs",
-            param="gpu_memory_utilization",
+            param="--gpu-memory-utilization",
         )
     return min(left, usable)
 
@@ -225,20 +255,25 @@ def _check_asked(asked: int, device: str) -> None:
         raise ConfigError(
             f"--kv-cache-memory {show_bytes(asked)} is more than the {show_bytes(have)} that the device has: "
             f"set --kv-cache-memory to at most {show_bytes(have // 2)}",
-            param="kv_cache_memory",
+            param="--kv-cache-memory",
         )
 
 
 def choose_max_model_len(
-    spec: ModelSpec, dtype: str, num_bytes: int, model: ModelSection, cache: CacheSection, scheduler: SchedulerSection
+    spec: ModelSpec,
+    dtype: str,
+    num_bytes: int,
+    model: ModelSection,
+    cache: CacheSection,
+    scheduler: SchedulerSection,
 ) -> int:
     """The context length: as asked, the model's own, or with ``auto`` the longest that the cache holds."""
     if isinstance(model.max_model_len, int):
         if model.max_model_len > spec.max_position:
             raise ConfigError(
-                f"--max-model-len {model.max_model_len} is more than the model's {spec.max_position} positions: "
-                f"set it to at most {spec.max_position}",
-                param="max_model_len",
+                f"--max-model-len {model.max_model_len} is more than the model's {spec.max_position} "
+                f"positions: set it to at most {spec.max_position}",
+                param="--max-model-len",
             )
         return model.max_model_len
     if model.max_model_len is None:
@@ -247,8 +282,103 @@ def choose_max_model_len(
     if longest < 1:
         one = bytes_for(spec, cache.block_size, dtype, 1, 1, scheduler)
         raise ConfigError(
-            f"--kv-cache-memory {show_bytes(num_bytes)} does not hold one block (--block-size {cache.block_size}): "
-            f"set --kv-cache-memory to at least {show_bytes(one)}",
-            param="kv_cache_memory",
+            f"--kv-cache-memory {show_bytes(num_bytes)} does not hold one block "
+            f"(--block-size {cache.block_size}): set --kv-cache-memory to at least {show_bytes(one)}",
+            param="--kv-cache-memory",
+        )
+    return longest
+
+
+def served_names(model: ModelSection) -> tuple[str, ...]:
+    """Names that requests may use, the one reported first."""
+    names = model.served_model_name or (model.model,)
+    if any(not name.isprintable() for name in names):
+        raise ConfigError("--served-model-name must be printable text", param="--served-model-name")
+    return tuple(dict.fromkeys(names))
+
+
+def cache_bytes(
+    spec: ModelSpec,
+    dtype: str,
+    device: str,
+    model: ModelSection,
+    cache: CacheSection,
+    scheduler: SchedulerSection,
+) -> int:
+    """Bytes for all cache pools: as asked, or what the device leaves, at most what all sequences could use.
+
+    On a GPU the default is a first division from estimates; the engine divides again, with ``pools_for``,
+    when the weights are loaded.
+    """
+    if cache.kv_cache_memory is not None:
+        asked = parse_size(cache.kv_cache_memory)
+        assert asked is not None, "checked when the flag was parsed"
+        _check_asked(asked, device)
+        return asked
+    length = model.max_model_len if isinstance(model.max_model_len, int) else spec.max_position
+    usable = bytes_for(spec, cache.block_size, dtype, scheduler.max_num_seqs, length, scheduler)
+    weights = weight_bytes(spec, dtype)
+    if device == "cpu":
+        available = devices.available_memory()
+        if available is None:
+            return min(_CPU_CACHE_MOST, usable)
+        share = int(max(available - weights, 0) * _CPU_CACHE_SHARE)
+        one = bytes_for(spec, cache.block_size, dtype, 1, length, scheduler)
+        return min(share, usable, max(_CPU_CACHE_MOST, one))
+    total = devices.gpu_memory()
+    if total is None:
+        raise ConfigError(
+            "the GPU's memory can't be read: set --kv-cache-memory, e.g. --kv-cache-memory 4G",
+            param="--kv-cache-memory",
+        )
+    budget = int(total * cache.gpu_memory_utilization)
+    left = budget - weights - activation_bytes(spec, dtype, scheduler)
+    if left <= 0:
+        raise ConfigError(
+            f"--gpu-memory-utilization {cache.gpu_memory_utilization} is {show_bytes(budget)} of this GPU; "
+            f"the weights take {show_bytes(weights)} and the largest step "
+            f"{show_bytes(budget - weights - left)}: raise it, or lower "
+            "--max-num-batched-tokens or --max-num-seqs",
+            param="--gpu-memory-utilization",
+        )
+    return min(left, usable)
+
+
+def _check_asked(asked: int, device: str) -> None:
+    have = devices.available_memory() if device == "cpu" else devices.gpu_memory()
+    if have is not None and asked > have:
+        raise ConfigError(
+            f"--kv-cache-memory {show_bytes(asked)} is more than the {show_bytes(have)} that the device has: "
+            f"set --kv-cache-memory to at most {show_bytes(have // 2)}",
+            param="--kv-cache-memory",
+        )
+
+
+def choose_max_model_len(
+    spec: ModelSpec,
+    dtype: str,
+    num_bytes: int,
+    model: ModelSection,
+    cache: CacheSection,
+    scheduler: SchedulerSection,
+) -> int:
+    """The context length: as asked, the model's own, or with ``auto`` the longest that the cache holds."""
+    if isinstance(model.max_model_len, int):
+        if model.max_model_len > spec.max_position:
+            raise ConfigError(
+                f"--max-model-len {model.max_model_len} is more than the model's {spec.max_position} "
+                f"positions: set it to at most {spec.max_position}",
+                param="--max-model-len",
+            )
+        return model.max_model_len
+    if model.max_model_len is None:
+        return spec.max_position
+    longest = longest_that_fits(spec, cache.block_size, dtype, num_bytes, spec.max_position, scheduler)
+    if longest < 1:
+        one = bytes_for(spec, cache.block_size, dtype, 1, 1, scheduler)
+        raise ConfigError(
+            f"--kv-cache-memory {show_bytes(num_bytes)} does not hold one block "
+            f"(--block-size {cache.block_size}): set --kv-cache-memory to at least {show_bytes(one)}",
+            param="--kv-cache-memory",
         )
     return longest

@@ -19,23 +19,32 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class ModelSection(_Section, frozen=True, kw_only=True):
     """Which model, and how it is loaded."""
 
-    model: Annotated[str, Meta(description="Folder, hub name, or a bundled model's name (weft models).")] = "spool-text"
-    tokenizer: Annotated[str | None, Meta(description="Folder or hub name of the tokenizer; the model's by default.")] = None
+    model: Annotated[str, Meta(description="Folder, hub name, or a bundled model's name (weft models).")] = (
+        "spool-text"
+    )
+    tokenizer: Annotated[
+        str | None, Meta(description="Folder or hub name of the tokenizer; the model's by default.")
+    ] = None
     revision: Annotated[str | None, Meta(description="Hub revision (branch, tag or commit).")] = None
     dtype: Annotated[
         Literal["auto", "float64", "float32", "bfloat16", "float16"],
-        Meta(description="Type of weights and cache; auto takes the checkpoint's (float32 on a CPU for bundled models)."),
+        Meta(
+            description="Type of weights and cache; auto: the checkpoint's (bundled ones on a CPU: float32)."
+        ),
     ] = "auto"
     max_model_len: Annotated[
         Annotated[int, Meta(ge=1, le=1 << 30)] | Literal["auto"] | None,
-        Meta(description="Longest prompt + output in tokens; the model's own by default, auto takes what fits the cache."),
+        Meta(description="Longest prompt + output in tokens; by default the model's own; auto: what fits."),
     ] = None
     load_format: Annotated[
         Literal["auto", "safetensors", "pickle", "dummy"],
-        Meta(description="auto takes safetensors; pickle is refused unless asked for; dummy makes random weights."),
+        Meta(
+            description="auto takes safetensors; pickles are refused unless asked for; dummy: random weights."
+        ),
     ] = "auto"
     num_hidden_layers_override: Annotated[
-        Annotated[int, Meta(ge=1)] | None, Meta(description="Keep only the first N layers (for tests and benchmarks).")
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="Keep only the first N layers (for tests and benchmarks)."),
     ] = None
     trust_remote_code: Annotated[bool, Meta(description="Allow code that a checkpoint brings.")] = False
     served_model_name: Annotated[
@@ -43,7 +52,7 @@ class ModelSection(_Section, frozen=True, kw_only=True):
     ] = ()
     seed: Annotated[
         Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None,
-        Meta(description="Makes the seeds minted for requests without one a function of this and the request's number."),
+        Meta(description="Seeds of requests without one become a function of this and their number."),
     ] = None
 
 
@@ -53,7 +62,10 @@ class CacheSection(_Section, frozen=True, kw_only=True):
     block_size: Annotated[int, Meta(ge=1, le=1024, description="Positions in one block of KV cache.")] = 64
     kv_cache_memory: Annotated[
         str | None,
-        Meta(description="Cache size, e.g. 512M or 4G. On a CPU a share of free memory by default.", extra={"size": True}),
+        Meta(
+            description="Cache size, e.g. 512M or 4G. On a CPU a share of free memory by default.",
+            extra={"size": True},
+        ),
     ] = None
     gpu_memory_utilization: Annotated[
         float, Meta(gt=0, le=1, description="Share of a GPU's memory for weights, activations and cache.")
@@ -65,12 +77,17 @@ class SchedulerSection(_Section, frozen=True, kw_only=True):
     """Admission and the composition of steps."""
 
     max_num_seqs: Annotated[int, Meta(ge=1, le=65536, description="Sequences that run at once.")] = 64
-    max_num_batched_tokens: Annotated[int, Meta(ge=1, le=1 << 20, description="Tokens in one step, prefill and decode together.")] = 2048
+    max_num_batched_tokens: Annotated[
+        int, Meta(ge=1, le=1 << 20, description="Tokens in one step, prefill and decode together.")
+    ] = 2048
     max_queued_requests: Annotated[
         int, Meta(ge=1, le=1 << 24, description="Sequences that may wait; beyond it requests get 429.")
     ] = 1024
     long_prefill_token_threshold: Annotated[
-        int, Meta(ge=0, le=1 << 20, description="Prompt tokens of one sequence in one step at most; 0 for no limit.")
+        int,
+        Meta(
+            ge=0, le=1 << 20, description="Prompt tokens of one sequence in one step at most; 0 for no limit."
+        ),
     ] = 0
     step_policy: Annotated[
         Literal["mixed", "exclusive"],
@@ -84,9 +101,15 @@ class SchedulerSection(_Section, frozen=True, kw_only=True):
 class RunnerSection(_Section, frozen=True, kw_only=True):
     """Where and how a step is computed."""
 
-    device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="auto takes a GPU where there is one.")] = "auto"
-    attention_backend: Annotated[str, Meta(description="Name of an attention backend; auto chooses by capability.")] = "auto"
-    threads: Annotated[int, Meta(ge=0, le=4096, description="CPU threads for compute; 0 leaves it to torch.")] = 0
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], Meta(description="auto takes a GPU where there is one.")
+    ] = "auto"
+    attention_backend: Annotated[
+        str, Meta(description="Name of an attention backend; auto chooses by capability.")
+    ] = "auto"
+    threads: Annotated[
+        int, Meta(ge=0, le=4096, description="CPU threads for compute; 0 leaves it to torch.")
+    ] = 0
     trace: Annotated[
         str | None, Meta(description="Write one trace event a step to this file (Chrome trace JSON).")
     ] = None
@@ -97,7 +120,9 @@ class FrontSection(_Section, frozen=True, kw_only=True):
 
     host: Annotated[str, Meta(description="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0 takes a free one.")] = 8000
-    api_key: Annotated[tuple[str, ...], Meta(description="Key(s) that clients must send as a bearer token.")] = ()
+    api_key: Annotated[
+        tuple[str, ...], Meta(description="Key(s) that clients must send as a bearer token.")
+    ] = ()
     chat_template: Annotated[
         str | None, Meta(description="File with a chat template to use instead of the model's.")
     ] = None

@@ -19,7 +19,8 @@ from weft.common.clock import Clock, SystemClock
 from weft.common.errors import ErrorInfo
 from weft.common.log import get_logger
 from weft.config.resolved import EngineConfig
-from weft.runner.runner import Runner, StepHandle, build_runner
+from weft.engine.build import build_runner
+from weft.runner.runner import Runner, StepHandle
 from weft.scheduler.scheduler import Scheduler
 from weft.types.messages import VERSION, HeadStats, Submit, TokenEvent, Welcome
 
@@ -50,9 +51,12 @@ class EngineCore:
         self._depth = config.scheduler.steps_in_flight
         self._in_flight: deque[StepHandle] = deque()
 
-    def submit(self, submit: Submit) -> None:
-        """Queues a sequence. Raises InvalidRequest, ContextLength or Overloaded; then nothing changed."""
-        self.scheduler.add(submit, self._clock.now())
+    def submit(self, submit: Submit) -> list[TokenEvent]:
+        """Queues a sequence. An event means that its emitted ids had ended it already.
+
+        Raises InvalidRequest, ContextLength or Overloaded; then nothing changed.
+        """
+        return self.scheduler.add(submit, self._clock.now())
 
     def finish(self, sequence: int) -> list[TokenEvent]:
         """Ends a sequence wherever it is. Idempotent; unknown ids are fine."""

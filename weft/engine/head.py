@@ -119,13 +119,14 @@ class Head:
         try:
             if self._draining:
                 raise Unavailable("the server is shutting down")
-            self._core.submit(submit)
+            events = self._core.submit(submit)
         except (ValueError, msgspec.ValidationError):
             self._reject(front, submit.sequence, InvalidRequest("the request is malformed"))
         except WeftError as error:
             self._reject(front, submit.sequence, error)
         else:
             self._owner[submit.sequence] = front
+            self._dispatch(events)
 
     def _reject(self, front: bytes, sequence: int, error: WeftError) -> None:
         event = m.TokenEvent(sequence=sequence, finish="error", error=error.info())
@@ -172,7 +173,9 @@ class Head:
             self._send(front, beat)
 
     def _last_words(self, error: Exception) -> None:
-        known = error if isinstance(error, WeftError) else EngineDead("the engine failed; see the server's log")
+        known = (
+            error if isinstance(error, WeftError) else EngineDead("the engine failed; see the server's log")
+        )
         log.error("the engine failed: %s", error, exc_info=not isinstance(error, WeftError))
         self._dispatch(self._core.fail(known.info()))
         for front in list(self._fronts):
@@ -185,5 +188,6 @@ def run_head(config: EngineConfig, endpoint: str) -> None:
     ``endpoint``: an ``ipc://`` path in a folder that only this user can enter, or loopback tcp.
     """
     core = EngineCore(config)
-    log.info("engine ready: %s", ", ".join(f"{p.num_blocks} blocks of {p.block_size}" for p in core.runner.kv.pools))
+    pools = ", ".join(f"{p.num_blocks} blocks of {p.block_size} ({p.cache.kind})" for p in config.kv.pools)
+    log.info("engine ready: %s, %s on %s", pools, config.dtype, config.device)
     Head(core, endpoint).run()

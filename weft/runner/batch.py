@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from weft.attention.base import SegmentInput, StepInput
+from weft.runner.sampler import SampleRows
 from weft.runner.slot_state import SlotState
 from weft.runner.staging import StagingBuffer
 from weft.types.plan import Segment, StepPlan
@@ -37,20 +38,6 @@ def offsets_of(lengths: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entries:
-    """Positions of a step that want something of their logits: E of them, in plan order."""
-
-    slot_host: np.ndarray
-    """int64 [E]."""
-    slot: Tensor
-    """int64 [E]."""
-    logits_row: Tensor
-    """int64 [E]: row of the logits."""
-    position: Tensor
-    """int64 [E]: absolute position of the token that these logits predict."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """One step, staged."""
 
@@ -59,8 +46,7 @@ class Batch:
     """int64 [rows]."""
     counts: Tensor
     """int64 [rows]."""
-    sampled: Entries
-    prompt: Entries
+    sample_rows: SampleRows
 
 
 def _columns(segment: Segment) -> list[np.ndarray]:
@@ -122,11 +108,15 @@ class BatchBuilder:
             step=step,
             slots=torch.cat([on_device[0], on_device[5]]),
             counts=torch.cat([on_device[1], on_device[6]]),
-            sampled=Entries(
-                slot_host=entry_columns[0], slot=s_slot, logits_row=s_row, position=predicted[s_row]
-            ),
-            prompt=Entries(
-                slot_host=entry_columns[2], slot=p_slot, logits_row=p_row, position=predicted[p_row]
+            sample_rows=SampleRows(
+                slot_host=entry_columns[0],
+                slot=s_slot,
+                logits_row=s_row,
+                position=predicted[s_row],
+                prompt_slot_host=entry_columns[2],
+                prompt_slot=p_slot,
+                prompt_logits_row=p_row,
+                prompt_position=predicted[p_row],
             ),
         )
 

@@ -82,18 +82,19 @@ class StagingBuffer:
 class StagingRing:
     """As many buffers as steps may be in flight."""
 
-    def __init__(self, device: torch.device, depth: int, *, poison: bool = False, timeout: float = 60.0) -> None:
+    def __init__(
+        self, device: torch.device, depth: int, *, poison: bool = False, timeout: float = 60.0
+    ) -> None:
         self._free = deque(StagingBuffer(device, 4096) for _ in range(depth))
         self._poison = poison
         self._timeout = timeout
 
-    def acquire(self, total: int) -> StagingBuffer:
-        """A buffer that no step uses. Raises EngineDead when more steps are in flight than the ring holds."""
+    def acquire(self) -> StagingBuffer:
+        """A buffer that no step uses; its user calls ``begin``. Raises EngineDead when more steps are in flight than the ring holds."""
         if not self._free:
             raise EngineDead("more steps in flight than staging buffers")
         buffer = self._free.popleft()
         buffer.wait(time.monotonic() + self._timeout)
-        buffer.begin(total)
         return buffer
 
     def release(self, buffer: StagingBuffer) -> None:

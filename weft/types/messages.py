@@ -20,7 +20,7 @@ class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True
     pass
 
 
-class Hello(_Message, kw_only=True):
+class Hello(_Message, frozen=True, kw_only=True):
     """Front to head, first: who speaks which versions."""
 
     versions: tuple[int, int]
@@ -28,7 +28,7 @@ class Hello(_Message, kw_only=True):
     front: str
 
 
-class Welcome(_Message, kw_only=True):
+class Welcome(_Message, frozen=True, kw_only=True):
     """Head to front, the answer to Hello: what the head serves."""
 
     versions: tuple[int, int]
@@ -40,7 +40,7 @@ class Welcome(_Message, kw_only=True):
     incarnation: int
 
 
-class Submit(_Message, kw_only=True):
+class Submit(_Message, frozen=True, kw_only=True):
     """Front to head: start, or continue, one sequence.
 
     Sequences of one prompt share ``request``; ``choice`` numbers them. The first of them to arrive is
@@ -61,21 +61,21 @@ class Submit(_Message, kw_only=True):
     """Prefixes are shared only between equal salts."""
 
 
-class Finish(_Message, kw_only=True):
+class Finish(_Message, frozen=True, kw_only=True):
     """Front to head: the text side ended the sequence (stop string), or its client went away. Idempotent."""
 
     sequence: int
 
 
-class Drain(_Message, kw_only=True):
+class Drain(_Message, frozen=True, kw_only=True):
     """Front to head: no new sequences will come; answer when none is left by closing."""
 
 
-class Shutdown(_Message, kw_only=True):
+class Shutdown(_Message, frozen=True, kw_only=True):
     """Front to head: stop now."""
 
 
-class LogprobColumns(_Message, kw_only=True):
+class LogprobColumns(_Message, frozen=True, kw_only=True):
     """Logprobs of consecutive positions of one sequence; arrays as little-endian bytes."""
 
     width: int
@@ -97,7 +97,7 @@ class LogprobColumns(_Message, kw_only=True):
         )
 
 
-class TokenEvent(_Message, kw_only=True):
+class TokenEvent(_Message, frozen=True, kw_only=True):
     """Head to front: new tokens of one sequence, its end, or both. The last one has ``finish``."""
 
     sequence: int
@@ -113,14 +113,14 @@ class TokenEvent(_Message, kw_only=True):
     error: ErrorInfo | None = None
 
 
-class Tokens(_Message, kw_only=True):
+class Tokens(_Message, frozen=True, kw_only=True):
     """Head to front: what one step made."""
 
     step: int
     events: tuple[TokenEvent, ...]
 
 
-class HeadStats(_Message, kw_only=True):
+class HeadStats(_Message, frozen=True, kw_only=True):
     """Counters since start unless said otherwise."""
 
     steps: int = 0
@@ -146,7 +146,7 @@ class HeadStats(_Message, kw_only=True):
     bad_frames: int = 0
 
 
-class Heartbeat(_Message, kw_only=True):
+class Heartbeat(_Message, frozen=True, kw_only=True):
     """Head to front, from its step loop: proof of progress, not of life alone."""
 
     idle: bool
@@ -154,7 +154,7 @@ class Heartbeat(_Message, kw_only=True):
     stats: HeadStats
 
 
-class HeadFailed(_Message, kw_only=True):
+class HeadFailed(_Message, frozen=True, kw_only=True):
     """Head to front, last words: the group ends."""
 
     error: ErrorInfo
@@ -164,8 +164,8 @@ ToHead = Hello | Submit | Finish | Drain | Shutdown
 ToFront = Welcome | Tokens | Heartbeat | HeadFailed
 
 _encoder = msgspec.msgpack.Encoder()
-_to_head = msgspec.msgpack.Decoder(ToHead)
-_to_front = msgspec.msgpack.Decoder(ToFront)
+_to_head: msgspec.msgpack.Decoder[ToHead] = msgspec.msgpack.Decoder(ToHead)
+_to_front: msgspec.msgpack.Decoder[ToFront] = msgspec.msgpack.Decoder(ToFront)
 
 
 def encode(message: ToHead | ToFront) -> bytes:

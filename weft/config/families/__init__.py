@@ -1,1 +1,5 @@
-"""Facts of each model family: how its config.json maps to a ModelSpec. One module a family, no torch."""
+"""Facts of each family of models, read from ``config.json``. No torch."""
+
+from weft.config.families.load import FAMILIES, load_spec
+
+__all__ = ["FAMILIES", "load_spec"]

@@ -1,0 +1,348 @@
+"""Resolving a configuration on small checkpoint folders that the tests write."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from weft.common.errors import ConfigError
+from weft.config import devices, memory
+from weft.config.families import load_spec
+from weft.config.flags import from_keywords
+from weft.config.resolve import resolve
+from weft.config.resolved import EngineConfig
+from weft.config.sections import SchedulerSection
+from weft.config.spec import CacheSpec, ModelSpec, RopeSpec
+
+MIB, GIB = 1 << 20, 1 << 30
+
+BASE: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 320,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 1,
+    "bos_token_id": 0,
+}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {"model_type": "llama"},
+    "MistralForCausalLM": {"model_type": "mistral", "sliding_window": 40},
+    "Qwen2ForCausalLM": {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 32,
+        "max_window_layers": 2,
+        "layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 2,
+    },
+    "Qwen3ForCausalLM": {"model_type": "qwen3"},
+    "Qwen3MoeForCausalLM": {"model_type": "qwen3_moe", **MOE},
+    "MixtralForCausalLM": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without a GPU and with 8 GiB to give: the numbers below must not depend on the real one."""
+    monkeypatch.setattr(devices, "gpu_memory", lambda: None)
+    monkeypatch.setattr(devices, "available_memory", lambda: 8 * GIB)
+
+
+def checkpoint(folder: Path, architecture: str = "LlamaForCausalLM", **changes: Any) -> str:
+    """A folder with a config.json and an (empty) safetensors file."""
+    config = {**BASE, "architectures": [architecture], **FAMILIES[architecture], **changes}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").write_bytes(b"")
+    return str(folder)
+
+
+def resolved(folder: str, **keywords: Any) -> EngineConfig:
+    return resolve(from_keywords({"model": folder, "block_size": 16, **keywords}))
+
+
+def refused(folder: str, **keywords: Any) -> str:
+    with pytest.raises(ConfigError) as raised:
+        resolved(folder, **keywords)
+    return raised.value.message
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_every_family_resolves_and_the_result_survives_the_wire(tmp_path: Path, architecture: str) -> None:
+    config = resolved(checkpoint(tmp_path, architecture))
+    assert config.spec == load_spec(str(tmp_path), None)
+    assert (config.device, config.dtype) == ("cpu", "bfloat16")
+    assert config.served_names == (str(tmp_path),)
+    assert config.kv.max_model_len == 512
+    assert config.kv.num_slots == 128
+    assert [pool.cache for pool in config.kv.pools] == list(config.spec.caches)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=EngineConfig) == config
+    assert msgspec.json.decode(msgspec.json.encode(config), type=EngineConfig) == config
+
+
+def test_the_default_cache_is_no_larger_than_all_sequences_could_use(tmp_path: Path) -> None:
+    (pool,) = resolved(checkpoint(tmp_path), max_num_seqs=3).kv.pools
+    assert pool.num_blocks == 3 * 512 // 16
+
+
+def test_the_default_cache_is_a_share_of_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = checkpoint(tmp_path, max_position_embeddings=1 << 20)
+    one_token = 4 * 2 * 2 * 16 * 2
+
+    def cache_of(available: int) -> int:
+        monkeypatch.setattr(devices, "available_memory", lambda: available)
+        (pool,) = resolved(folder).kv.pools
+        return (pool.num_blocks + 1) * 16 * one_token
+
+    assert cache_of(64 * GIB) == 4 * GIB
+    assert 1.49 * GIB < cache_of(3 * GIB) <= 1.5 * GIB
+
+
+def test_the_default_cache_exceeds_its_cap_for_one_long_sequence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "available_memory", lambda: 64 * GIB)
+    folder = checkpoint(tmp_path, max_position_embeddings=12 << 20)
+    (pool,) = resolved(folder).kv.pools
+    assert pool.num_blocks == (12 << 20) // 16
+
+
+def test_kv_cache_memory_is_taken_whole(tmp_path: Path) -> None:
+    (pool,) = resolved(checkpoint(tmp_path), kv_cache_memory="64M").kv.pools
+    assert pool.num_blocks == 64 * MIB // pool.cache.block_bytes(16, "bfloat16") - 1
+
+
+def test_a_context_that_the_cache_cannot_hold_is_refused_and_the_values_named_work(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path)
+    message = refused(folder, kv_cache_memory="100K")
+    assert "--max-model-len 512" in message
+    assert "set --kv-cache-memory to at least 264K, or --max-model-len to at most 176" in message
+    assert resolved(folder, kv_cache_memory="264K").kv.pools[0].num_blocks == 32
+    assert resolved(folder, kv_cache_memory="100K", max_model_len=176).kv.pools[0].num_blocks == 11
+    assert "--max-model-len 177" in refused(folder, kv_cache_memory="100K", max_model_len=177)
+
+
+def test_auto_takes_the_longest_context_that_fits(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path)
+    assert resolved(folder, kv_cache_memory="100K", max_model_len="auto").kv.max_model_len == 176
+    assert resolved(folder, kv_cache_memory="1G", max_model_len="auto").kv.max_model_len == 512
+    message = refused(folder, kv_cache_memory="9K", max_model_len="auto")
+    assert "--kv-cache-memory 9K does not hold one block (--block-size 16)" in message
+    assert resolved(folder, kv_cache_memory="16K", max_model_len="auto").kv.max_model_len == 16
+
+
+def test_a_context_longer_than_the_models_is_refused(tmp_path: Path) -> None:
+    message = refused(checkpoint(tmp_path), max_model_len=513)
+    assert message == "--max-model-len 513 is more than the model's 512 positions: set it to at most 512"
+
+
+def test_more_cache_than_memory_is_refused(tmp_path: Path) -> None:
+    message = refused(checkpoint(tmp_path), kv_cache_memory="9G")
+    assert "--kv-cache-memory" in message
+    assert "at most" in message
+
+
+def test_two_kinds_hold_the_same_number_of_sequences(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path, "Qwen2ForCausalLM")
+    scheduling = {"max_num_seqs": 4, "max_num_batched_tokens": 48}
+    config = resolved(folder, kv_cache_memory="1M", **scheduling)
+    full, window = config.kv.pools
+    assert (full.cache.kind, window.cache.kind) == ("full", "window")
+    need = [memory.blocks_for_one(pool.cache, 16, 512, config.scheduler) for pool in config.kv.pools]
+    assert need == [32, 6]  # 512 positions; ceil((32 - 1 + 48) / 16) + 1
+    assert full.num_blocks // need[0] == window.num_blocks // need[1] == 6
+    used = sum((pool.num_blocks + 1) * pool.cache.block_bytes(16, "bfloat16") for pool in config.kv.pools)
+    assert MIB * 0.98 < used <= MIB
+    # The default is what four such sequences use.
+    assert [pool.num_blocks for pool in resolved(folder, **scheduling).kv.pools] == [128, 24]
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"])
+def test_pools_hold_one_sequence_exactly_when_bytes_say_so(tmp_path: Path, architecture: str) -> None:
+    spec = load_spec(checkpoint(tmp_path, architecture), None)
+    scheduler = SchedulerSection(max_num_seqs=2, max_num_batched_tokens=40, long_prefill_token_threshold=24)
+    for length in (1, 15, 16, 17, 100, 512):
+        least = memory.bytes_for(spec, 16, "float32", 1, length, scheduler)
+        pools = memory.pools_for(spec, 16, "float32", least, length, scheduler)
+        for pool in pools:
+            assert pool.num_blocks == memory.blocks_for_one(pool.cache, 16, length, scheduler)
+        with pytest.raises(ConfigError, match="--kv-cache-memory"):
+            memory.pools_for(spec, 16, "float32", least - 1, length, scheduler)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "told"),
+    [
+        (
+            {"max_num_batched_tokens": 66, "max_num_seqs": 64},
+            "set --max-num-batched-tokens to at least 79 or --max-num-seqs to at most 51",
+        ),
+        ({"max_num_batched_tokens": 8, "max_num_seqs": 1}, "set --max-num-batched-tokens to at least 16"),
+        (
+            {"max_num_batched_tokens": 8, "max_num_seqs": 9, "step_policy": "exclusive"},
+            "set --max-num-batched-tokens to at least 9 or --max-num-seqs to at most 8",
+        ),
+    ],
+)
+def test_decode_must_leave_prefill_a_block(tmp_path: Path, keywords: dict[str, Any], told: str) -> None:
+    message = refused(checkpoint(tmp_path), **keywords)
+    assert "--max-num-batched-tokens" in message
+    assert "--max-num-seqs" in message
+    assert message.endswith(told)
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"max_num_batched_tokens": 79, "max_num_seqs": 64},
+        {"max_num_batched_tokens": 66, "max_num_seqs": 51},
+        {"max_num_batched_tokens": 16, "max_num_seqs": 1},
+        {"max_num_batched_tokens": 9, "max_num_seqs": 9, "step_policy": "exclusive"},
+    ],
+)
+def test_the_smallest_budget_that_leaves_a_block_works(tmp_path: Path, keywords: dict[str, Any]) -> None:
+    assert resolved(checkpoint(tmp_path), **keywords).scheduler.max_num_seqs == keywords["max_num_seqs"]
+
+
+def test_dtype(tmp_path: Path) -> None:
+    assert resolved(checkpoint(tmp_path, torch_dtype="float16")).dtype == "float16"
+    assert resolved(str(tmp_path), dtype="float64").dtype == "float64"
+
+
+def test_checkpoints_that_bring_code_are_refused_unless_trusted(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path, auto_map={"AutoModelForCausalLM": "model.Model"})
+    assert "--trust-remote-code" in refused(folder)
+    assert resolved(folder, trust_remote_code=True).spec.family == "llama"
+    checkpoint(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["t.T", null]}}')
+    message = refused(folder)
+    assert "--trust-remote-code" in message
+    assert "tokenizer_config.json" in message
+    assert resolved(folder, trust_remote_code=True).spec.family == "llama"
+
+
+def test_pickled_weights_are_refused_unless_asked_for(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path)
+    assert "--load-format pickle" in refused(folder, load_format="pickle")
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    assert "--load-format pickle" in refused(folder)
+    assert "--load-format pickle" in refused(folder, load_format="safetensors")
+    assert resolved(folder, load_format="pickle").model_path == folder
+
+
+def test_a_folder_without_weights_is_refused_unless_they_are_made_up(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    assert "--load-format dummy" in refused(folder)
+    assert resolved(folder, load_format="dummy").model_path == folder
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '"x"', "[" * 100_000])
+def test_a_broken_tokenizer_config_is_refused(tmp_path: Path, text: str) -> None:
+    folder = checkpoint(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(text)
+    message = refused(folder)
+    assert "tokenizer_config.json" in message
+    assert str(tmp_path) not in message
+
+
+def test_another_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "tokenizer").mkdir()
+    folder = checkpoint(tmp_path / "model")
+    assert resolved(folder).tokenizer_path == folder
+    tokenizer = checkpoint(tmp_path / "tokenizer")
+    assert resolved(folder, tokenizer=tokenizer).tokenizer_path == tokenizer
+
+
+def test_served_names(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path)
+    assert resolved(folder, served_model_name=["a", "b", "a"]).served_names == ("a", "b")
+    assert "--served-model-name" in refused(folder, served_model_name=["a\n"])
+
+
+def test_files_that_settings_name(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path)
+    assert "--chat-template" in refused(folder, chat_template=str(tmp_path / "no.jinja"))
+    assert "--trace" in refused(folder, trace=str(tmp_path / "no" / "trace.json"))
+    assert "--trace" in refused(folder, trace=str(tmp_path))
+    assert resolved(folder, trace=str(tmp_path / "trace.json")).runner.trace is not None
+
+
+def test_keys_must_fit_a_header_and_are_not_repeated(tmp_path: Path) -> None:
+    message = refused(checkpoint(tmp_path), api_key=["sécret"])
+    assert "--api-key" in message
+    assert "cret" not in message
+
+
+def test_fewer_layers(tmp_path: Path) -> None:
+    assert resolved(checkpoint(tmp_path), num_hidden_layers_override=2).spec.layers == 2
+
+
+def test_cuda_without_a_gpu_is_refused(tmp_path: Path) -> None:
+    assert "--device cuda" in refused(checkpoint(tmp_path), device="cuda")
+
+
+def test_a_gpu_is_taken_when_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "gpu_memory", lambda: 80 * GIB)
+    folder = checkpoint(tmp_path)
+    config = resolved(folder)
+    assert config.device == "cuda"
+    assert config.kv.pools[0].num_blocks == 64 * 512 // 16
+    assert resolved(folder, device="cpu").device == "cpu"
+
+
+def test_a_gpu_that_is_too_small_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "gpu_memory", lambda: 1 * MIB)
+    message = refused(checkpoint(tmp_path))
+    assert "--gpu-memory-utilization" in message
+    assert "--max-num-batched-tokens" in message
+
+
+def test_the_bundled_model_is_float32_on_a_cpu() -> None:
+    config = resolve(from_keywords({}))
+    assert config.dtype == "float32"
+    assert config.served_names == ("spool-text",)
+
+
+def test_weight_bytes_of_a_known_model() -> None:
+    spec = ModelSpec(
+        family="llama",
+        architecture="LlamaForCausalLM",
+        vocab_size=128256,
+        hidden=4096,
+        layers=32,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        intermediate=14336,
+        rope=RopeSpec(dim=128),
+        caches=(CacheSpec(kind="full", layers=tuple(range(32)), kv_heads=8, head_dim=128),),
+        max_position=131072,
+    )
+    # Llama 3.1 8B has 8,030,261,248 parameters, 266,240 of them norms.
+    assert memory.weight_bytes(spec, "bfloat16") == 2 * (8_030_261_248 - 266_240)
+    assert spec.caches[0].block_bytes(1, "bfloat16") == 131072
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0"), (1, "1"), (1024, "1K"), (9 * MIB, "9M"), (9 * MIB + 1, "9217K"), (10 * GIB + 1, "11G")],
+)
+def test_shown_sizes_are_never_smaller(count: int, text: str) -> None:
+    from weft.config.flags import parse_size
+
+    assert memory.show_bytes(count) == text
+    assert (parse_size(text) or 0) >= count

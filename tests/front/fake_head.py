@@ -1,0 +1,172 @@
+"""A head with a script instead of a model: a real ROUTER process that speaks the real messages.
+
+Run as ``python fake_head.py ENDPOINT``. The seed of a request chooses what happens to it; without a scripted
+seed it gets its own prompt back, over and over, one token every few milliseconds, until ``max_tokens``.
+HeadStats are borrowed to tell tests what the head saw: ``running`` live sequences, ``preemptions`` Finishes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import msgspec
+import numpy as np
+import zmq
+
+from weft.common.errors import EngineDead, Overloaded, RowError
+from weft.types import messages as m
+
+HANG = 101
+"""No event at all: queued for ever."""
+HANG_AFTER = 102
+"""Three tokens, then nothing."""
+REJECT = 103
+FAIL = 104
+"""Three tokens, then an error."""
+DIE = 105
+"""The process ends after three tokens."""
+GARBAGE = 106
+"""Frames that are no messages, before every token."""
+FLOOD = 107
+"""All tokens at once, one event each."""
+FAILED = 108
+"""Last words, then the process ends."""
+STUCK = 109
+"""Three tokens, then heartbeats say: busy, same step."""
+EARLY_STOP = 110
+"""Ends with a stop id after two tokens."""
+
+TICK = 0.002
+
+
+class Sequence:
+    def __init__(self, front: bytes, submit: m.Submit) -> None:
+        self.front = front
+        self.submit = submit
+        self.prompt = [int(i) for i in m.ids_from_bytes(submit.prompt_ids)]
+        self.sent = 0
+
+    def step(self) -> list[m.TokenEvent]:
+        seed = self.submit.seed
+        if seed == HANG or (seed in (HANG_AFTER, STUCK) and self.sent == 3):
+            return []
+        if seed == REJECT:
+            return [self._end("error", Overloaded("the queue is full").info())]
+        if seed == FAIL and self.sent == 3:
+            return [self._end("error", RowError("the logits are not finite").info())]
+        if seed == DIE and self.sent == 3:
+            os._exit(9)
+        if seed == EARLY_STOP and self.sent == 2:
+            return [m.TokenEvent(sequence=self.submit.sequence, finish="stop")]
+        if seed == FLOOD:
+            return [self._token() for _ in range(self.submit.params.max_tokens)]
+        return [self._token()]
+
+    def _end(self, finish: str, error: m.ErrorInfo | None = None) -> m.TokenEvent:
+        return m.TokenEvent(sequence=self.submit.sequence, finish=finish, error=error)
+
+    def _token(self) -> m.TokenEvent:
+        params = self.submit.params
+        token = self.prompt[self.sent % len(self.prompt)]
+        self.sent += 1
+        prompt_logprobs = None
+        if params.prompt_logprobs >= 0 and self.sent == 1 and self.submit.choice == 0 and len(self.prompt) > 1:
+            prompt_logprobs = columns(self.prompt[1:], 1 + params.prompt_logprobs)
+        return m.TokenEvent(
+            sequence=self.submit.sequence,
+            token_ids=(token,),
+            logprobs=columns([token], 1 + params.logprobs) if params.logprobs >= 0 else None,
+            prompt_logprobs=prompt_logprobs,
+            num_cached=min(2, len(self.prompt) - 1),
+            finish="length" if self.sent >= params.max_tokens else None,
+        )
+
+
+def columns(tokens: list[int], width: int) -> m.LogprobColumns:
+    """Token t's alternatives are t, t + 1, ...; the first is -0.5, each next one less by 1."""
+    ids = np.asarray(tokens, "<i4")[:, None] + np.arange(-1, width - 1, dtype="<i4")[None, :]
+    ids[:, 0] = tokens
+    values = np.broadcast_to(-0.5 - np.maximum(np.arange(width) - 1, 0).astype("<f4"), ids.shape)
+    return m.LogprobColumns(
+        width=width,
+        ids=ids.astype("<i4").tobytes(),
+        values=values.astype("<f4").tobytes(),
+        rank=np.ones(len(tokens), "<i4").tobytes(),
+    )
+
+
+class FakeHead:
+    def __init__(self, endpoint: str) -> None:
+        self.socket = zmq.Context().socket(zmq.ROUTER)
+        self.socket.bind(endpoint)
+        self.live: dict[int, Sequence] = {}
+        self.fronts: set[bytes] = set()
+        self.finishes = 0
+        self.steps = 0
+        self.stuck = False
+        self.stop = False
+        self.beat = 0.0
+
+    def run(self) -> None:
+        while not self.stop:
+            while self.socket.poll(0 if self.live else 5):
+                front, body = self.socket.recv_multipart()
+                self.take(front, m.decode_to_head(body))
+            self.step()
+            if time.monotonic() - self.beat > 0.05:
+                self.beat = time.monotonic()
+                for front in self.fronts:
+                    self.send(front, self.heartbeat())
+            time.sleep(TICK)
+
+    def take(self, front: bytes, message: m.ToHead) -> None:
+        if isinstance(message, m.Hello):
+            self.fronts.add(front)
+            welcome = m.Welcome(
+                versions=(m.VERSION, m.VERSION),
+                vocab_size=300,
+                max_model_len=512,
+                max_num_seqs=8,
+                num_blocks=(64,),
+                incarnation=1,
+            )
+            self.send(front, welcome)
+        elif isinstance(message, m.Submit):
+            self.live[message.sequence] = Sequence(front, message)
+        elif isinstance(message, m.Finish):
+            self.finishes += 1
+            self.live.pop(message.sequence, None)
+        elif isinstance(message, m.Shutdown):
+            self.stop = True
+
+    def step(self) -> None:
+        if not self.stuck:
+            self.steps += 1
+        for number, sequence in list(self.live.items()):
+            seed = sequence.submit.seed
+            if seed == GARBAGE:
+                for frames in ([b"\x80\x04garbage"], [b""], [b"a", b"b"], [msgspec.msgpack.encode({"type": "Nope"})]):
+                    self.socket.send_multipart([sequence.front, *frames])
+            if seed == FAILED and sequence.sent == 3:
+                self.send(sequence.front, m.HeadFailed(error=EngineDead("the engine failed").info()))
+                time.sleep(0.2)
+                os._exit(3)
+            self.stuck |= seed == STUCK and sequence.sent == 3
+            events = sequence.step()
+            if events:
+                self.send(sequence.front, m.Tokens(step=self.steps, events=tuple(events)))
+                if events[-1].finish is not None:
+                    del self.live[number]
+
+    def heartbeat(self) -> m.Heartbeat:
+        stats = m.HeadStats(steps=self.steps, running=len(self.live), preemptions=self.finishes, free_blocks=(64,))
+        return m.Heartbeat(idle=not self.live, stats=stats)
+
+    def send(self, front: bytes, message: m.ToFront) -> None:
+        self.socket.send_multipart([front, m.encode(message)])
+
+
+if __name__ == "__main__":
+    FakeHead(sys.argv[1]).run()

@@ -1,0 +1,256 @@
+"""What clients may write, and the parameter that each refusal names."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from weft.common.errors import InvalidRequest
+from weft.front.protocol import NEUTRAL, UNSUPPORTED, ChatRequest, CompletionRequest, parse
+
+CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+TEXT: dict[str, Any] = {"model": "m", "prompt": "hi"}
+
+
+def chat(**fields: Any) -> ChatRequest:
+    return parse(json.dumps({**CHAT, **fields}).encode(), ChatRequest)
+
+
+def text(**fields: Any) -> CompletionRequest:
+    return parse(json.dumps({**TEXT, **fields}).encode(), CompletionRequest)
+
+
+def refused(make: Any, **fields: Any) -> InvalidRequest:
+    with pytest.raises(InvalidRequest) as caught:
+        make(**fields).sampling()
+    assert caught.value.http_status == 400
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"x"',
+        b"null",
+        b"\xff\xfe",
+        b'{"model": NaN}',
+        b'{"model": "\\ud800"}',
+        b"[" * 10_000 + b"]" * 10_000,
+        b'{"a":' * 10_000 + b"1" + b"}" * 10_000,
+        b'{"model": 1e999}',
+    ],
+)
+def test_what_is_not_a_json_object(body: bytes) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse(body, ChatRequest)
+    assert caught.value.error_code == "invalid_json"
+
+
+@pytest.mark.parametrize("make", [chat, text])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("max_tokens", 2**63),
+        ("max_tokens", "5"),
+        ("max_tokens", 5.0),
+        ("max_tokens", True),
+        ("n", 0),
+        ("n", -1),
+        ("n", 10**9),
+        ("n", True),
+        ("temperature", -1),
+        ("temperature", "1"),
+        ("temperature", True),
+        ("top_p", 0),
+        ("top_p", 2),
+        ("top_k", 1.5),
+        ("min_p", 1.1),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", -2.1),
+        ("repetition_penalty", 0),
+        ("seed", 2**64),
+        ("seed", -(2**63) - 1),
+        ("seed", 1.0),
+        ("stop", ""),
+        ("stop", ["x"] * 10_000),
+        ("stop", ["x" * 1_000_000]),
+        ("stop", [""]),
+        ("stop", [1]),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", [True]),
+        ("allowed_token_ids", []),
+        ("allowed_token_ids", [1.0]),
+        ("bad_words", [""]),
+        ("bad_words", "x"),
+        ("logit_bias", {"x": 1}),
+        ("logit_bias", {"-1": 1}),
+        ("logit_bias", {"1": 101}),
+        ("logit_bias", {"1": True}),
+        ("logit_bias", {"1": "1"}),
+        ("logit_bias", [1]),
+        ("logit_bias", {"99999999999": 1}),
+        ("ignore_eos", 1),
+        ("stream", "yes"),
+        ("stream_options", {"include_usage": True}),
+        ("user", 5),
+        ("user", ""),
+        ("model", ""),
+        ("model", 5),
+        ("store", True),
+        ("prompt_logprobs", 21),
+        ("prompt_logprobs", -1),
+    ],
+)
+def test_values_out_of_range_name_their_parameter(make: Any, name: str, value: Any) -> None:
+    assert refused(make, **{name: value}).param == name
+
+
+def test_min_tokens_may_not_pass_max_tokens() -> None:
+    assert refused(chat, max_tokens=4, min_tokens=5).param == "min_tokens"
+    assert chat(max_tokens=4, min_tokens=4).sampling().min_tokens == 4
+
+
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED - {"best_of"}))
+def test_known_parameters_that_are_not_supported(name: str) -> None:
+    error = refused(chat, **{name: [{"type": "function"}]})
+    assert (error.param, error.error_code) == (name, "unsupported_parameter")
+    assert chat(**{name: None}) == chat()
+
+
+def test_unknown_parameters() -> None:
+    error = refused(chat, tempreature=1)
+    assert (error.param, error.error_code) == ("tempreature", "unknown_parameter")
+    assert refused(text, **{"a\r\nb": 1}).param == "a??b"
+    assert len(refused(text, **{"x" * 5000: 1}).message) < 200
+    assert refused(text, messages=[]).param == "messages"
+    assert refused(chat, prompt="x").param == "prompt"
+    assert refused(chat, echo=True).param == "echo"
+    assert refused(text, suffix="x").param == "suffix"
+    assert refused(chat, stream=True, stream_options={"x": 1}).param == "stream_options"
+
+
+def test_values_that_ask_for_nothing_are_accepted() -> None:
+    plain = {"tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"], "store": False}
+    assert plain.keys() == NEUTRAL.keys()
+    assert chat(**plain) == chat()
+    assert refused(chat, response_format={"type": "json_object"}).param == "response_format"
+    assert refused(chat, tool_choice="auto").param == "tool_choice"
+    assert refused(chat, modalities=["text", "audio"]).param == "modalities"
+
+
+def test_required_fields() -> None:
+    for body, name in (({"messages": CHAT["messages"]}, "model"), ({"model": "m"}, "messages")):
+        with pytest.raises(InvalidRequest) as caught:
+            parse(json.dumps(body).encode(), ChatRequest)
+        assert (caught.value.param, caught.value.error_code) == (name, "missing_required_parameter")
+    assert refused(chat, messages=[]).param == "messages"
+    assert refused(chat, messages="hi").param == "messages"
+    assert refused(chat, messages=["hi"]).param == "messages"
+
+
+def test_chat_logprobs() -> None:
+    assert chat().sampling().logprobs is None
+    assert chat(logprobs=False).sampling().logprobs is None
+    assert chat(logprobs=True).sampling().logprobs == 0
+    assert chat(logprobs=True, top_logprobs=5).sampling().logprobs == 5
+    for value in (21, -1):
+        assert refused(chat, logprobs=True, top_logprobs=value).param == "top_logprobs"
+    assert refused(chat, top_logprobs=2).param == "top_logprobs"
+    assert refused(chat, logprobs=3).param == "logprobs"
+    assert refused(text, logprobs=True).param == "logprobs"
+    assert refused(text, logprobs=21).param == "logprobs"
+
+
+def test_max_completion_tokens() -> None:
+    assert chat(max_completion_tokens=7).sampling().max_tokens == 7
+    assert chat(max_completion_tokens=7, max_tokens=7).sampling().max_tokens == 7
+    assert refused(chat, max_completion_tokens=7, max_tokens=8).param == "max_tokens"
+    assert refused(chat, max_completion_tokens=0).param == "max_completion_tokens"
+    assert refused(text, max_completion_tokens=7).param == "max_completion_tokens"
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "",
+        [],
+        [""],
+        [[]],
+        ["x", 1],
+        [1, "x"],
+        [1, True],
+        [True],
+        [1.0],
+        [-1],
+        [2**31],
+        [[1], "x"],
+        [[1, None]],
+        [None],
+        5,
+        True,
+        {"text": "x"},
+        ["x"] * 257,
+        ["x"] * 100_000,
+    ],
+)
+def test_bad_prompts(prompt: Any) -> None:
+    assert refused(text, prompt=prompt).param == "prompt"
+
+
+def test_every_form_of_prompt() -> None:
+    assert text(prompt="a").prompts() == ["a"]
+    assert text(prompt=["a", "b"]).prompts() == ["a", "b"]
+    assert text(prompt=[1, 2]).prompts() == [[1, 2]]
+    assert text(prompt=[[1, 2], [3]]).prompts() == [[1, 2], [3]]
+    assert refused(text, prompt=["a"] * 256, n=5).param == "n"
+
+
+def test_best_of_must_ask_for_nothing() -> None:
+    assert text(best_of=1).sampling() == text().sampling()
+    assert text(best_of=3, n=3).sampling().n == 3
+    assert refused(text, best_of=2).param == "best_of"
+
+
+def test_sampling_gets_every_parameter() -> None:
+    given = {
+        "temperature": 0.5,
+        "top_k": 5,
+        "top_p": 0.5,
+        "min_p": 0.5,
+        "frequency_penalty": 0.5,
+        "presence_penalty": 0.5,
+        "repetition_penalty": 1.5,
+        "max_tokens": 9,
+        "min_tokens": 2,
+        "ignore_eos": True,
+        "seed": -5,
+        "n": 3,
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "prompt_logprobs": 2,
+    }
+    lists = {"stop": ["a", "b"], "stop_token_ids": [3], "bad_words": ["w"], "allowed_token_ids": [1, 2]}
+    made = chat(**given, **lists, logit_bias={"3": -1.5}).sampling()
+    for name, value in given.items():
+        assert getattr(made, name) == value
+    for name, items in lists.items():
+        assert getattr(made, name) == tuple(items)
+    assert made.logit_bias == {3: -1.5}
+    assert chat(stop="a").sampling().stop == ("a",)
+
+
+def test_metadata_is_bounded() -> None:
+    assert chat(metadata={"a": "b"}).metadata == {"a": "b"}
+    assert refused(chat, metadata={"a": 1}).param == "metadata"
+    assert refused(chat, metadata={str(i): "" for i in range(17)}).param == "metadata"
+
+
+def test_prompt_logprobs_are_not_streamed() -> None:
+    assert refused(chat, stream=True, prompt_logprobs=1).param == "prompt_logprobs"

@@ -1,0 +1,377 @@
+"""The sampler as the runner uses it: batches, slots, logprobs, devices."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from weft.common.errors import EngineDead
+from weft.ops import sampling as ops
+from weft.runner import sampler as module
+from weft.types.plan import AllocSlot
+from weft.types.sampling import TokenParams
+
+NAN, INF = float("nan"), float("inf")
+VOCAB = 2600
+MANY = [
+    TokenParams(temperature=0),
+    TokenParams(),
+    TokenParams(top_p=0.9, temperature=3.0),
+    TokenParams(temperature=0, logprobs=3),
+    TokenParams(top_k=7, logprobs=0),
+    TokenParams(top_k=300, top_p=0.99, temperature=3.0),
+    TokenParams(top_k=2500, temperature=9.0, logprobs=5),
+    TokenParams(min_p=0.05, logprobs=20),
+    TokenParams(frequency_penalty=1.0, repetition_penalty=1.2, logprobs=1),
+    TokenParams(bad=((3,), (1, 4), (0, 1, 5)), logit_bias=((3, 9.0), (4, 8.0)), stop_ids=(5,), min_tokens=9),
+    TokenParams(allowed=(9, 8, 7), temperature=100.0, presence_penalty=-2.0),
+    TokenParams(top_p=0.99999, temperature=100.0),
+]
+
+
+def scene(count: int, vocab: int, seed: int = 0, ties: bool = False) -> SimpleNamespace:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(count, vocab, generator=generator) * 3
+    if ties:
+        logits = (logits * 2).round() / 2
+    return SimpleNamespace(
+        logits=logits,
+        history=torch.randint(0, vocab, (count, 40), generator=generator, dtype=torch.int32),
+        num_prompt=torch.randint(1, 10, (count,), generator=generator),
+        positions=(torch.randint(10, 40, (count,), generator=generator)).tolist(),
+        seeds=[(1 << 63) + 977 * i for i in range(count)],
+    )
+
+
+def build(make: SimpleNamespace, of: SimpleNamespace, params: list[TokenParams], vocab: int, device="cpu"):
+    return make.sampler(params, vocab=vocab, seeds=of.seeds, choices=[i % 5 for i in range(len(params))], device=device)
+
+
+def entry(made: module.SampleOutput, index: int) -> tuple:
+    """Everything entry ``index`` got, without the padding that other entries cause."""
+    result = (int(made.tokens[index]), bool(made.error[index]))
+    if made.logprobs is None or index not in made.logprobs.entries:
+        return result
+    at = int(np.flatnonzero(made.logprobs.entries == index)[0])
+    ids, values = made.logprobs.ids[at], made.logprobs.values[at]
+    return (*result, ids[ids >= 0].tolist(), values[ids >= 0].tolist(), int(made.logprobs.rank[at]))
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_an_entry_does_not_depend_on_the_others(make: SimpleNamespace, threads: int, ties: bool) -> None:
+    count = len(MANY)
+    of = scene(count, VOCAB, seed=3, ties=ties)
+    sampler = build(make, of, MANY, VOCAB)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        index = list(range(count))
+        whole = sampler.sample(of.logits, make.rows(index, index, of.positions), of.history, of.num_prompt)
+        for slot in index:
+            rows = make.rows([slot], [slot], [of.positions[slot]])
+            alone = sampler.sample(of.logits, rows, of.history, of.num_prompt)
+            assert entry(alone, 0) == entry(whole, slot), MANY[slot]
+        order = np.random.default_rng(0).permutation(count).tolist()
+        shuffled = sampler.sample(
+            of.logits[order], make.rows(order, index, [of.positions[i] for i in order]), of.history, of.num_prompt
+        )
+        for place, slot in enumerate(order):
+            assert entry(shuffled, place) == entry(whole, slot), MANY[slot]
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_chunks_change_nothing(make: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = MANY * 3
+    of = scene(len(params), VOCAB, seed=5)
+    sampler = build(make, of, params, VOCAB)
+    index = list(range(len(params)))
+    prompt = [(i, i, of.positions[i]) for i in index]
+    of.history = torch.cat([of.history, of.history], dim=1)
+    rows = make.rows(index, index, of.positions, prompt)
+    whole = sampler.sample(of.logits, rows, of.history, of.num_prompt)
+    monkeypatch.setitem(module.CHUNK, "cpu", 2 * VOCAB)
+    cut = sampler.sample(of.logits, rows, of.history, of.num_prompt)
+    assert [entry(cut, i) for i in index] == [entry(whole, i) for i in index]
+    assert whole.prompt_logprobs is not None
+    assert cut.prompt_logprobs is not None
+    assert cut.prompt_logprobs.values.equal(whole.prompt_logprobs.values)
+    assert cut.prompt_logprobs.ids.equal(whole.prompt_logprobs.ids)
+
+
+def test_several_entries_of_one_slot(make: SimpleNamespace) -> None:
+    of = scene(3, 50)
+    sampler = build(make, of, MANY[:3], 50)
+    rows = make.rows([1, 1, 1], [0, 1, 2], [10, 11, 12])
+    together = sampler.sample(of.logits, rows, of.history, of.num_prompt).tokens.tolist()
+    apart = []
+    for index in range(3):
+        rows = make.rows([1], [index], [10 + index])
+        apart += sampler.sample(of.logits, rows, of.history, of.num_prompt).tokens.tolist()
+    assert together == apart
+
+
+@pytest.mark.parametrize("params", [TokenParams(temperature=0, logprobs=2), *MANY], ids=str)
+@pytest.mark.parametrize("poison", [NAN, INF, -INF])
+def test_a_broken_row_breaks_nothing_else(make: SimpleNamespace, params: TokenParams, poison: float) -> None:
+    of = scene(3, VOCAB)
+    sampler = build(make, of, [params] * 3, VOCAB)
+    rows = make.rows([0, 1, 2], [0, 1, 2], of.positions)
+    clean = sampler.sample(of.logits, rows, of.history, of.num_prompt)
+    assert not clean.error.any()
+    if poison == -INF:
+        of.logits[1] = poison
+    else:
+        of.logits[1, 1234] = poison
+    made = sampler.sample(of.logits, rows, of.history, of.num_prompt)
+    assert made.error.tolist() == [False, True, False]
+    assert int(made.tokens[1]) == 0
+    assert entry(made, 0) == entry(clean, 0)
+    assert entry(made, 2) == entry(clean, 2)
+    if made.logprobs is not None:
+        assert made.logprobs.error.tolist() == [False, True, False]
+
+
+def test_history_beyond_the_position_is_never_read(make: SimpleNamespace) -> None:
+    of = scene(len(MANY), VOCAB, seed=9)
+    sampler = build(make, of, MANY, VOCAB)
+    index = list(range(len(MANY)))
+    rows = make.rows(index, index, of.positions)
+    first = sampler.sample(of.logits, rows, of.history, of.num_prompt).tokens
+    for junk in (0, 4, -1, 2**31 - 1):
+        for slot, position in enumerate(of.positions):
+            of.history[slot, position:] = junk
+        assert sampler.sample(of.logits, rows, of.history, of.num_prompt).tokens.equal(first)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("ties", [False, True])
+def test_logprobs(plain: SimpleNamespace, make: SimpleNamespace, dtype: torch.dtype, ties: bool) -> None:
+    vocab, tops = 300, [0, 1, 5, 20, -1]
+    params = [TokenParams(logprobs=top, temperature=2.0, logit_bias=((3, 5.0),)) for top in tops]
+    of = scene(5, vocab, ties=ties)
+    padded = torch.nn.functional.pad(of.logits, (0, 4), value=99.0).to(dtype)
+    sampler = build(make, of, params, vocab)
+    made = sampler.sample(padded, make.rows(range(5), range(5), of.positions), of.history, of.num_prompt)
+    logprobs = made.logprobs
+    assert logprobs is not None
+    assert logprobs.entries.tolist() == [0, 1, 2, 3]
+    assert logprobs.ids.shape == logprobs.values.shape == (4, 21)
+    assert logprobs.values.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    for row in range(4):
+        wide = padded[row, :vocab].double().numpy()
+        ids, values, rank = plain.logprobs(wide, int(made.tokens[row]), tops[row])
+        assert logprobs.ids[row].tolist() == ids + [-1] * (20 - tops[row])
+        assert logprobs.values[row, : 1 + tops[row]].tolist() == pytest.approx(values, abs=1e-5)
+        assert int(logprobs.rank[row]) == rank
+
+
+def test_more_top_logprobs_than_tokens(make: SimpleNamespace) -> None:
+    params = [TokenParams(temperature=0, logprobs=20)]
+    made = make.sampler(params, vocab=3).sample(
+        torch.tensor([[1.0, 2.0, 1.0]]),
+        make.rows([0], [0], [1]),
+        torch.zeros(1, 4, dtype=torch.int32),
+        torch.ones(1, dtype=torch.int64),
+    )
+    assert made.logprobs is not None
+    assert made.logprobs.ids[0].tolist() == [1, 1, 0, 2] + [-1] * 17
+
+
+def test_prompt_logprobs_read_the_history(plain: SimpleNamespace, make: SimpleNamespace) -> None:
+    vocab = 40
+    params = [TokenParams(prompt_logprobs=2), TokenParams(prompt_logprobs=0, logprobs=1)]
+    of = scene(2, vocab)
+    logits = torch.randn(6, vocab, generator=torch.Generator().manual_seed(1))
+    prompt = [(0, 0, 1), (0, 1, 2), (1, 3, 4), (1, 4, 5)]
+    sampler = build(make, of, params, vocab)
+    made = sampler.sample(logits, make.rows([0, 1], [2, 5], [3, 6], prompt), of.history, of.num_prompt)
+    found = made.prompt_logprobs
+    assert found is not None
+    assert found.entries.tolist() == [0, 1, 2, 3]
+    for index, (slot, row, position) in enumerate(prompt):
+        top = params[slot].prompt_logprobs
+        ids, values, rank = plain.logprobs(logits[row].double().numpy(), int(of.history[slot, position]), top)
+        assert found.ids[index].tolist() == ids + [-1] * (2 - top)
+        assert found.values[index, : 1 + top].tolist() == pytest.approx(values, abs=1e-5)
+        assert int(found.rank[index]) == rank
+    assert made.logprobs is not None
+    assert made.logprobs.entries.tolist() == [1]
+    assert made.logprobs.ids[0, 0] == made.tokens[1]
+
+
+def test_a_step_may_sample_nothing(make: SimpleNamespace) -> None:
+    of = scene(1, 40)
+    sampler = build(make, of, [TokenParams(prompt_logprobs=0)], 40)
+    made = sampler.sample(of.logits, make.rows([], [], [], [(0, 0, 3)]), of.history, of.num_prompt)
+    assert made.tokens.shape == made.error.shape == (0,)
+    assert made.logprobs is None
+    assert made.prompt_logprobs is not None
+    made = sampler.sample(of.logits[:0], make.rows([], [], []), of.history, of.num_prompt)
+    assert made.prompt_logprobs is None
+
+
+def test_slots_forget_their_last_tenant(make: SimpleNamespace) -> None:
+    def tenant(params: TokenParams) -> AllocSlot:
+        return AllocSlot(
+            slot=0, gen=2, choice=0, seed=0, params=params, num_prompt=1, num_cached=0, token_ids=np.zeros(1, np.int32)
+        )
+
+    sampler = make.sampler([TokenParams(temperature=0, bad=((2,),), logit_bias=((1, 9.0),), logprobs=1)], vocab=3)
+    with pytest.raises(EngineDead):
+        sampler.alloc(tenant(TokenParams()))
+    sampler.free(0)
+    with pytest.raises(EngineDead):
+        sampler.free(0)
+    sampler.alloc(tenant(TokenParams(temperature=0)))
+    made = sampler.sample(
+        torch.tensor([[0.0, 1.0, 2.0]]),
+        make.rows([0], [0], [1]),
+        torch.zeros(1, 4, dtype=torch.int32),
+        torch.ones(1, dtype=torch.int64),
+    )
+    assert made.tokens.tolist() == [2]
+    assert made.logprobs is None
+
+
+# --- fast forms and distribution --------------------------------------------------------------------------------
+
+
+def noise(count: int, seed: int = 0) -> ops.Noise:
+    positions = torch.arange(count)
+    return ops.Noise(seed=torch.full((count,), seed), choice=positions % 3, position=positions)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("spread", [0.0, 0.3, 1.0, 6.0, 1e3, 1e15])
+def test_skipping_hopeless_tokens_changes_nothing(spread: float, dtype: torch.dtype, ties: bool) -> None:
+    of = scene(300, 700, seed=1, ties=ties)
+    x = of.logits.to(dtype) * spread
+    x[::7, 5:300] = -INF
+    assert ops.sample_open(x, None, noise(300)).equal(ops.sample_all(x, noise(300)))
+    for min_p in (0.0, 1e-8, 0.3, 1.0):
+        column = torch.full((300,), min_p, dtype=torch.float64)
+        weight = (x.double() - x.double().amax(1, keepdim=True)).exp()
+        kept = x.masked_fill(weight < min_p, -INF)
+        assert ops.sample_open(x, column, noise(300)).equal(ops.sample_all(kept, noise(300)))
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("top_p", [1e-9, 0.3, 0.8, 0.999, 1.0])
+@pytest.mark.parametrize("top_k", [1, 2, 9, 60, 200, 600])
+@pytest.mark.parametrize("min_p", [0.0, 0.01])
+def test_looking_at_few_tokens_first_changes_nothing(top_k: int, top_p: float, min_p: float, ties: bool) -> None:
+    count, vocab = 40, 600
+    x = scene(count, vocab, seed=2, ties=ties).logits / 2
+    x[::5, 50:] = -INF
+    filters = ops.Filters(
+        top_k=torch.full((count,), top_k),
+        top_p=torch.full((count,), top_p, dtype=torch.float64),
+        min_p=torch.full((count,), min_p, dtype=torch.float64),
+        all_top_k=top_k < vocab,
+    )
+    general = ops.sample_filtered(x, filters, noise(count), ())
+    for widths in ((1, 8, 64), (32,), (200, 599)):
+        assert ops.sample_filtered(x, filters, noise(count), widths).equal(general)
+
+
+@pytest.mark.parametrize("count", [1, 3, 64, 129, 299, 300])
+def test_top_ids_are_the_stable_order(count: int) -> None:
+    x = scene(50, 300, ties=True).logits
+    x[::3, 100:250] = -INF
+    expected = x.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    assert ops.top_ids(x, count).equal(expected)
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 127, 128, 255, 256, 257, 300, 1000])
+def test_first_max_is_the_first(vocab: int) -> None:
+    x = torch.randint(0, 3, (200, vocab + 5), generator=torch.Generator().manual_seed(0)).float()
+    x[::2] = 0
+    x[::2, vocab // 2] = 2
+    expected = np.argmax(x[:, :vocab].numpy(), axis=1)
+    assert ops.first_max(x[:, :vocab]).tolist() == expected.tolist()
+    x[:, vocab - 1] = NAN
+    assert ops.first_max(x[:, :vocab]).tolist() == [vocab - 1] * 200
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        TokenParams(temperature=1.0),
+        TokenParams(temperature=0.7),
+        TokenParams(top_k=5),
+        TokenParams(top_p=0.8, temperature=1.5),
+        TokenParams(min_p=0.1),
+        TokenParams(top_k=9, top_p=0.9, min_p=0.04, temperature=1.3),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("fixed", ["seed", "position"])
+def test_samples_follow_the_distribution(plain: SimpleNamespace, make, params: TokenParams, fixed: str) -> None:
+    """Chi-square over 20,000 fixed draws, at the statistic's 99.9th percentile (Wilson and Hilferty)."""
+    vocab, draws = 12, 20_000
+    logits = torch.tensor([[1.3, -0.4, 2.0, 0.0, 0.7, -2.0, 1.9, 0.3, -1.0, 1.1, -0.2, 0.5]])
+    scaled = logits[0].double() / params.temperature
+    kept, _ = plain.kept(scaled.tolist(), params)
+    weights = torch.softmax(scaled[kept], dim=0)
+    if fixed == "seed":
+        slots, positions = [0] * draws, list(range(draws))
+        sampler = make.sampler([params], vocab=vocab, seeds=[12345])
+    else:
+        slots, positions = list(range(draws)), [17] * draws
+        sampler = make.sampler([params] * draws, vocab=vocab, seeds=list(range(draws)))
+    history = torch.zeros(len(set(slots)), 1, dtype=torch.int32)
+    rows = make.rows(slots, range(draws), positions)
+    tokens = sampler.sample(logits.expand(draws, -1), rows, history, history[:, 0].long()).tokens
+    counts = torch.bincount(tokens, minlength=vocab).double()
+    assert counts.sum() == counts[kept].sum()
+    expected = weights * draws
+    statistic = float(((counts[kept] - expected) ** 2 / expected).sum())
+    free = len(kept) - 1
+    limit = free * (1 - 2 / (9 * free) + 3.0902 * math.sqrt(2 / (9 * free))) ** 3
+    assert statistic < limit
+
+
+# --- devices ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_cuda_draws_what_the_cpu_draws(make: SimpleNamespace, dtype: torch.dtype, ties: bool) -> None:
+    params = MANY * 4
+    count = len(params)
+    of = scene(count, VOCAB, seed=11, ties=ties)
+    of.logits[5, 77] = NAN
+    index = list(range(count))
+    prompt = [(i, i, of.positions[i] - 1) for i in index]
+    made = []
+    for device in ("cpu", "cuda"):
+        sampler = build(make, of, params, VOCAB, device)
+        rows = make.rows(index, index, of.positions, prompt, device)
+        moved = [t.to(device) for t in (of.logits.to(dtype), of.history, of.num_prompt)]
+        torch.cuda.synchronize()
+        if device == "cuda":
+            sampler.sample(moved[0], rows, moved[1], moved[2])
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            made.append(sampler.sample(moved[0], rows, moved[1], moved[2]))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    ours, theirs = made
+    assert theirs.tokens.cpu().equal(ours.tokens)
+    assert theirs.error.cpu().equal(ours.error)
+    for mine, other in ((ours.logprobs, theirs.logprobs), (ours.prompt_logprobs, theirs.prompt_logprobs)):
+        assert mine is not None
+        assert other is not None
+        good = ~mine.error
+        assert other.ids.cpu()[good].equal(mine.ids[good])
+        assert other.rank.cpu()[good].equal(mine.rank[good])
+        assert torch.allclose(other.values.cpu()[good], mine.values[good], atol=1e-5)

@@ -1,0 +1,1 @@
+"""Scripts that train the bundled checkpoints; not part of the installed package."""

@@ -1,0 +1,85 @@
+"""Training rows of ``spool-text``: problems rendered as chats or plain completions, batched by length."""
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from training.tokenizer import END_OF_TEXT, SYSTEM_PROMPTS, TURN_END, TURN_START
+from weft.eval.gsm_mini import Problem, problems
+
+POOL_ROWS = 3000  # rows sorted by length together
+PLAIN_SHARE, TWO_TURN_SHARE, SYSTEM_SHARE = 0.12, 0.06, 0.15
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Token ids and, for each, the weight in the loss of predicting it."""
+
+    ids: list[int]
+    weights: list[float]
+
+
+class Encoder:
+    """Turns problems into rows in the forms that a server will see."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, question_weight: float) -> None:
+        self.tokenizer = tokenizer
+        self.question_weight = question_weight
+
+    def _turn(self, problem: Problem, rng: random.Random, first: bool) -> list[tuple[str, float]]:
+        """A prompt and its reply in chat form; the first turn now and then has a system message."""
+        messages = [("user", problem.question)]
+        if first and rng.random() < SYSTEM_SHARE:
+            messages.insert(0, ("system", rng.choice(SYSTEM_PROMPTS)))
+        prompt = "" if first else "\n"
+        prompt += "".join(f"{TURN_START}{role}\n{content}{TURN_END}\n" for role, content in messages)
+        prompt += f"{TURN_START}assistant\n"
+        return [(prompt, self.question_weight), (problem.solution + TURN_END, 1.0)]
+
+    def encode(self, source: Iterator[Problem], rng: random.Random) -> Row:
+        """One row: a chat of one turn, sometimes of two, or a plain completion."""
+        if rng.random() < PLAIN_SHARE:
+            problem = next(source)
+            prompt = f"Question: {problem.question}\nAnswer:"
+            pieces = [(prompt, self.question_weight), (f" {problem.solution}{END_OF_TEXT}", 1.0)]
+        else:
+            turns = 2 if rng.random() < TWO_TURN_SHARE else 1
+            pieces = [p for turn in range(turns) for p in self._turn(next(source), rng, turn == 0)]
+        ids: list[int] = []
+        weights: list[float] = []
+        for text, weight in pieces:
+            new = self.tokenizer.encode(text, add_special_tokens=False)
+            ids += new
+            weights += [weight] * len(new)
+        return Row(ids, weights)
+
+
+def batches(
+    encoder: Encoder, seed: int, first_pool: int, batch_tokens: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Batches without end: ids [B, L] (int64) and weights [B, L] (float32, 0 on padding).
+
+    B x L is at most ``batch_tokens``. Rows of like length go together, so little is padding, and every row starts at position 0 of its own. Padding
+    is on the right, where a causal model cannot see it. A resumed run starts at another pool, so it does not see
+    the same problems again.
+    """
+    pad = encoder.tokenizer.convert_tokens_to_ids(END_OF_TEXT)
+    for pool in itertools.count(first_pool):
+        rng = random.Random(f"{seed} {pool}")
+        source = problems("train", seed * 1_000_000 + pool)
+        rows = sorted((encoder.encode(source, rng) for _ in range(POOL_ROWS)), key=lambda row: len(row.ids))
+        groups: list[list[Row]] = [[]]
+        for row in rows:
+            if (len(groups[-1]) + 1) * len(row.ids) > batch_tokens:
+                groups.append([])
+            groups[-1].append(row)
+        rng.shuffle(groups)
+        for group in groups:
+            length = max(len(row.ids) for row in group)
+            ids = torch.tensor([row.ids + [pad] * (length - len(row.ids)) for row in group])
+            weights = torch.tensor([row.weights + [0.0] * (length - len(row.ids)) for row in group])
+            yield ids, weights

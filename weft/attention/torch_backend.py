@@ -1,0 +1,218 @@
+"""Paged attention with torch operations, for CPU and CUDA and every dtype.
+
+Rows are cut into pieces of at most ``TILE`` queries; pieces with equally many queries and similarly many
+blocks are computed together, so decode rows batch and prefill chunks mostly stand alone, by one path:
+
+    piece    queries          row r, positions p .. p + n - 1
+    blocks   full             0 .. block of p + n - 1
+             window           block of max(0, p - window + 1) .. block of p + n - 1
+    gather   [2, B, kv_heads, width * block, head_dim]    one copy, whole blocks
+    zero     positions that no query of the piece may see: they can hold another tenant's NaN, and
+             0 * NaN is NaN
+    attend   queries of one KV head folded into one matrix, [B, kv_heads, group * n, head_dim]
+
+Shapes come from host columns, positions from device columns; nothing here waits for a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from weft.attention.base import AttentionBackend, SegmentInput
+from weft.common.errors import ConfigError
+from weft.config.spec import CacheSpec
+
+Tensor = torch.Tensor
+
+TILE = 128
+"""Queries of one piece at most: bounds the mask and, where scores are materialized, the scores."""
+GATHER = 1 << 24
+"""Elements gathered at once at most (a single piece may need more)."""
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """``count`` queries of ``row``, from its query ``offset`` on; ``first`` is their place in the segment."""
+
+    row: int
+    offset: int
+    count: int
+    first: int
+    width: int
+    """Blocks that hold every position the queries may see."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Group:
+    """B pieces of n queries each, computed together."""
+
+    tokens: Tensor | slice
+    """The B * n queries' places in the segment."""
+    pieces: int
+    queries: int
+    gather: Tensor
+    """int64 [2 * B * kv_heads * width]: rows of the cache as [blocks * 2 * kv_heads, block * head_dim]."""
+    hidden: Tensor
+    """bool [B, 1, width * block, 1]: positions that none of the queries may see."""
+    visible: Tensor
+    """bool [B, 1, n, width * block]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prepared:
+    writes: Tensor
+    """int64 [2 * T * kv_heads]: rows of the cache as [blocks * 2 * kv_heads * block, head_dim]."""
+    groups: tuple[_Group, ...]
+
+
+class TorchAttention(AttentionBackend):
+    """The reference backend. Stateless; any number of threads may share it."""
+
+    def check(
+        self, cache: CacheSpec, heads: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        if dtype not in _DTYPES:
+            raise ConfigError(f"attention backend 'torch' has no {dtype}", param="--dtype")
+        if device.type not in ("cpu", "cuda"):
+            raise ConfigError(f"attention backend 'torch' does not run on {device.type}", param="--device")
+        if heads % cache.kv_heads:
+            raise ConfigError(f"{heads} query heads cannot share {cache.kv_heads} KV heads", param="--model")
+
+    def prepare(
+        self, segment: SegmentInput, kind: int, spec: CacheSpec, block_size: int, dtype: torch.dtype
+    ) -> _Prepared:
+        pieces = _cut(segment, spec.window, block_size)
+        limit = GATHER // (2 * spec.kv_heads * block_size * spec.head_dim)
+        return _Prepared(
+            writes=_write_rows(segment.writes[kind], spec.kv_heads, block_size),
+            groups=tuple(_group(g, segment, kind, spec, block_size) for g in _batches(pieces, limit)),
+        )
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: Tensor,
+        segment: SegmentInput,
+        kind: int,
+        spec: CacheSpec,
+        scale: float,
+        prepared: object = None,
+    ) -> Tensor:
+        if not isinstance(prepared, _Prepared):
+            prepared = self.prepare(segment, kind, spec, cache.shape[3], q.dtype)
+        out = torch.empty_like(q)
+        if not segment.tokens:
+            return out
+        new = torch.stack((k, v)).view(-1, spec.head_dim)  # [2 * T * kv_heads, head_dim]
+        cache.view(-1, spec.head_dim).index_copy_(0, prepared.writes, new.to(cache.dtype))
+        lines = cache.view(-1, cache.shape[3] * spec.head_dim)
+        for group in prepared.groups:
+            out[group.tokens] = _attend(q[group.tokens], lines, group, spec, scale)
+        return out
+
+
+def _cut(segment: SegmentInput, window: int, block_size: int) -> list[_Piece]:
+    """All queries of the segment as pieces, in order. Widths come from upper bounds, so they suffice."""
+    pieces = []
+    begin = 0
+    for row, (start, count) in enumerate(
+        zip(segment.host_starts.tolist(), segment.host_counts.tolist(), strict=True)
+    ):
+        for offset in range(0, count, TILE):
+            n = min(TILE, count - offset)
+            width = -(-(start + offset + n) // block_size)
+            if window:
+                # n + window - 1 positions that begin anywhere in a block
+                width = min(width, (n + window - 2) // block_size + 2)
+            pieces.append(_Piece(row, offset, n, begin + offset, width))
+        begin += count
+    return pieces
+
+
+def _batches(pieces: list[_Piece], limit: int) -> Iterator[list[_Piece]]:
+    """Pieces to compute together: equal counts, widths within a factor of two, ``limit`` blocks at most."""
+    alike: dict[tuple[int, int], list[_Piece]] = {}
+    for piece in pieces:
+        alike.setdefault((piece.count, piece.width.bit_length()), []).append(piece)
+    for batch in alike.values():
+        most = max(1, limit // max(piece.width for piece in batch))
+        for i in range(0, len(batch), most):
+            yield batch[i : i + most]
+
+
+def _write_rows(writes: Tensor, kv_heads: int, block_size: int) -> Tensor:
+    block, offset = writes // block_size, writes % block_size
+    heads = torch.arange(2 * kv_heads, device=writes.device).view(2, 1, kv_heads)
+    line = block.view(1, -1, 1) * (2 * kv_heads) + heads  # [2, T, kv_heads]
+    return (line * block_size + offset.view(1, -1, 1)).reshape(-1)
+
+
+def _column(values: list[int], device: torch.device) -> Tensor:
+    """int64 on the device. A GPU gets it from pinned memory, so that the host does not wait."""
+    made = torch.tensor(values, dtype=torch.int64)
+    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
+
+
+def _group(
+    pieces: list[_Piece], segment: SegmentInput, kind: int, spec: CacheSpec, block_size: int
+) -> _Group:
+    table, starts = segment.tables[kind], segment.starts
+    device, n, width = starts.device, pieces[0].count, max(piece.width for piece in pieces)
+    rows = _column([piece.row for piece in pieces], device)
+    p = starts[rows] + _column([piece.offset for piece in pieces], device)  # [B]: position of the first query
+    if spec.window:
+        lowest = (p - spec.window + 1).clamp(min=0)
+    else:
+        lowest = torch.zeros_like(p)
+    entries = (lowest // block_size).unsqueeze(1) + torch.arange(width, device=device)  # [B, width]
+    blocks = table[rows.unsqueeze(1), entries.clamp(max=table.shape[1] - 1)]
+    keys = entries.unsqueeze(2) * block_size + torch.arange(block_size, device=device)
+    keys = keys.view(len(pieces), -1)  # [B, width * block]: absolute positions
+    queries = p.unsqueeze(1) + torch.arange(n, device=device)  # [B, n]
+    visible = keys.unsqueeze(1) <= queries.unsqueeze(2)
+    if spec.window:
+        visible &= keys.unsqueeze(1) > queries.unsqueeze(2) - spec.window
+    hidden = (keys < lowest.unsqueeze(1)) | (keys >= (p + n).unsqueeze(1))
+    # An entry past the table was clamped to a block it does not name; its positions lie past the row's end.
+    heads = torch.arange(2 * spec.kv_heads, device=device).view(2, 1, spec.kv_heads, 1)
+    return _Group(
+        tokens=_places(pieces, device),
+        pieces=len(pieces),
+        queries=n,
+        gather=(blocks[None, :, None, :] * (2 * spec.kv_heads) + heads).view(-1),
+        hidden=hidden[:, None, :, None],
+        visible=visible.unsqueeze(1),
+    )
+
+
+def _places(pieces: list[_Piece], device: torch.device) -> Tensor | slice:
+    n = pieces[0].count
+    first = pieces[0].first
+    if all(piece.first == first + i * n for i, piece in enumerate(pieces)):
+        return slice(first, first + n * len(pieces))
+    begins = _column([piece.first for piece in pieces], device)
+    return (begins.unsqueeze(1) + torch.arange(n, device=device)).view(-1)
+
+
+def _attend(q: Tensor, lines: Tensor, group: _Group, spec: CacheSpec, scale: float) -> Tensor:
+    """q: [B * n, heads, head_dim]; returns the same shape."""
+    b, n, kv_heads, dim = group.pieces, group.queries, spec.kv_heads, spec.head_dim
+    shared = q.shape[1] // kv_heads
+    kv = lines.index_select(0, group.gather).view(2, b, kv_heads, -1, dim)
+    kv.masked_fill_(group.hidden, 0)
+    folded = q.view(b, n, kv_heads, shared, dim).permute(0, 2, 3, 1, 4).reshape(b, kv_heads, shared * n, dim)
+    mask = group.visible
+    if n > 1 and shared > 1:
+        mask = mask.unsqueeze(1).expand(b, 1, shared, n, -1).reshape(b, 1, shared * n, -1)
+    made = F.scaled_dot_product_attention(
+        folded, kv[0].to(q.dtype), kv[1].to(q.dtype), attn_mask=mask, scale=scale
+    )
+    return made.view(b, kv_heads, shared, n, dim).permute(0, 3, 1, 2, 4).reshape(b * n, -1, dim)

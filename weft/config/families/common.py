@@ -1,0 +1,154 @@
+"""What the families' configurations have in common: sizes, cache kinds, end-of-text ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from weft.config.families.facts import Facts
+from weft.config.families.rope import rope_spec, served_positions
+from weft.config.spec import CacheSpec, ModelSpec
+
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+
+
+class Defaults(msgspec.Struct, frozen=True, kw_only=True):
+    """What a family's fields mean when ``config.json`` leaves them out (as the transformers class has it)."""
+
+    kv_heads: int | None = None
+    """None: as many as query heads."""
+    head_dim: int | None = None
+    """None: hidden / heads."""
+    max_position: int = 32768
+    norm_eps: float = 1e-6
+    theta: float = 10000.0
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+
+
+def window_layers(facts: Facts, layers: int) -> tuple[int | None, list[str]]:
+    """(window, type of each layer) by ``use_sliding_window``, ``max_window_layers`` and ``layer_types``.
+
+    Layers from ``max_window_layers`` on slide, unless ``layer_types`` says it for each. Raises ConfigError
+    for other layer types, and for sliding layers without a window.
+    """
+    window = None
+    if facts.flag("use_sliding_window", False):
+        # An explicit null is no window; a missing field is the family's 4096.
+        window = facts.optional_integer("sliding_window") if "sliding_window" in facts else 4096
+    types = layer_types(facts)
+    if types is None:
+        first = facts.integer("max_window_layers", 28, low=0)
+        types = [SLIDING if window is not None and i >= first else FULL for i in range(layers)]
+    if SLIDING in types and window is None:
+        raise facts.fail(
+            "layer_types", "has sliding_attention, so use_sliding_window and sliding_window must be set"
+        )
+    if len(types) < layers:
+        raise facts.fail("layer_types", f"has {len(types)} entries for {layers} layers")
+    return window, types[:layers]
+
+
+def layer_types(facts: Facts) -> list[str] | None:
+    """The field ``layer_types``, checked; None where it is missing."""
+    types = facts.get("layer_types")
+    if types is None:
+        return None
+    if not isinstance(types, list):
+        raise facts.fail("layer_types", f"must be a list, not {types!r}")
+    for kind in types:
+        if kind not in (FULL, SLIDING):
+            raise facts.fail("layer_types", f"entry {kind!r} is not supported; there are: {FULL}, {SLIDING}")
+    return types
+
+
+def refuse_sliding_types(facts: Facts) -> None:
+    """For families whose layers are all alike: raises ConfigError when ``layer_types`` says otherwise."""
+    if SLIDING in (layer_types(facts) or []):
+        raise facts.fail("layer_types", f"with {SLIDING} is not supported for this architecture")
+
+
+def uniform_window(window: int | None, layers: int) -> tuple[int | None, list[str]]:
+    """Every layer slides, or none."""
+    return window, [FULL if window is None else SLIDING] * layers
+
+
+def cache_specs(
+    window: int | None, types: Sequence[str], kv_heads: int, head_dim: int
+) -> tuple[CacheSpec, ...]:
+    """One cache kind for full layers and one for sliding layers, those that exist, in this order."""
+    full = tuple(i for i, kind in enumerate(types) if kind == FULL)
+    sliding = tuple(i for i, kind in enumerate(types) if kind == SLIDING)
+    caches = []
+    if full:
+        caches.append(CacheSpec(kind="full", layers=full, kv_heads=kv_heads, head_dim=head_dim))
+    if sliding:
+        assert window is not None
+        caches.append(
+            CacheSpec(kind="window", layers=sliding, window=window, kv_heads=kv_heads, head_dim=head_dim)
+        )
+    return tuple(caches)
+
+
+def layer_count(facts: Facts, override: int | None) -> int:
+    """Layers to serve: the checkpoint's, or the first ``override`` of them."""
+    layers = facts.integer("num_hidden_layers")
+    if override is None:
+        return layers
+    if not 1 <= override <= layers:
+        raise facts.fail(
+            "num_hidden_layers",
+            f"is {layers}, so --num-hidden-layers-override must be between 1 and {layers}",
+        )
+    return override
+
+
+def decoder_spec(
+    facts: Facts,
+    *,
+    family: str,
+    layers: int,
+    defaults: Defaults,
+    window: int | None,
+    types: Sequence[str],
+    **more: Any,
+) -> ModelSpec:
+    """The facts that every family has; ``more`` are the fields of ``ModelSpec`` that it has beside them.
+
+    ``eos_ids`` and ``dtype`` are those of ``config.json`` alone; ``load_spec`` completes them.
+    """
+    heads = facts.integer("num_attention_heads")
+    hidden = facts.integer("hidden_size")
+    kv_heads = facts.integer("num_key_value_heads", defaults.kv_heads or heads)
+    if heads % kv_heads:
+        raise facts.fail(
+            "num_attention_heads", f"{heads} is not a multiple of num_key_value_heads {kv_heads}"
+        )
+    head_dim = facts.integer("head_dim", defaults.head_dim or hidden // heads)
+    positions = facts.integer("max_position_embeddings", defaults.max_position)
+    rope = rope_spec(facts, head_dim, positions, defaults.theta)
+    bos = facts.integers("bos_token_id") if "bos_token_id" in facts else ()
+    fields: dict[str, Any] = {
+        "family": family,
+        "vocab_size": facts.integer("vocab_size"),
+        "hidden": hidden,
+        "layers": layers,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "intermediate": facts.integer("intermediate_size"),
+        "activation": facts.activation(),
+        "norm_eps": facts.number("rms_norm_eps", defaults.norm_eps),
+        "rope": rope,
+        "tied": facts.flag("tie_word_embeddings", False),
+        "caches": cache_specs(window, types, kv_heads, head_dim),
+        "max_position": served_positions(rope),
+        "eos_ids": facts.integers("eos_token_id") if "eos_token_id" in facts else defaults.eos_ids,
+        "bos_id": bos[0] if bos else (None if "bos_token_id" in facts else defaults.bos_id),
+        "dtype": facts.dtype() or "",
+    }
+    architectures = facts.get("architectures")
+    return ModelSpec(architecture=architectures[0], **{**fields, **more})

@@ -1,0 +1,155 @@
+"""Reading a checkpoint's ``config.json`` with types, ranges and errors that name the field at fault."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from weft.common.errors import ConfigError
+
+#: Fields that change what a model computes and that no family here implements, with the values that leave
+#: them without effect. Anything else is refused by name instead of being served wrongly.
+_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
+    "quantization_config": (None, {}),
+    "compression_config": (None, {}),
+    "partial_rotary_factor": (None, 1, 1.0),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "logit_scale": (None, 1, 1.0),
+    "logits_scaling": (None, 1, 1.0),
+    "embedding_multiplier": (None, 1, 1.0),
+    "residual_multiplier": (None, 1, 1.0),
+    "attention_multiplier": (None,),
+    "query_pre_attn_scalar": (None,),
+    "clip_qkv": (None,),
+    "attention_chunk_size": (None, 0),
+    "no_rope_layers": (None, []),
+    "shared_expert_intermediate_size": (None, 0),
+    "num_shared_experts": (None, 0),
+    "n_shared_experts": (None, 0),
+    "is_encoder_decoder": (None, False),
+    "add_cross_attention": (None, False),
+    "vision_config": (None, {}),
+}
+
+_ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
+_SAME_ACTIVATION = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh"}
+_DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+def read_json(folder: Path, name: str) -> dict[str, Any] | None:
+    """The JSON object in ``folder/name``; None where there is no such file. Raises ConfigError if broken."""
+    path = folder / name
+    if not path.is_file():
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{name} of model {folder.name!r} is not readable JSON: {error}", param="--model"
+        ) from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{name} of model {folder.name!r} must hold a JSON object", param="--model")
+    return found
+
+
+class Facts:
+    """Typed access to the fields of one ``config.json``. A missing or null field takes the default."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._config = config
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._config
+
+    def get(self, name: str) -> Any:
+        """The raw value; None where it is missing."""
+        return self._config.get(name)
+
+    def fail(self, name: str, problem: str) -> ConfigError:
+        """The error for field ``name``, to be raised."""
+        return ConfigError(f"config.json: {name} {problem}", param="--model")
+
+    def integer(self, name: str, default: int | None = None, *, low: int = 1) -> int:
+        """An integer of at least ``low``. Without a default the field must be there."""
+        value = self.get(name)
+        if value is None:
+            value = default
+        if value is None:
+            raise self.fail(name, "is missing")
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            raise self.fail(name, f"must be an integer of at least {low}, not {value!r}")
+        return value
+
+    def optional_integer(self, name: str, *, low: int = 1) -> int | None:
+        """Like ``integer``, but None where the field is missing or null."""
+        return None if self.get(name) is None else self.integer(name, low=low)
+
+    def number(self, name: str, default: float | None = None, *, above: float = 0.0) -> float:
+        """A finite number greater than ``above``."""
+        value = self.get(name)
+        if value is None:
+            value = default
+        if value is None:
+            raise self.fail(name, "is missing")
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not math.isfinite(value)
+            or value <= above
+        ):
+            raise self.fail(name, f"must be a number greater than {above:g}, not {value!r}")
+        return float(value)
+
+    def optional_number(self, name: str, *, above: float = 0.0) -> float | None:
+        """Like ``number``, but None where the field is missing or null."""
+        return None if self.get(name) is None else self.number(name, above=above)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """true or false."""
+        value = self.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.fail(name, f"must be true or false, not {value!r}")
+        return value
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        """A list of integers, or one; empty where the field is missing or null."""
+        value = self.get(name)
+        if value is None:
+            return ()
+        values = value if isinstance(value, list) else [value]
+        if any(isinstance(v, bool) or not isinstance(v, int) for v in values):
+            raise self.fail(name, f"must be an integer or a list of integers, not {value!r}")
+        return tuple(values)
+
+    def activation(self) -> str:
+        """``hidden_act`` by the name that ``layers`` uses."""
+        name = self.get("hidden_act") or "silu"
+        name = _SAME_ACTIVATION.get(name, name) if isinstance(name, str) else name
+        if name not in _ACTIVATIONS:
+            raise self.fail("hidden_act", f"{name!r} is not supported; there are: {', '.join(_ACTIVATIONS)}")
+        return str(name)
+
+    def dtype(self) -> str | None:
+        """The type that the weights were saved in, where the file says so."""
+        value = self.get("dtype") or self.get("torch_dtype")
+        if value is None:
+            return None
+        name = str(value).removeprefix("torch.")
+        if name not in _DTYPES:
+            raise self.fail("dtype", f"{name!r} is not supported; there are: {', '.join(_DTYPES)}")
+        return name
+
+    def refuse_unknown_computation(self) -> None:
+        """Raises ConfigError for a field that would change results and that Weft does not implement."""
+        for name, harmless in _WITHOUT_EFFECT.items():
+            value = self.get(name)
+            if not any(value == h and type(value) is type(h) for h in harmless):
+                raise self.fail(name, f"= {value!r} is not supported by this version")

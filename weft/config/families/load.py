@@ -1,0 +1,88 @@
+"""From a checkpoint's folder to its ``ModelSpec``."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from weft.common.errors import ConfigError
+from weft.common.registry import Registry
+from weft.config.families.facts import Facts, read_json
+from weft.config.spec import ModelSpec
+
+#: Architecture, as ``config.json`` names it, to the function that reads its facts.
+FAMILIES: Registry[Callable[[Facts, int | None], ModelSpec]] = Registry("architecture")
+FAMILIES.add("LlamaForCausalLM", "weft.config.families.llama:build_spec")
+FAMILIES.add("MistralForCausalLM", "weft.config.families.mistral:build_spec")
+FAMILIES.add("Qwen2ForCausalLM", "weft.config.families.qwen2:build_spec")
+FAMILIES.add("Qwen3ForCausalLM", "weft.config.families.qwen3:build_spec")
+FAMILIES.add("Qwen3MoeForCausalLM", "weft.config.families.qwen3_moe:build_spec")
+FAMILIES.add("MixtralForCausalLM", "weft.config.families.mixtral:build_spec")
+
+_SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_MAX_HEADER = 100 << 20
+
+
+def load_spec(
+    folder: str, num_hidden_layers_override: int | None = None, *, trust_remote_code: bool = False
+) -> ModelSpec:
+    """The facts of the checkpoint in ``folder``.
+
+    End-of-text ids are those of ``config.json`` and ``generation_config.json`` together. A checkpoint that
+    brings code (``auto_map``) is refused unless ``trust_remote_code``; with it, the code is still not run:
+    the architecture must be one of Weft's own. Raises ConfigError for anything that cannot be served.
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        raise ConfigError(f"model folder {path.name!r} does not exist", param="--model")
+    config = read_json(path, "config.json")
+    if config is None:
+        raise ConfigError(f"model folder {path.name!r} has no config.json", param="--model")
+    if config.get("auto_map") and not trust_remote_code:
+        raise ConfigError(
+            "config.json asks for code that comes with the checkpoint (auto_map). Weft does not run it; pass "
+            "--trust-remote-code to accept the checkpoint and serve it with Weft's own implementation",
+            param="--trust-remote-code",
+        )
+    facts = Facts(config)
+    build = FAMILIES.get(_architecture(facts))
+    facts.refuse_unknown_computation()
+    spec = build(facts, num_hidden_layers_override)
+    return msgspec.structs.replace(
+        spec, eos_ids=_eos_ids(spec, path), dtype=spec.dtype or _saved_dtype(path) or "float32"
+    )
+
+
+def _architecture(facts: Facts) -> str:
+    names = facts.get("architectures")
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        raise facts.fail("architectures", f"must name one architecture; there are: {', '.join(FAMILIES)}")
+    return names[0]
+
+
+def _eos_ids(spec: ModelSpec, folder: Path) -> tuple[int, ...]:
+    generation = read_json(folder, "generation_config.json")
+    more = Facts(generation).integers("eos_token_id") if generation is not None else ()
+    return tuple(sorted({i for i in spec.eos_ids + more if 0 <= i < spec.vocab_size}))
+
+
+def _saved_dtype(folder: Path) -> str | None:
+    """The type of the first floating tensor of the first safetensors file, from its header alone."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            head = file.read(8)
+            size = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
+            if not 0 < size <= _MAX_HEADER:
+                return None
+            try:
+                header = json.loads(file.read(size))
+            except ValueError:
+                return None
+        for entry in header.values():
+            if isinstance(entry, dict) and entry.get("dtype") in _SAFETENSORS_DTYPES:
+                return _SAFETENSORS_DTYPES[entry["dtype"]]
+    return None

@@ -1,0 +1,62 @@
+"""Qwen3 with routed experts in place of some or all feed-forward layers. Source: arXiv 2505.09388."""
+
+from __future__ import annotations
+
+from weft.config.families.common import (
+    Defaults,
+    decoder_spec,
+    layer_count,
+    refuse_sliding_types,
+    uniform_window,
+)
+from weft.config.families.facts import Facts
+from weft.config.spec import ModelSpec, MoESpec
+
+_DEFAULTS = Defaults(kv_heads=4)
+
+
+def build_spec(facts: Facts, override: int | None) -> ModelSpec:
+    """Layer i routes if i + 1 is a multiple of ``decoder_sparse_step`` and ``mlp_only_layers`` lacks i.
+
+    With ``use_sliding_window`` all layers slide; the family has no ``max_window_layers``.
+    """
+    refuse_sliding_types(facts)
+    layers = layer_count(facts, override)
+    window = None
+    if facts.flag("use_sliding_window", False):
+        window = facts.optional_integer("sliding_window") if "sliding_window" in facts else 4096
+    window, types = uniform_window(window, layers)
+    bias = facts.flag("attention_bias", False)
+    return decoder_spec(
+        facts,
+        family="qwen3_moe",
+        layers=layers,
+        defaults=_DEFAULTS,
+        window=window,
+        types=types,
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=True,
+        moe=_moe(facts, layers),
+    )
+
+
+def _moe(facts: Facts, layers: int) -> MoESpec | None:
+    # transformers 5 writes num_local_experts, everyone before it num_experts.
+    field = "num_experts" if "num_experts" in facts else "num_local_experts"
+    experts = facts.integer(field, 128, low=0)
+    step = facts.integer("decoder_sparse_step", 1)
+    dense = facts.integers("mlp_only_layers")
+    routed = tuple(i for i in range(layers) if experts and i not in dense and (i + 1) % step == 0)
+    if not routed:
+        return None
+    top_k = facts.integer("num_experts_per_tok", 8)
+    if top_k > experts:
+        raise facts.fail("num_experts_per_tok", f"{top_k} is more than {field} {experts}")
+    return MoESpec(
+        experts=experts,
+        top_k=top_k,
+        intermediate=facts.integer("moe_intermediate_size", 768),
+        renormalize=facts.flag("norm_topk_prob", False),
+        layers=routed,
+    )

@@ -1,0 +1,136 @@
+"""Rotary embedding facts from either form of ``config.json``.
+
+Old form: ``rope_theta`` beside ``rope_scaling`` (``type`` or ``rope_type`` inside). New form (transformers
+5): everything in ``rope_parameters``. Where both exist a non-empty ``rope_scaling`` wins, as it does in
+transformers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weft.common.errors import ConfigError
+from weft.config.families.facts import Facts
+from weft.config.spec import RopeSpec
+
+_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+
+#: What each kind reads beside theta; anything else in the dict would be ignored, so it is refused.
+_FIELDS: dict[str, frozenset[str]] = {
+    "default": frozenset(),
+    "linear": frozenset({"factor"}),
+    "dynamic": frozenset({"factor"}),
+    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor"}),
+    "yarn": frozenset(
+        {"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
+    ),
+}
+_COMMON = frozenset(
+    {"type", "rope_type", "rope_theta", "original_max_position_embeddings", "partial_rotary_factor"}
+)
+#: Left by configurations of other kinds; without effect on the kinds above.
+_IGNORED = frozenset({"finetuned", "max_position_embeddings"})
+
+
+def _parameters(facts: Facts) -> dict[str, Any]:
+    for name in ("rope_scaling", "rope_parameters"):
+        value = facts.get(name)
+        if value is None or value == {}:
+            continue
+        if not isinstance(value, dict):
+            raise facts.fail(name, f"must be an object, not {value!r}")
+        nested = [key for key, entry in value.items() if isinstance(entry, dict)]
+        if nested:
+            raise facts.fail(
+                name, f"with one entry for each layer type ({', '.join(nested)}) is not supported"
+            )
+        return value
+    return {}
+
+
+def _kind(parameters: dict[str, Any]) -> str:
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    if kind not in _KINDS:
+        raise ConfigError(
+            f"config.json: rope type {kind!r} is not supported; there are: {', '.join(_KINDS)}",
+            param="--model",
+        )
+    return str(kind)
+
+
+def _refuse_unknown(kind: str, parameters: dict[str, Any]) -> None:
+    unknown = sorted(
+        name
+        for name, value in parameters.items()
+        if value is not None and name not in _FIELDS[kind] | _COMMON | _IGNORED
+    )
+    # Fields of another kind beside "default" come from hand-edited files: the author meant a scaling.
+    if unknown:
+        raise ConfigError(
+            f"config.json: rope type {kind!r} does not use {', '.join(unknown)}; correct or remove it",
+            param="--model",
+        )
+
+
+def rope_spec(facts: Facts, head_dim: int, max_position: int, default_theta: float) -> RopeSpec:
+    """The rotary embedding of a model whose ``max_position_embeddings`` is ``max_position``.
+
+    Raises ConfigError for a kind that is not implemented, a field that the kind does not use, a missing
+    field, and a head size that cannot be rotated.
+    """
+    parameters = _parameters(facts)
+    kind = _kind(parameters)
+    _refuse_unknown(kind, parameters)
+    read = Facts(parameters)
+    if parameters.get("partial_rotary_factor") not in (None, 1, 1.0):
+        raise facts.fail("partial_rotary_factor", "other than 1 is not supported")
+    if head_dim % 2 or (kind == "dynamic" and head_dim < 4):
+        raise facts.fail("head_dim", f"{head_dim} cannot be rotated")
+    theta = facts.number("rope_theta", default_theta)
+    theta = read.number("rope_theta", theta)
+    original = read.optional_integer("original_max_position_embeddings")
+    original = facts.optional_integer("original_max_position_embeddings") or original or max_position
+    common: dict[str, Any] = {"kind": kind, "theta": theta, "dim": head_dim, "max_position": max_position}
+    if kind == "default":
+        return RopeSpec(**common)
+    if kind == "yarn":
+        return _yarn(read, common, original)
+    common["factor"] = read.number("factor")
+    if kind != "llama3":
+        return RopeSpec(**common)
+    low, high = read.number("low_freq_factor"), read.number("high_freq_factor")
+    if high <= low:
+        raise read.fail("high_freq_factor", "must be greater than low_freq_factor")
+    return RopeSpec(**common, original_max_position=original, low_freq_factor=low, high_freq_factor=high)
+
+
+def _yarn(read: Facts, common: dict[str, Any], original: int) -> RopeSpec:
+    # A null or zero beta means its default, and a missing factor the ratio of the two contexts, as in
+    # transformers.
+    beta_fast = read.number("beta_fast", above=-1.0, default=32.0) or 32.0
+    beta_slow = read.number("beta_slow", above=-1.0, default=1.0) or 1.0
+    return RopeSpec(
+        **common,
+        factor=read.number("factor", common["max_position"] / original),
+        original_max_position=original,
+        attention_factor=read.optional_number("attention_factor"),
+        beta_fast=beta_fast,
+        beta_slow=beta_slow,
+        mscale=read.optional_number("mscale", above=-1.0),
+        mscale_all_dim=read.optional_number("mscale_all_dim", above=-1.0),
+        truncate=read.flag("truncate", True),
+    )
+
+
+def served_positions(rope: RopeSpec) -> int:
+    """The longest context in tokens: ``max_position_embeddings``, stretched by the kinds that mean to.
+
+    ``dynamic`` serves factor times its base context; ``yarn`` factor times the original one (published
+    files leave ``max_position_embeddings`` at either length). ``linear`` and ``llama3`` files state the
+    stretched length themselves.
+    """
+    if rope.kind == "dynamic":
+        return int(rope.max_position * rope.factor)
+    if rope.kind == "yarn":
+        return max(rope.max_position, int(rope.original_max_position * rope.factor))
+    return rope.max_position

@@ -1,0 +1,286 @@
+"""Flags, keywords and file keys, all derived from the fields of ``sections``.
+
+``SETTINGS`` lists them. A value comes as text (command line), as a Python object (keyword of ``LLM``) or
+from YAML; ``Setting.parse`` turns each into the field's type or raises ConfigError naming the setting and
+what it takes. ``python -m weft.config.flags`` prints the frozen list, ``docs/flags.txt``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+from msgspec import inspect
+
+from weft.common import env
+from weft.common.errors import ConfigError
+from weft.config.sections import Config
+
+Kind = Literal["bool", "int", "float", "text", "size", "choice"]
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:I?B)?\s*", re.IGNORECASE)
+_SIZE_HELP = "a size such as 512M, 4G, 1.5GiB or a number of bytes"
+#: Settings whose values are never repeated in a message.
+_SECRET = frozenset({"api_key"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One field of one section, as a flag, a keyword and a file key."""
+
+    section: str
+    name: str
+    kind: Kind
+    description: str
+    default: Any
+    many: bool = False
+    optional: bool = False
+    choices: tuple[str | int, ...] = ()
+    """Allowed words; for ``int`` words allowed beside numbers."""
+    low: float | None = None
+    high: float | None = None
+    open_low: bool = False
+    """Whether ``low`` itself is out of range."""
+
+    @property
+    def key(self) -> str:
+        """The name with dashes, as in the YAML file."""
+        return self.name.replace("_", "-")
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.key}"
+
+    @property
+    def takes(self) -> str:
+        """What a value must be, in words: ``an integer of at least 1``."""
+        words = {
+            "bool": "true or false",
+            "int": "an integer",
+            "float": "a number",
+            "text": "text",
+            "size": _SIZE_HELP,
+            "choice": f"one of {', '.join(map(str, self.choices))}",
+        }[self.kind]
+        words += self._range_words()
+        if self.kind == "int" and self.choices:
+            words += f", or {' or '.join(map(str, self.choices))}"
+        return words
+
+    def _range_words(self) -> str:
+        parts = []
+        if self.low is not None:
+            parts.append(f"{'greater than' if self.open_low else 'of at least'} {self.low:g}")
+        if self.high is not None:
+            parts.append(f"at most {int(self.high) if self.high == int(self.high) else self.high}")
+        return f" {' and '.join(parts)}" if parts else ""
+
+    @property
+    def type_name(self) -> str:
+        """The type for lists and help: ``int``, ``auto|cpu|cuda``, ``text...``."""
+        if self.kind == "choice":
+            name = "|".join(map(str, self.choices))
+        else:
+            name = "|".join([self.kind, *map(str, self.choices)])
+        if self.low is not None:
+            name += f"{'>' if self.open_low else '>='}{self.low:g}"
+        if self.high is not None:
+            name += f"<={int(self.high) if self.high == int(self.high) else self.high}"
+        return name + ("..." if self.many else "")
+
+    @property
+    def default_text(self) -> str:
+        """The default for lists and help; ``-`` where there is none."""
+        if self.default is None or self.default == ():
+            return "-"
+        if isinstance(self.default, bool):
+            return "true" if self.default else "false"
+        return str(self.default)
+
+    def parse(self, value: Any, label: str | None = None) -> Any:
+        """``value`` as the field's type. Text is converted; a text for many is split at commas and spaces.
+
+        Raises ConfigError that calls the setting ``label`` (its flag by default).
+        """
+        label = label or self.flag
+        if value is None and (self.optional or self.many):
+            return self.default
+        if not self.many:
+            return self._one(value, label)
+        if isinstance(value, str):
+            value = [part for part in re.split(r"[,\s]+", value) if part]
+        if not isinstance(value, list | tuple):
+            raise self._refused(value, label)
+        return tuple(self._one(item, label) for item in value)
+
+    def _refused(self, value: Any, label: str) -> ConfigError:
+        shown = "" if self.name in _SECRET else f", not {str(value)[:80]!r}"
+        return ConfigError(f"{label} must be {self.takes}{shown}", param=self.flag)
+
+    def _one(self, value: Any, label: str) -> Any:
+        found: Any
+        if self.kind == "bool":
+            found = _as_bool(value)
+        elif self.kind == "choice":
+            found = next(
+                (c for c in self.choices if str(value) == str(c) and not isinstance(value, bool)), None
+            )
+        elif self.kind == "int":
+            found = value if isinstance(value, str) and value in self.choices else self._number(value, int)
+        elif self.kind == "float":
+            found = self._number(value, float)
+        elif self.kind == "size":
+            found = str(value) if parse_size(value) is not None else None
+        else:
+            found = value if isinstance(value, str) and value.strip() else None
+        if found is None:
+            raise self._refused(value, label)
+        return found
+
+    def _number(self, value: Any, of: type[int] | type[float]) -> float | None:
+        """``value`` as a number in range, or None."""
+        allowed: tuple[type, ...] = (str, int) if of is int else (str, int, float)
+        if isinstance(value, bool) or not isinstance(value, allowed):
+            return None
+        try:
+            number = of(value)
+        except (ValueError, OverflowError):
+            return None
+        if not math.isfinite(number):
+            return None
+        if self.low is not None and (number < self.low or (self.open_low and number == self.low)):
+            return None
+        if self.high is not None and number > self.high:
+            return None
+        return number
+
+
+def _as_bool(value: Any) -> bool | None:
+    if isinstance(value, bool):
+        return value
+    words = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+    return words.get(value.strip().lower()) if isinstance(value, str) else None
+
+
+def parse_size(value: object) -> int | None:
+    """Bytes of ``512M``, ``4G``, ``1.5GiB`` or a plain number; units are powers of 1024. None: not a size."""
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        return None
+    found = _SIZE.fullmatch(str(value))
+    if found is None:
+        return None
+    number = int(float(found[1]) * _UNITS[found[2].upper()])
+    return number if number > 0 else None
+
+
+def _described(kind: inspect.Type) -> tuple[inspect.Type, str, dict[str, Any]]:
+    """(type without its description, description, extra)."""
+    if not isinstance(kind, inspect.Metadata):
+        return kind, "", {}
+    schema = kind.extra_json_schema or {}
+    return kind.type, str(schema.get("description", "")), dict(kind.extra or {})
+
+
+def _setting(section: str, found: inspect.Field) -> Setting:
+    kind, description, extra = _described(found.type)
+    members = list(kind.types) if isinstance(kind, inspect.UnionType) else [kind]
+    facts: dict[str, Any] = {"section": section, "name": found.name, "default": found.default}
+    facts["optional"] = any(isinstance(m, inspect.NoneType) for m in members)
+    members = [_described(m)[0] for m in members if not isinstance(m, inspect.NoneType)]
+    if len(members) == 1 and isinstance(members[0], inspect.VarTupleType):
+        facts["many"] = True
+        members = [_described(members[0].item_type)[0]]
+    words: list[str | int] = []
+    for member in members:
+        if isinstance(member, inspect.LiteralType):
+            words += member.values
+            facts.setdefault("kind", "choice")
+        elif isinstance(member, inspect.BoolType):
+            facts["kind"] = "bool"
+        elif isinstance(member, inspect.IntType | inspect.FloatType):
+            facts["kind"] = "int" if isinstance(member, inspect.IntType) else "float"
+            facts["low"] = member.ge if member.ge is not None else member.gt
+            facts["open_low"] = member.gt is not None
+            facts["high"] = member.le
+        elif isinstance(member, inspect.StrType):
+            facts["kind"] = "size" if extra.get("size") else "text"
+        else:
+            raise TypeError(f"no flag can be made of {found.name}: {member}")
+    return Setting(**facts, choices=tuple(sorted(words, key=_word_order)), description=description)
+
+
+def _word_order(word: str | int) -> tuple[bool, str]:
+    return (word != "auto", str(word))
+
+
+def _all_settings() -> dict[str, Setting]:
+    found: dict[str, Setting] = {}
+    root = inspect.type_info(Config)
+    assert isinstance(root, inspect.StructType)
+    for section in root.fields:
+        assert isinstance(section.type, inspect.StructType)
+        for declared in section.type.fields:
+            if declared.name in found:
+                raise TypeError(f"{declared.name} is declared in two sections")
+            found[declared.name] = _setting(section.name, declared)
+    return found
+
+
+SETTINGS: dict[str, Setting] = _all_settings()
+"""Field name to setting, in the order of the sections."""
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """`` Did you mean X?`` for the nearest of ``known``, or nothing."""
+    near = difflib.get_close_matches(name, list(known), 1, 0.6)
+    return f" Did you mean {near[0]}?" if near else ""
+
+
+def from_values(values: Mapping[str, Any]) -> Config:
+    """The configuration with ``values`` (field name to parsed value); everything else at its default.
+
+    ``WEFT_LOG_LEVEL`` is the default of ``log_level``. Raises ConfigError when that variable is wrong.
+    """
+    values = dict(values)
+    level = env.get("WEFT_LOG_LEVEL")
+    if "log_level" not in values and level:
+        values["log_level"] = SETTINGS["log_level"].parse(level.lower(), "WEFT_LOG_LEVEL")
+    sections: dict[str, Any] = {}
+    for name in Config.__struct_fields__:
+        given = {key: value for key, value in values.items() if SETTINGS[key].section == name}
+        sections[name] = msgspec.structs.replace(getattr(Config(), name), **given)
+    return Config(**sections)
+
+
+def from_keywords(keywords: Mapping[str, Any]) -> Config:
+    """The configuration of ``LLM(**keywords)``. Raises ConfigError for unknown keywords and wrong values."""
+    values = {}
+    for name, value in keywords.items():
+        if name not in SETTINGS:
+            raise ConfigError(f"unknown setting {name!r}.{suggest(name, SETTINGS)}", param=name)
+        values[name] = SETTINGS[name].parse(value, name)
+    return from_values(values)
+
+
+def listing() -> str:
+    """The frozen list: flag, type, default and section, one setting a line."""
+    rows = [("flag", "type", "default", "section")]
+    for setting in SETTINGS.values():
+        flag = f"{setting.flag} / --no-{setting.key}" if setting.kind == "bool" else setting.flag
+        rows.append((flag, setting.type_name, setting.default_text, setting.section))
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    lines = [
+        "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows
+    ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(listing())

@@ -1,0 +1,117 @@
+"""Where a model is: a bundled one, a local folder, or a repository on the Hugging Face hub. No torch."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+from weft.common import env
+from weft.common.errors import ConfigError
+
+BUNDLED = Path(__file__).resolve().parents[1] / "checkpoints"
+
+#: Configuration, tokenizer, templates: everything but weights.
+_SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
+_WEIGHTS = {"pickle": ["*.bin", "*.pt", "*.pth"], "dummy": []}
+_OTHER_FORMATS = ["original/*", "consolidated*", "*.gguf", "onnx/*", "openvino/*"]
+
+
+def bundled_models() -> dict[str, str]:
+    """Name to folder of the models that come with Weft."""
+    if not BUNDLED.is_dir():
+        return {}
+    return {path.name: str(path) for path in sorted(BUNDLED.iterdir()) if (path / "config.json").is_file()}
+
+
+def cached_models(cache_dir: str | None = None) -> list[str]:
+    """Names of the model repositories in the hub client's local cache; empty where there is no cache."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        found = scan_cache_dir(cache_dir)
+    except (CacheNotFound, ValueError, OSError):
+        return []
+    return sorted(repo.repo_id for repo in found.repos if repo.repo_type == "model")
+
+
+def resolve_model_path(
+    name: str, revision: str | None = None, *, load_format: str = "auto", cache_dir: str | None = None
+) -> str:
+    """The local folder of ``name``, downloading what is missing from the hub.
+
+    A bundled model's name comes first (write ``./name`` for a folder of the same name), then an existing
+    folder, then a hub repository ``owner/name`` at ``revision`` (branch, tag or commit; the default branch
+    if None). Weights of ``load_format`` only; "dummy" fetches none. With HF_HUB_OFFLINE set, or without a
+    network, what the local cache holds is used. cache_dir: another cache than the hub client's own.
+
+    Raises ConfigError that says what was tried.
+    """
+    bundled = bundled_models()
+    if name in bundled:
+        if revision is not None:
+            raise ConfigError(f"{name} comes with Weft and has no revisions", param="--revision")
+        return bundled[name]
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return str(folder)
+    if not _is_repository(name):
+        near = difflib.get_close_matches(name, bundled, 1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(
+            f"there is no folder {name!r}, no bundled model of that name (there are: "
+            f"{', '.join(bundled) or 'none'}), and it is not a hub name (owner/name).{hint}",
+            param="--model",
+        )
+    return _snapshot(name, revision, load_format, cache_dir)
+
+
+def _is_repository(name: str) -> bool:
+    parts = name.split("/")
+    return len(parts) == 2 and all(parts) and not name.startswith((".", "~", "/"))
+
+
+def _snapshot(name: str, revision: str | None, load_format: str, cache_dir: str | None) -> str:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    offline = env.get("HF_HUB_OFFLINE").upper() in ("1", "TRUE", "YES", "ON")
+    shown = f"{name} at revision {revision}" if revision else name
+    try:
+        return snapshot_download(
+            name,
+            revision=revision,
+            cache_dir=cache_dir,
+            allow_patterns=_SMALL_FILES + _WEIGHTS.get(load_format, ["*.safetensors"]),
+            ignore_patterns=_OTHER_FORMATS,
+            local_files_only=offline,
+        )
+    except GatedRepoError as error:
+        raise ConfigError(
+            f"{shown} is gated: accept its terms on the hub and log in (hf auth login)"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ConfigError(f"the hub has no revision {revision!r} of {name}", param="--revision") from error
+    except RepositoryNotFoundError as error:
+        raise ConfigError(
+            f"there is no folder {name!r} and no repository of that name on the hub "
+            "(or it is private: hf auth login)",
+            param="--model",
+        ) from error
+    except HFValidationError as error:
+        raise ConfigError(f"{name!r} is neither a folder nor a valid hub name", param="--model") from error
+    except LocalEntryNotFoundError as error:
+        why = "HF_HUB_OFFLINE is set" if offline else "the hub could not be reached"
+        raise ConfigError(
+            f"there is no folder {name!r}; {shown} is not in the local cache and {why}"
+        ) from error
+    except OSError as error:
+        raise ConfigError(
+            f"{shown} could not be downloaded: {type(error).__name__}", param="--model"
+        ) from error

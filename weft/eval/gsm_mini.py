@@ -1,0 +1,105 @@
+"""gsm-mini: generated arithmetic word problems with worked steps, in the form of GSM8K.
+
+Everything is derived from a seed, so the task needs no download. Two things are held out of training by hash:
+sentence templates (see ``gsm_templates``), and operand pairs ``(op, a, b)`` with an operand of 10 or more.
+Every test problem has held-out templates only and needs a held-out pair; training never has either.
+
+Only ``random.Random(str).random()`` is drawn from, which Python keeps stable over versions and platforms.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+from weft.eval.gsm_plots import write_story
+from weft.eval.gsm_story import Impossible, Rng, Step
+from weft.eval.gsm_templates import stable_hash
+
+Split = Literal["train", "test"]
+
+HELD_OUT_PAIR_MODULUS = 10
+TEST_SEED = 2026
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A question, its worked solution ending in ``#### answer``, and what it was made of."""
+
+    question: str
+    solution: str
+    answer: int
+    template_ids: tuple[str, ...]
+    pairs: tuple[tuple[str, int, int], ...]
+
+
+def pair_key(op: str, a: int, b: int) -> tuple[str, int, int]:
+    """The identity of an operand pair: order does not count for + and x."""
+    return (op, min(a, b), max(a, b)) if op in "+x" else (op, a, b)
+
+
+def is_held_out_pair(op: str, a: int, b: int) -> bool:
+    """Whether an operand pair belongs to the test side; pairs of two one-digit numbers never do."""
+    if a < 10 and b < 10:
+        return False
+    op, a, b = pair_key(op, a, b)
+    return stable_hash(f"gsm-mini pair {op} {a} {b}") % HELD_OUT_PAIR_MODULUS == 0
+
+
+def _pairs(step: Step) -> Iterator[tuple[str, int, int]]:
+    """The operand pairs that a worked line shows: the step's own and those of the additions inside it."""
+    yield pair_key(step.op, step.a, step.b)
+    for part in step.parts():
+        yield pair_key(part.op, part.a, part.b)
+
+
+def problems(split: Split, seed: int) -> Iterator[Problem]:
+    """Problems of a split without end, in an order fixed by ``seed``."""
+    rng = Rng(f"gsm-mini {split} {seed}")
+    while True:
+        try:
+            story = write_story(rng, split == "test")
+        except Impossible:
+            continue
+        held_out = any(is_held_out_pair(step.op, step.a, step.b) for step in story.steps)
+        shown = tuple(pair for step in story.steps for pair in _pairs(step))
+        if split == "train" and any(is_held_out_pair(*pair) for pair in shown):
+            continue
+        if split == "test" and not held_out:
+            continue
+        lines = [step.text() for step in story.steps]
+        solution = "\n".join([*lines, f"#### {story.value}"])
+        yield Problem(story.question(), solution, story.value, tuple(story.template_ids), shown)
+
+
+@cache
+def _test_problems(n: int) -> tuple[Problem, ...]:
+    seen: dict[str, Problem] = {}
+    for problem in problems("test", TEST_SEED):
+        seen.setdefault(problem.question, problem)
+        if len(seen) == n:
+            break
+    return tuple(seen.values())
+
+
+def test_set(n: int = 500) -> list[Problem]:  # noqa: PT028  (not a pytest test)
+    """The first ``n`` distinct problems of the fixed test set."""
+    return list(_test_problems(n))
+
+
+test_set.__test__ = False  # type: ignore[attr-defined]  # pytest collects names that start with "test"
+
+_ANSWER = re.compile(r"####\s*\$?\s*(-?\d[\d,]*)")
+
+
+def extract_answer(text: str) -> int | None:
+    """The number after the last ``####`` of a worked solution, or None when there is none."""
+    found = _ANSWER.match(text, text.rfind("####")) if "####" in text else None
+    return int(found.group(1).replace(",", "")) if found else None
+
+
+def score(solutions: Iterable[str], expected: Iterable[Problem]) -> int:
+    """How many solutions end in the expected problem's answer."""
+    pairs = zip(solutions, expected, strict=True)
+    return sum(extract_answer(text) == problem.answer for text, problem in pairs)

@@ -1,0 +1,121 @@
+"""The routes. Handlers are thin: read, hand over, answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import fastapi.openapi.utils
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from weft.common.errors import MethodNotAllowed, NotFound, WeftError
+from weft.front import openapi, responses
+from weft.front.chat import chat
+from weft.front.completions import completions
+from weft.front.context import Front, package_version
+from weft.front.lifecycle import Phase
+from weft.front.metrics import CONTENT_TYPE
+from weft.front.middleware import Gate, Keys, error_answer
+from weft.front.protocol import ChatRequest, CompletionRequest
+
+READY_WINDOW = 30.0
+"""Seconds within which the engine must have proved progress for the server to be ready."""
+
+
+def build_app(front: Front) -> ASGIApp:
+    """The whole application over ``front``."""
+    app = FastAPI(title="Weft", version=package_version(), redirect_slashes=False, redoc_url=None)
+    _add_generation(app, front)
+    _add_models(app, front)
+    _add_state(app, front)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(WeftError, _on_weft_error)
+    app.openapi = lambda: _describe(app)  # type: ignore[method-assign]
+    return Gate(app, Keys(front.section.api_key), front.metrics)
+
+
+def _add_generation(app: FastAPI, front: Front) -> None:
+    @app.post(
+        "/v1/chat/completions",
+        openapi_extra=openapi.generates(ChatRequest, responses.ChatCompletion, responses.ChatChunk),
+    )
+    async def create_chat_completion(request: Request) -> Response:
+        """Answers a conversation."""
+        return await chat(front, request)
+
+    @app.post(
+        "/v1/completions",
+        openapi_extra=openapi.generates(CompletionRequest, responses.Completion, responses.Completion),
+    )
+    async def create_completion(request: Request) -> Response:
+        """Continues a text."""
+        return await completions(front, request)
+
+
+def _add_models(app: FastAPI, front: Front) -> None:
+    @app.get("/v1/models", openapi_extra=openapi.answers(responses.ModelList))
+    async def list_models() -> Response:
+        """Every name that requests may use."""
+        return _json(responses.ModelList(data=[front.card(name) for name in front.names]))
+
+    @app.get("/v1/models/{model:path}", openapi_extra=openapi.answers(responses.ModelCard))
+    async def get_model(model: str) -> Response:
+        """One of them."""
+        front.check_model(model)
+        return _json(front.card(model))
+
+
+def _add_state(app: FastAPI, front: Front) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        """Liveness: 200 while this process and its engine live, also while starting and draining."""
+        dead = front.lifecycle.phase is Phase.DEAD or front.client.failure is not None
+        return _json({"status": "dead" if dead else "alive"}, 503 if dead else 200)
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        """Readiness: 200 once a token was really generated, while the engine makes progress and none drains."""
+        window = min(READY_WINDOW, front.section.engine_timeout)
+        good = front.lifecycle.phase is Phase.READY and front.client.progressing(window)
+        phase = front.lifecycle.phase
+        state = "ready" if good else "stalled" if phase is Phase.READY else phase.value
+        return _json({"status": state}, 200 if good else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Prometheus metrics."""
+        return Response(front.metrics.render(), media_type=CONTENT_TYPE)
+
+    @app.get("/version")
+    async def version() -> Response:
+        """The server's version."""
+        return _json({"version": package_version()})
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(responses.to_json(value), status, media_type="application/json")
+
+
+async def _on_weft_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, WeftError)
+    return error_answer(error.info())
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    """The router's own errors: 404 for no such route, 405 for the wrong method."""
+    if isinstance(error, HTTPException) and error.status_code == 405:
+        return error_answer(MethodNotAllowed("this route does not take this method").info())
+    return error_answer(NotFound("there is no such route").info())
+
+
+def _describe(app: FastAPI) -> dict[str, Any]:
+    if app.openapi_schema is None:
+        made = fastapi.openapi.utils.get_openapi(title=app.title, version=app.version, routes=app.routes)
+        made.setdefault("components", {})["schemas"] = openapi.components()
+        made["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        app.openapi_schema = made
+    return app.openapi_schema
+
+

@@ -1,0 +1,118 @@
+"""Where one request's token events wait between the head client and the handler that answers the client.
+
+Events that nobody reads are merged, sequence by sequence, so that what waits is bounded by the context
+length and a slow client never holds up another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import msgspec
+
+from weft.common.errors import WeftError
+from weft.types.messages import LogprobColumns, TokenEvent
+
+MERGE_AT = 32
+"""Waiting events of one sequence that are merged into one."""
+
+
+Observer: TypeAlias = Callable[[TokenEvent], None]
+
+
+class Flow:
+    """Events of the sequences of one request. One writer (the head client), one reader, one event loop.
+
+    ``fail`` ends it: what was pushed before is dropped, and every later ``next`` raises the error.
+    """
+
+    def __init__(self, sequences: Sequence[int], observe: Observer | None = None) -> None:
+        self.open: dict[int, None] = dict.fromkeys(sequences)
+        """Sequences the head may still work on, in order. The head client removes what ended."""
+        self._waiting: dict[int, list[TokenEvent]] = {}
+        self._wake = asyncio.Event()
+        self._error: WeftError | None = None
+        self._observe = observe
+
+    def push(self, event: TokenEvent) -> None:
+        """Adds an event. Never waits. The observer sees each one as it arrives, unmerged."""
+        if self._observe is not None:
+            self._observe(event)
+        events = self._waiting.setdefault(event.sequence, [])
+        events.append(event)
+        if len(events) >= MERGE_AT:
+            self._waiting[event.sequence] = merge(events)
+        self._wake.set()
+
+    def fail(self, error: WeftError) -> None:
+        """Ends the flow for its reader. The first error stays."""
+        if self._error is None:
+            self._error = error
+        self._waiting.clear()
+        self._wake.set()
+
+    async def next(self) -> list[TokenEvent]:
+        """All that came since the last call, at least one event, merged. Raises the error given to ``fail``."""
+        await self._wake.wait()
+        if self._error is not None:
+            raise self._error
+        self._wake.clear()
+        taken, self._waiting = self._waiting, {}
+        return [event for events in taken.values() for event in merge(events)]
+
+
+def merge(events: list[TokenEvent]) -> list[TokenEvent]:
+    """The same events in fewer: neighbours become one unless their logprobs have unlike shapes."""
+    if len(events) < 2:
+        return events
+    merged: list[TokenEvent] = []
+    run: list[TokenEvent] = []
+    for event in events:
+        if run and not _alike(run[0], event):
+            merged.append(_join(run))
+            run = []
+        run.append(event)
+    merged.append(_join(run))
+    return merged
+
+
+def _alike(first: TokenEvent, other: TokenEvent) -> bool:
+    """Whether both can be one event. Tokens and logprobs must come from both or neither, in equal widths."""
+    return _shape(first) == _shape(other) and (other.prompt_logprobs is None or not first.token_ids)
+
+
+def _shape(event: TokenEvent) -> tuple[int | None, int | None] | None:
+    if not event.token_ids and event.prompt_logprobs is None:
+        return None
+    return (_width(event.logprobs), _width(event.prompt_logprobs))
+
+
+def _width(columns: LogprobColumns | None) -> int | None:
+    return None if columns is None else columns.width
+
+
+def _join(run: list[TokenEvent]) -> TokenEvent:
+    if len(run) == 1:
+        return run[0]
+    last = run[-1]
+    return msgspec.structs.replace(
+        last,
+        token_ids=tuple(token for event in run for token in event.token_ids),
+        logprobs=_join_columns([event.logprobs for event in run]),
+        prompt_logprobs=_join_columns([event.prompt_logprobs for event in run]),
+        num_cached=max(event.num_cached for event in run),
+    )
+
+
+def _join_columns(columns: list[LogprobColumns | None]) -> LogprobColumns | None:
+    present = [c for c in columns if c is not None]
+    if len(present) < 2:
+        return present[0] if present else None
+    return LogprobColumns(
+        width=present[0].width,
+        ids=b"".join(c.ids for c in present),
+        values=b"".join(c.values for c in present),
+        rank=b"".join(c.rank for c in present),
+    )

@@ -1,0 +1,61 @@
+"""What the server is doing now, and whether a request may begin. State only; ``server`` moves it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from enum import Enum
+
+from weft.common.errors import EngineDead, Overloaded, Unavailable
+
+
+class Phase(Enum):
+    """STARTING -> READY -> DRAINING; any -> DEAD, and nothing after it."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    DEAD = "dead"
+
+
+_NEXT = {
+    Phase.STARTING: {Phase.READY, Phase.DRAINING, Phase.DEAD},
+    Phase.READY: {Phase.DRAINING, Phase.DEAD},
+    Phase.DRAINING: {Phase.DEAD},
+    Phase.DEAD: set(),
+}
+
+
+class Lifecycle:
+    """The phase, and the requests that are between their first and last byte.
+
+    ``capacity`` bounds requests (each has at least one sequence); it is the head's own bound, so that what is
+    refused here would be refused there.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.phase = Phase.STARTING
+        self.active = 0
+        self._capacity = capacity
+
+    def move(self, phase: Phase) -> None:
+        """Enters ``phase`` if the table allows it; else stays."""
+        if phase in _NEXT[self.phase]:
+            self.phase = phase
+
+    @contextlib.contextmanager
+    def request(self) -> Iterator[None]:
+        """Holds a place for one request. Raises Unavailable or Overloaded when it may not begin."""
+        if self.phase is Phase.DEAD:
+            raise EngineDead("the engine has failed; the server is stopping")
+        if self.phase is Phase.DRAINING:
+            raise Unavailable("the server is shutting down")
+        if self.phase is Phase.STARTING:
+            raise Unavailable("the server is still starting")
+        if self.active >= self._capacity:
+            raise Overloaded("the server's queue is full; try again later")
+        self.active += 1
+        try:
+            yield
+        finally:
+            self.active -= 1

@@ -1,0 +1,187 @@
+"""Prometheus metrics under ``weft:``, with the names that dashboards of other servers know.
+
+What the front sees itself (times, outcomes, HTTP answers) is counted here; what the head counts is read from
+its last heartbeat when a scrape comes. ``python -m weft.front.metrics > docs/metrics.txt`` renews the
+checked-in list.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from weft.types.messages import HeadStats, TokenEvent
+
+disable_created_metrics()
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0)
+_ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
+_E2E = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0)
+_TOKENS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5)
+
+
+class Link(Protocol):
+    """What a scrape reads of the head client."""
+
+    stats: HeadStats
+    bad_frames: int
+    late_events: int
+
+    @property
+    def alive(self) -> bool: ...
+
+    @property
+    def open_sequences(self) -> int: ...
+
+
+#: name -> (what, value of a HeadStats). Gauges say what is now.
+_GAUGES: dict[str, tuple[str, Callable[[HeadStats], float]]] = {
+    "num_requests_running": ("Sequences that have a slot.", lambda s: s.running),
+    "num_requests_waiting": ("Sequences that wait for a slot.", lambda s: s.waiting),
+    "kv_cache_usage_perc": ("Used share of the fullest cache pool, 0 to 1.", lambda s: s.kv_usage),
+    "free_slots": ("Slots without a tenant.", lambda s: s.free_slots),
+}
+#: Counters, since the head's start.
+_COUNTERS: dict[str, tuple[str, Callable[[HeadStats], float]]] = {
+    "prompt_tokens": ("Prompt tokens computed or found in the cache.", lambda s: s.prompt_tokens),
+    "generation_tokens": ("Tokens generated.", lambda s: s.generation_tokens),
+    "prefix_cache_queries": ("Tokens looked up in the prefix cache.", lambda s: s.prefix_queries),
+    "prefix_cache_hits": ("Tokens found in the prefix cache.", lambda s: s.prefix_hits),
+    "num_preemptions": ("Sequences whose cache was given to another, to be recomputed.", lambda s: s.preemptions),
+    "engine_steps": ("Forward passes.", lambda s: s.steps),
+    "engine_mixed_steps": ("Forward passes with prefill and decode rows.", lambda s: s.mixed_steps),
+    "row_errors": ("Sequences failed by NaN or infinite logits.", lambda s: s.row_errors),
+    "head_bad_frames": ("Frames that the head dropped.", lambda s: s.bad_frames),
+}
+
+
+#: Of the link to the head. Counters unless in _LINK_GAUGES.
+_LINK: dict[str, tuple[str, Callable[[Link], float]]] = {
+    "front_bad_frames": ("Frames from the head that the front dropped.", lambda c: c.bad_frames),
+    "front_late_events": ("Token events that nobody waited for any more.", lambda c: c.late_events),
+}
+_LINK_GAUGES: dict[str, tuple[str, Callable[[Link], float]]] = {
+    "front_sequences": ("Sequences that the front follows.", lambda c: c.open_sequences),
+    "engine_up": ("1 while the head is alive.", lambda c: float(c.alive)),
+}
+
+
+class _LinkCollector(Collector):
+    """The head's numbers, as of its last heartbeat, and the link's own."""
+
+    def __init__(self, link: Link, model: str) -> None:
+        self._link = link
+        self._model = model
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self._link.stats
+        gauges = [(n, t, f(stats)) for n, (t, f) in _GAUGES.items()]
+        gauges += [(n, t, f(self._link)) for n, (t, f) in _LINK_GAUGES.items()]
+        for name, text, value in gauges:
+            gauge = GaugeMetricFamily(f"weft:{name}", text, labels=["model_name"])
+            gauge.add_metric([self._model], value)
+            yield gauge
+        blocks = GaugeMetricFamily("weft:free_blocks", "Free cache blocks.", labels=["model_name", "kind"])
+        for kind, free in enumerate(stats.free_blocks):
+            blocks.add_metric([self._model, str(kind)], free)
+        yield blocks
+        counters = [(n, t, f(stats)) for n, (t, f) in _COUNTERS.items()]
+        counters += [(n, t, f(self._link)) for n, (t, f) in _LINK.items()]
+        for name, text, value in counters:
+            counter = CounterMetricFamily(f"weft:{name}", text, labels=["model_name"])
+            counter.add_metric([self._model], value)
+            yield counter
+
+
+#: (name, help, labels, buckets) of what the front measures itself.
+_HISTOGRAMS = (
+    ("time_to_first_token_seconds", "From a request's arrival to its first token.", _TTFT),
+    ("inter_token_latency_seconds", "Between two tokens of one sequence, as they arrive from the head.", _ITL),
+    ("e2e_request_latency_seconds", "From a request's arrival to its last token.", _E2E),
+    ("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS),
+    ("request_generation_tokens", "Generated tokens of a request, over all choices.", _TOKENS),
+)
+_EVENTS = (
+    ("request_success", "Choices that ended well.", ("model_name", "finished_reason")),
+    ("request_failure", "Requests that ended in an error.", ("model_name", "code")),
+    ("http_requests", "HTTP requests answered.", ("route", "method", "status")),
+)
+
+
+class Metrics:
+    """All metrics of one front, in a registry of their own. ``link`` is read at each scrape."""
+
+    def __init__(self, model: str, link: Link) -> None:
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.model = model
+        self.registry.register(_LinkCollector(link, model))
+        made = [
+            Histogram(f"weft:{name}", text, ["model_name"], buckets=buckets, registry=self.registry)
+            for name, text, buckets in _HISTOGRAMS
+        ]
+        self.time_to_first_token, self.inter_token, self.e2e, self.prompt_tokens, self.generation_tokens = (
+            histogram.labels(model) for histogram in made
+        )
+        self.success, self.failure, self.http = (
+            Counter(f"weft:{name}", text, labels, registry=self.registry) for name, text, labels in _EVENTS
+        )
+
+    def render(self) -> bytes:
+        """The exposition, as a scrape gets it."""
+        return generate_latest(self.registry)
+
+
+class RequestTimes:
+    """Measures one request from its arrival; ``event`` is called with each token event as it comes."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._start = time.monotonic()
+        self._last: dict[int, float] = {}
+
+    def event(self, event: TokenEvent) -> None:
+        """A token event of the request arrived."""
+        if not event.token_ids:
+            return
+        now = time.monotonic()
+        if not self._last:
+            self._metrics.time_to_first_token.observe(now - self._start)
+        if event.sequence in self._last:
+            gap = (now - self._last[event.sequence]) / len(event.token_ids)
+            for _ in event.token_ids:
+                self._metrics.inter_token.observe(gap)
+        self._last[event.sequence] = now
+
+    def done(self, prompt: int, generated: int, reasons: Iterable[str]) -> None:
+        """The request was answered in full."""
+        metrics, model = self._metrics, self._metrics.model
+        metrics.e2e.observe(time.monotonic() - self._start)
+        metrics.prompt_tokens.observe(prompt)
+        metrics.generation_tokens.observe(generated)
+        for reason in reasons:
+            metrics.success.labels(model, reason).inc()
+
+    def failed(self, code: str) -> None:
+        """The request ended in an error."""
+        self._metrics.failure.labels(self._metrics.model, code).inc()
+
+
+def describe() -> str:
+    """One line a metric: name, type, labels, buckets. What ``docs/metrics.txt`` holds."""
+    lines = [f"weft:{name} gauge model_name" for name in (*_GAUGES, *_LINK_GAUGES)]
+    lines += [f"weft:{name}_total counter model_name" for name in (*_COUNTERS, *_LINK)]
+    lines += [f"weft:{name}_total counter {','.join(labels)}" for name, _, labels in _EVENTS]
+    lines.append("weft:free_blocks gauge model_name,kind")
+    for name, _, buckets in _HISTOGRAMS:
+        lines.append(f"weft:{name} histogram model_name {','.join(f'{bound:g}' for bound in buckets)}")
+    return "\n".join(sorted(lines)) + "\n"
+
+
+if __name__ == "__main__":
+    print(describe(), end="")

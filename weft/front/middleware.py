@@ -1,0 +1,119 @@
+"""What every HTTP request passes: ids, header size, API key, counting, and an answer for every failure."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+from collections.abc import Iterable
+
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from weft.common.errors import ErrorInfo, HeaderTooLarge, Unauthorized, WeftError
+from weft.common.log import get_logger
+from weft.front.metrics import Metrics
+from weft.front.responses import error_response, to_json
+
+log = get_logger(__name__)
+
+MAX_HEADER_BYTES = 64 << 10
+OPEN_PATHS = frozenset({"/health", "/ready"})
+"""Probes need no key: they are asked by machinery that holds none, and tell nothing but a state."""
+_GOOD_ID = re.compile(rb"[A-Za-z0-9._\-]{1,128}")
+_RETRY_AFTER = {429: "1", 503: "5"}
+_CLOSE = frozenset({408, 413, 431})
+"""Answers after which the rest of the request is not read."""
+
+
+class Keys:
+    """The keys that open the API. Comparing takes the same time for every wrong key."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    def allow(self, authorization: bytes | None) -> bool:
+        """Whether the header's value is ``Bearer`` and a known key, or no key is needed."""
+        if not self._digests:
+            return True
+        scheme, _, key = (authorization or b"").partition(b" ")
+        given = _digest(key.strip())
+        found = False
+        for digest in self._digests:
+            found |= hmac.compare_digest(digest, given)
+        return found and scheme.lower() == b"bearer"
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def error_answer(error: ErrorInfo) -> Response:
+    """The HTTP answer to a request that failed before its first byte."""
+    headers = {}
+    if error.http_status in _RETRY_AFTER:
+        headers["retry-after"] = _RETRY_AFTER[error.http_status]
+    if error.http_status in _CLOSE:
+        headers["connection"] = "close"
+    if error.http_status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return Response(to_json(error_response(error)), error.http_status, headers, "application/json")
+
+
+class Gate:
+    """The outermost ASGI layer."""
+
+    def __init__(self, app: ASGIApp, keys: Keys, metrics: Metrics) -> None:
+        self._app = app
+        self._keys = keys
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(reversed(scope["headers"]))
+        request_id = _request_id(headers.get(b"x-request-id"))
+        scope.setdefault("state", {})["request_id"] = request_id.decode()
+        status = 0
+
+        async def answer(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", []), (b"x-request-id", request_id)]
+            await send(message)
+
+        try:
+            self._admit(scope, headers)
+            await self._app(scope, receive, answer)
+        except WeftError as error:
+            await error_answer(error.info())(scope, receive, answer)
+        except Exception:
+            log.exception("a request failed")
+            if status:
+                raise
+            failed = ErrorInfo(code="internal_error", message="the server failed to answer this request")
+            await error_answer(failed)(scope, receive, answer)
+        finally:
+            self._count(scope, status)
+
+    def _admit(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
+            raise HeaderTooLarge(f"the headers have more than {MAX_HEADER_BYTES} bytes")
+        if scope["path"] not in OPEN_PATHS and not self._keys.allow(headers.get(b"authorization")):
+            raise Unauthorized("the API key is missing or wrong; send it as Authorization: Bearer KEY")
+
+    def _count(self, scope: Scope, status: int) -> None:
+        """Labels are bounded: routes that exist, methods that exist."""
+        route = getattr(scope.get("route"), "path", "other")
+        method = scope["method"] if scope["method"] in ("GET", "POST", "HEAD", "PUT", "DELETE", "OPTIONS") else "other"
+        self._metrics.http.labels(route, method, str(status)).inc()
+
+
+def _request_id(given: bytes | None) -> bytes:
+    """The client's own id if it is a plain short word, else a new one. It names log lines, nothing else."""
+    if given is not None and _GOOD_ID.fullmatch(given):
+        return given
+    return b"req-" + secrets.token_hex(12).encode()

@@ -1,0 +1,57 @@
+"""The API's description at /openapi.json, made from the same structs that parse and answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from weft.front import responses
+from weft.front.protocol import ChatRequest, CompletionRequest
+
+_SHOWN = (
+    ChatRequest,
+    CompletionRequest,
+    responses.ChatCompletion,
+    responses.ChatChunk,
+    responses.Completion,
+    responses.ModelList,
+    responses.ModelCard,
+    responses.ErrorResponse,
+)
+
+
+def components() -> dict[str, Any]:
+    """JSON schemas of everything that requests and answers are made of."""
+    _, schemas = msgspec.json.schema_components(_SHOWN, ref_template="#/components/schemas/{name}")
+    for request in (ChatRequest, CompletionRequest):
+        schemas[request.__name__]["additionalProperties"] = False
+    return schemas
+
+
+def _json(schema: type) -> dict[str, Any]:
+    return {"application/json": {"schema": {"$ref": f"#/components/schemas/{schema.__name__}"}}}
+
+
+def _errors(*statuses: int) -> dict[str, Any]:
+    return {str(status): {"description": "Error", "content": _json(responses.ErrorResponse)} for status in statuses}
+
+
+def generates(request: type, answer: type, chunk: type) -> dict[str, Any]:
+    """What FastAPI can't see of a route that generates: its body and its answers."""
+    content = _json(answer)
+    content["text/event-stream"] = {
+        "schema": {"type": "string", "description": f"With stream: events, each a {chunk.__name__}, then [DONE]."}
+    }
+    return {
+        "requestBody": {"required": True, "content": _json(request)},
+        "responses": {
+            "200": {"description": "The completion", "content": content},
+            **_errors(400, 401, 404, 413, 415, 429, 500, 503, 504),
+        },
+    }
+
+
+def answers(answer: type) -> dict[str, Any]:
+    """The same for a route that only answers."""
+    return {"responses": {"200": {"description": "OK", "content": _json(answer)}, **_errors(401, 404)}}

@@ -1,0 +1,295 @@
+"""Requests as clients may write them: strict types, every field known, each error naming its parameter.
+
+A field that is absent and one that is null mean the same. What Weft does not do yet is refused with 400 by
+name; nothing is accepted and ignored. Field names and meanings follow OpenAI's API reference; the fields
+beyond it (``top_k``, ``min_p``, ``stop_token_ids`` ...) have the names other servers use for them.
+"""
+
+from __future__ import annotations
+
+import functools
+import typing
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+
+from weft.common.errors import InvalidRequest
+from weft.types.sampling import MAX_N, MAX_TOP_LOGPROBS, SamplingParams
+
+MAX_PROMPTS = 256
+"""Prompts of one completions request."""
+MAX_SEQUENCES = 1024
+"""Prompts times ``n`` of one request."""
+MAX_MESSAGES = 4096
+MAX_METADATA = 16
+MAX_NAME = 512
+"""Characters of a model name, a user, a metadata key or value."""
+DEFAULT_COMPLETION_TOKENS = 16
+
+#: OpenAI's and other servers' parameters that Weft knows of and does not do.
+UNSUPPORTED = frozenset(
+    "tools tool_choice parallel_tool_calls functions function_call response_format audio modalities "
+    "prediction reasoning_effort service_tier store verbosity web_search_options safety_identifier "
+    "prompt_cache_key prompt_cache_retention moderation suffix best_of guided_json guided_regex guided_choice "
+    "guided_grammar guided_decoding_backend structured_outputs grammar json_schema regex ebnf use_beam_search "
+    "length_penalty early_stopping chat_template documents mm_processor_kwargs priority cache_salt "
+    "kv_transfer_params truncate_prompt_tokens thinking_token_budget vllm_xargs logits_processors "
+    "spaces_between_special_tokens return_tokens_as_token_ids continue_final_message lora_path "
+    "typical_p mirostat_mode no_repeat_ngram_size cache_prompt".split()
+)
+
+#: Values that ask for nothing: they are dropped, as if absent. Each is OpenAI's default of the field.
+NEUTRAL: dict[str, Callable[[Any], bool]] = {
+    "tool_choice": lambda v: v == "none",
+    "response_format": lambda v: v == {"type": "text"},
+    "modalities": lambda v: v == ["text"],
+    "store": lambda v: v is False,
+}
+
+
+class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a stream carries beside the text."""
+
+    include_usage: bool | None = None
+
+
+class _Generate(msgspec.Struct, frozen=True, kw_only=True):
+    """The parameters that both kinds of completion share."""
+
+    model: str
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    seed: int | None = None
+    n: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    """The caller's own label of its user. Nothing in Weft depends on it."""
+
+    def check(self) -> None:
+        """What types alone can't say. Raises InvalidRequest."""
+        _short("model", self.model)
+        if self.user is not None:
+            _short("user", self.user)
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequest("prompt_logprobs can't be streamed; set stream to false", param="prompt_logprobs")
+
+    @property
+    def usage_in_stream(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def _sampling(self, **more: Any) -> SamplingParams:
+        """SamplingParams of the fields that were given. Raises InvalidRequest, naming the parameter."""
+        given = {name: getattr(self, name) for name in _SAMPLING if getattr(self, name) is not None}
+        if self.logit_bias is not None:
+            given["logit_bias"] = _bias(self.logit_bias)
+        return SamplingParams(**{**given, **more})
+
+
+_SAMPLING = (
+    "temperature top_p top_k min_p frequency_penalty presence_penalty repetition_penalty allowed_token_ids bad_words "
+    "min_tokens stop stop_token_ids include_stop_str_in_output ignore_eos seed n prompt_logprobs skip_special_tokens "
+    "max_tokens"
+).split()
+
+
+class ChatRequest(_Generate, frozen=True, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables for the model's chat template."""
+    add_generation_prompt: bool | None = None
+    metadata: dict[str, str] | None = None
+    """Labels for stored completions; Weft stores none."""
+
+    def check(self) -> None:
+        super().check()
+        if not 1 <= len(self.messages) <= MAX_MESSAGES:
+            raise InvalidRequest(f"messages must hold 1 to {MAX_MESSAGES} messages", param="messages")
+        if self.top_logprobs is not None:
+            _between("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS)
+            if not self.logprobs:
+                raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+        if self.max_completion_tokens is not None:
+            _between("max_completion_tokens", self.max_completion_tokens, 1, 1 << 31)
+            if self.max_tokens not in (None, self.max_completion_tokens):
+                raise InvalidRequest("max_tokens and max_completion_tokens differ; send one", param="max_tokens")
+        _check_metadata(self.metadata)
+
+    def sampling(self) -> SamplingParams:
+        more: dict[str, Any] = {}
+        if self.max_completion_tokens is not None:
+            more["max_tokens"] = self.max_completion_tokens
+        if self.logprobs:
+            more["logprobs"] = self.top_logprobs or 0
+        return self._sampling(**more)
+
+
+class CompletionRequest(_Generate, frozen=True, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: str | list[Any]
+    """A text, token ids, a list of texts or a list of lists of token ids."""
+    logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    """Only the value of ``n`` is accepted, which asks for nothing."""
+
+    def check(self) -> None:
+        super().check()
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise InvalidRequest("best_of is not supported, unless it equals n", param="best_of")
+        if self.logprobs is not None:
+            _between("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
+        if self.prompt_logprobs is not None and self.echo:
+            raise InvalidRequest("echo with logprobs gives those of the prompt; drop prompt_logprobs", param="prompt_logprobs")
+        prompts = self.prompts()
+        if self.n is not None:
+            _between("n", self.n, 1, MAX_N)
+        if len(prompts) * (self.n or 1) > MAX_SEQUENCES:
+            raise InvalidRequest(f"prompts times n must be at most {MAX_SEQUENCES}", param="n")
+
+    def prompts(self) -> list[str] | list[list[int]]:
+        """Every prompt, as text or as token ids. Raises InvalidRequest."""
+        if isinstance(self.prompt, str):
+            return [_prompt_text(self.prompt)]
+        items = self.prompt
+        if not items:
+            raise InvalidRequest("prompt must not be empty", param="prompt")
+        if type(items[0]) is int:
+            return [_prompt_ids(items)]
+        if len(items) > MAX_PROMPTS:
+            raise InvalidRequest(f"prompt must hold at most {MAX_PROMPTS} prompts", param="prompt")
+        if isinstance(items[0], str):
+            return [_prompt_text(item) for item in items]
+        return [_prompt_ids(item) for item in items]
+
+    def sampling(self) -> SamplingParams:
+        more: dict[str, Any] = {}
+        if self.logprobs is not None:
+            more["logprobs"] = self.logprobs
+            if self.echo:
+                more["prompt_logprobs"] = self.logprobs
+        return self._sampling(**more)
+
+
+R = TypeVar("R", ChatRequest, CompletionRequest)
+
+
+def parse(body: bytes, cls: type[R]) -> R:
+    """The request in ``body``. Raises InvalidRequest (400) for anything that is not exactly one."""
+    try:
+        data = msgspec.json.decode(body)
+    except RecursionError:
+        raise InvalidRequest("the body is nested too deeply", code="invalid_json") from None
+    except (msgspec.MsgspecError, ValueError):
+        raise InvalidRequest("the body is not valid JSON", code="invalid_json") from None
+    if not isinstance(data, dict):
+        raise InvalidRequest("the body must be a JSON object", code="invalid_json")
+    fields = _fields(cls)
+    values: dict[str, Any] = {}
+    for name, value in data.items():
+        if value is None or (name in NEUTRAL and NEUTRAL[name](value)):
+            continue
+        if name not in fields:
+            raise _refused(name)
+        values[name] = _convert(name, value, fields[name])
+    for field in msgspec.structs.fields(cls):
+        if field.required and field.name not in values:
+            raise InvalidRequest(f"{field.name} is required", param=field.name, code="missing_required_parameter")
+    request = cls(**values)
+    request.check()
+    return request
+
+
+@functools.cache
+def _fields(cls: type[Any]) -> dict[str, Any]:
+    return typing.get_type_hints(cls, include_extras=True)
+
+
+def _refused(name: str) -> InvalidRequest:
+    if name in UNSUPPORTED:
+        return InvalidRequest(f"{name} is not supported by this server", param=name, code="unsupported_parameter")
+    shown = printable(name, 64)
+    return InvalidRequest(f"unknown parameter: {shown}", param=shown, code="unknown_parameter")
+
+
+def _convert(name: str, value: Any, kind: Any) -> Any:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"{name}: {_reason(error)}", param=name) from None
+    except RecursionError:
+        raise InvalidRequest(f"{name} is nested too deeply", param=name) from None
+
+
+def _reason(error: msgspec.ValidationError) -> str:
+    text = printable(str(error).replace("`", ""), 200)
+    return text[:1].lower() + text[1:]
+
+
+def printable(text: str, limit: int) -> str:
+    """``text`` cut to ``limit`` characters, control characters replaced; for showing a client its own words."""
+    return "".join(c if c.isprintable() else "?" for c in text[:limit])
+
+
+def _short(name: str, text: str) -> None:
+    if not 1 <= len(text) <= MAX_NAME:
+        raise InvalidRequest(f"{name} must have 1 to {MAX_NAME} characters", param=name)
+
+
+def _between(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise InvalidRequest(f"{name} must be between {low} and {high}", param=name)
+
+
+def _bias(bias: dict[str, float]) -> dict[int, float]:
+    """``logit_bias`` by token id. JSON has string keys only."""
+    if any(not (key.isascii() and key.isdigit() and len(key) <= 10) for key in bias):
+        raise InvalidRequest("logit_bias must have token ids as keys", param="logit_bias")
+    return {int(key): value for key, value in bias.items()}
+
+
+def _check_metadata(metadata: dict[str, str] | None) -> None:
+    items = [text for pair in (metadata or {}).items() for text in pair]
+    if len(items) > 2 * MAX_METADATA or any(len(text) > MAX_NAME for text in items):
+        raise InvalidRequest(
+            f"metadata must hold at most {MAX_METADATA} pairs of at most {MAX_NAME} characters", param="metadata"
+        )
+
+
+def _prompt_text(text: Any) -> str:
+    if not isinstance(text, str) or not text:
+        raise InvalidRequest("prompt must be a text that is not empty, token ids, or a list of either", param="prompt")
+    return text
+
+
+def _prompt_ids(ids: Any) -> list[int]:
+    """Token ids of one prompt; that they are in the vocabulary is checked on submission."""
+    if not isinstance(ids, list) or not ids or any(type(i) is not int or not 0 <= i < 1 << 31 for i in ids):
+        raise InvalidRequest("prompt must hold token ids: integers from 0 to the vocabulary's size", param="prompt")
+    return ids

@@ -1,0 +1,206 @@
+"""The front as a process: from a bound port over a ready line to an exit status."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import signal
+import socket
+import subprocess
+from collections.abc import Coroutine, Iterator
+from typing import Any
+
+import uvicorn
+import uvloop
+
+from weft.common import log as weft_log
+from weft.common.errors import ConfigError, Unavailable, WeftError
+from weft.config.resolved import EngineConfig
+from weft.config.sections import FrontSection
+from weft.front.app import build_app
+from weft.front.context import Front
+from weft.front.generation import probe
+from weft.front.lifecycle import Phase
+
+log = weft_log.get_logger(__name__)
+
+GRACE = 2
+"""Seconds that connections get to take their last bytes when the server stops."""
+FORCED = 130
+"""Exit status when a second signal cut requests off."""
+
+
+def serve(config: EngineConfig, front: FrontSection, endpoint: str, head: subprocess.Popen[bytes]) -> int:
+    """Serves until a signal (0, after draining), a second one (130) or the head's death (1).
+
+    The caller owns ``head``; it has been told to stop, or is dead, when this returns. Call from the main
+    thread: it takes SIGTERM and SIGINT. Raises ConfigError when the port or the tokenizer can't be used.
+    """
+    listener = bind(front.host, front.port)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(Server(config, front, endpoint, head, listener).run())
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises ConfigError naming the flags."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server(address[:2], family=family, backlog=2048)
+    except OSError as error:
+        reason = (error.strerror or "unknown reason").lower()
+        raise ConfigError(f"can't listen on port {port} ({reason}); change --host or --port", param="port") from None
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn, with signals left to ``Server``."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Server:
+    """One run of the front: link, HTTP and signals, and the order in which they begin and end."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        section: FrontSection,
+        endpoint: str,
+        head: subprocess.Popen[bytes],
+        listener: socket.socket,
+    ) -> None:
+        self._config = config
+        self._section = section
+        self._endpoint = endpoint
+        self._head = head
+        self._listener = listener
+        self._signals = 0
+
+    async def run(self) -> int:
+        """Returns the exit status."""
+        self._stop, self._stop_now = asyncio.Event(), asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+        front = self._front = Front(self._config, self._section, self._endpoint, self._head)
+        http = _Uvicorn(self._uvicorn_config(front))
+        serving = asyncio.create_task(http.serve(sockets=[self._listener]))
+        try:
+            return await self._live(serving)
+        finally:
+            front.lifecycle.move(Phase.DEAD)
+            await front.close()
+            await self._until_idle(GRACE)
+            http.should_exit = True
+            http.force_exit = self._stop_now.is_set()
+            await asyncio.wait({serving}, timeout=2 * GRACE + 1)
+
+    def _uvicorn_config(self, front: Front) -> uvicorn.Config:
+        logging.getLogger("uvicorn").parent = logging.getLogger("weft")
+        return uvicorn.Config(
+            build_app(front),
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            log_level="warning",
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=GRACE,
+        )
+
+    # -- phases -------------------------------------------------------------------------------------
+
+    async def _live(self, serving: asyncio.Task[None]) -> int:
+        """Start, serve, drain. Returns the exit status, with the link still open."""
+        front = self._front
+        try:
+            if not await self._unless_stopped(front.start(), serving):
+                return FORCED if self._stop_now.is_set() else 0
+            if not await self._unless_stopped(probe(front), serving):
+                return FORCED if self._stop_now.is_set() else 0
+        except ConfigError:
+            raise
+        except WeftError as error:
+            log.error("the server can't start: %s", error.message)
+            return 1
+        front.lifecycle.move(Phase.READY)
+        self._announce()
+        await self._unless_stopped(front.client.died.wait(), serving)
+        if front.client.failure is not None:
+            log.error("the engine is dead: %s", front.client.failure.message)
+            front.lifecycle.move(Phase.DEAD)
+            return 1
+        if not self._stop.is_set():
+            log.error("the HTTP server ended by itself")
+            return 1
+        return await self._drain()
+
+    async def _unless_stopped(self, work: Coroutine[Any, Any, Any], serving: asyncio.Task[None]) -> bool:
+        """Runs ``work`` to its end, or until a signal or the end of HTTP; whether it ended. Raises its error."""
+        task = asyncio.create_task(work)
+        stop = asyncio.create_task(self._stop.wait())
+        await asyncio.wait({task, stop, serving}, return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        if task.done():
+            task.result()
+            return True
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return False
+
+    async def _drain(self) -> int:
+        """Lets running requests finish; new ones are refused meanwhile."""
+        front = self._front
+        front.lifecycle.move(Phase.DRAINING)
+        log.info("stopping: %d requests may run for %g more seconds", front.lifecycle.active, self._section.drain_timeout)
+        await self._until_idle(self._section.drain_timeout)
+        if front.client.failure is not None:
+            return 1
+        if front.lifecycle.active:
+            log.warning("%d requests did not finish in time", front.lifecycle.active)
+            front.client.fail_all(Unavailable("the server shut down before the request was finished"))
+        return FORCED if self._stop_now.is_set() else 0
+
+    async def _until_idle(self, seconds: float) -> None:
+        """Waits until no request is active, at most ``seconds``, and no longer than the engine lives or users wait."""
+        front = self._front
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + seconds
+        while front.lifecycle.active and loop.time() < deadline and not self._stop_now.is_set():
+            await asyncio.sleep(0.02)
+
+    def _on_signal(self) -> None:
+        self._signals += 1
+        self._stop.set()
+        if self._signals > 1:
+            self._stop_now.set()
+
+    # -- the ready line -----------------------------------------------------------------------------
+
+    def _announce(self) -> None:
+        print(ready_text(self._listener, self._front.names[0], bool(self._section.api_key)), flush=True)
+
+
+def ready_text(listener: socket.socket, model: str, needs_key: bool) -> str:
+    """What is printed when the server answers requests: one line for machines, one command for people.
+
+    The first line is ``weft is ready: URL model=NAME``; its form is a contract of the command line.
+    """
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    question = "Tom has 12 apples and buys 7 more. How many apples does he have?"
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": question}]})
+    quoted = body.replace("'", "'\\''")
+    key = ' -H "Authorization: Bearer $WEFT_KEY"' if needs_key else ""
+    return (
+        f"weft is ready: {url} model={model}\n"
+        f"try: curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{quoted}'"
+    )
+
+

@@ -1,0 +1,117 @@
+"""All cache kinds of a model together: the questions and changes that concern every kind at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from weft.common.errors import ConfigError
+from weft.config.resolved import KVConfig
+from weft.kv.kinds import CacheKind, FullKind, WindowKind
+from weft.types.plan import Op
+
+
+def make_kinds(kv: KVConfig, max_chunk: int) -> tuple[CacheKind, ...]:
+    """The kinds of ``kv.pools``, in order; ``max_chunk`` bounds a sequence's prompt tokens in a step."""
+    kinds: list[CacheKind] = []
+    for number, spec in enumerate(kv.pools):
+        if spec.cache.kind == "window":
+            kinds.append(WindowKind(number, spec, kv.block_size, max_chunk))
+        else:
+            kinds.append(FullKind(number, spec, kv.block_size))
+    return tuple(kinds)
+
+
+class Caches:
+    """Every kind of one model. Ask ``fits`` before changing anything: then every kind can follow.
+
+    Raises ConfigError when some kind could not hold one sequence of ``max_model_len`` tokens.
+    """
+
+    def __init__(self, kinds: tuple[CacheKind, ...], max_model_len: int) -> None:
+        self.kinds = kinds
+        for kind in kinds:
+            least = kind.least(max_model_len)
+            if kind.num_blocks < least:
+                raise ConfigError(
+                    f"the cache holds {kind.num_blocks} blocks of {kind.block_size} tokens of one kind, and "
+                    f"one sequence of {max_model_len} tokens takes {least}: raise --kv-cache-memory or lower "
+                    "--max-model-len",
+                    param="kv_cache_memory",
+                )
+
+    def hit(self, hashes: Sequence[bytes], limit: int) -> int:
+        """The longest prefix, at most ``limit``, that every kind can go on from."""
+        while True:
+            found = min((kind.hit(hashes, limit) for kind in self.kinds), default=0)
+            if found == limit:
+                return found
+            limit = found
+
+    def needed(self, slot: int, upto: int, num_hit: int = 0, hashes: Sequence[bytes] = ()) -> list[int]:
+        """Blocks of each kind, as ``CacheKind.needed``."""
+        return [kind.needed(slot, upto, num_hit, hashes) for kind in self.kinds]
+
+    def fits(self, needed: Sequence[int]) -> bool:
+        """Whether every kind has as many blocks available."""
+        return all(n <= kind.available() for n, kind in zip(needed, self.kinds, strict=True))
+
+    def will_fit(self, needed: Sequence[int]) -> bool:
+        """Whether every kind will, once the steps in flight have committed."""
+        return all(n <= kind.available() + kind.pending() for n, kind in zip(needed, self.kinds, strict=True))
+
+    def acquire(self, slot: int, hashes: Sequence[bytes], num_hit: int, upto: int) -> list[Op]:
+        """``CacheKind.acquire`` of each kind."""
+        return [op for kind in self.kinds for op in kind.acquire(slot, hashes, num_hit, upto)]
+
+    def reserve(self, slot: int, upto: int) -> list[Op]:
+        """``CacheKind.reserve`` of each kind."""
+        return [op for kind in self.kinds for op in kind.reserve(slot, upto)]
+
+    def reserved(self, upto: int) -> int:
+        """How far the tables of a slot reach when ``upto`` is the furthest that was reserved."""
+        return min((-(-upto // kind.block_size) * kind.block_size for kind in self.kinds), default=1 << 62)
+
+    def cut(self, start: int, end: int) -> int:
+        """Where a chunk from ``start`` must end for every kind, at most ``end``."""
+        while True:
+            cut = min((kind.cut(start, end) for kind in self.kinds), default=end)
+            if cut == end:
+                return end
+            end = cut
+
+    def publish(self, slot: int, committed: int, hashes: Sequence[bytes]) -> None:
+        """``CacheKind.publish`` of each kind."""
+        for kind in self.kinds:
+            kind.publish(slot, committed, hashes)
+
+    def slide(self, slot: int, committed: int, after_step: int) -> None:
+        """``CacheKind.slide`` of each kind."""
+        for kind in self.kinds:
+            kind.slide(slot, committed, after_step)
+
+    def release(self, slot: int, after_step: int) -> None:
+        """``CacheKind.release`` of each kind."""
+        for kind in self.kinds:
+            kind.release(slot, after_step)
+
+    def committed(self, step: int) -> None:
+        """``step`` and all before it have committed."""
+        for kind in self.kinds:
+            kind.committed(step)
+
+    def guaranteed(self, lengths: Sequence[int]) -> bool:
+        """Whether sequences that grow to ``lengths`` tokens can all run to their ends side by side.
+
+        One alone always can.
+        """
+        if len(lengths) == 1:
+            return True
+        return all(sum(kind.most(n) for n in lengths) <= kind.num_blocks for kind in self.kinds)
+
+    def free_blocks(self) -> tuple[int, ...]:
+        """Available blocks of each kind."""
+        return tuple(kind.available() for kind in self.kinds)
+
+    def usage(self) -> float:
+        """Used share of the fullest pool, 0 .. 1."""
+        return max((1 - kind.available() / kind.num_blocks for kind in self.kinds), default=0.0)

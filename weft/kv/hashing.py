@@ -1,0 +1,72 @@
+"""Names of cached prefixes: a chain of hashes, one for each full base block.
+
+    hash[i] = H(hash[i - 1], token ids of block i, media keys of block i)        hash[-1] = H(domain, salt)
+
+So equal hashes mean equal tokens (and media) from position 0, and equal salts. 128 bits of BLAKE2b: an
+accidental collision is out of the question, and a wanted one costs 2^64 hashes. Every variable-length part
+goes in with its length before it, so that no two different inputs give the same bytes.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+
+DIGEST_BYTES = 16
+
+
+def _sized(data: bytes) -> bytes:
+    return len(data).to_bytes(8, "little") + data
+
+
+def salted_root(salt: str) -> bytes:
+    """Start of the chains that are shared between all sequences of equal ``salt``."""
+    return blake2b(b"salt" + _sized(salt.encode("utf-8", "surrogatepass")), digest_size=DIGEST_BYTES).digest()
+
+
+def request_root(request: int, salt: str) -> bytes:
+    """Start of the chains that only sequences of one request share."""
+    key = b"request" + request.to_bytes(16, "little", signed=True)
+    return blake2b(key + _sized(salt.encode("utf-8", "surrogatepass")), digest_size=DIGEST_BYTES).digest()
+
+
+def block_hash(parent: bytes, tokens: bytes, media: Sequence[bytes] = ()) -> bytes:
+    """The hash of a block after ``parent``; ``tokens`` are its ids as int32 bytes."""
+    state = blake2b(parent, digest_size=DIGEST_BYTES)
+    state.update(_sized(tokens))
+    state.update(len(media).to_bytes(8, "little"))
+    for key in media:
+        state.update(_sized(key))
+    return state.digest()
+
+
+class HashChain:
+    """The block hashes of one sequence, each computed once, when asked for.
+
+    ``media`` maps a block's number to the keys of what its placeholder tokens stand for.
+    """
+
+    __slots__ = ("_block", "_media", "_root", "hashes")
+
+    def __init__(
+        self, root: bytes, block_size: int, media: Mapping[int, tuple[bytes, ...]] | None = None
+    ) -> None:
+        self._root = root
+        self._block = block_size
+        self._media = media or {}
+        self.hashes: list[bytes] = []
+        """Of the leading full blocks, as far as ``grow`` was asked. Only ever appended to."""
+
+    def grow(self, tokens: array[int], upto: int) -> list[bytes]:
+        """Extends the chain over the full blocks of ``tokens[:upto]`` and returns all of it.
+
+        ``tokens`` is an int32 array that holds the sequence from its start and only ever grows.
+        """
+        hashes = self.hashes
+        for number in range(len(hashes), upto // self._block):
+            begin = number * self._block
+            ids = tokens[begin : begin + self._block].tobytes()
+            parent = hashes[-1] if hashes else self._root
+            hashes.append(block_hash(parent, ids, self._media.get(number, ())))
+        return hashes

@@ -1,0 +1,231 @@
+"""Cache kinds: how the layers of one kind use their pool, behind one interface.
+
+    positions   0 .......... hit ........ committed ...... scheduled ....... reserved
+    blocks      shared, read only | own, full, published | own, being written | own, empty
+
+``hit`` and everything published is committed and immutable. Publishing and sliding go by committed lengths,
+reservation by upper bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from weft.common.errors import ConfigError
+from weft.config.resolved import PoolSpec
+from weft.kv.pool import NULL_BLOCK, BlockPool
+from weft.types.plan import AppendBlocks, Op, column
+
+
+class CacheKind(Protocol):
+    """What the scheduler asks of a kind. Lengths are in tokens, counted from the start of the sequence.
+
+    A slot has a block table from ``acquire`` to ``release``. ``hashes`` are those of the sequence's leading
+    full base blocks. ``needed`` must have been at most ``available`` before ``acquire`` and ``reserve``.
+    """
+
+    block_size: int
+    num_blocks: int
+
+    def available(self) -> int:
+        """Blocks that can be taken now."""
+
+    def pending(self) -> int:
+        """Blocks that become available when the steps in flight have committed."""
+
+    def hit(self, hashes: Sequence[bytes], limit: int) -> int:
+        """The longest prefix, at most ``limit``, after which a sequence can go on from the cache."""
+
+    def needed(self, slot: int, upto: int, num_hit: int = 0, hashes: Sequence[bytes] = ()) -> int:
+        """Blocks that must be available to get the slot's table to ``upto``, at most at once.
+
+        For a slot without a table ``num_hit`` tokens come from the cache, and cached blocks that nobody
+        holds count, since they stop being available.
+        """
+
+    def acquire(self, slot: int, hashes: Sequence[bytes], num_hit: int, upto: int) -> list[Op]:
+        """Makes the slot's table: the blocks of a hit, and new ones up to ``upto``."""
+
+    def reserve(self, slot: int, upto: int) -> list[Op]:
+        """Extends the slot's table to ``upto``."""
+
+    def cut(self, start: int, end: int) -> int:
+        """Where a chunk from ``start`` must end: ``end``, or earlier (but after ``start``)."""
+
+    def publish(self, slot: int, committed: int, hashes: Sequence[bytes]) -> None:
+        """Lets others find the full blocks below ``committed`` that ``hashes`` names. Idempotent."""
+
+    def slide(self, slot: int, committed: int, after_step: int) -> None:
+        """Gives up blocks that no position from ``committed`` on will read, after ``after_step``."""
+
+    def release(self, slot: int, after_step: int) -> None:
+        """Drops the table; its blocks are available again when ``after_step`` has committed."""
+
+    def committed(self, step: int) -> None:
+        """``step`` and all before it have committed."""
+
+    def most(self, upto: int) -> int:
+        """The most blocks that a sequence of ``upto`` tokens needs at once to go on without waiting."""
+
+    def least(self, upto: int) -> int:
+        """The fewest blocks of a pool with which one sequence alone gets to ``upto`` tokens."""
+
+
+class _Table:
+    __slots__ = ("blocks", "live", "published")
+
+    def __init__(self, blocks: list[int], live: int, published: int) -> None:
+        self.blocks = blocks
+        self.live = live  # entries before it are null: slid out, or never there
+        self.published = published  # entries before it were published or shared
+
+
+class FullKind:
+    """Every position attends to all before it: blocks are held from admission to release."""
+
+    def __init__(self, number: int, spec: PoolSpec, base_block: int) -> None:
+        if spec.block_size % base_block:
+            raise ConfigError(
+                f"a cache kind's block of {spec.block_size} is no multiple of --block-size {base_block}"
+            )
+        self.number = number
+        self.block_size = spec.block_size
+        self.num_blocks = spec.num_blocks
+        self._ratio = spec.block_size // base_block
+        self._pool = BlockPool(spec.num_blocks)
+        self._tables: dict[int, _Table] = {}
+
+    def available(self) -> int:
+        return self._pool.available()
+
+    def pending(self) -> int:
+        return self._pool.pending()
+
+    def hit(self, hashes: Sequence[bytes], limit: int) -> int:
+        most = min(limit // self.block_size, len(hashes) // self._ratio)
+        found = 0
+        while found < most and self._find(hashes, found):
+            found += 1
+        return found * self.block_size
+
+    def needed(self, slot: int, upto: int, num_hit: int = 0, hashes: Sequence[bytes] = ()) -> int:
+        table = self._tables.get(slot)
+        if table is not None:
+            return max(0, self._blocks(upto) - len(table.blocks))
+        return self._blocks(upto) - self._first_read(num_hit) - self._held(hashes, num_hit)
+
+    def acquire(self, slot: int, hashes: Sequence[bytes], num_hit: int, upto: int) -> list[Op]:
+        first, hits = self._first_read(num_hit), num_hit // self.block_size
+        blocks = [NULL_BLOCK] * first + [self._find(hashes, entry) for entry in range(first, hits)]
+        for block in blocks[first:]:  # all hits leave the LRU before anything can be evicted from it
+            self._pool.share(block)
+        self._tables[slot] = _Table(blocks, first, hits)
+        ops: list[Op] = []
+        if blocks:
+            ops.append(AppendBlocks(slot=slot, kind=self.number, blocks=column(blocks)))
+        return ops + self.reserve(slot, upto)
+
+    def reserve(self, slot: int, upto: int) -> list[Op]:
+        table = self._tables[slot]
+        new = [self._pool.take() for _ in range(self._blocks(upto) - len(table.blocks))]
+        if not new:
+            return []
+        table.blocks += new
+        return [AppendBlocks(slot=slot, kind=self.number, blocks=column(new))]
+
+    def cut(self, start: int, end: int) -> int:
+        return end
+
+    def publish(self, slot: int, committed: int, hashes: Sequence[bytes]) -> None:
+        table = self._tables[slot]
+        upto = min(committed // self.block_size, len(hashes) // self._ratio)
+        for entry in range(max(table.published, table.live), upto):
+            self._pool.publish(table.blocks[entry], hashes[(entry + 1) * self._ratio - 1])
+        table.published = max(table.published, upto)
+
+    def slide(self, slot: int, committed: int, after_step: int) -> None:
+        return
+
+    def release(self, slot: int, after_step: int) -> None:
+        table = self._tables.pop(slot)
+        for block in reversed(table.blocks[table.live :]):  # the ends of prefixes are evicted first
+            self._pool.release(block, after_step)
+
+    def committed(self, step: int) -> None:
+        self._pool.committed(step)
+
+    def most(self, upto: int) -> int:
+        return self._blocks(upto)
+
+    def least(self, upto: int) -> int:
+        return self._blocks(upto)
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    def _find(self, hashes: Sequence[bytes], entry: int) -> int:
+        return self._pool.find(hashes[(entry + 1) * self._ratio - 1])
+
+    def _first_read(self, position: int) -> int:
+        """The first table entry that a token at ``position`` reads."""
+        return 0
+
+    def _held(self, hashes: Sequence[bytes], num_hit: int) -> int:
+        entries = range(self._first_read(num_hit), num_hit // self.block_size)
+        return sum(1 for entry in entries if self._pool.is_held(self._find(hashes, entry)))
+
+
+class WindowKind(FullKind):
+    """A token at position p attends to p - window + 1 .. p: blocks before that are given up as p moves on.
+
+    So a prefix hit needs only the blocks inside the window at its end, and a sequence of any length passes
+    through a pool that holds the window and one chunk (or even the window alone: ``cut`` makes chunks fit).
+    """
+
+    def __init__(self, number: int, spec: PoolSpec, base_block: int, max_chunk: int) -> None:
+        super().__init__(number, spec, base_block)
+        if spec.cache.window < 1:
+            raise ConfigError("a window cache kind has a window of at least 1")
+        self._window = spec.cache.window
+        self._max_chunk = max_chunk
+
+    def hit(self, hashes: Sequence[bytes], limit: int) -> int:
+        length = min(limit // self.block_size, len(hashes) // self._ratio)
+        while length > 0:
+            first = self._first_read(length * self.block_size)
+            missing = next((e for e in range(length - 1, first - 1, -1) if not self._find(hashes, e)), None)
+            if missing is None:
+                break
+            length = missing  # every hit that is longer than this, and shorter than the last, reads it too
+        return max(length, 0) * self.block_size
+
+    def needed(self, slot: int, upto: int, num_hit: int = 0, hashes: Sequence[bytes] = ()) -> int:
+        if slot in self._tables:  # further than one chunk away, blocks will slide out on the way
+            return min(super().needed(slot, upto), self._blocks(self._max_chunk))
+        whole = min(self._blocks(upto) - self._first_read(num_hit), self._peak())
+        return whole - self._held(hashes, num_hit)
+
+    def cut(self, start: int, end: int) -> int:
+        return min(end, (self._first_read(start) + self.num_blocks) * self.block_size)
+
+    def slide(self, slot: int, committed: int, after_step: int) -> None:
+        table = self._tables[slot]
+        first = min(self._first_read(committed), len(table.blocks))
+        for entry in range(table.live, first):
+            self._pool.release(table.blocks[entry], after_step)
+            table.blocks[entry] = NULL_BLOCK
+        table.live = max(table.live, first)
+
+    def most(self, upto: int) -> int:
+        return min(self._blocks(upto), self._peak())
+
+    def least(self, upto: int) -> int:
+        return min(self._blocks(upto), self._blocks(self._window - 1) + 1)
+
+    def _first_read(self, position: int) -> int:
+        return max(0, position - self._window + 1) // self.block_size
+
+    def _peak(self) -> int:
+        """Most blocks that a window and one chunk after it touch, if the pool has as many."""
+        return min(self._blocks(self._window + self._max_chunk - 2) + 1, self.num_blocks)

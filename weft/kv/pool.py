@@ -1,0 +1,117 @@
+"""Blocks of one cache kind: who holds them, which are cached, when they may be used again.
+
+A block is in exactly one of these places:
+
+    free ──take──> held (references > 0) ──last reference gone──> free          if it was never published
+                     │         ^   ╰────────────────────────────> cached (LRU) if its content is in the index
+                  publish      ╰──share── cached
+                                          cached ──take evicts it──> held, and out of the index
+
+A reference given back while plans in flight still name the block lasts until the last of them commits.
+"""
+
+from __future__ import annotations
+
+from weft.common.errors import EngineDead
+
+NULL_BLOCK = 0
+
+
+class BlockPool:
+    """``num_blocks`` blocks with ids 1 .. num_blocks; 0 is the null block, which nobody holds."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._free = list(range(num_blocks, 0, -1))  # the last is taken first
+        self._cached: dict[int, None] = {}  # insertion order is the LRU order, oldest first
+        self._references = [0] * (num_blocks + 1)
+        self._key: list[bytes | None] = [None] * (num_blocks + 1)
+        self._index: dict[bytes, int] = {}
+        self._pending: dict[int, list[int]] = {}  # step -> references that end when it commits
+        self._last_commit = -1
+
+    def available(self) -> int:
+        """Blocks that ``take`` can give now; cached ones that nobody holds are among them."""
+        return len(self._free) + len(self._cached)
+
+    def pending(self) -> int:
+        """Blocks that will be available once every step planned so far has committed."""
+        ending: dict[int, int] = {}
+        for blocks in self._pending.values():
+            for block in blocks:
+                ending[block] = ending.get(block, 0) + 1
+        return sum(1 for block, count in ending.items() if self._references[block] == count)
+
+    def find(self, key: bytes) -> int:
+        """The block whose content is ``key``, or the null block. Changes nothing."""
+        return self._index.get(key, NULL_BLOCK)
+
+    def is_held(self, block: int) -> bool:
+        """Whether sharing ``block`` would leave ``available`` as it is."""
+        return self._references[block] > 0
+
+    def take(self) -> int:
+        """A block of unknown content, held once by the caller. Evicts the least recently used if it must.
+
+        Raises EngineDead when none is available: callers ask first.
+        """
+        if self._free:
+            block = self._free.pop()
+        elif self._cached:
+            block = next(iter(self._cached))
+            del self._cached[block]
+            self._forget(block)
+        else:
+            raise EngineDead("a block was taken from a pool that has none")
+        self._references[block] = 1
+        return block
+
+    def share(self, block: int) -> None:
+        """One more reference to a published block."""
+        if self._key[block] is None:
+            raise EngineDead("a block was shared that is not in the prefix index")
+        if self._references[block] == 0:
+            del self._cached[block]
+        self._references[block] += 1
+
+    def publish(self, block: int, key: bytes) -> None:
+        """Puts a held, full block into the index. Nobody may write to it from now on.
+
+        When another block has this content already, that one stays the indexed one.
+        """
+        if self._references[block] == 0:
+            raise EngineDead("a block was published that nobody holds")
+        if self._key[block] is None and key not in self._index:
+            self._key[block] = key
+            self._index[key] = block
+
+    def release(self, block: int, after_step: int) -> None:
+        """Gives back one reference, at once or when ``after_step`` commits."""
+        if after_step > self._last_commit:
+            self._pending.setdefault(after_step, []).append(block)
+        else:
+            self._drop(block)
+
+    def committed(self, step: int) -> None:
+        """``step`` and all before it have committed."""
+        self._last_commit = step
+        for due in [s for s in self._pending if s <= step]:
+            for block in self._pending.pop(due):
+                self._drop(block)
+
+    def _drop(self, block: int) -> None:
+        left = self._references[block] - 1
+        if left < 0:
+            raise EngineDead("a block was released more often than it was held")
+        self._references[block] = left
+        if left == 0:
+            if self._key[block] is None:
+                self._free.append(block)
+            else:
+                self._cached[block] = None
+
+    def _forget(self, block: int) -> None:
+        key = self._key[block]
+        if key is not None:
+            del self._index[key]
+            self._key[block] = None

@@ -1,0 +1,118 @@
+"""Greedy answers to chat questions from three places: a server, this process's engine, the reference."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+from tqdm import tqdm
+
+from weft.common.errors import ConfigError, WeftError
+from weft.config.sections import Config
+
+_TIMEOUT = httpx.Timeout(600.0, connect=10.0)
+
+
+def from_server(
+    url: str,
+    model: str | None,
+    questions: Sequence[str],
+    concurrency: int,
+    max_tokens: int | None,
+    key: str | None,
+) -> tuple[str, list[str]]:
+    """(the model's name, one text for each question) from an OpenAI-compatible server.
+
+    ``url`` is the base URL, with or without ``/v1``. Raises ConfigError when the server can't be reached and
+    WeftError when it answers with an error.
+    """
+    base = url.rstrip("/")
+    if not base.startswith(("http://", "https://")):
+        raise ConfigError("--url must start with http:// or https://, e.g. http://127.0.0.1:8000/v1")
+    base = base if base.endswith("/v1") else base + "/v1"
+    return asyncio.run(_ask_server(base, model, questions, concurrency, max_tokens, key))
+
+
+async def _ask_server(
+    base: str,
+    model: str | None,
+    questions: Sequence[str],
+    concurrency: int,
+    max_tokens: int | None,
+    key: str | None,
+) -> tuple[str, list[str]]:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    limits = httpx.Limits(max_connections=concurrency)
+    async with httpx.AsyncClient(timeout=_TIMEOUT, limits=limits, headers=headers) as client:
+        if model is None:
+            model = str((await _call(client, "GET", f"{base}/models"))["data"][0]["id"])
+        gate = asyncio.Semaphore(concurrency)
+        with tqdm(total=len(questions), desc="gsm-mini", unit="problem") as bar:
+
+            async def one(question: str) -> str:
+                body: dict[str, Any] = {"model": model, "temperature": 0, "messages": _chat(question)}
+                if max_tokens is not None:
+                    body["max_tokens"] = max_tokens
+                async with gate:
+                    answer = await _call(client, "POST", f"{base}/chat/completions", body)
+                bar.update()
+                return str(answer["choices"][0]["message"]["content"] or "")
+
+            # The first failure ends the evaluation; leaving the loop cancels what is still running.
+            return model, list(await asyncio.gather(*map(one, questions)))
+
+
+async def _call(client: httpx.AsyncClient, method: str, url: str, body: dict[str, Any] | None = None) -> Any:
+    try:
+        response = await client.request(method, url, json=body)
+    except httpx.HTTPError as error:
+        raise ConfigError(
+            f"--url: no answer from the server ({type(error).__name__})", param="--url"
+        ) from error
+    if response.status_code != 200:
+        raise WeftError(f"the server answered {response.status_code}: {response.text[:300]}")
+    try:
+        return response.json()
+    except ValueError as error:
+        raise ConfigError(
+            "--url: the answer is not JSON; is it an OpenAI-compatible server?", param="--url"
+        ) from error
+
+
+def _chat(question: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question}]
+
+
+def from_engine(
+    config: Config, questions: Sequence[str], concurrency: int, max_tokens: int | None
+) -> tuple[str, list[str]]:
+    """(the model's name, one text for each question) from an engine in this process."""
+    from weft import LLM, SamplingParams
+    from weft.launch.options import keywords
+
+    settings = {**keywords(config), "max_num_seqs": min(concurrency, config.scheduler.max_num_seqs)}
+    llm = LLM(**settings)
+    try:
+        params = SamplingParams(temperature=0, max_tokens=max_tokens)
+        outputs = llm.chat([_chat(question) for question in questions], params, use_tqdm=True)
+        return config.model.model, [output.outputs[0].text for output in outputs]
+    finally:
+        llm.shutdown()
+
+
+def from_reference(
+    config: Config, questions: Sequence[str], concurrency: int, max_tokens: int | None
+) -> tuple[str, list[str]]:
+    """(the model's name, one text for each question) from ``transformers`` in this process."""
+    from weft.launch.reference import Reference
+
+    reference = Reference(config)
+    texts: list[str] = []
+    with tqdm(total=len(questions), desc="gsm-mini", unit="problem") as bar:
+        for begin in range(0, len(questions), concurrency):
+            part = reference.chat(questions[begin : begin + concurrency], max_tokens)
+            texts += part
+            bar.update(len(part))
+    return f"{config.model.model} (transformers)", texts

@@ -1,0 +1,108 @@
+"""``weft eval``: accuracy of a server, of a model run here, or of the reference implementation."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from weft.common.errors import ConfigError
+from weft.eval.gsm_mini import Problem, extract_answer, test_set
+from weft.launch import answers, options
+
+
+@click.group("eval")
+def evaluate() -> None:
+    """Measure the accuracy of a server or a model."""
+
+
+@evaluate.command("gsm-mini")
+@click.argument("model_name", metavar="[MODEL]", required=False)
+@click.option(
+    "--url",
+    help="Measure the server with this base URL, e.g. http://127.0.0.1:8000/v1; MODEL is its model's name.",
+)
+@click.option(
+    "--reference", is_flag=True, help="Measure the transformers implementation of MODEL instead of Weft's."
+)
+@click.option(
+    "--limit", type=click.IntRange(1, 100_000), default=500, show_default=True, help="Problems to ask."
+)
+@click.option(
+    "--json",
+    "json_file",
+    type=click.Path(dir_okay=False),
+    help="Write every answer and the total to this file.",
+)
+@click.option(
+    "--concurrency",
+    type=click.IntRange(1, 4096),
+    default=32,
+    show_default=True,
+    help="Requests (or rows) at once.",
+)
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(1),
+    help="Tokens of one answer at most; what the context leaves by default.",
+)
+@click.option("--bearer", metavar="KEY", help="API key of the server at --url.")
+@options.settings(options.ENGINE)
+def gsm_mini(
+    model_name: str | None,
+    url: str | None,
+    reference: bool,
+    limit: int,
+    json_file: str | None,
+    concurrency: int,
+    max_tokens: int | None,
+    bearer: str | None,
+    **given: Any,
+) -> int:
+    """Ask arithmetic word problems that the bundled model never saw, and count exact answers (greedy)."""
+    if url and reference:
+        raise ConfigError("--url and --reference are two different things to measure: give one")
+    if bearer and not url:
+        raise ConfigError("--bearer goes with --url")
+    if json_file is not None and not Path(json_file).absolute().parent.is_dir():
+        raise ConfigError("--json must name a file in a folder that exists")
+    problems = test_set(limit)
+    questions = [problem.question for problem in problems]
+    started = time.monotonic()
+    if url:
+        name = model_name or given.get("model")
+        target, texts = answers.from_server(url, name, questions, concurrency, max_tokens, bearer)
+    else:
+        config = options.build(given, model_name)
+        ask = answers.from_reference if reference else answers.from_engine
+        target, texts = ask(config, questions, concurrency, max_tokens)
+    report = score(problems, texts, target, time.monotonic() - started)
+    if json_file is not None:
+        Path(json_file).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    click.echo(
+        f"gsm-mini: {report['exact']} / {report['total']} exact ({report['accuracy']:.1%}), "
+        f"{report['seconds']} s"
+    )
+    return 0
+
+
+def score(problems: Sequence[Problem], texts: Sequence[str], target: str, seconds: float) -> dict[str, Any]:
+    """The report: totals first, then every problem with what was answered."""
+    rows = [
+        {"question": p.question, "expected": p.answer, "answer": extract_answer(text), "text": text}
+        for p, text in zip(problems, texts, strict=True)
+    ]
+    exact = sum(row["answer"] == row["expected"] for row in rows)
+    return {
+        "task": "gsm-mini",
+        "target": target,
+        "exact": exact,
+        "total": len(rows),
+        "accuracy": exact / len(rows),
+        "seconds": round(seconds, 1),
+        "problems": rows,
+    }

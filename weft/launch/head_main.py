@@ -1,0 +1,38 @@
+"""Entry point of a head process: ``python -m weft.launch.head_main PARENT ENDPOINT LOG_LEVEL``.
+
+Its EngineConfig comes on standard input, as msgpack. Ends with status 2 after a configuration error.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import msgspec
+
+from weft.common import log
+from weft.common.errors import WeftError
+from weft.config.resolved import EngineConfig
+from weft.launch import child
+
+
+def run(arguments: list[str]) -> int:
+    """Runs a head until its front closes it; returns the exit status."""
+    parent, endpoint, level = arguments
+    child.die_with_parent(int(parent))
+    child.ignore_signals()
+    child.forbid_core_dumps()
+    log.configure(level)
+    config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineConfig)
+    sys.stdin.close()
+    from weft.engine.head import run_head
+
+    try:
+        run_head(config, endpoint)
+    except WeftError as error:
+        print(f"weft: {error.message}", file=sys.stderr, flush=True)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))

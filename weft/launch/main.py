@@ -1,0 +1,80 @@
+"""``weft``: the command line. Commands are imported when used, and none imports torch before it must."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import sys
+from typing import Any
+
+import click
+
+from weft.common.errors import WeftError
+from weft.config.flags import suggest
+
+#: command -> where it is.
+_COMMANDS = {
+    "serve": "weft.launch.serve:serve",
+    "generate": "weft.launch.generate:generate",
+    "eval": "weft.launch.evaluate:evaluate",
+    "verify": "weft.launch.verify:verify",
+    "models": "weft.launch.models:models",
+}
+
+
+def version() -> str:
+    """The installed package's version; ``unknown`` in a source tree that was never installed."""
+    try:
+        return importlib.metadata.version("weft")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+class _Weft(click.Group):
+    """Imports commands lazily, suggests the nearest one, and makes errors one line and a status."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        module, attribute = _COMMANDS[cmd_name].split(":")
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name not in _COMMANDS and not name.startswith("-"):
+            raise click.UsageError(f"no such command {name!r}.{suggest(name, _COMMANDS)}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+        """Runs the command line; standalone it ends the process, with 2 for usage and config errors."""
+        if not standalone_mode:
+            return super().main(*args, standalone_mode=False, **extra)
+        try:
+            status = super().main(*args, standalone_mode=False, **extra)
+        except WeftError as error:
+            click.echo(f"weft: {error.message}", err=True)
+            status = 2
+        except click.ClickException as error:
+            click.echo(f"weft: {error.format_message()}", err=True)
+            status = error.exit_code
+        except click.Abort:
+            click.echo("weft: interrupted", err=True)
+            status = 130
+        except BrokenPipeError:
+            # The reader of our output left, e.g. `head`; nothing more can be written.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            status = 1
+        sys.exit(status if isinstance(status, int) else 0)
+
+
+@click.group(cls=_Weft, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(version(), prog_name="weft")
+def main() -> None:
+    """Serve and run large language models."""

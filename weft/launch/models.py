@@ -1,0 +1,23 @@
+"""``weft models``: what can be served without a download, and what could be downloaded."""
+
+from __future__ import annotations
+
+import click
+
+from weft.config import families, hub
+
+
+@click.command()
+def models() -> None:
+    """List bundled models, models in the hub's local cache, and the architectures that Weft runs."""
+    click.echo("Bundled models:")
+    for name in hub.bundled_models():
+        click.echo(f"  {name}")
+    cached = hub.cached_models()
+    if cached:
+        click.echo("\nIn the hub's local cache:")
+        for name in cached:
+            click.echo(f"  {name}")
+    click.echo("\nArchitectures (a folder or hub name whose config.json names one of them):")
+    for name in families.FAMILIES:
+        click.echo(f"  {name}")

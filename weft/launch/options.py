@@ -1,0 +1,101 @@
+"""Click options made of the settings, and the way back from a command line to a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from weft.common.errors import ConfigError
+from weft.config.file import read_values
+from weft.config.flags import SETTINGS, Setting, from_values
+from weft.config.sections import Config
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+ENGINE = ("model", "cache", "scheduler", "runner")
+"""Sections of a command that runs a model without a server."""
+ALL = (*ENGINE, "front")
+
+
+class SettingType(click.ParamType):
+    """A click type that converts and checks as the setting says."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.name = setting.name
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The parsed value (a tuple for a setting that takes many). Raises a usage error with the range."""
+        try:
+            return self.setting.parse(value)
+        except ConfigError as error:
+            raise click.UsageError(error.message, ctx) from error
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
+        return (
+            self.setting.type_name.upper() if self.setting.kind != "choice" else f"[{self.setting.type_name}]"
+        )
+
+
+def _option(setting: Setting) -> click.Option:
+    default = setting.default_text
+    text = setting.description + (f"  [default: {default}]" if default != "-" else "")
+    if setting.kind == "bool":
+        return click.Option([f"{setting.flag}/--no-{setting.key}"], default=None, help=text)
+    return click.Option(
+        [setting.flag], type=SettingType(setting), multiple=setting.many, default=None, help=text
+    )
+
+
+def settings(sections: Iterable[str]) -> Callable[[F], F]:
+    """Adds ``--config`` and the flags of ``sections`` to a command, in the order of the sections."""
+    chosen = set(sections)
+
+    def add(function: F) -> F:
+        options = [_option(setting) for setting in SETTINGS.values() if setting.section in chosen]
+        options.append(
+            click.Option(
+                ["--config"],
+                type=click.Path(),
+                help="YAML file of flags, e.g. max-num-seqs: 16. Flags win over it.",
+            )
+        )
+        # Click lists what a decorator appended last first.
+        for option in reversed(options):
+            function.__dict__.setdefault("__click_params__", []).append(option)
+        return function
+
+    return add
+
+
+def build(given: dict[str, Any], model: str | None = None) -> Config:
+    """The configuration of a command line: defaults, then the file of ``--config``, then flags.
+
+    ``given`` holds click's values of settings, unset ones as None or (), and ``config``. ``model`` is the
+    positional MODEL. Raises ConfigError.
+    """
+    values = read_values(Path(given["config"])) if given.get("config") else {}
+    for name, value in given.items():
+        if name not in SETTINGS or value is None or value == ():
+            continue
+        values[name] = tuple(one for many in value for one in many) if SETTINGS[name].many else value
+    if model is not None:
+        if given.get("model") not in (None, model):
+            raise ConfigError(
+                f"MODEL {model!r} and --model {given['model']!r} differ: give one", param="--model"
+            )
+        values["model"] = model
+    return from_values(values)
+
+
+def keywords(config: Config) -> dict[str, Any]:
+    """The configuration as keywords of ``LLM``: settings that differ from their defaults, and the model."""
+    found = {"model": config.model.model}
+    for name, setting in SETTINGS.items():
+        value = getattr(getattr(config, setting.section), name)
+        if value != setting.default:
+            found[name] = value
+    return found

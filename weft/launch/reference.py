@@ -1,0 +1,116 @@
+"""The independent implementation that Weft is compared with: ``transformers``, single process, no paging."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from weft.common.errors import ConfigError
+from weft.config import hub
+from weft.config.families import load_spec
+from weft.config.sections import Config
+
+
+class Reference:
+    """A checkpoint loaded by ``transformers``, by the settings of the model section and --device."""
+
+    def __init__(self, config: Config, path: str | None = None, dtype: str | None = None) -> None:
+        """Loads ``path`` (by default the configuration's model) in ``dtype`` (by default its dtype).
+
+        Raises ConfigError when ``transformers`` is not installed or the checkpoint has no weights.
+        """
+        transformers = require_transformers()
+        import torch
+
+        model = config.model
+        if model.load_format == "dummy":
+            raise ConfigError(
+                "--load-format dummy: random weights can't be compared with a reference",
+                param="--load-format",
+            )
+        self.path = path or hub.resolve_model_path(model.model, model.revision)
+        self.spec = load_spec(
+            self.path, model.num_hidden_layers_override, trust_remote_code=model.trust_remote_code
+        )
+        name = dtype or (self.spec.dtype if model.dtype == "auto" else model.dtype)
+        settings = transformers.AutoConfig.from_pretrained(
+            self.path, trust_remote_code=model.trust_remote_code
+        )
+        if model.num_hidden_layers_override is not None:
+            settings.num_hidden_layers = self.spec.layers
+            if getattr(settings, "layer_types", None):
+                settings.layer_types = settings.layer_types[: self.spec.layers]
+        extra: dict[str, Any] = {"experts_implementation": "eager"} if self.spec.moe is not None else {}
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(
+            self.path,
+            config=settings,
+            dtype=getattr(torch, name),
+            trust_remote_code=model.trust_remote_code,
+            **extra,
+        )
+        device = "cuda" if config.runner.device != "cpu" and torch.cuda.is_available() else "cpu"
+        self.model = loaded.eval().to(device)
+        self.device = device
+        self._tokenizer_path = (
+            self.path if model.tokenizer is None else hub.resolve_model_path(model.tokenizer, None)
+        )
+        self._trust = model.trust_remote_code
+        self._torch = torch
+
+    def logits(self, ids: Sequence[int]) -> Any:
+        """Logits at every position of ``ids``: a tensor [len(ids), vocab] on the CPU, in the dtype."""
+        with self._torch.inference_mode():
+            batch = self._torch.tensor([list(ids)], device=self.device)
+            return self.model(batch, use_cache=False).logits[0].cpu()
+
+    def greedy(self, ids: Sequence[int], count: int) -> list[int]:
+        """The ``count`` likeliest tokens that follow ``ids`` (ties: the lowest id); no id ends it."""
+        torch, found, past = self._torch, [], None
+        batch = torch.tensor([list(ids)], device=self.device)
+        with torch.inference_mode():
+            for _ in range(count):
+                output = self.model(batch, past_key_values=past, use_cache=True)
+                past = output.past_key_values
+                row = output.logits[0, -1, : self.spec.vocab_size]
+                found.append(int((row == row.max()).nonzero()[0]))
+                batch = torch.tensor([[found[-1]]], device=self.device)
+        return found
+
+    def chat(self, questions: Sequence[str], max_tokens: int | None) -> list[str]:
+        """Greedy answers to single-turn chats, one left-padded batch."""
+        torch = self._torch
+        tokenizer = require_transformers().AutoTokenizer.from_pretrained(
+            self._tokenizer_path, trust_remote_code=self._trust
+        )
+        prompts = []
+        for question in questions:
+            text = tokenizer.apply_chat_template(
+                [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
+            )
+            prompts.append(tokenizer(text, add_special_tokens=False)["input_ids"])
+        width = max(map(len, prompts))
+        pad = self.spec.eos_ids[0] if self.spec.eos_ids else 0
+        ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts], device=self.device)
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=self.device)
+        most = min(max_tokens or self.spec.max_position, self.spec.max_position - width)
+        with torch.inference_mode():
+            made = self.model.generate(
+                ids,
+                attention_mask=mask,
+                do_sample=False,
+                max_new_tokens=most,
+                eos_token_id=list(self.spec.eos_ids) or None,
+                pad_token_id=pad,
+            )
+        return [str(text) for text in tokenizer.batch_decode(made[:, width:], skip_special_tokens=True)]
+
+
+def require_transformers() -> Any:
+    """The ``transformers`` module. Raises ConfigError that says how to install it."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(
+            "the reference needs the transformers package: pip install 'weft[reference]'", param="--reference"
+        ) from error
+    return transformers

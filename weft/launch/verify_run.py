@@ -1,0 +1,252 @@
+"""The comparisons of ``weft verify``: greedy tokens in float64, logits in float32.
+
+Both sides get token ids, so nothing of the text pipeline takes part. Weft's side runs through the real
+scheduler and runner.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+
+from weft.common.errors import ConfigError, WeftError
+from weft.config import hub
+from weft.config.memory import blocks_for_one
+from weft.config.resolve import resolve
+from weft.config.resolved import EngineConfig, KVConfig
+from weft.config.sections import Config
+from weft.engine.core import EngineCore
+from weft.eval.gsm_mini import test_set
+from weft.launch.reference import Reference
+from weft.types.messages import Submit, ids_to_bytes
+from weft.types.plan import AllocSlot, AppendBlocks, FreeSlot, Op, Segment, StepPlan, column
+from weft.types.sampling import TokenParams
+
+TOLERANCE = 1e-4
+"""Of logits: max|a-b| / max|b|."""
+TIE = 1e-6
+"""Two tokens whose scores differ by less than this may trade places."""
+
+Say = Callable[[str], Any]
+Prompts = list[list[int]]
+
+
+class Variant(NamedTuple):
+    """One way to run the same prompts; it must change no token."""
+
+    name: str
+    config: EngineConfig
+    together: bool
+    """All prompts at once; else one after another."""
+
+
+def against_reference(config: Config, path: str, count: int, tokens: int, say: Say) -> bool:
+    """Compares Weft with ``transformers``; reports with ``say``. True unless there is a defect."""
+    path = hub.resolve_model_path(path, config.model.revision)
+    doubles = _resolved(config, "float64", count)
+    prompts = make_prompts(doubles, count, tokens)
+    reference = Reference(config, path, "float64")
+    ours, _ = run(Variant("weft", doubles, True), prompts, tokens)
+    good, equal = True, 0
+    for number, (prompt, mine) in enumerate(zip(prompts, ours, strict=True)):
+        theirs = reference.greedy(prompt, tokens)
+        if mine == theirs:
+            equal += 1
+            continue
+        at = _first_difference(mine, theirs)
+        a = _ForwardOnly(doubles).logits(prompt + mine[:at])[-1]
+        b = reference.logits(prompt + theirs[:at])[-1, : a.shape[-1]]
+        good = _report(say, f"prompt {number}, token {at}", mine[at], theirs[at], a, b) and good
+    say(f"greedy tokens in float64: {equal} of {len(prompts)} prompts equal over {tokens} tokens")
+    del reference
+    return _logits_agree(config, path, prompts, say) and good
+
+
+def _logits_agree(config: Config, path: str, prompts: Prompts, say: Say) -> bool:
+    reference = Reference(config, path, "float32")
+    forward = _ForwardOnly(_resolved(config, "float32", len(prompts)))
+    worst = 0.0
+    for prompt in prompts:
+        a = forward.logits(prompt)
+        b = reference.logits(prompt)[:, : a.shape[-1]]
+        worst = max(worst, float((a - b).abs().max() / b.abs().max()))
+    good = worst <= TOLERANCE
+    verdict = "within" if good else "DEFECT: over"
+    say(f"logits in float32: max|a-b| / max|b| = {worst:.2e}, {verdict} {TOLERANCE:g}")
+    return good
+
+
+def against_self(config: Config, count: int, tokens: int, say: Say) -> bool:
+    """Compares every prompt alone with other ways to run it. True unless a token differs."""
+    base = _resolved(config, "float64", count)
+    prompts = make_prompts(base, count, tokens)
+    alone, *others = variants(base, prompts, tokens)
+    expected, _ = run(alone, prompts, tokens)
+    good = True
+    for variant in others:
+        found, note = run(variant, prompts, tokens)
+        wrong = [number for number in range(len(prompts)) if found[number] != expected[number]]
+        say(f"{variant.name}: {len(prompts) - len(wrong)} of {len(prompts)} prompts equal ({note})")
+        for number in wrong:
+            at = _first_difference(found[number], expected[number])
+            row = _ForwardOnly(alone.config).logits(prompts[number] + expected[number][:at])[-1]
+            place = f"{variant.name}, prompt {number}, token {at}"
+            good = _report(say, place, found[number][at], expected[number][at], row, row) and good
+    return good
+
+
+def variants(base: EngineConfig, prompts: Prompts, tokens: int) -> list[Variant]:
+    """Alone first, then the ways that must not differ from it."""
+    longest = max(map(len, prompts)) + tokens
+    one = _with(base, steps_in_flight=1)
+    chunked = _with(base, steps_in_flight=1, long_prefill_token_threshold=7)
+    two = _with(base, steps_in_flight=2, long_prefill_token_threshold=7)
+    return [
+        Variant("alone", one, False),
+        Variant("batched", one, True),
+        Variant("chunks of 7", chunked, True),
+        Variant("two steps in flight", two, True),
+        Variant("preempted", _small_pools(two, longest), True),
+    ]
+
+
+def _with(config: EngineConfig, **changes: Any) -> EngineConfig:
+    scheduler = msgspec.structs.replace(config.scheduler, **changes)
+    kv = msgspec.structs.replace(config.kv, num_slots=scheduler.max_num_seqs * scheduler.steps_in_flight)
+    return msgspec.structs.replace(config, scheduler=scheduler, kv=kv)
+
+
+def _small_pools(config: EngineConfig, longest: int) -> EngineConfig:
+    """Pools of one and a half sequences, so that running several preempts."""
+    kv: KVConfig = config.kv
+    pools = []
+    for pool in kv.pools:
+        one = blocks_for_one(pool.cache, pool.block_size, longest, config.scheduler)
+        pools.append(msgspec.structs.replace(pool, num_blocks=one + one // 2))
+    small = msgspec.structs.replace(kv, pools=tuple(pools), max_model_len=longest)
+    return msgspec.structs.replace(config, kv=small)
+
+
+def run(variant: Variant, prompts: Prompts, tokens: int) -> tuple[list[list[int]], str]:
+    """Greedy tokens of every prompt, and what the engine did. Raises WeftError when a prompt fails."""
+    core = EngineCore(variant.config, progress=False)
+    params = TokenParams(temperature=0.0, max_tokens=tokens)
+    found: list[list[int]] = [[] for _ in prompts]
+    try:
+        for group in [range(len(prompts))] if variant.together else [[n] for n in range(len(prompts))]:
+            for number in group:
+                ids = ids_to_bytes(prompts[number])
+                core.submit(Submit(sequence=number, request=number, seed=0, prompt_ids=ids, params=params))
+            while core.has_work():
+                for event in core.step():
+                    found[event.sequence] += event.token_ids
+                    if event.error is not None:
+                        raise WeftError(f"prompt {event.sequence} failed: {event.error.message}")
+        stats = core.stats()
+    finally:
+        core.close()
+    return found, f"{stats.steps} steps, {stats.mixed_steps} mixed, {stats.preemptions} preemptions"
+
+
+def make_prompts(config: EngineConfig, count: int, tokens: int) -> Prompts:
+    """Token ids: half random ids of many lengths, half plain questions where the checkpoint has a tokenizer.
+
+    Raises ConfigError when no prompt of one token leaves room for ``tokens``.
+    """
+    room = min(config.kv.max_model_len - tokens, 200)
+    if room < 1:
+        raise ConfigError(
+            f"--tokens {tokens} leaves no room for a prompt in --max-model-len {config.kv.max_model_len}"
+        )
+    rng = random.Random(0)
+    questions = _questions(config, count // 2)
+    prompts = [ids[-room:] for ids in questions]
+    for number in range(count - len(prompts)):
+        length = min(room, (1, 5, 17, 33, 64, 100, 150, 200)[number % 8])
+        prompts.append([rng.randrange(config.spec.vocab_size) for _ in range(length)])
+    return prompts
+
+
+def _questions(config: EngineConfig, count: int) -> Prompts:
+    file = Path(config.tokenizer_path) / "tokenizer.json"
+    if count == 0 or not file.is_file():
+        return []
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(file))
+    encoded = [tokenizer.encode(problem.question).ids for problem in test_set(count)]
+    return [ids for ids in encoded if ids and max(ids) < config.spec.vocab_size]
+
+
+class _ForwardOnly:
+    """Logits of whole prompts through a runner, one prompt a step, without a scheduler."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = _with(config, steps_in_flight=1)
+        self._runner = EngineCore(self._config, progress=False).runner
+        self._step = 0
+
+    def logits(self, ids: Sequence[int]) -> torch.Tensor:
+        """[len(ids), vocab] on the CPU."""
+        kv, count = self._config.kv, len(ids)
+        ops: list[Op] = []
+        step = self._step
+        if step:
+            ops.append(FreeSlot(slot=0, gen=step))
+        ops.append(
+            AllocSlot(
+                slot=0,
+                gen=step + 1,
+                choice=0,
+                seed=0,
+                params=TokenParams(temperature=0.0, max_tokens=1),
+                num_prompt=count,
+                num_cached=0,
+                token_ids=column(list(ids)),
+            )
+        )
+        for kind, pool in enumerate(kv.pools):
+            blocks = -(-count // pool.block_size)
+            if blocks > pool.num_blocks:
+                raise ConfigError(
+                    "--kv-cache-memory is too small for the prompts of verify", param="--kv-cache-memory"
+                )
+            ops.append(AppendBlocks(slot=0, kind=kind, blocks=column(list(range(1, blocks + 1)))))
+        one = {"slot": column([0]), "gen": column([step + 1]), "start": column([0])}
+        segment = Segment(
+            **one, count=column([count]), logits=column([count]), sample=column([1]), next_k=column([0])
+        )
+        handle = self._runner.forward(StepPlan(step=step, ops=tuple(ops), prefill=segment))
+        self._runner.sample(handle)
+        _, logits = handle.forwarded.result()
+        found: torch.Tensor = logits[:, : self._config.spec.vocab_size].clone().cpu()
+        self._runner.read(handle)
+        self._step += 1
+        return found
+
+
+def _resolved(config: Config, dtype: str, sequences: int) -> EngineConfig:
+    """The configuration in ``dtype``, with room for the prompts at once and no prefix cache between them."""
+    model = msgspec.structs.replace(config.model, dtype=dtype)
+    cache = msgspec.structs.replace(config.cache, enable_prefix_caching=False)
+    return resolve(msgspec.structs.replace(config, model=model, cache=cache))
+
+
+def _first_difference(a: Sequence[int], b: Sequence[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _report(say: Say, place: str, mine: int, theirs: int, a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Prints the first difference and both margins. True for a tie."""
+    margins = [float(top[0] - top[1]) for top in (a.topk(2).values, b.topk(2).values)]
+    tie = max(margins) < TIE
+    say(
+        f"{place}: weft {mine}, reference {theirs}; margins top1 - top2: weft {margins[0]:.3e}, "
+        f"reference {margins[1]:.3e}: {'tie' if tie else 'DEFECT'}"
+    )
+    return tie

@@ -1,0 +1,109 @@
+"""Rotary position embedding with every scaling form of ``RopeSpec``.
+
+Angles depend on a token's absolute position and nothing else, so tokens do not depend on how a prompt was
+cut or batched. That is also the rule for ``dynamic`` (NTK by length): position p is rotated with the base
+for a sequence of ``max(p + 1, max_position)`` tokens.
+
+    transformers takes the base from the longest position of the current forward pass. So both agree exactly
+    for sequences of at most ``max_position`` tokens (no scaling), and for longer ones whose positions beyond
+    it were computed one token at a time, as generation from a prompt of at most ``max_position`` tokens does.
+    They differ for a prompt longer than ``max_position`` given to transformers in one piece, where its
+    result depends on that piece.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from weft.config.spec import RopeSpec
+from weft.layers.build import Build
+
+Tensor = torch.Tensor
+
+
+def inverse_frequencies(spec: RopeSpec) -> Tensor:
+    """Radians a position of each pair of dims: float64 [dim / 2], on the CPU. ``dynamic``: unstretched."""
+    exponents = torch.arange(0, spec.dim, 2, dtype=torch.float64) / spec.dim
+    base = spec.theta**-exponents
+    if spec.kind == "linear":
+        return base / spec.factor
+    if spec.kind == "llama3":
+        return _llama3(spec, base)
+    if spec.kind == "yarn":
+        return _yarn(spec, base)
+    return base
+
+
+def _llama3(spec: RopeSpec, base: Tensor) -> Tensor:
+    """Slow pairs are divided by factor, fast ones kept, others blended. Source: Llama 3.1 reference code."""
+    turns = spec.original_max_position * base / (2 * math.pi)
+    blend = (turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
+    blend = blend.clamp(0, 1)
+    return (1 - blend) * base / spec.factor + blend * base
+
+
+def _yarn(spec: RopeSpec, base: Tensor) -> Tensor:
+    """Interpolation by parts. Source: Peng et al. 2023, arXiv 2309.00071, section 3.2."""
+
+    def pair_with(turns: float) -> float:
+        """The (fractional) pair that turns so often within the original context."""
+        return (
+            spec.dim
+            * math.log(spec.original_max_position / (turns * 2 * math.pi))
+            / (2 * math.log(spec.theta))
+        )
+
+    low, high = pair_with(spec.beta_fast), pair_with(spec.beta_slow)
+    if spec.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, spec.dim - 1)
+    if low == high:
+        high += 0.001
+    pairs = torch.arange(spec.dim // 2, dtype=torch.float64)
+    interpolated = ((pairs - low) / (high - low)).clamp(0, 1)
+    return base / spec.factor * interpolated + base * (1 - interpolated)
+
+
+def attention_factor(spec: RopeSpec) -> float:
+    """What cos and sin are multiplied with: yarn's temperature (section 3.4 of its paper), else 1."""
+    if spec.kind != "yarn":
+        return 1.0
+    if spec.attention_factor is not None:
+        return spec.attention_factor
+
+    def temperature(mscale: float) -> float:
+        return 0.1 * mscale * math.log(spec.factor) + 1.0 if spec.factor > 1 else 1.0
+
+    if spec.mscale and spec.mscale_all_dim:
+        return temperature(spec.mscale) / temperature(spec.mscale_all_dim)
+    return temperature(1.0)
+
+
+class Rope:
+    """Angles of positions. Owns the frequencies, which are computed and not loaded."""
+
+    def __init__(self, spec: RopeSpec, build: Build) -> None:
+        self._spec = spec
+        self._wide = build.wide
+        exact = inverse_frequencies(spec).to(build.device)
+        self._exact = exact
+        self._frequencies = exact.to(build.wide)
+        self._factor = attention_factor(spec)
+
+    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin for int64 [T] positions: each [T, dim / 2], float32 (float64 in a float64 model)."""
+        angles = positions.to(self._wide).unsqueeze(1) * self._frequencies_at(positions)
+        return angles.cos() * self._factor, angles.sin() * self._factor
+
+    def _frequencies_at(self, positions: Tensor) -> Tensor:
+        """[dim / 2], or [T, dim / 2] where they depend on the position."""
+        spec = self._spec
+        if spec.kind != "dynamic":
+            return self._frequencies
+        length = (positions + 1).clamp(min=spec.max_position).to(torch.float64)
+        stretch = spec.factor * length / spec.max_position - (spec.factor - 1)
+        pairs = torch.arange(spec.dim // 2, dtype=torch.float64, device=positions.device)
+        # base * stretch^(dim / (dim - 2)), to the power of -2 i / dim
+        return (self._exact * stretch.unsqueeze(1) ** (-2 * pairs / (spec.dim - 2))).to(self._wide)

@@ -1,0 +1,36 @@
+"""What the runner sees of a model."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Sequence
+
+import torch
+from torch import nn
+
+from weft.attention.base import AttentionBackend, StepInput
+from weft.config.spec import ModelSpec
+from weft.layers.build import Build
+from weft.parallel.comm import Pending
+
+Tensor = torch.Tensor
+
+
+class Model(nn.Module, ABC):
+    """A model on one rank. Its weights are memory that the loader fills; it holds no state between steps."""
+
+    def __init__(self, spec: ModelSpec, build: Build) -> None:
+        super().__init__()
+        self.spec = spec
+        self.dtype = build.dtype
+        self.device = build.device
+
+    @abstractmethod
+    def steps(
+        self, step: StepInput, kv: Sequence[Tensor], backend: AttentionBackend
+    ) -> Generator[Pending, None, Tensor]:
+        """One forward pass; returns logits [L, vocab] in the model's dtype, for ``step.logits_index``.
+
+        kv: for each layer its cache ``[blocks, 2, kv_heads, block, head_dim]``, written in place. Yields
+        once for each collective, in an order that the configuration alone fixes; on one rank never.
+        """

@@ -1,0 +1,125 @@
+"""The weight files of a checkpoint folder: which there are, and their tensors one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from weft.common.errors import ConfigError
+from weft.config.families.facts import read_json
+
+_PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth")
+#: Not weights, though they match the patterns.
+_NOT_WEIGHTS = ("training_args.bin", "optimizer.pt", "scheduler.pt", "optimizer.bin", "scheduler.bin")
+
+
+def weight_files(folder: Path, load_format: str) -> list[Path]:
+    """The files to read, in order. ``auto`` and ``safetensors`` never touch a pickle.
+
+    Raises ConfigError when there are none, when an index names a file that is missing or outside the
+    folder, and when the weights are pickles that were not asked for (naming ``--load-format pickle``).
+    """
+    if load_format == "pickle":
+        found = _listed(folder, "pytorch_model.bin.index.json") or _pickles(folder)
+        if not found:
+            raise ConfigError(
+                "no pickled weights in the model folder; try --load-format auto", param="--load-format"
+            )
+        return found
+    found = _listed(folder, "model.safetensors.index.json")
+    if found:
+        return found
+    single = folder / "model.safetensors"
+    found = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    if found:
+        return found
+    if _pickles(folder):
+        raise ConfigError(
+            "the model folder has pickled weights only, and a pickle from an untrusted source can run code. "
+            "Convert them to safetensors, or pass --load-format pickle to load them",
+            param="--load-format",
+        )
+    raise ConfigError("no safetensors files in the model folder", param="--model")
+
+
+def _pickles(folder: Path) -> list[Path]:
+    return sorted(
+        {p for pattern in _PICKLE_PATTERNS for p in folder.glob(pattern) if p.name not in _NOT_WEIGHTS}
+    )
+
+
+def _listed(folder: Path, index_name: str) -> list[Path]:
+    """The shards that an index names; empty where there is no index."""
+    index = read_json(folder, index_name)
+    if index is None:
+        return []
+    names = index.get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(n, str) for n in names.values()):
+        raise ConfigError(f"{index_name} has no weight_map", param="--model")
+    shards = sorted(set(names.values()))
+    for shard in shards:
+        if Path(shard).name != shard:
+            raise ConfigError(f"{index_name} names a file outside the model folder", param="--model")
+        if not (folder / shard).is_file():
+            raise ConfigError(f"{index_name} names {shard}, which is missing", param="--model")
+    return [folder / shard for shard in shards]
+
+
+class WeightFile:
+    """One open file: its names, and its tensors on the CPU, each made when it is asked for.
+
+    A context manager. Raises ConfigError for a file that is not what its name says.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._safe: Any = None
+        self._loaded: dict[str, torch.Tensor] = {}
+
+    def __enter__(self) -> WeightFile:
+        try:
+            if self._path.suffix == ".safetensors":
+                self._safe = safe_open(str(self._path), framework="pt", device="cpu").__enter__()
+            else:
+                self._loaded = _unpickle(self._path)
+        except ConfigError:
+            raise
+        except (SafetensorError, OSError, RuntimeError, ValueError) as error:
+            raise ConfigError(
+                f"{self._path.name} is damaged or not a weight file: {error}", param="--model"
+            ) from error
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._safe is not None:
+            self._safe.__exit__(None, None, None)
+        self._safe, self._loaded = None, {}
+
+    def names(self) -> list[str]:
+        """Names of all tensors in the file."""
+        return list(self._safe.keys()) if self._safe is not None else list(self._loaded)
+
+    def tensors(self, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, tensor), in order. A tensor is the caller's until the next one is taken."""
+        for name in names:
+            yield name, self._safe.get_tensor(name) if self._safe is not None else self._loaded[name]
+
+
+def _unpickle(path: Path) -> dict[str, torch.Tensor]:
+    """The state dict in a torch file, mapped rather than read; only tensors are unpickled, never code."""
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except RuntimeError:
+        # Files from before torch 1.6 can't be mapped.
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ConfigError(
+            f"{path.name} holds more than tensors and is not loaded", param="--load-format"
+        ) from error
+    if not isinstance(found, dict) or not all(isinstance(t, torch.Tensor) for t in found.values()):
+        raise ConfigError(f"{path.name} is not a dict of tensors", param="--load-format")
+    return found

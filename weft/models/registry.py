@@ -1,0 +1,18 @@
+"""Families of models by the name that ``ModelSpec.family`` has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from weft.common.registry import Registry
+from weft.config.spec import ModelSpec
+from weft.layers.build import Build
+from weft.models.decoder import Block
+from weft.models.weights import WeightMap
+
+BLOCKS: Registry[Callable[[ModelSpec, int, Build], Block]] = Registry("model family")
+WEIGHTS: Registry[Callable[[ModelSpec], WeightMap]] = Registry("model family")
+
+for _family in ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"):
+    BLOCKS.add(_family, f"weft.models.{_family}.model:make_block")
+    WEIGHTS.add(_family, f"weft.models.{_family}.weights:weight_map")

@@ -1,0 +1,106 @@
+"""Published weight names: where each tensor of a checkpoint goes in a model's parameters.
+
+Families describe their names with the helpers below; the loader does the rest. Several published tensors
+may fill one parameter (q, k, v into ``qkv``), each its own part.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from weft.config.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The part ``parameter[index]`` that one published tensor fills, whole."""
+
+    parameter: str
+    index: tuple[int | slice, ...] = ()
+
+
+@dataclass(slots=True)
+class WeightMap:
+    """Every name that a checkpoint may hold. Built by a family, read by the loader."""
+
+    placements: dict[str, Placement] = field(default_factory=dict)
+    choices: list[tuple[tuple[str, ...], ...]] = field(default_factory=list)
+    """Each entry: alternative sets of names for the same parts, of which a checkpoint holds exactly one.
+    Names in no entry are all required."""
+    same_as: dict[str, str] = field(default_factory=dict)
+    """Optional name to the name whose values it repeats (a tied head that was saved all the same)."""
+    ignored: list[re.Pattern[str]] = field(default_factory=list)
+    """Names without effect."""
+
+    def add(self, name: str, parameter: str, *index: int | slice) -> None:
+        """Places the published tensor ``name``. Raises ValueError for a name placed twice."""
+        if name in self.placements:
+            raise ValueError(f"{name} is placed twice")
+        self.placements[name] = Placement(parameter, index)
+
+    def add_linear(self, name: str, parameter: str, *index: slice, bias: bool) -> None:
+        """Places ``name.weight`` and, if there is one, ``name.bias``, at the same rows."""
+        self.add(f"{name}.weight", f"{parameter}.weight", *index)
+        if bias:
+            self.add(f"{name}.bias", f"{parameter}.bias", *index)
+
+
+def decoder_weights(spec: ModelSpec) -> WeightMap:
+    """Embedding, final norm, head, and every layer's norms and attention; feed-forward is the family's."""
+    made = WeightMap(ignored=[re.compile(r"\.rotary_emb\.inv_freq$")])
+    made.add("model.embed_tokens.weight", "embedding.weight")
+    made.add("model.norm.weight", "norm.weight")
+    if spec.tied:
+        made.same_as["lm_head.weight"] = "model.embed_tokens.weight"
+    else:
+        made.add("lm_head.weight", "head.weight")
+    for layer in range(spec.layers):
+        theirs, ours = f"model.layers.{layer}", f"blocks.{layer}"
+        made.add(f"{theirs}.input_layernorm.weight", f"{ours}.attention_norm.weight")
+        made.add(f"{theirs}.post_attention_layernorm.weight", f"{ours}.feed_forward_norm.weight")
+        _add_attention(made, spec, f"{theirs}.self_attn", f"{ours}.attention")
+    return made
+
+
+def _add_attention(made: WeightMap, spec: ModelSpec, theirs: str, ours: str) -> None:
+    q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    for name, begin, end in (("q", 0, q), ("k", q, q + kv), ("v", q + kv, q + 2 * kv)):
+        made.add_linear(f"{theirs}.{name}_proj", f"{ours}.qkv", slice(begin, end), bias=spec.qkv_bias)
+    made.add_linear(f"{theirs}.o_proj", f"{ours}.out", bias=spec.o_bias)
+    if spec.qk_norm:
+        made.add(f"{theirs}.q_norm.weight", f"{ours}.q_norm.weight")
+        made.add(f"{theirs}.k_norm.weight", f"{ours}.k_norm.weight")
+
+
+def add_gated_mlp(made: WeightMap, spec: ModelSpec, theirs: str, ours: str) -> None:
+    """A dense feed-forward block with the names ``gate_proj``, ``up_proj``, ``down_proj``."""
+    n = spec.intermediate
+    made.add_linear(f"{theirs}.gate_proj", f"{ours}.gate_up", slice(0, n), bias=spec.mlp_bias)
+    made.add_linear(f"{theirs}.up_proj", f"{ours}.gate_up", slice(n, 2 * n), bias=spec.mlp_bias)
+    made.add_linear(f"{theirs}.down_proj", f"{ours}.down", bias=spec.mlp_bias)
+
+
+def add_experts(
+    made: WeightMap, spec: ModelSpec, theirs: str, ours: str, names: tuple[str, str, str]
+) -> None:
+    """A router ``gate`` and stacked experts, published one by one or fused.
+
+    names: what the family calls an expert's gate, up and down matrices. The fused form is
+    ``experts.gate_up_proj`` [experts, 2 n, hidden] and ``experts.down_proj`` [experts, hidden, n].
+    """
+    assert spec.moe is not None
+    n = spec.moe.intermediate
+    gate, up, down = names
+    made.add(f"{theirs}.gate.weight", f"{ours}.router.weight")
+    single = []
+    for expert in range(spec.moe.experts):
+        prefix = f"{theirs}.experts.{expert}"
+        made.add(f"{prefix}.{gate}.weight", f"{ours}.experts.gate_up", expert, slice(0, n))
+        made.add(f"{prefix}.{up}.weight", f"{ours}.experts.gate_up", expert, slice(n, 2 * n))
+        made.add(f"{prefix}.{down}.weight", f"{ours}.experts.down", expert)
+        single += [f"{prefix}.{name}.weight" for name in names]
+    made.add(f"{theirs}.experts.gate_up_proj", f"{ours}.experts.gate_up")
+    made.add(f"{theirs}.experts.down_proj", f"{ours}.experts.down")
+    fused = (f"{theirs}.experts.gate_up_proj", f"{theirs}.experts.down_proj")
+    made.choices.append((tuple(single), fused))

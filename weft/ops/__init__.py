@@ -1,0 +1,1 @@
+"""Tensor operations: torch references first, faster forms behind the same functions."""

@@ -1,0 +1,62 @@
+"""Implementations of the operations that models are made of, chosen by capability.
+
+An op is a name with one signature. Each implementation declares where it runs and whether it is
+``invariant``: a row's bits do not depend on the other rows or their number. Layers choose when they are
+built, so that a missing form is known when the model is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from weft.common.errors import ConfigError
+
+ALL_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Implementation:
+    """One way to compute an op."""
+
+    name: str
+    run: Callable[..., Any]
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    dtypes: tuple[torch.dtype, ...] = ALL_DTYPES
+    invariant: bool = False
+    priority: int = 0
+    """The highest that fits is chosen; the torch reference has 0."""
+
+
+_OPS: dict[str, list[Implementation]] = {}
+
+
+def register(op: str, implementation: Implementation) -> None:
+    """Adds a way to compute ``op``. Raises ValueError when its name is taken."""
+    known = _OPS.setdefault(op, [])
+    if any(other.name == implementation.name for other in known):
+        raise ValueError(f"{op} has an implementation called {implementation.name!r} already")
+    known.append(implementation)
+
+
+def choose(
+    op: str, dtype: torch.dtype, device: torch.device, *, invariant: bool = False
+) -> Callable[..., Any]:
+    """The implementation of ``op`` with the highest priority that serves ``dtype`` on ``device``.
+
+    ``invariant`` demands the capability. Raises ConfigError that names what is lacking.
+    """
+    fitting = [
+        found
+        for found in _OPS.get(op, [])
+        if device.type in found.devices and dtype in found.dtypes and (found.invariant or not invariant)
+    ]
+    if not fitting:
+        wanted = f"{str(dtype).removeprefix('torch.')} on {device.type}"
+        raise ConfigError(
+            f"no {'invariant ' if invariant else ''}implementation of {op} for {wanted}", param="--dtype"
+        )
+    return max(fitting, key=lambda found: found.priority).run

@@ -1,0 +1,380 @@
+"""The sampling rule as tensor functions: from logits to tokens, row by row.
+
+For the token at absolute position p of a sequence, with x the row's logits in float32 (float64 where the logits
+are float64):
+
+    1  allowed tokens, bad words, min_tokens    -> -inf         mask_entries_, allow_only_
+    2  logit bias                                               add_bias_
+    3  repetition, then frequency and presence penalties        penalise_
+    4  temperature below 1e-5: argmax                           greedy
+    5  x / temperature                                          (caller)
+    6  first top_k of (x desc, id asc); of these the shortest prefix that reaches top_p; of these p >= min_p * max p
+    7  argmax of float64(x) + Gumbel noise over what is kept    sample_filtered, sample_open
+
+All ties go to the lowest id. R is the number of rows, V the vocabulary. A row's result never depends on the other
+rows. Functions ending in ``_`` change x in place; no other function writes to an argument.
+
+Exactness of the fast forms. Step 7 skips tokens that cannot win: g spans less than 26.01, and x + g <= x - log(1 - u)
+bounds a score before its logarithms are taken. Step 6 looks at the K likeliest tokens first and goes on only
+where that does not settle the cut. Where tensors are on the CPU these choices look at the data; elsewhere nothing
+waits for the device, and the general form is taken.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from weft.ops.philox import GUMBEL_SPAN, WORD, gumbel, row_words, token_words
+
+Tensor = torch.Tensor
+
+NEG_INF = float("-inf")
+BLOCK = 128
+WIDTHS = (128, 2048)
+"""Leading tokens that step 6 looks at before it sorts the whole row."""
+
+
+def to_x(logits: Tensor, vocab_size: int) -> Tensor:
+    """[R, >= V] of any float dtype -> [R, V]: padded columns dropped, float32, or float64 if it was. May be a view."""
+    x = logits[:, :vocab_size]
+    return x if x.dtype == torch.float64 else x.float()
+
+
+# --- steps 1 to 3 ---------------------------------------------------------------------------------------------
+
+
+def mask_entries_(x: Tensor, rows: Tensor, ids: Tensor, active: Tensor) -> None:
+    """Sets x[rows, ids] to -inf where ``active``. int64, int64, bool, all [N]; entries may repeat and disagree."""
+    value = torch.full(rows.shape, float("inf"), dtype=x.dtype, device=x.device).masked_fill_(active, NEG_INF)
+    x.view(-1).scatter_reduce_(0, rows * x.shape[1] + ids, value, "amin")
+
+
+def allow_only_(x: Tensor, allowing: Tensor, rows: Tensor, ids: Tensor) -> None:
+    """Sets all but x[rows, ids] to -inf in the rows where ``allowing`` (bool [R])."""
+    kept = x[rows, ids]
+    x.masked_fill_(allowing.unsqueeze(1), NEG_INF)
+    x[rows, ids] = kept
+
+
+def add_bias_(x: Tensor, rows: Tensor, ids: Tensor, values: Tensor) -> None:
+    """Adds ``values`` (float64 [N], rounded to x's dtype) to x[rows, ids]. No (row, id) may repeat."""
+    x[rows, ids] += values.to(x.dtype)
+
+
+def completes(history: Tensor, position: Tensor, prefixes: Tensor, lengths: Tensor) -> Tensor:
+    """Which of W token sequences the token at ``position`` would complete, if it were their last: bool [W].
+
+    ``history``: ids [max_len] of one sequence, arbitrary from ``position`` (int64 []) on. ``prefixes`` [W, L]: all
+    but each sequence's last id, right-aligned, -1 before them. ``lengths`` [W]: how many they are, 1 .. L.
+    """
+    reach = prefixes.shape[1]
+    before = position - reach + torch.arange(reach, device=history.device)
+    latest = history[before.clamp_(0, history.shape[0] - 1)]
+    same: Tensor = ((prefixes == latest) | (prefixes < 0)).all(dim=1)
+    return same & (lengths <= position)
+
+
+def count_ids(history: Tensor, begin: Tensor, end: Tensor, vocab_size: int) -> Tensor:
+    """How often each id occurs in history[r, begin[r] : end[r]]: [R, max_len], int64 [R] x 2 -> int32 [R, V].
+
+    Ids outside the vocabulary (placeholders of media) are not counted. What lies outside the range is never
+    interpreted.
+    """
+    at = torch.arange(history.shape[1], device=history.device)
+    inside = (at >= begin.unsqueeze(1)) & (at < end.unsqueeze(1)) & (history >= 0) & (history < vocab_size)
+    columns = torch.where(inside, history.long(), vocab_size)
+    counts = torch.zeros(history.shape[0], vocab_size + 1, dtype=torch.int32, device=history.device)
+    counts.scatter_add_(1, columns, torch.ones((), dtype=torch.int32, device=history.device).expand_as(columns))
+    return counts[:, :vocab_size]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Penalties:
+    """float64 [R] each; 1, 0 and 0 change nothing."""
+
+    repetition: Tensor
+    frequency: Tensor
+    presence: Tensor
+
+
+def penalise_(x: Tensor, penalties: Penalties, history: Tensor, num_prompt: Tensor, position: Tensor) -> None:
+    """Step 3. history [R, max_len]; num_prompt, position int64 [R]. Output is history[num_prompt : position]."""
+    vocab = x.shape[1]
+    repetition, frequency, presence = (
+        column.to(x.dtype).unsqueeze(1)
+        for column in (penalties.repetition, penalties.frequency, penalties.presence)
+    )
+    seen = count_ids(history, torch.zeros_like(position), position, vocab) > 0
+    x.copy_(torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x))
+    counts = count_ids(history, num_prompt, position, vocab)
+    x -= frequency * counts + presence * (counts > 0)
+
+
+# --- steps 4 and 7 --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Noise:
+    """What a row's Gumbel noise is a function of, beside the token. int64 [R] each; seeds as bit patterns."""
+
+    seed: Tensor
+    choice: Tensor
+    position: Tensor
+
+    def at(self, rows: Tensor | slice) -> Noise:
+        return Noise(seed=self.seed[rows], choice=self.choice[rows], position=self.position[rows])
+
+    def column(self) -> Noise:
+        """The same as [R, 1]."""
+        return Noise(seed=self.seed[:, None], choice=self.choice[:, None], position=self.position[:, None])
+
+    def of(self, ids: Tensor) -> Tensor:
+        """g of ``ids`` (int64, broadcasting with the columns): float64."""
+        return gumbel(token_words(self.seed, self.choice, self.position, ids))
+
+
+def first_max(x: Tensor) -> Tensor:
+    """The lowest id of each row's largest value: [R, V] -> int64 [R]. NaN counts as largest.
+
+    Looks for the largest of each block of columns first: maxima vectorise, a search for their place does not.
+    """
+    rows, columns = x.shape
+    blocks = columns // BLOCK
+    if blocks < 2 or x.device.type != "cpu":
+        return x.argmax(dim=-1)
+    whole = x[:, : blocks * BLOCK].unflatten(-1, (blocks, BLOCK))
+    tops = whole.amax(dim=-1)
+    if columns % BLOCK:
+        tops = torch.cat([tops, x[:, blocks * BLOCK :].amax(dim=-1, keepdim=True)], dim=-1)
+    block = tops.argmax(dim=-1)
+    ids = (block * BLOCK).unsqueeze(1) + torch.arange(BLOCK, device=x.device)
+    # The last, shorter block repeats its last column, which cannot come before the first of equals.
+    ids.clamp_(max=columns - 1)
+    return ids.gather(1, x.gather(1, ids).argmax(dim=-1, keepdim=True)).squeeze(1)
+
+
+def greedy(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(argmax int64 [R], error bool [R]). ``error``: the row holds NaN or +inf, or nothing finite."""
+    ids = first_max(x)
+    return ids, ~x.gather(1, ids.unsqueeze(1)).squeeze(1).isfinite()
+
+
+def broken(x: Tensor) -> Tensor:
+    """Rows that hold NaN or +inf, or nothing finite: bool [R]."""
+    return ~x.amax(dim=-1).isfinite()
+
+
+def _winners(count: int, owner: Tensor, ids: Tensor, score: Tensor) -> Tensor:
+    """The lowest id of the largest score of each of ``count`` rows, over entries (owner, id, score), all [N]."""
+    best = torch.full((count,), NEG_INF, dtype=score.dtype, device=score.device)
+    best.scatter_reduce_(0, owner, score, "amax")
+    tied = torch.where(score == best[owner], ids, WORD)
+    winner = torch.full((count,), WORD, dtype=torch.int64, device=ids.device)
+    return winner.scatter_reduce_(0, owner, tied, "amin")
+
+
+def _below(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """A number of ``dtype`` that is not above the float64 ``value``."""
+    return torch.nextafter(value.to(dtype), torch.tensor(NEG_INF, dtype=dtype, device=value.device))
+
+
+def sample_all(x: Tensor, noise: Noise) -> Tensor:
+    """Step 7 over every token, in its plainest form: [R, V] -> int64 [R]. Dropped tokens are -inf."""
+    words = row_words(noise.seed, noise.choice, noise.position, x.shape[1])
+    return first_max(x.double() + gumbel(words))
+
+
+def _sample_row(x: Tensor, noise: Noise) -> Tensor:
+    """``sample_all`` of one row ([1, V], finite maximum) on the CPU, with logarithms of few tokens.
+
+    exp(x + g) = exp(x) / -log(u) <= exp(x) / (1 - u). The token where that bound is largest sets a score; only
+    tokens whose bound, float32 rounding (below 1e-5) allowed for, reaches it can win.
+    """
+    words = row_words(noise.seed, noise.choice, noise.position, x.shape[1])
+    top = x.amax()
+    gap = (words ^ WORD).float().add_(0.5)  # (1 - u) * 2^32
+    bound = (x - top).float().exp_().div_(gap)
+    first = first_max(bound)
+    score = x[0, first].double() + gumbel(words[0, first])
+    # Sums that round to the same score tie, so a sum just below this one may win as well.
+    score = _below(score, torch.float64)
+    reach = (score - top.double()).exp() * (2.0**-32 * 0.999)
+    ids = (bound[0] >= reach.float()).nonzero().squeeze(1)
+    scores = x[0, ids].double() + gumbel(words[0, ids])
+    return ids[scores.argmax()].unsqueeze(0)
+
+
+def sample_open(x: Tensor, min_p: Tensor | None, noise: Noise) -> Tensor:
+    """Steps 6 and 7 of rows without top_k and top_p: [R, V] with finite maxima, min_p float64 [R] -> int64 [R]."""
+    top = x.amax(dim=-1, keepdim=True)
+    if x.device.type != "cpu":
+        if min_p is not None:
+            keep = (x.double() - top.double()).exp_() >= min_p.unsqueeze(1)
+            x = x.masked_fill(~keep, NEG_INF)
+        return sample_all(x, noise)
+    floor = top.double() - GUMBEL_SPAN
+    if min_p is not None:
+        # The exact test follows; this only leaves out what surely fails it.
+        floor = torch.maximum(floor, top.double() + min_p.clamp(min=1e-300).log().unsqueeze(1) - 1e-3)
+    near = x >= _below(floor, x.dtype)
+    few = near.count_nonzero(dim=-1) <= x.shape[1] // 8
+    if min_p is not None:
+        few |= min_p > 0
+    tokens = torch.empty(x.shape[0], dtype=torch.int64)
+    for row in (~few).nonzero().squeeze(1).tolist():
+        one = slice(row, row + 1)
+        tokens[one] = _sample_row(x[one], noise.at(one))
+    owner, ids = (near & few.unsqueeze(1)).nonzero(as_tuple=True)
+    values = x[owner, ids].double()
+    if min_p is not None:
+        keep = (values - top[owner, 0].double()).exp() >= min_p[owner]
+        owner, ids, values = owner[keep], ids[keep], values[keep]
+    score = values + noise.at(owner).of(ids)
+    return torch.where(few, _winners(x.shape[0], owner, ids, score), tokens)
+
+
+# --- step 6 ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filters:
+    """Step 6 of R rows: top_k int64 (V keeps all), top_p float64 (1 keeps all), min_p float64 (0 keeps all)."""
+
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    all_top_k: bool
+    """Known to the host: every row's top_k is below V, so nobody needs the mass of a whole row."""
+
+    def at(self, rows: Tensor | slice) -> Filters:
+        return Filters(
+            top_k=self.top_k[rows],
+            top_p=self.top_p[rows],
+            min_p=self.min_p[rows],
+            all_top_k=self.all_top_k,
+        )
+
+
+def top_ids(x: Tensor, count: int) -> Tensor:
+    """The first ``count`` ids of each row in the order (x descending, id ascending): [R, V] -> int64 [R, count].
+
+    x may hold -inf; a row with NaN gets some valid ids. ``torch.topk`` alone takes any of equal values.
+    """
+    vocab = x.shape[1]
+    if count >= vocab:
+        return x.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    values, ids = x.topk(count + 1, dim=-1)
+    cut = values[:, count - 1 : count]
+    if x.device.type == "cpu":
+        wrong = (values[:, count] == cut[:, 0]).nonzero().squeeze(1)
+        ids = ids[:, :count]
+        if len(wrong):
+            ids = ids.index_copy(0, wrong, _first_above(x[wrong], cut[wrong], count))
+    else:
+        ids = _first_above(x, cut, count)
+    ids = ids.sort(dim=-1).values
+    order = x.gather(1, ids).sort(dim=-1, descending=True, stable=True).indices
+    return ids.gather(1, order)
+
+
+def _first_above(x: Tensor, cut: Tensor, count: int) -> Tensor:
+    """Ids of the values above ``cut`` [R, 1], and the lowest ids of those equal to it, ``count`` in all, in any order.
+
+    ``cut`` is the ``count``-th largest value of its row.
+    """
+    vocab = x.shape[1]
+    above, level = x > cut, x == cut
+    room = count - above.sum(dim=-1, keepdim=True)
+    taken = above | (level & (level.cumsum(dim=-1) <= room))
+    rank = torch.arange(vocab, 0, -1, device=x.device)
+    return (vocab - torch.where(taken, rank, 0).topk(count, dim=-1).values).clamp_(max=vocab - 1)
+
+
+def _mass(weights: Tensor) -> Tensor:
+    """float64 sum of each row in an order that V alone fixes: [R, V] -> [R, 1].
+
+    One long sum may be cut up differently when R is 1, so blocks are summed first, and then one after the other.
+    """
+    blocks = weights.shape[1] // BLOCK
+    parts = [weights[:, : blocks * BLOCK].unflatten(-1, (blocks, BLOCK)).sum(dim=-1), weights[:, blocks * BLOCK :]]
+    return torch.cat(parts, dim=-1).cumsum(dim=-1)[:, -1:]
+
+
+def keep_within(x: Tensor, filters: Filters, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Step 6, looking at the first ``width`` tokens of each row.
+
+    Returns (ids int64 [R, width] in the order of step 6, keep bool [R, width], settled bool [R]). Where not
+    settled, tokens beyond ``width`` may be kept too and ``keep`` says nothing.
+    """
+    vocab = x.shape[1]
+    ids = top_ids(x, width)
+    top_k, top_p = filters.top_k.unsqueeze(1), filters.top_p.unsqueeze(1)
+    ordered = x.gather(1, ids).double()
+    top = ordered[:, :1]
+    weight = (ordered - top).exp_()  # the likeliest token's is 1
+    within = torch.arange(width, device=x.device) < top_k
+    limited = weight.masked_fill(~within, 0.0)
+    # What is left after top_k weighs this much; without a top_k, look at the whole row.
+    mass = limited.cumsum(dim=-1)[:, -1:]
+    if not filters.all_top_k:
+        mass = torch.where(top_k < vocab, mass, _mass((x.double() - top).exp_()))
+    reached = (limited / mass).cumsum(dim=-1)
+    short = reached < top_p
+    prefix = within & torch.cat([torch.ones_like(short[:, :1]), short[:, :-1]], dim=-1)
+    everything = (filters.top_p >= 1).unsqueeze(1)
+    keep = torch.where(everything, within, prefix) & (weight >= filters.min_p.unsqueeze(1))
+    complete = (filters.top_k <= width) | (width >= vocab)
+    cut = (filters.top_k >= vocab) & (filters.top_p < 1) & ~short[:, -1]
+    return ids, keep, complete | cut
+
+
+def sample_filtered(x: Tensor, filters: Filters, noise: Noise, widths: tuple[int, ...] = WIDTHS) -> Tensor:
+    """Steps 6 and 7: [R, V] with finite maxima -> int64 [R].
+
+    ``widths`` are tried in turn for rows not settled before, then the whole row. Elsewhere than on the CPU the
+    caller must give widths that settle every row, or none.
+    """
+    vocab = x.shape[1]
+    for width in (*(width for width in widths if width < vocab), vocab):
+        ids, keep, settled = keep_within(x, filters, width)
+        if width < vocab:
+            ids, order = ids.sort(dim=-1)
+            score = x.gather(1, ids).double() + noise.column().of(ids)
+            best = score.masked_fill_(~keep.gather(1, order), NEG_INF).argmax(dim=-1, keepdim=True)
+            tokens = ids.gather(1, best).squeeze(1)
+        else:
+            kept = torch.zeros_like(keep).scatter_(1, ids, keep)
+            return sample_open(x.masked_fill(~kept, NEG_INF), None, noise)
+        if x.device.type != "cpu" or bool(settled.all()):
+            return tokens
+        rest = (~settled).nonzero().squeeze(1)
+        onward = tuple(other for other in widths if other > width)
+        return tokens.index_copy(0, rest, sample_filtered(x[rest], filters.at(rest), noise.at(rest), onward))
+    raise AssertionError("the whole row settles every cut")
+
+
+# --- logprobs -------------------------------------------------------------------------------------------------
+
+
+def logprobs_of(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Logprobs of given tokens and of the likeliest, of log_softmax of the untouched logits.
+
+    logits [R, V] float32 or float64, tokens int64 [R]. Returns (ids int64 [R, 1 + top], values [R, 1 + top] in
+    logits' dtype, rank int64 [R]): first the given token, then the ``top`` likeliest in the order (logit
+    descending, id ascending), -1 and -inf where the vocabulary has fewer; rank is 1 + the tokens ahead of the
+    given one in that order.
+    """
+    vocab = logits.shape[1]
+    given = tokens.unsqueeze(1)
+    own = logits.gather(1, given)
+    lower = torch.arange(vocab, device=logits.device) < given
+    ahead = (logits > own) | ((logits == own) & lower)
+    ids = torch.cat([given, top_ids(logits, min(top, vocab))], dim=1) if top else given
+    values = logits.log_softmax(dim=-1).gather(1, ids)
+    missing = 1 + top - ids.shape[1]
+    if missing:
+        ids = torch.nn.functional.pad(ids, (0, missing), value=-1)
+        values = torch.nn.functional.pad(values, (0, missing), value=NEG_INF)
+    return ids, values, 1 + ahead.count_nonzero(dim=-1)

@@ -1,0 +1,89 @@
+"""From tensors on the device to a ``StepResult``."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+
+from weft.common.errors import EngineDead, RowError
+from weft.runner.batch import offsets_of
+from weft.runner.sampler import LogprobTensors, SampleOutput
+from weft.types.plan import LogprobRows, StepPlan, StepResult, column
+
+
+class HostCopy:
+    """A step's sampled output on its way to the host. Read after ``wait``."""
+
+    def __init__(self, output: SampleOutput) -> None:
+        """Starts the copies; they follow the step's kernels in stream order."""
+        self._cuda = output.tokens.is_cuda
+        self.output = output
+        self.tokens, self.error = self._start(output.tokens), self._start(output.error)
+        self.logprobs = self._start_all(output.logprobs)
+        self.prompt_logprobs = self._start_all(output.prompt_logprobs)
+        self._event = torch.cuda.Event() if self._cuda else None
+        if self._event is not None:
+            self._event.record()
+
+    def _start(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not self._cuda:
+            return tensor
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
+
+    def _start_all(self, rows: LogprobTensors | None) -> LogprobTensors | None:
+        if rows is None:
+            return None
+        return LogprobTensors(
+            entries=rows.entries,
+            ids=self._start(rows.ids),
+            values=self._start(rows.values),
+            rank=self._start(rows.rank),
+            error=self._start(rows.error),
+        )
+
+    def wait(self, deadline: float) -> None:
+        """Returns when the copies are there. Raises EngineDead after ``deadline`` (monotonic seconds)."""
+        while self._event is not None and not self._event.query():
+            if time.monotonic() > deadline:
+                raise EngineDead("a step's result did not reach the host in time")
+            time.sleep(0.00005)
+
+
+def to_result(plan: StepPlan, copy: HostCopy) -> StepResult:
+    """The result of ``plan``: rows with logits, in plan order."""
+    both = (plan.prefill, plan.decode)
+    logits = np.concatenate([s.logits for s in both]).astype(np.int64)
+    sample = np.concatenate([s.sample for s in both]).astype(np.int64)
+    rows = np.flatnonzero(logits)
+    sampled, known = sample[rows], (logits - sample)[rows]
+    owner, prompt_owner = np.repeat(np.arange(len(rows)), sampled), np.repeat(np.arange(len(rows)), known)
+    wrong = [owner[copy.error.numpy()]]
+    if copy.prompt_logprobs is not None:
+        wrong.append(prompt_owner[copy.prompt_logprobs.entries[copy.prompt_logprobs.error.numpy()]])
+    error = RowError("the model's output for this request is not finite").info()
+    return StepResult(
+        step=plan.step,
+        rows=column(rows),
+        offsets=column(offsets_of(sampled)),
+        tokens=column(copy.tokens.numpy()),
+        accepted=column(np.maximum(sampled - 1, 0)),
+        row_error=tuple((int(row), error) for row in np.unique(np.concatenate(wrong))),
+        logprobs=_rows(copy.logprobs, owner, len(rows)),
+        prompt_logprobs=_rows(copy.prompt_logprobs, prompt_owner, len(rows)),
+    )
+
+
+def _rows(tensors: LogprobTensors | None, owner: np.ndarray, rows: int) -> LogprobRows | None:
+    """``owner``: result row of each entry that could have logprobs; those that have are ``entries``."""
+    if tensors is None:
+        return None
+    counts = np.bincount(owner[tensors.entries], minlength=rows)
+    return LogprobRows(
+        offsets=column(offsets_of(counts)),
+        ids=tensors.ids.numpy().astype(np.int32),
+        values=tensors.values.numpy(),
+        rank=column(tensors.rank.numpy()),
+    )

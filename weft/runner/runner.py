@@ -1,0 +1,146 @@
+"""The runner: carries out plans on one device.
+
+    forward(plan)   ops, staging, drive(model.steps(batch))      launched, not waited for
+    sample(handle)  ids into history[slot], num_computed moves   launched, not waited for
+    read(handle)    StepResult                                   the one wait, with a deadline
+
+Order per step is forward, sample; several steps are launched in plan order. A step reads what the one
+before it wrote on the device, so nothing is waited for in between.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from weft.attention.base import AttentionBackend
+from weft.common.errors import EngineDead
+from weft.config.resolved import KVConfig
+from weft.models.decoder import Decoder
+from weft.overlap.drive import drive
+from weft.runner.batch import Batch, BatchBuilder
+from weft.runner.device_queue import DeviceQueue, result_of
+from weft.runner.kv_tensors import allocate
+from weft.runner.result import HostCopy, to_result
+from weft.runner.sampler import Sampler
+from weft.runner.slot_state import SlotState
+from weft.runner.staging import StagingBuffer, StagingRing
+from weft.runner.trace import StepTrace
+from weft.types.plan import AllocSlot, FreeSlot, StepPlan, StepResult
+
+Tensor = torch.Tensor
+
+
+@dataclass(slots=True)
+class StepHandle:
+    """A step in flight. Owned by the caller of ``forward`` until ``read``, which ends it."""
+
+    plan: StepPlan
+    launched: float
+    forwarded: Future[Any]
+    sampled: Future[Any] | None = None
+    buffer: StagingBuffer | None = field(default=None, repr=False)
+
+
+class Runner:
+    """One rank's share of every step. The caller keeps to the order of the module's docstring."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        backend: AttentionBackend,
+        kv: KVConfig,
+        *,
+        vocab_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        depth: int,
+        trace: StepTrace | None = None,
+        step_timeout: float = 600.0,
+        poison: bool = False,
+    ) -> None:
+        """``depth``: steps that may be in flight. ``poison`` spoils recycled staging buffers (tests)."""
+        self.kv = kv
+        self._model = model
+        self._backend = backend
+        self._device = device
+        self._state = SlotState(kv, device)
+        self._cache = allocate(kv, dtype, device)
+        self._sampler = Sampler(kv.num_slots, vocab_size, device)
+        self._ring = StagingRing(device, depth, poison=poison)
+        self._builder = BatchBuilder(self._state, tuple(pool.block_size for pool in kv.pools))
+        self._queue = DeviceQueue(threaded=device.type == "cpu" and depth > 1)
+        self._trace = trace
+        self._timeout = step_timeout
+        self._next_step: int | None = None
+
+    @property
+    def cache(self) -> Sequence[Tensor]:
+        """Each layer's KV tensor. Tests poison them; nobody else writes."""
+        return self._cache
+
+    def forward(self, plan: StepPlan) -> StepHandle:
+        """Launches a step up to its logits. Raises EngineDead, at ``read``, when the plan cannot be right."""
+        handle = StepHandle(plan=plan, launched=time.monotonic(), forwarded=Future())
+        handle.forwarded = self._queue.submit(self._forward, handle)
+        return handle
+
+    def sample(self, handle: StepHandle) -> None:
+        """Launches the step's sampling: ids go into history, lengths move, results start for the host."""
+        handle.sampled = self._queue.submit(self._sample, handle)
+
+    def read(self, handle: StepHandle) -> StepResult:
+        """Waits for the step. Raises EngineDead past the deadline, or whatever the step raised."""
+        assert handle.sampled is not None, "read before sample"
+        deadline = time.monotonic() + self._timeout
+        result_of(handle.forwarded, self._timeout)
+        copy: HostCopy = result_of(handle.sampled, self._timeout)
+        copy.wait(deadline)
+        result = to_result(handle.plan, copy)
+        assert handle.buffer is not None
+        self._ring.release(handle.buffer)
+        if self._trace is not None:
+            self._trace.step(handle.plan, handle.launched, time.monotonic())
+        return result
+
+    def close(self) -> None:
+        """Ends the device thread and the trace."""
+        self._queue.close()
+        if self._trace is not None:
+            self._trace.close()
+
+    @torch.inference_mode()
+    def _forward(self, handle: StepHandle) -> tuple[Batch, Tensor]:
+        plan = handle.plan
+        if plan.constrained:
+            raise EngineDead("the plan has constrained rows, and this engine has no grammar backend")
+        if self._next_step is not None and plan.step != self._next_step:
+            raise EngineDead(f"step {plan.step} follows step {self._next_step - 1}")
+        self._next_step = plan.step + 1
+        for op in plan.ops:
+            self._state.apply(op)
+            if isinstance(op, AllocSlot):
+                self._sampler.alloc(op)
+            elif isinstance(op, FreeSlot):
+                self._sampler.free(op.slot)
+        self._state.validate(plan.prefill)
+        self._state.validate(plan.decode)
+        handle.buffer = self._ring.acquire()
+        batch = self._builder.build(plan, handle.buffer)
+        logits = drive(self._model.steps(batch.step, self._cache, self._backend))
+        # Every row's positions are in the cache now (no drafts: all of them count).
+        self._state.num_computed.index_add_(0, batch.slots, batch.counts)
+        return batch, logits
+
+    @torch.inference_mode()
+    def _sample(self, handle: StepHandle) -> HostCopy:
+        batch, logits = handle.forwarded.result()
+        state, rows = self._state, batch.sample_rows
+        output = self._sampler.sample(logits, rows, state.history, state.num_prompt)
+        state.history[rows.slot, rows.position] = output.tokens.to(state.history.dtype)
+        return HostCopy(output)

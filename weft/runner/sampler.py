@@ -1,0 +1,396 @@
+"""The sampler: parameters of every slot, and one call a step that turns logits into tokens.
+
+``alloc`` keeps what ``AllocSlot`` brings. Which rows need what (masks, penalties, filters, logprobs) is decided
+from these host copies; ids and positions come from device tensors alone, so ``sample`` of step N + 1 can be
+launched before step N was read. Nothing here waits for a CUDA device.
+
+Order: ``sample`` of a step reads the host copies when it is called, so it must be called before ``alloc`` and
+``free`` of any later step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from weft.common.errors import EngineDead
+from weft.ops import sampling as ops
+from weft.ops.philox import signed_seed
+from weft.types.plan import AllocSlot
+from weft.types.sampling import TokenParams
+
+Tensor = torch.Tensor
+
+CHUNK = {"cpu": 1 << 21, "cuda": 1 << 26}
+"""Logits worked on at a time (rows * vocabulary), which bounds the memory of a step of many rows."""
+
+FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+INTS = ("top_k", "min_tokens", "logprobs", "prompt_logprobs", "seed", "choice")
+
+# What a row needs, as bits of its class; rows are worked on class by class.
+GREEDY, LISTS, PENALTY, TOP_K, TOP_P, MIN_P = (1 << bit for bit in range(6))
+WIDE, WIDEST = 1 << 6, 1 << 7  # top_k beyond the first and the second of ops.WIDTHS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRows:
+    """Which logits are sampled (S entries) and which give logprobs of a known prompt token (P entries).
+
+    ``*_host`` are numpy integers, the rest int64 on the device. ``position`` is the absolute position of the
+    token that the logits predict: for sampled entries the one to be drawn, for prompt entries one whose id
+    is in the history. ``logits_row`` is a row of the logits.
+    """
+
+    slot_host: np.ndarray
+    slot: Tensor
+    logits_row: Tensor
+    position: Tensor
+    prompt_slot_host: np.ndarray
+    prompt_slot: Tensor
+    prompt_logits_row: Tensor
+    prompt_position: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogprobTensors:
+    """Logprobs of n entries, on the device. Unused places (a row that asked for fewer) have id -1."""
+
+    entries: np.ndarray
+    """int64 [n], on the host: which of the S (or P) entries these are, ascending."""
+    ids: Tensor
+    """int64 [n, 1 + top]: the entry's own token, then the likeliest in order."""
+    values: Tensor
+    """float32 [n, 1 + top], float64 in E0. -inf where there is no id."""
+    rank: Tensor
+    """int64 [n]: 1 + how many tokens are ahead of the entry's own."""
+    error: Tensor
+    """bool [n]: the logits hold NaN or +inf, or nothing finite, and the values mean nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleOutput:
+    """A step's samples, on the device, in the order of the ``SampleRows``."""
+
+    tokens: Tensor
+    """int64 [S]; 0 where ``error``, so that it can be fed on until the host reads the error."""
+    error: Tensor
+    """bool [S]."""
+    logprobs: LogprobTensors | None
+    """For entries whose slot asks for logprobs; None when none does."""
+    prompt_logprobs: LogprobTensors | None
+    """For the P entries; None when there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Words:
+    """Bad words of two and more ids, on the device (they can be many)."""
+
+    prefixes: Tensor
+    lengths: Tensor
+    last: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Lists:
+    """Per-slot lists of ids (int64), all inside the vocabulary."""
+
+    banned: np.ndarray
+    stop: np.ndarray
+    """Banned as well while there are fewer output tokens than min_tokens."""
+    bias_ids: np.ndarray
+    bias: np.ndarray
+    allowed: np.ndarray | None
+    words: _Words | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """R entries of one class, on the device except for the lists."""
+
+    slot_host: np.ndarray
+    slot: Tensor
+    logits_row: Tensor
+    position: Tensor
+    floats: Tensor
+    ints: Tensor
+
+    def at(self, rows: slice) -> _Rows:
+        tensors = (self.slot, self.logits_row, self.position, self.floats, self.ints)
+        return _Rows(self.slot_host[rows], *(tensor[rows] for tensor in tensors))
+
+    def real(self, name: str) -> Tensor:
+        return self.floats[:, FLOATS.index(name)]
+
+    def whole(self, name: str) -> Tensor:
+        return self.ints[:, INTS.index(name)]
+
+    def noise(self) -> ops.Noise:
+        return ops.Noise(seed=self.whole("seed"), choice=self.whole("choice"), position=self.position)
+
+
+def _columns(ids: list[int], vocab_size: int) -> np.ndarray:
+    array = np.unique(np.asarray(ids, dtype=np.int64))
+    return array[(array >= 0) & (array < vocab_size)]
+
+
+class Sampler:
+    """Samples one group's steps. Owned by the runner and used from its thread only."""
+
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+        self._vocab = vocab_size
+        self._device = torch.device(device)
+        self._taken = np.zeros(num_slots, dtype=bool)
+        self._floats = np.zeros((num_slots, len(FLOATS)), dtype=np.float64)
+        self._ints = np.zeros((num_slots, len(INTS)), dtype=np.int64)
+        self._classes = np.zeros(num_slots, dtype=np.int64)
+        self._lists: list[_Lists | None] = [None] * num_slots
+
+    def alloc(self, op: AllocSlot) -> None:
+        """Gives the slot its tenant's parameters. Raises EngineDead when the slot is taken."""
+        if self._taken[op.slot]:
+            raise EngineDead(f"sampler: slot {op.slot} is given to a tenant before the last one was freed")
+        params = op.params
+        top_k = params.top_k if 0 < params.top_k < self._vocab else self._vocab
+        own = {"top_k": top_k, "seed": signed_seed(op.seed), "choice": op.choice}
+        self._taken[op.slot] = True
+        self._floats[op.slot] = [getattr(params, name) for name in FLOATS]
+        self._ints[op.slot] = [own[name] if name in own else getattr(params, name) for name in INTS]
+        lists = self._make_lists(params)
+        self._lists[op.slot] = lists
+        self._classes[op.slot] = self._class(params, top_k, lists)
+
+    def free(self, slot: int) -> None:
+        """Ends the slot's tenancy. Raises EngineDead when it has none."""
+        if not self._taken[slot]:
+            raise EngineDead(f"sampler: slot {slot} is freed and has no tenant")
+        self._taken[slot] = False
+        self._lists[slot] = None
+
+    def sample(self, logits: Tensor, rows: SampleRows, history: Tensor, num_prompt: Tensor) -> SampleOutput:
+        """Draws the tokens of a step, by the sampling rule.
+
+        logits [L, >= vocab] of any float dtype, never written; history int [slots, max_len], whose content from
+        an entry's position on is arbitrary; num_prompt int64 [slots].
+        """
+        entries = len(rows.slot_host)
+        classes = self._classes[rows.slot_host]
+        order = np.argsort(classes, kind="stable")
+        slots = rows.slot_host[order]
+        permuted = bool((order[1:] < order[:-1]).any())
+        place = self._to_device(order) if permuted else slice(None)
+        step = _Rows(
+            slots,
+            rows.slot[place],
+            rows.logits_row[place],
+            rows.position[place],
+            self._to_device(self._floats[slots]),
+            self._to_device(self._ints[slots]),
+        )
+        tokens = torch.zeros(entries, dtype=torch.int64, device=self._device)
+        error = torch.zeros(entries, dtype=torch.bool, device=self._device)
+        for kind, part in self._parts(classes[order]):
+            drawn, wrong = self._draw(logits, step.at(part), int(kind), history, num_prompt)
+            tokens[part], error[part] = drawn.masked_fill(wrong, 0), wrong
+        if permuted:
+            tokens = torch.empty_like(tokens).index_copy_(0, place, tokens)
+            error = torch.empty_like(error).index_copy_(0, place, error)
+        return SampleOutput(
+            tokens=tokens,
+            error=error,
+            logprobs=self._sampled_logprobs(logits, rows, tokens),
+            prompt_logprobs=self._prompt_logprobs(logits, rows, history),
+        )
+
+    # --- parameters -------------------------------------------------------------------------------------------
+
+    def _make_lists(self, params: TokenParams) -> _Lists | None:
+        vocab = self._vocab
+        bias = {token: value for token, value in params.logit_bias if 0 <= token < vocab}
+        words = [word for word in params.bad if len(word) > 1 and 0 <= word[-1] < vocab]
+        lists = _Lists(
+            banned=_columns([word[0] for word in params.bad if len(word) == 1], vocab),
+            stop=_columns(list(params.stop_ids) if params.min_tokens > 0 else [], vocab),
+            bias_ids=np.fromiter(bias.keys(), np.int64, len(bias)),
+            bias=np.fromiter(bias.values(), np.float64, len(bias)),
+            allowed=None if params.allowed is None else _columns(list(params.allowed), vocab),
+            words=self._make_words(words) if words else None,
+        )
+        used = lists.allowed is not None or lists.words is not None
+        used = used or any(len(ids) for ids in (lists.banned, lists.stop, lists.bias_ids))
+        return lists if used else None
+
+    def _make_words(self, words: list[tuple[int, ...]]) -> _Words:
+        lengths = np.array([len(word) - 1 for word in words], dtype=np.int64)
+        prefixes = np.full((len(words), int(lengths.max())), -1, dtype=np.int32)
+        for row, word in enumerate(words):
+            prefixes[row, prefixes.shape[1] - len(word) + 1 :] = word[:-1]
+        last = np.array([word[-1] for word in words], dtype=np.int64)
+        return _Words(*(self._to_device(column) for column in (prefixes, lengths, last)))
+
+    def _class(self, params: TokenParams, top_k: int, lists: _Lists | None) -> int:
+        kind = 0 if lists is None else LISTS
+        if params.repetition_penalty != 1 or params.frequency_penalty or params.presence_penalty:
+            kind |= PENALTY
+        if params.temperature < 1e-5:
+            return kind | GREEDY
+        if top_k < self._vocab:
+            kind |= TOP_K
+            kind |= WIDE if top_k > ops.WIDTHS[0] else 0
+            kind |= WIDEST if top_k > ops.WIDTHS[1] else 0
+        kind |= TOP_P if params.top_p < 1 else 0
+        kind |= MIN_P if params.min_p > 0 else 0
+        return kind
+
+    # --- one class of rows ------------------------------------------------------------------------------------
+
+    def _to_device(self, array: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(array)
+        if self._device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self._device, non_blocking=True)
+
+    def _chunk(self) -> int:
+        return max(1, CHUNK.get(self._device.type, CHUNK["cuda"]) // self._vocab)
+
+    def _parts(self, classes: np.ndarray) -> Iterator[tuple[int, slice]]:
+        """Runs of equal (sorted) classes, cut into chunks."""
+        kinds, starts = np.unique(classes, return_index=True)
+        for kind, start, end in zip(kinds, starts, [*starts[1:], len(classes)], strict=True):
+            for begin in range(start, end, self._chunk()):
+                yield int(kind), slice(begin, min(begin + self._chunk(), end))
+
+    def _take(self, logits: Tensor, rows: Tensor) -> Tensor:
+        """Rows of the logits without padded columns: [R, V]. A view where that costs nothing to find out."""
+        logits = logits[:, : self._vocab]
+        if rows.device.type == "cpu":
+            first, count = int(rows[0]), len(rows)
+            if int(rows[-1]) == first + count - 1 and bool((rows.diff() == 1).all()):
+                return logits[first : first + count]
+        return logits[rows]
+
+    def _draw(
+        self, logits: Tensor, rows: _Rows, kind: int, history: Tensor, num_prompt: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(tokens int64 [R], error bool [R]) of rows of one class; tokens of error rows are arbitrary."""
+        raw = self._take(logits, rows.logits_row)
+        if kind == GREEDY:
+            return ops.greedy(raw)
+        x = ops.to_x(raw, self._vocab)
+        error = torch.zeros(len(rows.slot_host), dtype=torch.bool, device=self._device)
+        if kind & (LISTS | PENALTY):
+            error = ops.broken(x)
+            x = x.clone(memory_format=torch.contiguous_format)
+        if kind & LISTS:
+            self._apply_lists(x, rows, history, num_prompt)
+        if kind & PENALTY:
+            self._apply_penalties(x, rows, history, num_prompt)
+        if kind & GREEDY:
+            tokens, wrong = ops.greedy(x)
+            return tokens, error | wrong
+        x = x / rows.real("temperature").to(x.dtype).unsqueeze(1)
+        error |= ops.broken(x)
+        if self._device.type == "cpu" and bool(error.any()):
+            x.masked_fill_(error.unsqueeze(1), 0.0)
+        return self._sample(x, rows, kind), error
+
+    def _sample(self, x: Tensor, rows: _Rows, kind: int) -> Tensor:
+        """Steps 6 and 7 of rows of one class: [R, V] -> int64 [R]."""
+        noise = rows.noise()
+        if not kind & (TOP_K | TOP_P):
+            return ops.sample_open(x, rows.real("min_p") if kind & MIN_P else None, noise)
+        filters = ops.Filters(
+            top_k=rows.whole("top_k"),
+            top_p=rows.real("top_p"),
+            min_p=rows.real("min_p"),
+            all_top_k=bool(kind & TOP_K),
+        )
+        widths: tuple[int, ...] = ops.WIDTHS[1:] if kind & WIDE else ops.WIDTHS
+        if kind & WIDEST:
+            widths = ()
+        elif self._device.type != "cpu":
+            widths = widths[:1] if kind & TOP_K else ()
+        return ops.sample_filtered(x, filters, noise, widths)
+
+    def _apply_penalties(self, x: Tensor, rows: _Rows, history: Tensor, num_prompt: Tensor) -> None:
+        longest = history.shape[1]
+        if self._device.type == "cpu":
+            longest = int(rows.position.max())
+        penalties = ops.Penalties(
+            repetition=rows.real("repetition_penalty"),
+            frequency=rows.real("frequency_penalty"),
+            presence=rows.real("presence_penalty"),
+        )
+        ops.penalise_(x, penalties, history[rows.slot, :longest], num_prompt[rows.slot], rows.position)
+
+    def _apply_lists(self, x: Tensor, rows: _Rows, history: Tensor, num_prompt: Tensor) -> None:
+        lists = [self._lists[slot] for slot in rows.slot_host]
+        entries = [(row, of) for row, of in enumerate(lists) if of is not None]
+        allowed = [(row, of.allowed) for row, of in entries if of.allowed is not None]
+        if allowed:
+            chosen = np.zeros(len(lists), dtype=bool)
+            chosen[[row for row, _ in allowed]] = True
+            ops.allow_only_(x, self._to_device(chosen), *self._pairs(allowed))
+        banned = self._pairs([(row, of.banned) for row, of in entries])
+        always = torch.ones(len(banned[0]), dtype=torch.bool, device=self._device)
+        stop = self._pairs([(row, of.stop) for row, of in entries])
+        early = rows.position - num_prompt[rows.slot] < rows.whole("min_tokens")
+        masks = [(*banned, always), (*stop, early[stop[0]])]
+        for row, of in entries:
+            if of.words is not None:
+                words = of.words
+                done = ops.completes(
+                    history[rows.slot[row]], rows.position[row], words.prefixes, words.lengths
+                )
+                masks.append((torch.full_like(words.last, row), words.last, done))
+        ops.mask_entries_(x, *(torch.cat(columns) for columns in zip(*masks, strict=True)))
+        bias = self._pairs([(row, of.bias_ids) for row, of in entries])
+        if len(bias[0]):
+            values = np.concatenate([of.bias for _, of in entries])
+            ops.add_bias_(x, *bias, self._to_device(values))
+
+    def _pairs(self, lists: list[tuple[int, np.ndarray]]) -> tuple[Tensor, Tensor]:
+        """(row, id), int64 [N] each, of all ids of (row, ids)."""
+        ids = np.concatenate([ids for _, ids in lists]) if lists else np.empty(0, np.int64)
+        owner = np.repeat([row for row, _ in lists], [len(ids) for _, ids in lists]).astype(np.int64)
+        pairs = self._to_device(np.stack([owner, ids]))
+        return pairs[0], pairs[1]
+
+    # --- logprobs ---------------------------------------------------------------------------------------------
+
+    def _sampled_logprobs(self, logits: Tensor, rows: SampleRows, tokens: Tensor) -> LogprobTensors | None:
+        asked = self._ints[rows.slot_host, INTS.index("logprobs")]
+        entries = np.flatnonzero(asked >= 0)
+        if not len(entries):
+            return None
+        if len(entries) == len(asked):
+            return self._logprobs(logits, rows.logits_row, tokens, entries, asked)
+        index = self._to_device(entries)
+        return self._logprobs(logits, rows.logits_row[index], tokens[index], entries, asked[entries])
+
+    def _prompt_logprobs(self, logits: Tensor, rows: SampleRows, history: Tensor) -> LogprobTensors | None:
+        count = len(rows.prompt_slot_host)
+        if not count:
+            return None
+        # An id outside the vocabulary (a placeholder of media) has no logprob of its own; any valid id stands in.
+        tokens = history[rows.prompt_slot, rows.prompt_position].long().clamp(0, self._vocab - 1)
+        asked = self._ints[rows.prompt_slot_host, INTS.index("prompt_logprobs")].clip(min=0)
+        return self._logprobs(logits, rows.prompt_logits_row, tokens, np.arange(count), asked)
+
+    def _logprobs(
+        self, logits: Tensor, logits_rows: Tensor, tokens: Tensor, entries: np.ndarray, asked: np.ndarray
+    ) -> LogprobTensors:
+        top = int(asked.max())
+        parts = []
+        for begin in range(0, len(entries), self._chunk()):
+            part = slice(begin, begin + self._chunk())
+            untouched = ops.to_x(self._take(logits, logits_rows[part]), self._vocab)
+            made = ops.logprobs_of(untouched, tokens[part], top)
+            parts.append((*made, ops.broken(untouched)))
+        ids, values, rank, error = (torch.cat(column) for column in zip(*parts, strict=True))
+        if (asked < top).any():
+            beyond = torch.arange(1 + top, device=self._device) > self._to_device(asked).unsqueeze(1)
+            ids, values = ids.masked_fill(beyond, -1), values.masked_fill(beyond, ops.NEG_INF)
+        return LogprobTensors(entries=entries, ids=ids, values=values, rank=rank, error=error)

@@ -1,0 +1,252 @@
+"""Who is live and what they hold: the one place where sequences get and give back slots and blocks.
+
+``Book`` has the operations that keep sequences, queues, requests and caches consistent; which of them to do
+when is decided by the planner and by ``commit``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from weft.common.errors import EngineDead
+from weft.config.resolved import KVConfig
+from weft.kv.caches import Caches, make_kinds
+from weft.kv.hashing import HashChain, request_root, salted_root
+from weft.kv.slots import SlotTable
+from weft.scheduler.draft import Row
+from weft.scheduler.queue import SequenceQueue
+from weft.scheduler.sequence import Ended, Held, Running, Sequence, Waiting
+from weft.types.plan import AllocSlot, Op, StepPlan, column
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """The live sequences of one request. The leader computes the prompt; the others wait for it."""
+
+    leader: Sequence
+    members: dict[int, Sequence] = field(default_factory=dict)
+    prompt_computed: bool = False
+    shared: bool = False
+    """Whether it ever had two members: its prompt's blocks are shared, prefix caching or not."""
+
+
+@dataclass(slots=True, eq=False)
+class InFlight:
+    """A plan that has not committed, and the tenancy that each of its rows belongs to."""
+
+    plan: StepPlan
+    rows: list[Row]
+
+
+@dataclass(slots=True)
+class Counts:
+    """Counters since start; names as in HeadStats."""
+
+    steps: int = 0
+    mixed_steps: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    row_errors: int = 0
+
+
+class Book:
+    """All state of a scheduler. Raises ConfigError when the caches cannot hold one sequence."""
+
+    def __init__(self, kv: KVConfig, max_chunk: int) -> None:
+        self.kv = kv
+        self.caches = Caches(make_kinds(kv, max_chunk), kv.max_model_len)
+        self.slots = SlotTable(kv.num_slots)
+        self.live: dict[int, Sequence] = {}
+        self.requests: dict[int, Request] = {}
+        self.waiting = SequenceQueue()
+        self.running = SequenceQueue()
+        self.num_held = 0
+        self.in_flight: deque[InFlight] = deque()
+        self.last_commit = -1
+        self.counts = Counts()
+
+    # ---- arrival and end
+
+    def arrive(self, sequence: Sequence) -> None:
+        """Takes in a new sequence: to the queue, or held until its request's leader has the prompt."""
+        self.live[sequence.id] = sequence
+        request = self.requests.get(sequence.request)
+        if request is None:
+            request = self.requests[sequence.request] = Request(leader=sequence)
+            sequence.lead()
+        else:
+            self._share(request)
+        request.members[sequence.id] = sequence
+        if request.leader is sequence or request.prompt_computed:
+            self.waiting.add(sequence)
+        else:
+            sequence.state = Held()
+            self.num_held += 1
+
+    def end(self, sequence: Sequence, finish: str) -> None:
+        """Ends a live sequence, whatever its state, and frees what it holds."""
+        state = sequence.state
+        sequence.move(Ended(finish))
+        if isinstance(state, Running):
+            self._release(sequence, state)
+        elif isinstance(state, Waiting):
+            self.waiting.remove(sequence)
+        else:
+            self.num_held -= 1
+        del self.live[sequence.id]
+        self._leave(sequence)
+
+    def preempt(self, sequence: Sequence, run: Running) -> None:
+        """Sends a running sequence back to its place in the queue; everything is computed again later."""
+        sequence.move(Waiting())
+        self._release(sequence, run)
+        sequence.preemptions += 1
+        self.counts.preemptions += 1
+        self.waiting.add(sequence)
+
+    # ---- admission
+
+    def lookup(self, sequence: Sequence) -> tuple[list[bytes], int]:
+        """(hashes, length of the prefix that the caches hold) for all known ids. Changes nothing."""
+        hashes = self.hashes(sequence, len(sequence.tokens))
+        limit = sequence.may_skip()
+        return hashes, self.caches.hit(hashes, limit) if hashes and limit else 0
+
+    def admit(
+        self, sequence: Sequence, hashes: list[bytes], num_hit: int, end: int
+    ) -> tuple[Running, list[Op]]:
+        """Gives ``sequence`` a slot, the blocks of its hit and new ones up to ``end``."""
+        self.waiting.remove(sequence)
+        slot, gen = self.slots.take()
+        known = len(sequence.tokens)
+        run = Running(
+            slot=slot,
+            gen=gen,
+            known=known,
+            num_cached=num_hit,
+            num_computed=num_hit,
+            num_scheduled=num_hit,
+            reserved=self.caches.reserved(end),
+        )
+        alloc = AllocSlot(
+            slot=slot,
+            gen=gen,
+            choice=sequence.choice,
+            seed=sequence.seed,
+            params=sequence.params,
+            num_prompt=sequence.num_prompt,
+            num_cached=num_hit,
+            token_ids=column(np.array(sequence.tokens, np.int32)),  # a copy: the array goes on growing
+        )
+        ops: list[Op] = [alloc, *self.caches.acquire(slot, hashes, num_hit, end)]
+        sequence.move(run)
+        self.running.add(sequence)
+        self._count_admission(sequence, known, num_hit)
+        return run, ops
+
+    def guaranteed(self, sequence: Sequence) -> bool:
+        """Whether ``sequence`` and all that run protected could grow to their limits side by side."""
+        lengths = [other.limit for other in self.running if other.protected]
+        return self.caches.guaranteed([*lengths, sequence.limit])
+
+    # ---- prefix sharing
+
+    def hashes(self, sequence: Sequence, upto: int) -> list[bytes]:
+        """Hashes of the blocks below ``upto`` that ``sequence`` may share; empty when it shares none.
+
+        The list may reach further than ``upto``.
+        """
+        caching = self.kv.enable_prefix_caching
+        if not caching and not self.requests[sequence.request].shared:
+            return []
+        if not caching:
+            upto = min(upto, sequence.num_prompt)
+        if sequence.chain is None:
+            root = salted_root(sequence.salt) if caching else request_root(sequence.request, sequence.salt)
+            sequence.chain = HashChain(root, self.kv.block_size)
+        return sequence.chain.grow(sequence.tokens, upto)
+
+    def publish(self, sequence: Sequence, run: Running) -> None:
+        """Lets others find the sequence's full, committed blocks."""
+        hashes = self.hashes(sequence, run.num_computed)
+        if hashes:
+            self.caches.publish(run.slot, run.num_computed, hashes)
+
+    def prompt_computed(self, sequence: Sequence) -> None:
+        """A commit has computed the prompt of ``sequence``: whoever is held for it joins the queue."""
+        request = self.requests[sequence.request]
+        if request.prompt_computed:
+            return
+        request.prompt_computed = True
+        for member in request.members.values():
+            if isinstance(member.state, Held):
+                self._unhold(member)
+
+    # ---- steps
+
+    def launched(self, plan: StepPlan, rows: list[Row]) -> None:
+        """``plan`` is out: its rows' tenancies are named by it, and scheduled as far as it goes."""
+        for row in rows:
+            row.run.num_scheduled += row.count
+            row.run.last_step = plan.step
+        self.in_flight.append(InFlight(plan, rows))
+
+    def committed(self, step: int) -> None:
+        """Everything that waited for ``step`` is free."""
+        self.in_flight.popleft()
+        self.last_commit = step
+        self.caches.committed(step)
+        self.slots.committed(step)
+
+    # ----
+
+    def _release(self, sequence: Sequence, run: Running) -> None:
+        self.running.remove(sequence)
+        self.caches.release(run.slot, run.last_step)
+        self.slots.release(run.slot, run.last_step)
+
+    def _share(self, request: Request) -> None:
+        if request.shared:
+            return
+        request.shared = True
+        for member in request.members.values():
+            if isinstance(member.state, Running):  # what it has computed alone can be shared from now on
+                self.publish(member, member.state)
+
+    def _unhold(self, sequence: Sequence) -> None:
+        sequence.move(Waiting())
+        self.num_held -= 1
+        self.waiting.add(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        request = self.requests[sequence.request]
+        del request.members[sequence.id]
+        if not request.members:
+            del self.requests[sequence.request]
+        elif request.leader is sequence:
+            request.leader = next(iter(request.members.values()))
+            if not request.prompt_computed:
+                request.leader.lead()
+                self._unhold(request.leader)
+
+    def _count_admission(self, sequence: Sequence, known: int, num_hit: int) -> None:
+        if sequence.num_cached < 0:
+            sequence.num_cached = min(num_hit, sequence.num_prompt)
+            self.counts.prompt_tokens += sequence.num_prompt
+        if sequence.chain is not None:
+            self.counts.prefix_queries += known
+            self.counts.prefix_hits += num_hit
+
+    def check_no_leak(self) -> None:
+        """Raises EngineDead unless, with nothing live and nothing in flight, every slot and block is free."""
+        if self.live or self.in_flight:
+            return
+        idle = all(kind.available() == kind.num_blocks for kind in self.caches.kinds)
+        if not idle or self.slots.available() != self.slots.num_slots:
+            raise EngineDead("blocks or slots are held though no sequence is live")

@@ -1,0 +1,167 @@
+"""A sequence, and the states it passes through. A state owns what the sequence holds while it is in it.
+
+Held ──> Waiting ──> Running          Held, Waiting: nothing but the tokens
+  │         │ ^─preempted─╯ │         Running: a slot, and its block tables
+  ╰─────────┴──> Ended <────╯         Ended: nothing, for ever
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+from weft.common.errors import EngineDead
+from weft.kv.hashing import HashChain
+from weft.types.messages import Submit
+from weft.types.sampling import TokenParams
+
+PROTECT_AFTER = 2
+"""Preemptions after which a sequence is admitted only with a guarantee, and never preempted again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Waits until the leader of its request has computed the prompt that both share."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """In the queue, for the first time or again."""
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """One tenancy of a slot, from admission to preemption or end. Compared by identity.
+
+    0 ... num_cached ... num_computed ... num_scheduled ... known        prefill rows, then
+    0 ...................... known ... num_computed ... num_scheduled    decode rows
+    """
+
+    slot: int
+    gen: int
+    known: int
+    """Ids that AllocSlot wrote; the later ones are on the device before they are here."""
+    num_cached: int
+    num_computed: int
+    """By committed steps."""
+    num_scheduled: int
+    """By all steps planned."""
+    reserved: int
+    """How far the block tables reach."""
+    last_step: int = -1
+    """The last plan that names the slot; what the tenancy holds is free when it has committed."""
+
+    @property
+    def prefilling(self) -> bool:
+        return self.num_scheduled < self.known
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Had its one terminal event."""
+
+    finish: str
+
+
+State = Held | Waiting | Running | Ended
+
+TRANSITIONS: dict[type, tuple[type, ...]] = {
+    Held: (Waiting, Ended),
+    Waiting: (Running, Ended),
+    Running: (Waiting, Ended),
+    Ended: (),
+}
+
+
+class Sequence:
+    """One token stream. ``tokens`` is prompt + output, as far as commits (or the client) have told."""
+
+    __slots__ = (
+        "chain",
+        "choice",
+        "delivered",
+        "id",
+        "key",
+        "limit",
+        "num_cached",
+        "num_prompt",
+        "params",
+        "preemptions",
+        "prompt_logprobs",
+        "request",
+        "salt",
+        "seed",
+        "state",
+        "stop_ids",
+        "tokens",
+        "wants_prompt_logprobs",
+    )
+
+    def __init__(self, submit: Submit, tokens: array[int], num_prompt: int, limit: int, arrival: int) -> None:
+        self.id = submit.sequence
+        self.request = submit.request
+        self.choice = submit.choice
+        self.seed = submit.seed
+        self.salt = submit.salt
+        self.params: TokenParams = submit.params
+        self.stop_ids = frozenset(submit.params.stop_ids)  # for membership only
+        self.tokens = tokens
+        self.num_prompt = num_prompt
+        self.limit = limit
+        """Tokens, prompt and output, at which the sequence ends with "length"."""
+        self.key = (submit.priority, arrival)
+        """FCFS order; survives preemption."""
+        self.wants_prompt_logprobs = submit.params.prompt_logprobs >= 0 and len(tokens) == num_prompt
+        """Asked for, and not delivered before the sequence came here."""
+        self.prompt_logprobs = 0
+        """Leading positions whose prompt logprobs this sequence computes (a leader that wants them)."""
+        self.delivered = 0
+        """Of those, how many were sent."""
+        self.chain: HashChain | None = None
+        self.num_cached = -1
+        """Prompt tokens found in the cache at the first admission; -1 before it."""
+        self.preemptions = 0
+        self.state: State = Waiting()
+
+    def move(self, state: State) -> None:
+        """Enters ``state``. Raises EngineDead when the table has no such transition."""
+        if type(state) not in TRANSITIONS[type(self.state)]:
+            raise EngineDead(
+                f"a sequence cannot go from {type(self.state).__name__} to {type(state).__name__}"
+            )
+        self.state = state
+
+    @property
+    def protected(self) -> bool:
+        """Whether it was preempted often enough to be never preempted again."""
+        return self.preemptions >= PROTECT_AFTER
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    def lead(self) -> None:
+        """Makes this the sequence of its request that computes the prompt's logprobs, where wanted."""
+        if self.wants_prompt_logprobs:
+            self.prompt_logprobs = self.num_prompt - 1
+
+    def may_skip(self) -> int:
+        """Leading positions that need no computing if the cache has them; the last known id always does."""
+        most = len(self.tokens) - 1
+        return min(most, self.delivered) if self.delivered < self.prompt_logprobs else most
+
+    def ending(self) -> tuple[str, int | None] | None:
+        """(finish, stop id) when the tokens so far end the sequence."""
+        output = self.num_output
+        if output > self.params.min_tokens and self.tokens[-1] in self.stop_ids:
+            return "stop", self.tokens[-1]
+        if len(self.tokens) >= self.limit:
+            return "length", None
+        return None
+
+    def prefill_logits(self, start: int, end: int) -> tuple[int, int]:
+        """(logits, sample) of a prefill row over ``start .. end - 1``: trailing positions of each."""
+        sample = int(end == len(self.tokens))
+        if self.delivered < self.prompt_logprobs:
+            return max(end - max(start, self.delivered), 0), sample
+        return sample, sample

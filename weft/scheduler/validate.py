@@ -1,0 +1,102 @@
+"""Checks of a Submit against the model, before it changes anything. A front may have sent anything."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable
+
+from weft.common.errors import ContextLength, InvalidRequest
+from weft.types.messages import Submit
+from weft.types.sampling import MAX_TOP_LOGPROBS, SEED_MASK, TokenParams
+
+_U32 = (1 << 32) - 1
+_I64 = (1 << 63) - 1
+
+
+def check_submit(submit: Submit, vocab_size: int, max_model_len: int) -> tuple[array[int], int]:
+    """(prompt + emitted ids, how many are prompt).
+
+    Raises ContextLength when no token fits after the prompt, and InvalidRequest, naming the parameter, for
+    everything else that this model cannot do.
+    """
+    tokens = _ids("prompt", submit.prompt_ids)
+    num_prompt = len(tokens)
+    if not num_prompt:
+        raise InvalidRequest("the prompt is empty", param="prompt")
+    if num_prompt >= max_model_len:
+        raise ContextLength(
+            f"the prompt has {num_prompt} tokens; the context is {max_model_len} tokens, output included: "
+            "shorten the prompt",
+            param="prompt",
+        )
+    emitted = _ids("emitted_ids", submit.emitted_ids)
+    if num_prompt + len(emitted) > max_model_len:
+        raise ContextLength(
+            f"the prompt has {num_prompt} tokens, the output {len(emitted)}; the context is {max_model_len}",
+            param="emitted_ids",
+        )
+    _within("prompt", tokens, vocab_size)
+    _within("emitted_ids", emitted, vocab_size)
+    _integer("seed", submit.seed, 0, SEED_MASK)
+    _integer("choice", submit.choice, 0, _U32)
+    _integer("priority", submit.priority, -_I64, _I64)
+    _check_params(submit.params, vocab_size)
+    return tokens + emitted, num_prompt
+
+
+def _ids(name: str, data: bytes) -> array[int]:
+    if len(data) % 4:
+        raise InvalidRequest(f"{name} is not a whole number of int32 token ids", param=name)
+    return array("i", data)
+
+
+def _within(name: str, ids: Iterable[int], vocab_size: int) -> None:
+    low, high = min(ids, default=0), max(ids, default=0)
+    if low < 0 or high >= vocab_size:
+        wrong = low if low < 0 else high
+        raise InvalidRequest(
+            f"{name} has token id {wrong}; the vocabulary is 0 to {vocab_size - 1}", param=name
+        )
+
+
+def _integer(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise InvalidRequest(f"{name} must be between {low} and {high}", param=name)
+
+
+def _number(name: str, value: float, low: float, high: float) -> None:
+    if not (math.isfinite(value) and low <= value <= high):
+        raise InvalidRequest(f"{name} must be a finite number between {low:g} and {high:g}", param=name)
+
+
+def _check_params(p: TokenParams, vocab_size: int) -> None:
+    for name, low, high in (
+        ("temperature", 0.0, 100.0),
+        ("top_p", 0.0, 1.0),
+        ("min_p", 0.0, 1.0),
+        ("frequency_penalty", -2.0, 2.0),
+        ("presence_penalty", -2.0, 2.0),
+        ("repetition_penalty", 0.0, 100.0),
+    ):
+        _number(name, getattr(p, name), low, high)
+    for name in ("top_p", "repetition_penalty"):
+        if getattr(p, name) <= 0:
+            raise InvalidRequest(f"{name} must be greater than 0", param=name)
+    _integer("top_k", p.top_k, -1, 1 << 31)
+    _integer("max_tokens", p.max_tokens, 1, _I64)
+    _integer("min_tokens", p.min_tokens, 0, p.max_tokens)
+    _integer("logprobs", p.logprobs, -1, MAX_TOP_LOGPROBS)
+    _integer("prompt_logprobs", p.prompt_logprobs, -1, MAX_TOP_LOGPROBS)
+    _within("logit_bias", [token for token, _ in p.logit_bias], vocab_size)
+    for _, bias in p.logit_bias:
+        _number("logit_bias", bias, -100.0, 100.0)
+    if p.allowed is not None:
+        if not p.allowed:
+            raise InvalidRequest("allowed_token_ids must not be empty", param="allowed_token_ids")
+        _within("allowed_token_ids", p.allowed, vocab_size)
+    for word in p.bad:
+        if not word:
+            raise InvalidRequest("bad_words must not hold an empty text", param="bad_words")
+        _within("bad_words", word, vocab_size)
+    _within("stop_token_ids", p.stop_ids, vocab_size)

@@ -1,0 +1,112 @@
+"""What a checkpoint's folder says about text: ``tokenizer.json`` and the small files around it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from weft.common.errors import ConfigError
+
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Special tokens that have a role and a template variable of the same name."""
+
+
+class TextFiles(msgspec.Struct, frozen=True, kw_only=True):
+    """The parsed files of one folder. Missing optional files are empty."""
+
+    tokenizer_json: str
+    config: dict[str, Any]
+    """tokenizer_config.json."""
+    named: dict[str, str]
+    """Role (``NAMED``) to the token's text."""
+    extra: tuple[str, ...]
+    """Further special tokens, without a role."""
+    eos_ids: tuple[int, ...]
+    """From generation_config.json and config.json."""
+    chat_template: str | None
+
+
+def read_text_files(folder: str | Path) -> TextFiles:
+    """Reads a checkpoint's text files. Raises ConfigError when there is no usable ``tokenizer.json``."""
+    root = Path(folder)
+    path = root / "tokenizer.json"
+    if not path.is_file():
+        raise ConfigError(
+            "the tokenizer's folder has no tokenizer.json; convert the tokenizer (save it with a fast Hugging "
+            "Face tokenizer class) or name another folder",
+            param="tokenizer",
+        )
+    config = _read_json(root / "tokenizer_config.json")
+    special = {**config, **_read_json(root / "special_tokens_map.json")}
+    named = {role: text for role in NAMED if (text := _content(special.get(role))) is not None}
+    return TextFiles(
+        tokenizer_json=path.read_text(encoding="utf-8"),
+        config=config,
+        named=named,
+        extra=_extra_tokens(special),
+        eos_ids=_eos_ids(root),
+        chat_template=_chat_template(root, config),
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, or an empty one when the file is missing. Raises ConfigError for anything else."""
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        raise ConfigError(f"{path.name} of the model is not valid JSON") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path.name} of the model must hold a JSON object")
+    return found
+
+
+def _content(token: Any) -> str | None:
+    """A token's text from either of the forms that the files use; None for none."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) and token else None
+
+
+def _extra_tokens(special: dict[str, Any]) -> tuple[str, ...]:
+    found: list[str] = []
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        value = special.get(key) or ()
+        items = value.values() if isinstance(value, dict) else value
+        found.extend(text for item in items if (text := _content(item)) is not None)
+    for entry in (special.get("added_tokens_decoder") or {}).values():
+        text = _content(entry)
+        if text is not None and entry.get("special"):
+            found.append(text)
+    return tuple(dict.fromkeys(found))
+
+
+def _eos_ids(root: Path) -> tuple[int, ...]:
+    found: list[int] = []
+    config = _read_json(root / "config.json")
+    nested = config.get("text_config")
+    sources = [_read_json(root / "generation_config.json"), config]
+    for source in [*sources, nested if isinstance(nested, dict) else {}]:
+        value = source.get("eos_token_id")
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, int) and not isinstance(item, bool) and item >= 0:
+                found.append(item)
+    return tuple(dict.fromkeys(found))
+
+
+def _chat_template(root: Path, config: dict[str, Any]) -> str | None:
+    """The default template: a file of its own wins over the field in tokenizer_config.json."""
+    path = root / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    value = config.get("chat_template")
+    if value is None:
+        value = _read_json(root / "chat_template.json").get("chat_template")
+    if isinstance(value, list):  # named templates: [{"name": ..., "template": ...}]
+        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
+        value = named.get("default")
+    return value if isinstance(value, str) else None

@@ -1,0 +1,138 @@
+"""What one token contributes to text: a tokenizer's decoder, taken apart.
+
+A decoder maps the tokens of a sequence to text. Nearly all of them do it token by token, then join bytes or
+strings; ``read_decoder`` recognises those forms, so that text can grow by one token at constant cost and
+still equal the whole decode. A decoder of any other form is applied to the whole each time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, Literal
+
+import msgspec
+import tokenizers
+from tokenizers import decoders
+
+Join = Literal["level", "fallback", "plain", "whole"]
+"""How pieces become text. level: a UTF-8 byte stream, invalid parts replaced. fallback: strings, and runs of
+single bytes that are text only if the whole run is valid. plain: strings. whole: only the decoder knows."""
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """One token's part. ``first`` is for the first token of a decode, ``rest`` for all others."""
+
+    first: bytes
+    rest: bytes
+    byte: bool = False
+    """A byte token of a byte-fallback vocabulary: ``rest`` is that one byte."""
+
+
+class DecoderForm(msgspec.Struct, frozen=True):
+    """A decoder, recognised."""
+
+    join: Join
+    maps: tuple[Callable[[str, bool], str], ...] = ()
+    """(token text, is first) -> text; applied in order."""
+    strip: str = ""
+    """Character removed from the start of the whole text ..."""
+    strip_count: int = 0
+    """... this many times at most."""
+
+
+_WHOLE = DecoderForm("whole")
+
+
+def read_decoder(tokenizer: tokenizers.Tokenizer) -> DecoderForm:
+    """The form of a tokenizer's decoder."""
+    spec = json.loads(tokenizer.to_str())["decoder"]
+    if spec is None:
+        return DecoderForm("plain", (lambda text, first: text if first else " " + text,))
+    stages = _flatten(spec)
+    maps: list[Callable[[str, bool], str]] = []
+    while stages and (found := _token_map(stages[0])) is not None:
+        maps.append(found)
+        stages = stages[1:]
+    kinds = [stage["type"] for stage in stages]
+    if kinds == ["ByteLevel"]:
+        return DecoderForm("level", tuple(maps))
+    join: Join = "plain"
+    if kinds[:1] == ["ByteFallback"]:
+        join, kinds, stages = "fallback", kinds[1:], stages[1:]
+    if kinds == []:
+        return DecoderForm(join, tuple(maps))
+    if kinds == ["Fuse"]:
+        return DecoderForm(join, tuple(maps))
+    if kinds == ["Fuse", "Strip"] and stages[1]["stop"] == 0:
+        return DecoderForm(join, tuple(maps), stages[1]["content"], stages[1]["start"])
+    return _WHOLE
+
+
+def _flatten(spec: dict[str, Any]) -> list[dict[str, Any]]:
+    if spec["type"] == "Sequence":
+        return [stage for inner in spec["decoders"] for stage in _flatten(inner)]
+    return [spec]
+
+
+def _token_map(spec: dict[str, Any]) -> Callable[[str, bool], str] | None:
+    """The stage as a function of one token, or None if it is not one."""
+    kind = spec["type"]
+    if kind == "Replace" and "String" in spec["pattern"]:
+        old, new = spec["pattern"]["String"], spec["content"]
+        return lambda text, first: text.replace(old, new)
+    if kind == "Metaspace":
+        space, never = spec["replacement"], spec.get("prepend_scheme", "always") == "never"
+        return lambda text, first: text.replace(space, "" if first and not never else " ")
+    if kind == "WordPiece":
+        later = decoders.WordPiece(prefix=spec["prefix"], cleanup=spec["cleanup"])
+        # decoded behind an empty token, a token takes the form it has inside a text
+        return lambda text, first: later.decode([text] if first else ["", text])
+    if kind == "Strip":
+        content, start, stop = spec["content"], spec["start"], spec["stop"]
+        strip = decoders.Strip(content=content, left=start, right=stop)
+        return lambda text, first: strip.decode([text]) if len(text) >= stop else text
+    return None
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Byte-level BPE writes each byte as one printable character: printable Latin-1 as itself, the other
+    bytes, in order, as the characters from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): byte for byte in printable}
+    others = [byte for byte in range(256) if byte not in printable]
+    table.update({chr(0x100 + number): byte for number, byte in enumerate(others)})
+    return table
+
+
+_ALPHABET = _byte_alphabet()
+
+
+def level_bytes(text: str) -> bytes:
+    """The bytes that a token of a byte-level vocabulary stands for; text outside the alphabet as UTF-8."""
+    try:
+        return bytes([_ALPHABET[char] for char in text])
+    except KeyError:
+        return text.encode()
+
+
+def fallback_byte(text: str) -> bytes | None:
+    """The byte that ``<0xE4>`` stands for, or None for any other token."""
+    if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
+        try:
+            return bytes([int(text[3:5], 16)])
+        except ValueError:
+            return None
+    return None
+
+
+def make_piece(form: DecoderForm, text: str) -> Piece:
+    """The piece of a token with this text."""
+    first, rest = text, text
+    for apply in form.maps:
+        first, rest = apply(first, True), apply(rest, False)
+    if form.join == "level":
+        return Piece(level_bytes(first), level_bytes(rest))
+    if form.join == "fallback" and (byte := fallback_byte(rest)) is not None:
+        return Piece(byte, byte, True)
+    return Piece(first.encode(), rest.encode())

@@ -1,0 +1,206 @@
+"""The environment that chat templates run in: sandboxed, with a deadline and caps.
+
+A template comes with a checkpoint, so it is a stranger's code. Jinja's immutable sandbox keeps it from
+Python's internals; this one also bounds what it may spend. Loops, calls, operators, filters, concatenations
+and output are charged to a ``Budget``, and operations that can multiply text are measured before they run.
+What stays unmeasured is the time of one operation on one string that is itself under the cap.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from datetime import datetime
+from typing import Any
+
+from jinja2 import Template, nodes
+from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.ext import Extension
+from jinja2.ext import loopcontrols as LoopControls
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from weft.text import limits
+from weft.text.limits import Budget, TemplateLimit
+
+_REMOVED = ("format", "pprint", "random", "urlize", "xmlattr", "filesizeformat")
+_MAX_SEPARATOR = 16
+
+
+class _Generation(Extension):
+    """``{% generation %}`` marks assistant text for training; here it is transparent."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Dict:
+    """``dict`` for templates, without the class and its attributes."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, keys: Iterable[Any], value: Any = None) -> dict[Any, Any]:
+        return dict.fromkeys(keys, value)
+
+
+class _Namespace(Namespace):
+    """``namespace`` for templates; refuses names that begin with an underscore."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            raise SecurityError("a chat template cannot set attributes that begin with an underscore")
+        super().__setitem__(name, value)
+
+
+class TemplateEnvironment(ImmutableSandboxedEnvironment):
+    """Compiles chat templates as Hugging Face does, with everything charged to the current budget."""
+
+    intercepted_binops = frozenset(["+", "*", "**", "%"])
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, LoopControls])
+        self.filters["tojson"] = _tojson
+        for name in _REMOVED:
+            self.filters.pop(name)
+        self.filters = {name: _charged(name, apply) for name, apply in self.filters.items()}
+        self.filters.update(weft_loop=_loop, weft_concat=_concat, weft_write=_write)
+        self.globals.pop("lipsum")
+        self.globals.update(
+            raise_exception=_raise, strftime_now=_strftime_now, dict=_Dict(), namespace=_Namespace
+        )
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = super()._parse(source, name, filename)
+        _guard(tree)
+        return tree
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+        budget = limits.current()
+        budget.tick()
+        limits.check_counts([*args, *kwargs.values()])
+        limits.check_method(__obj, args)
+        return budget.result(super().call(__context, __obj, *args, **kwargs))
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        limits.current().tick()
+        limits.check_binop(operator, left, right)
+        return super().call_binop(context, operator, left, right)
+
+    def render_limited(self, template: Template, variables: dict[str, Any], budget: Budget) -> str:
+        """The template's text. Raises TemplateLimit, or whatever the template raises."""
+        token = limits.under(budget)
+        try:
+            chunks: list[str] = []
+            length = 0
+            for chunk in template.generate(variables):
+                budget.tick()
+                length += len(chunk)
+                budget.size(length)
+                chunks.append(chunk)
+            return "".join(chunks)
+        finally:
+            limits.over(token)
+
+
+def _guard(node: nodes.Node) -> None:
+    """Puts filters that charge the budget around loops, ``a ~ b`` and written values, in the whole tree."""
+    for field, value in node.iter_fields():
+        if isinstance(value, list):
+            value[:] = [_guarded(item) for item in value]
+        elif isinstance(value, nodes.Node):
+            setattr(node, field, _guarded(value))
+    if isinstance(node, nodes.For):
+        node.iter = _filtered(node.iter, "weft_loop")
+    elif isinstance(node, nodes.Output):
+        node.nodes = [
+            item if isinstance(item, nodes.TemplateData) else _filtered(item, "weft_write")
+            for item in node.nodes
+        ]
+
+
+def _guarded(value: Any) -> Any:
+    if isinstance(value, nodes.Node):
+        _guard(value)
+    if isinstance(value, nodes.Concat):
+        return _filtered(nodes.List(value.nodes, lineno=value.lineno), "weft_concat")
+    return value
+
+
+def _filtered(value: nodes.Expr, name: str) -> nodes.Filter:
+    return nodes.Filter(value, name, [], [], None, None, lineno=value.lineno)
+
+
+def _loop(values: Iterable[Any]) -> Iterator[Any]:
+    budget = limits.current()
+    for value in values:
+        budget.tick()
+        yield value
+
+
+def _concat(parts: list[Any]) -> str:
+    budget = limits.current()
+    budget.tick()
+    texts = [str(part) for part in parts]
+    budget.size(sum(map(len, texts)))
+    return "".join(texts)
+
+
+def _write(value: Any) -> str:
+    text = str(value)
+    limits.current().write(len(text))
+    return text
+
+
+def _charged(name: str, apply: Callable[..., Any]) -> Callable[..., Any]:
+    """A built-in filter that is charged. Keeps the marks by which Jinja passes environment or context."""
+    passes = 1 if getattr(apply, "jinja_pass_arg", None) is not None else 0
+
+    def charged(*args: Any, **kwargs: Any) -> Any:
+        budget = limits.current()
+        budget.tick()
+        own = args[passes:]
+        limits.check_counts([*own[1:], *kwargs.values()])
+        if name == "replace":
+            budget.size(limits.replaced(*own, *kwargs.values()))
+        elif name == "join":
+            own = (list(own[0]), *own[1:])
+            budget.size(limits.joined(own[1] if len(own) > 1 else kwargs.get("d", ""), own[0]))
+        elif name in ("indent", "wordwrap"):
+            extra = [len(value) if isinstance(value, str) else value for value in [*own[1:], *kwargs.values()]]
+            lines = len(str(own[0])) if name == "wordwrap" else str(own[0]).count("\n") + 1
+            budget.size(lines * max([value for value in extra if isinstance(value, int)], default=4))
+        return budget.result(apply(*args[:passes], *own, **kwargs))
+
+    charged.__dict__.update(getattr(apply, "__dict__", {}))
+    return charged
+
+
+def _raise(message: Any) -> None:
+    raise TemplateError(str(message))
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON without HTML escapes."""
+    if any(isinstance(item, str) and len(item) > _MAX_SEPARATOR for item in [indent, *(separators or ())]):
+        raise TemplateLimit("the chat template makes too much text")
+    if isinstance(indent, int) and indent > _MAX_SEPARATOR:
+        raise TemplateLimit("the chat template asks for too large a number")
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)

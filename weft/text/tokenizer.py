@@ -1,0 +1,144 @@
+"""A checkpoint's tokenizer: text to ids and back.
+
+Text from outside never becomes a special token (see ``private``); beginning- and end-of-sequence tokens come
+from the post-processor alone, as the checkpoint's tokenizer defines it. Thread-safe.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import tokenizers
+from tokenizers import AddedToken, processors
+
+from weft.common.errors import ConfigError, InvalidRequest
+from weft.text.files import TextFiles, read_text_files
+from weft.text.pieces import DecoderForm, Piece, make_piece, read_decoder
+from weft.text.private import build_private
+
+
+class Tokenizer:
+    """Encodes and decodes. Made by ``load``."""
+
+    def __init__(self, files: TextFiles) -> None:
+        try:
+            self._public = tokenizers.Tokenizer.from_str(files.tokenizer_json)
+        except Exception as error:  # the library raises bare Exception
+            raise ConfigError(f"the model's tokenizer.json cannot be read: {error}", param="tokenizer") from None
+        self.files = files
+        _add_named(self._public, files)
+        _set_post_processor(self._public, files)
+        added = self._public.get_added_tokens_decoder()
+        self.special: dict[str, int] = {token.content: number for number, token in added.items() if token.special}
+        """Text of each special token, to its id."""
+        self._special_ids = frozenset(self.special.values())
+        self._private, self._names = build_private(self._public, self.special)
+        self.form: DecoderForm = read_decoder(self._public)
+        self._pieces: dict[int, Piece | None] = {}
+        longest_first = sorted(self.special, key=lambda text: (-len(text), text))
+        self._special_pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+        vocab = self._public.get_vocab(with_added_tokens=True)
+        self.vocab_size: int = 1 + max(vocab.values(), default=-1)
+        """Every id of this tokenizer is below it. The model's vocabulary may be larger or smaller."""
+        eos = self.special.get(files.named.get("eos_token", ""))
+        self.eos_id: int | None = eos
+        self.eos_ids: tuple[int, ...] = tuple(sorted({*files.eos_ids, *([] if eos is None else [eos])}))
+        """Ends of sequence that the tokenizer, the generation config and the model config name."""
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Tokenizer:
+        """Reads a checkpoint's tokenizer. Raises ConfigError when it has none that can be used."""
+        return cls(read_text_files(folder))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
+        """Ids of ``text``.
+
+        ``add_special_tokens`` adds what the tokenizer's post-processor adds (a beginning-of-sequence token,
+        in most families that have one). ``parse_special`` lets text that spells a special token become it:
+        for text made here, never for text from a client. Raises InvalidRequest for lone surrogates.
+        """
+        if parse_special and self._special_pattern is not None:
+            text = self._special_pattern.sub(lambda match: self._names[match[0]], text)
+        return self.encode_private(text, add_special_tokens=add_special_tokens)
+
+    def encode_private(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Ids of text in which special tokens are written by their private names."""
+        check_text(text)
+        ids: list[int] = self._private.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def private_name(self, special: str) -> str:
+        """What ``encode_private`` reads as this special token. Never shown to anybody. Raises KeyError."""
+        return self._names[special]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of ``ids``; ids that the tokenizer does not know give nothing, invalid UTF-8 gives U+FFFD."""
+        text: str = self._public.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def is_special(self, token: int) -> bool:
+        """Whether ``skip_special_tokens`` drops this id."""
+        return token in self._special_ids
+
+    def piece(self, token: int) -> Piece | None:
+        """What a token contributes to text; None for an id the tokenizer does not know. Kept once made."""
+        try:
+            return self._pieces[token]
+        except KeyError:
+            text = self._public.id_to_token(token)
+            found = None if text is None else make_piece(self.form, text)
+            self._pieces[token] = found
+            return found
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of one token as it stands inside a text; a special token's are its name."""
+        piece = self.piece(token)
+        return b"" if piece is None else piece.rest
+
+    def token_text(self, token: int) -> str:
+        """The text of one token; incomplete UTF-8 shows as U+FFFD."""
+        return self.token_bytes(token).decode("utf-8", "replace")
+
+
+def check_text(text: str, param: str | None = None) -> None:
+    """Raises InvalidRequest for a string that is not Unicode text (lone surrogates)."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest("the text holds a lone surrogate, which is not valid Unicode", param=param) from None
+
+
+def _add_named(tokenizer: tokenizers.Tokenizer, files: TextFiles) -> None:
+    """Marks the tokens that the configuration calls special, where tokenizer.json does not.
+
+    Tokens that the vocabulary does not have are left out: no model row belongs to them.
+    """
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
+    names = [*files.named.values(), *files.extra]
+    names += [text for number in files.eos_ids if (text := tokenizer.id_to_token(number)) is not None]
+    missing = [text for text in dict.fromkeys(names) if text not in known and tokenizer.token_to_id(text) is not None]
+    if missing:
+        tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in missing])
+
+
+def _set_post_processor(tokenizer: tokenizers.Tokenizer, files: TextFiles) -> None:
+    """Applies ``add_bos_token`` / ``add_eos_token`` of tokenizer_config.json, which replace what
+    tokenizer.json does, when the configuration has either of them."""
+    if "add_bos_token" not in files.config and "add_eos_token" not in files.config:
+        return
+    around: dict[str, tuple[str, int] | None] = {}
+    for role in ("bos", "eos"):
+        text = files.named.get(f"{role}_token")
+        number = None if text is None else tokenizer.token_to_id(text)
+        wanted = bool(files.config.get(f"add_{role}_token"))
+        around[role] = (text, number) if wanted and text is not None and number is not None else None
+    parts = ["$A:0"]
+    if around["bos"]:
+        parts.insert(0, "begin:0")
+    if around["eos"]:
+        parts.append("end:0")
+    special = [{"id": name, "ids": [found[1]], "tokens": [found[0]]} for name, found in
+               (("begin", around["bos"]), ("end", around["eos"])) if found]
+    tokenizer.post_processor = processors.TemplateProcessing(single=" ".join(parts), special_tokens=special)
