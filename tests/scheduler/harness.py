@@ -7,6 +7,7 @@ ops alone, and fails an assertion as soon as a plan breaks its contract.
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -313,6 +314,7 @@ class Told:
     finish: str | None = None
     stop_id: int | None = None
     num_cached: int = 0
+    error: ErrorInfo | None = None
     aborted: bool = False
 
 
@@ -330,6 +332,7 @@ class Rig:
         self.in_flight: deque[tuple[StepPlan, StepResult]] = deque()
         self.told: dict[int, Told] = {}
         self.plans: list[StepPlan] = []
+        self.most_preempted = 0
 
     def submit(self, request: Submit) -> None:
         events = self.scheduler.add(request, 0.0)
@@ -344,6 +347,8 @@ class Rig:
 
     def plan(self) -> StepPlan | None:
         plan = self.scheduler.plan(0.0)
+        for sequence in self.scheduler._book.live.values():
+            self.most_preempted = max(self.most_preempted, sequence.preemptions)
         if plan is None:
             return None
         self._check_shape(plan)
@@ -384,6 +389,7 @@ class Rig:
                 told.prompt_logprob_ids += event.prompt_logprobs.arrays()[0].tolist()
             told.finish, told.stop_id = event.finish, event.stop_id
             told.num_cached = event.num_cached
+            told.error = event.error
 
     def check_told(self) -> None:
         """Everyone heard one end, and the tokens they would have got alone."""
@@ -397,7 +403,13 @@ class Rig:
             assert told.tokens == tokens
             assert told.finish == finish
             assert (told.stop_id is not None) == (finish == "stop")
+            assert told.error == (ROW_ERROR if finish == "error" else None)
             params = told.request.params
+            prompt = ids_from_bytes(told.request.prompt_ids).tolist()
+            whole = params.prompt_logprobs >= 0 and told.request.choice == 0 and not told.request.emitted_ids
+            got = [ids[0] for ids in told.prompt_logprob_ids]
+            assert got == (prompt[1:] if whole and (tokens or finish != "error") else got[:0])
+            assert all(len(ids) == 1 + params.prompt_logprobs for ids in told.prompt_logprob_ids)
             if params.logprobs >= 0:
                 assert [ids[0] for ids in told.logprob_ids] == tokens
                 assert all(len(ids) == 1 + params.logprobs for ids in told.logprob_ids)
@@ -405,12 +417,40 @@ class Rig:
                 assert not told.logprob_ids
 
     def check_idle(self) -> None:
-        """Nothing is held by anyone."""
+        """Nothing is held by anyone, and nobody was preempted often."""
+        assert self.most_preempted <= 3
         assert not self.scheduler.has_work()
         stats = self.scheduler.stats()
         assert stats.free_blocks == tuple(pool.num_blocks for pool in self.kv.pools)
         assert stats.free_slots == self.kv.num_slots
         assert (stats.running, stats.waiting, stats.kv_usage) == (0, 0, 0.0)
+
+    def audit(self) -> None:
+        """Every block and slot is in exactly one place, and the pool's counts agree with the tables."""
+        book = self.scheduler._book
+        for kind in book.caches.kinds:
+            pool = kind._pool  # type: ignore[attr-defined]
+            held: dict[int, int] = {}
+            tables = [table.blocks[table.live :] for table in kind._tables.values()]  # type: ignore[attr-defined]
+            for blocks in [*tables, *pool._pending.values()]:
+                for block in blocks:
+                    held[block] = held.get(block, 0) + 1
+            assert 0 not in held
+            places = [*pool._free, *pool._cached, *held]
+            assert sorted(places) == list(range(1, pool.num_blocks + 1))
+            assert all(pool._references[block] == held.get(block, 0) for block in places)
+            assert {pool._index[key] for key in pool._index} == {b for b in places if pool._key[b]}
+            assert all(pool._key[block] is not None for block in pool._cached)
+        slots = book.slots
+        taken = [s.state.slot for s in book.running]  # type: ignore[union-attr]
+        pending = [slot for due in slots._pending.values() for slot in due]
+        assert sorted([*slots._free, *taken, *pending]) == list(range(slots.num_slots))
+        states = [type(s.state).__name__ for s in book.live.values()]
+        assert len(book.running) == states.count("Running")
+        assert len(book.waiting) == states.count("Waiting")
+        assert book.num_held == states.count("Held")
+        members = [i for request in book.requests.values() for i in request.members]
+        assert sorted(members) == sorted(book.live)
 
     def _check_shape(self, plan: StepPlan) -> None:
         section = self.section
@@ -420,3 +460,72 @@ class Rig:
             assert plan.prefill.count.max() <= section.long_prefill_token_threshold
         if section.step_policy == "exclusive":
             assert not (plan.prefill.rows and plan.decode.rows)
+
+
+def random_submits(rng: random.Random, first: int, request: int, bases: list[list[int]]) -> list[Submit]:
+    """One request of 1 to 3 choices; its prompt may share a prefix with others."""
+    prompt = rng.choice(bases)[: rng.randint(1, 40)] + [rng.randrange(VOCAB)] * rng.randint(0, 3)
+    most = rng.randint(1, 20)
+    emitted = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 4))] if rng.random() < 0.1 else []
+    return [
+        submit(
+            first + choice,
+            prompt,
+            request=request,
+            choice=choice,
+            seed=rng.choice([1, 2, BAD_SEED]),
+            emitted=emitted,
+            priority=rng.choice([0, 0, 0, 1]),
+            salt=rng.choice(["", "", "x"]),
+            max_tokens=most,
+            min_tokens=rng.randint(0, most),
+            stop_ids=tuple(sorted(rng.sample(range(VOCAB), 2))),
+            logprobs=rng.choice([-1, 0, 2]),
+            prompt_logprobs=rng.choice([-1, -1, 1]),
+        )
+        for choice in range(rng.choice([1, 1, 2, 3]))
+    ]
+
+
+def random_rig(rng: random.Random, depth: int) -> Rig:
+    """A rig with small pools of random kinds."""
+    window = rng.choice([None, None, 1, 3, 6, 9])
+    kv = kv_config(
+        blocks=rng.choice([12, 18, 64]),
+        window=window,
+        window_blocks=rng.choice([4, 6, 18, 64]),
+        window_block=rng.choice([4, 8]),
+        full=window is None or rng.random() < 0.7,
+        caching=rng.random() < 0.6,
+        slots=rng.choice([4, 12]),
+    )
+    return Rig(
+        kv,
+        depth,
+        step_policy=rng.choice(["mixed", "exclusive"]),
+        long_prefill_token_threshold=rng.choice([0, 1, 3, 7]),
+        max_num_seqs=rng.choice([1, 3, 8]),
+    )
+
+
+def random_run(seed: int, depth: int) -> Rig:
+    """A random load to its end, with everything checked."""
+    rng = random.Random(seed)
+    rig = random_rig(rng, depth)
+    bases = [[rng.randrange(VOCAB) for _ in range(40)] for _ in range(2)]
+    request = 0
+    for _ in range(150):
+        if rng.random() < 0.3 and len(rig.told) < 40:
+            for one in random_submits(rng, len(rig.told), request, bases):
+                rig.submit(one)
+            request += 1
+        if rng.random() < 0.05 and rig.told:
+            rig.finish(rng.randrange(len(rig.told)))
+        if rng.random() < 0.5 and len(rig.in_flight) < depth:
+            rig.plan()
+        elif rig.in_flight:
+            rig.commit()
+    rig.drain()
+    rig.check_told()
+    rig.check_idle()
+    return rig

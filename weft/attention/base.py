@@ -32,7 +32,7 @@ class SegmentInput:
     host_counts: np.ndarray
     """int32 [R]: tokens of each row."""
     host_starts: np.ndarray
-    """int32 [R]: upper bound of the context before the row's tokens; exact unless verify rows are in flight."""
+    """int32 [R]: upper bound of the context before the row's tokens; exact if no verify row is in flight."""
     q_offsets: Tensor
     """int32 [R + 1]: row r's tokens are ``q_offsets[r] .. q_offsets[r + 1]`` of the segment."""
     starts: Tensor

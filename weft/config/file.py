@@ -37,7 +37,8 @@ def _pairs(path: Path, name: str) -> list[tuple[str, Any]]:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         loaded = yaml.safe_load(text)
     except OSError as error:
-        raise ConfigError(f"--config {name}: {error.strerror or 'cannot be read'}", param="--config") from error
+        why = error.strerror or "cannot be read"
+        raise ConfigError(f"--config {name}: {why}", param="--config") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         problem = getattr(error, "problem", None) or "not UTF-8 text"
         mark = getattr(error, "problem_mark", None)
@@ -46,7 +47,7 @@ def _pairs(path: Path, name: str) -> list[tuple[str, Any]]:
     if root is None:
         return []
     if not isinstance(root, yaml.MappingNode) or not isinstance(loaded, dict):
-        raise ConfigError(f"--config {name} must hold a flat mapping, e.g. max-num-seqs: 16", param="--config")
+        raise ConfigError(f"--config {name} must be a flat mapping, e.g. max-num-seqs: 16", param="--config")
     seen: set[str] = set()
     for node, _ in root.value:
         key = str(getattr(node, "value", ""))

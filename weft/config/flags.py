@@ -11,7 +11,7 @@ import difflib
 import math
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -144,7 +144,7 @@ class Setting:
             raise self._refused(value, label)
         return found
 
-    def _number(self, value: Any, of: type[int] | type[float]) -> float | None:
+    def _number(self, value: Any, of: Callable[[Any], float]) -> float | None:
         """``value`` as a number in range, or None."""
         allowed: tuple[type, ...] = (str, int) if of is int else (str, int, float)
         if isinstance(value, bool) or not isinstance(value, allowed):
@@ -200,7 +200,7 @@ def _setting(section: str, found: inspect.Field) -> Setting:
     words: list[str | int] = []
     for member in members:
         if isinstance(member, inspect.LiteralType):
-            words += member.values
+            words += [value for value in member.values if value is not None]
             facts.setdefault("kind", "choice")
         elif isinstance(member, inspect.BoolType):
             facts["kind"] = "bool"

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import importlib.metadata
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
-from weft.common.errors import NotFound, Overloaded
+from weft.common.errors import NotFound, Overloaded, Unavailable
 from weft.config.resolved import EngineConfig
 from weft.config.sections import FrontSection
 from weft.front.head_client import HeadClient, Process
 from weft.front.lifecycle import Lifecycle
 from weft.front.metrics import Metrics
 from weft.front.protocol import printable
+from weft.front.responses import ModelCard
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -22,3 +25,66 @@ T = TypeVar("T")
 TEXT_THREADS = 2
 TEXT_QUEUE = 1024
 """Requests that may wait for a text thread; beyond it they get 429."""
+
+
+@functools.cache
+def package_version() -> str:
+    """The installed package's version."""
+    try:
+        return importlib.metadata.version("weft")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+class Front:
+    """Everything that lives as long as the process. Used from one event loop."""
+
+    def __init__(self, config: EngineConfig, section: FrontSection, endpoint: str, head: Process) -> None:
+        self.config = config
+        self.section = section
+        self.names = config.served_names
+        self.created = int(time.time())
+        self.client = HeadClient(endpoint, head, section.engine_timeout)
+        self.metrics = Metrics(self.names[0], self.client)
+        self.lifecycle = Lifecycle(config.scheduler.max_num_seqs + config.scheduler.max_queued_requests)
+        self._pool = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="weft-text")
+        self._pooled = 0
+        self._text: TextSide | None = None
+
+    async def start(self) -> None:
+        """Loads the text side while the head loads its model. Raises ConfigError or WeftError."""
+        loop = asyncio.get_running_loop()
+        self._text = await loop.run_in_executor(self._pool, TextSide.load, self.config, self.section)
+        await self.client.start()
+
+    async def close(self) -> None:
+        """Ends the link; every request that is still open fails."""
+        await self.client.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def text(self) -> TextSide:
+        if self._text is None:
+            raise Unavailable("the server is still starting")
+        return self._text
+
+    async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Runs text work off the event loop. Raises Overloaded when too much of it waits."""
+        if self._pooled >= TEXT_QUEUE:
+            raise Overloaded("too many requests wait to be read; try again later")
+        self._pooled += 1
+        try:
+            work = functools.partial(function, *args, **kwargs)
+            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        finally:
+            self._pooled -= 1
+
+    def check_model(self, name: str) -> None:
+        """Raises NotFound unless ``name`` is served."""
+        if name not in self.names:
+            shown = printable(name, 64)
+            raise NotFound(f"the model {shown} does not exist here", param="model", code="model_not_found")
+
+    def card(self, name: str) -> ModelCard:
+        """A served model, as /v1/models shows it."""
+        return ModelCard(id=name, created=self.created, max_model_len=self.config.kv.max_model_len)

@@ -29,6 +29,7 @@ class Caches:
 
     def __init__(self, kinds: tuple[CacheKind, ...], max_model_len: int) -> None:
         self.kinds = kinds
+        self._sliding = tuple(kind for kind in kinds if kind.slides)
         for kind in kinds:
             least = kind.least(max_model_len)
             if kind.num_blocks < least:
@@ -86,7 +87,7 @@ class Caches:
 
     def slide(self, slot: int, committed: int, after_step: int) -> None:
         """``CacheKind.slide`` of each kind."""
-        for kind in self.kinds:
+        for kind in self._sliding:
             kind.slide(slot, committed, after_step)
 
     def release(self, slot: int, after_step: int) -> None:

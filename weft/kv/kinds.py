@@ -27,6 +27,8 @@ class CacheKind(Protocol):
 
     block_size: int
     num_blocks: int
+    slides: bool
+    """Whether ``slide`` may ever give anything up."""
 
     def available(self) -> int:
         """Blocks that can be taken now."""
@@ -83,6 +85,8 @@ class _Table:
 
 class FullKind:
     """Every position attends to all before it: blocks are held from admission to release."""
+
+    slides = False
 
     def __init__(self, number: int, spec: PoolSpec, base_block: int) -> None:
         if spec.block_size % base_block:
@@ -182,6 +186,8 @@ class WindowKind(FullKind):
     So a prefix hit needs only the blocks inside the window at its end, and a sequence of any length passes
     through a pool that holds the window and one chunk (or even the window alone: ``cut`` makes chunks fit).
     """
+
+    slides = True
 
     def __init__(self, number: int, spec: PoolSpec, base_block: int, max_chunk: int) -> None:
         super().__init__(number, spec, base_block)

@@ -6,7 +6,7 @@ import importlib
 import importlib.metadata
 import os
 import sys
-from typing import Any
+from typing import NoReturn
 
 import click
 
@@ -32,7 +32,7 @@ def version() -> str:
 
 
 class _Weft(click.Group):
-    """Imports commands lazily, suggests the nearest one, and makes errors one line and a status."""
+    """Imports commands lazily and suggests the nearest one."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -52,29 +52,31 @@ class _Weft(click.Group):
             raise click.UsageError(f"no such command {name!r}.{suggest(name, _COMMANDS)}", ctx)
         return super().resolve_command(ctx, args)
 
-    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
-        """Runs the command line; standalone it ends the process, with 2 for usage and config errors."""
-        if not standalone_mode:
-            return super().main(*args, standalone_mode=False, **extra)
-        try:
-            status = super().main(*args, standalone_mode=False, **extra)
-        except WeftError as error:
-            click.echo(f"weft: {error.message}", err=True)
-            status = 2
-        except click.ClickException as error:
-            click.echo(f"weft: {error.format_message()}", err=True)
-            status = error.exit_code
-        except click.Abort:
-            click.echo("weft: interrupted", err=True)
-            status = 130
-        except BrokenPipeError:
-            # The reader of our output left, e.g. `head`; nothing more can be written.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            status = 1
-        sys.exit(status if isinstance(status, int) else 0)
-
 
 @click.group(cls=_Weft, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(version(), prog_name="weft")
-def main() -> None:
+def cli() -> None:
     """Serve and run large language models."""
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Runs a command line (this process's by default) and ends the process.
+
+    The status is the command's, or 2 after a usage or configuration error, which is one line on stderr.
+    """
+    try:
+        status = cli.main(arguments, prog_name="weft", standalone_mode=False)
+    except WeftError as error:
+        click.echo(f"weft: {error.message}", err=True)
+        status = 2
+    except click.ClickException as error:
+        click.echo(f"weft: {error.format_message()}", err=True)
+        status = error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("weft: interrupted", err=True)
+        status = 130
+    except BrokenPipeError:
+        # The reader of our output left, e.g. `head`; nothing more can be written.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
+    sys.exit(status if isinstance(status, int) else 0)

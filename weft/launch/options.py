@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -13,6 +13,11 @@ from weft.config.file import read_values
 from weft.config.flags import SETTINGS, Setting, from_values
 from weft.config.sections import Config
 
+if TYPE_CHECKING:
+    _ParamType = click.ParamType[Any]
+else:  # generic for type checkers only in the older versions of click that are allowed
+    _ParamType = click.ParamType
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 ENGINE = ("model", "cache", "scheduler", "runner")
@@ -20,7 +25,7 @@ ENGINE = ("model", "cache", "scheduler", "runner")
 ALL = (*ENGINE, "front")
 
 
-class SettingType(click.ParamType):
+class SettingType(_ParamType):
     """A click type that converts and checks as the setting says."""
 
     def __init__(self, setting: Setting) -> None:

@@ -18,7 +18,7 @@ from weft.common.errors import ConfigError, WeftError
 from weft.config import hub
 from weft.config.memory import blocks_for_one
 from weft.config.resolve import resolve
-from weft.config.resolved import EngineConfig, KVConfig
+from weft.config.resolved import EngineConfig, PoolSpec
 from weft.config.sections import Config
 from weft.engine.core import EngineCore
 from weft.eval.gsm_mini import test_set
@@ -102,16 +102,16 @@ def against_self(config: Config, count: int, tokens: int, say: Say) -> bool:
 
 def variants(base: EngineConfig, prompts: Prompts, tokens: int) -> list[Variant]:
     """Alone first, then the ways that must not differ from it."""
-    longest = max(map(len, prompts)) + tokens
     one = _with(base, steps_in_flight=1)
     chunked = _with(base, steps_in_flight=1, long_prefill_token_threshold=7)
     two = _with(base, steps_in_flight=2, long_prefill_token_threshold=7)
+    whole = _with(base, steps_in_flight=2, long_prefill_token_threshold=0)
     return [
         Variant("alone", one, False),
         Variant("batched", one, True),
         Variant("chunks of 7", chunked, True),
         Variant("two steps in flight", two, True),
-        Variant("preempted", _small_pools(two, longest), True),
+        Variant("preempted", _small_pools(whole, prompts, tokens), True),
     ]
 
 
@@ -121,13 +121,18 @@ def _with(config: EngineConfig, **changes: Any) -> EngineConfig:
     return msgspec.structs.replace(config, scheduler=scheduler, kv=kv)
 
 
-def _small_pools(config: EngineConfig, longest: int) -> EngineConfig:
-    """Pools of one and a half sequences, so that running several preempts."""
-    kv: KVConfig = config.kv
+def _small_pools(config: EngineConfig, prompts: Prompts, tokens: int) -> EngineConfig:
+    """Pools that hold every prompt, or the longest sequence, but not what all of them grow to."""
+    kv = config.kv
+    longest = max(map(len, prompts)) + tokens
     pools = []
     for pool in kv.pools:
-        one = blocks_for_one(pool.cache, pool.block_size, longest, config.scheduler)
-        pools.append(msgspec.structs.replace(pool, num_blocks=one + one // 2))
+
+        def blocks(length: int, pool: PoolSpec = pool) -> int:
+            return blocks_for_one(pool.cache, pool.block_size, length, config.scheduler)
+
+        most = max(blocks(longest), sum(blocks(len(prompt) + 1) for prompt in prompts))
+        pools.append(msgspec.structs.replace(pool, num_blocks=min(most, pool.num_blocks)))
     small = msgspec.structs.replace(kv, pools=tuple(pools), max_model_len=longest)
     return msgspec.structs.replace(config, kv=small)
 

@@ -24,7 +24,7 @@ from weft.types.sampling import TokenParams
 
 Tensor = torch.Tensor
 
-CHUNK = {"cpu": 1 << 21, "cuda": 1 << 26}
+CHUNK = {"cpu": 1 << 21, "cuda": 1 << 24}
 """Logits worked on at a time (rows * vocabulary), which bounds the memory of a step of many rows."""
 
 FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
@@ -258,7 +258,8 @@ class Sampler:
     def _parts(self, classes: np.ndarray) -> Iterator[tuple[int, slice]]:
         """Runs of equal (sorted) classes, cut into chunks."""
         kinds, starts = np.unique(classes, return_index=True)
-        for kind, start, end in zip(kinds, starts, [*starts[1:], len(classes)], strict=True):
+        ends = np.append(starts, len(classes))[1:]
+        for kind, start, end in zip(kinds, starts, ends, strict=True):
             for begin in range(start, end, self._chunk()):
                 yield int(kind), slice(begin, min(begin + self._chunk(), end))
 

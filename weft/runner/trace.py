@@ -23,7 +23,7 @@ class StepTrace:
 
     def __init__(self, path: str) -> None:
         try:
-            self._file: TextIO | None = Path(path).open("w", encoding="utf-8")
+            self._file: TextIO | None = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 (closed by close)
         except OSError as error:
             raise ConfigError(f"--trace: cannot write that file ({error.strerror})", param="trace") from None
         self._file.write("[")

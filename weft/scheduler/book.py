@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from weft.common.errors import EngineDead
 from weft.config.resolved import KVConfig
 from weft.kv.caches import Caches, make_kinds
 from weft.kv.hashing import HashChain, request_root, salted_root
@@ -79,7 +78,6 @@ class Book:
         request = self.requests.get(sequence.request)
         if request is None:
             request = self.requests[sequence.request] = Request(leader=sequence)
-            sequence.lead()
         else:
             self._share(request)
         request.members[sequence.id] = sequence
@@ -232,7 +230,6 @@ class Book:
         elif request.leader is sequence:
             request.leader = next(iter(request.members.values()))
             if not request.prompt_computed:
-                request.leader.lead()
                 self._unhold(request.leader)
 
     def _count_admission(self, sequence: Sequence, known: int, num_hit: int) -> None:
@@ -242,11 +239,3 @@ class Book:
         if sequence.chain is not None:
             self.counts.prefix_queries += known
             self.counts.prefix_hits += num_hit
-
-    def check_no_leak(self) -> None:
-        """Raises EngineDead unless, with nothing live and nothing in flight, every slot and block is free."""
-        if self.live or self.in_flight:
-            return
-        idle = all(kind.available() == kind.num_blocks for kind in self.caches.kinds)
-        if not idle or self.slots.available() != self.slots.num_slots:
-            raise EngineDead("blocks or slots are held though no sequence is live")

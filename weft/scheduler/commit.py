@@ -32,11 +32,11 @@ class _Answers:
         begin = self._offsets[index]
         return self._tokens[begin : begin + self._accepted[index] + 1]
 
-    def logprobs(self, index: int, count: int, top: int) -> LogprobColumns | None:
+    def logprobs(self, index: int, count: int, top: int) -> LogprobColumns:
         """Of the row's first ``count`` sampled tokens."""
         return _columns(self._logprobs, index, count, top)
 
-    def prompt_logprobs(self, index: int, count: int, top: int) -> LogprobColumns | None:
+    def prompt_logprobs(self, index: int, count: int, top: int) -> LogprobColumns:
         """Of the row's ``count`` prompt positions."""
         return _columns(self._prompt_logprobs, index, count, top)
 
@@ -105,7 +105,7 @@ def _advance(book: Book, row: Row, num_computed: int) -> None:
     before, run.num_computed = run.num_computed, num_computed
     if num_computed // block > before // block:
         book.publish(sequence, run)
-    if num_computed >= sequence.num_prompt > before:
+    if num_computed >= sequence.num_prompt and before < run.known:
         book.prompt_computed(sequence)
     book.caches.slide(run.slot, num_computed, run.last_step)
 
@@ -124,17 +124,14 @@ def _deliver_prompt_logprobs(row: Row, answers: _Answers, index: int) -> Logprob
     sequence, count = row.sequence, row.logits - row.sample
     if count <= 0:
         return None
-    piece = answers.prompt_logprobs(index, count, sequence.params.prompt_logprobs)
-    if piece is None:
-        raise EngineDead("a step's result lacks the prompt logprobs that its plan asked for")
     sequence.delivered += count
-    return piece
+    return answers.prompt_logprobs(index, count, sequence.params.prompt_logprobs)
 
 
-def _columns(rows: LogprobRows | None, index: int, count: int, top: int) -> LogprobColumns | None:
+def _columns(rows: LogprobRows | None, index: int, count: int, top: int) -> LogprobColumns:
     """The first ``count`` entries of row ``index``, cut to ``1 + top`` columns."""
-    if rows is None:
-        return None
+    if rows is None or rows.ids.shape[1] <= top:
+        raise EngineDead("a step's result lacks logprobs that its sequences asked for")
     begin = int(rows.offsets[index])
     part = slice(begin, begin + count)
     ids, values = rows.ids[part, : top + 1], rows.values[part, : top + 1]

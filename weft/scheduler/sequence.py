@@ -94,7 +94,6 @@ class Sequence:
         "state",
         "stop_ids",
         "tokens",
-        "wants_prompt_logprobs",
     )
 
     def __init__(self, submit: Submit, tokens: array[int], num_prompt: int, limit: int, arrival: int) -> None:
@@ -111,10 +110,10 @@ class Sequence:
         """Tokens, prompt and output, at which the sequence ends with "length"."""
         self.key = (submit.priority, arrival)
         """FCFS order; survives preemption."""
-        self.wants_prompt_logprobs = submit.params.prompt_logprobs >= 0 and len(tokens) == num_prompt
-        """Asked for, and not delivered before the sequence came here."""
-        self.prompt_logprobs = 0
-        """Leading positions whose prompt logprobs this sequence computes (a leader that wants them)."""
+        wanted = submit.params.prompt_logprobs >= 0 and submit.choice == 0 and len(tokens) == num_prompt
+        self.prompt_logprobs = num_prompt - 1 if wanted else 0
+        """Leading positions whose prompt logprobs this sequence computes. Only choice 0 does; with output
+        emitted already they were delivered before."""
         self.delivered = 0
         """Of those, how many were sent."""
         self.chain: HashChain | None = None
@@ -139,11 +138,6 @@ class Sequence:
     @property
     def num_output(self) -> int:
         return len(self.tokens) - self.num_prompt
-
-    def lead(self) -> None:
-        """Makes this the sequence of its request that computes the prompt's logprobs, where wanted."""
-        if self.wants_prompt_logprobs:
-            self.prompt_logprobs = self.num_prompt - 1
 
     def may_skip(self) -> int:
         """Leading positions that need no computing if the cache has them; the last known id always does."""

@@ -24,20 +24,30 @@ from typing import Any
 import msgspec
 
 from weft.common.errors import InvalidRequest
-from weft.text.limits import Budget
 from weft.text.private import secret_digits
 from weft.text.template import ChatTemplate
 from weft.text.tokenizer import Tokenizer, check_text
 
 ROLES = ("system", "developer", "user", "assistant")
 MAX_MESSAGES = 10_000
-_NOT_BUILT = ("tool_calls", "tool_call_id", "function_call", "audio", "refusal", "annotations", "reasoning_content")
-"""Fields clients send back with null in them; with a value they are refused."""
-_RESERVED = frozenset(
-    ("messages", "tokenize", "chat_template", "template", "add_generation_prompt", "continue_final_message")
-    + ("tools", "documents", "return_dict", "return_tensors", "conversation", "raise_exception", "strftime_now")
-    + ("range", "dict", "namespace", "cycler", "joiner", "loop", "self", "context", "environment")
+_NOT_BUILT = (
+    "tool_calls",
+    "tool_call_id",
+    "function_call",
+    "audio",
+    "refusal",
+    "annotations",
+    "reasoning_content",
 )
+"""Fields clients send back with null in them; with a value they are refused."""
+# fmt: off
+_RESERVED = frozenset((
+    "messages", "tokenize", "chat_template", "template", "add_generation_prompt", "continue_final_message",
+    "tools", "documents", "return_dict", "return_tensors", "conversation", "raise_exception",
+    "strftime_now", "range", "dict", "namespace", "cycler", "joiner", "loop", "self", "context",
+    "environment",
+))
+# fmt: on
 _PROBE = "7f3c9b0e5d"
 
 
@@ -89,7 +99,8 @@ class ChatFormat:
         template = self._choose(chat_template)
         if continue_final_message and add_generation_prompt:
             raise InvalidRequest(
-                "continue_final_message needs add_generation_prompt to be false", param="continue_final_message"
+                "continue_final_message needs add_generation_prompt to be false",
+                param="continue_final_message",
             )
         mark = secret_digits()
         checked = check_messages(messages)
@@ -113,38 +124,45 @@ class ChatFormat:
         return ChatPrompt(ids, rendered.replace(mark, ""))
 
     def end_of_turn(self) -> int | None:
-        """Id of the special token that the template writes after an assistant's message, if it does.
+        """Id of the added token that the template writes after an assistant's message, if it does.
 
         Where a template marks only the start of messages, that is the next role's token: it ends a turn too.
         """
         if not isinstance(self._template, ChatTemplate):
             return None
-        for first in ({"role": "system", "content": "s"}, None):
-            turns = [{"role": role, "content": text} for role, text in
-                     (("user", "u"), ("assistant", _PROBE), ("user", "u"))]
-            conversation = [*([first] if first else []), *turns]
-            if self._template.wants_parts:
-                conversation = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in conversation]
-            variables = {**self._named(), "messages": conversation, "add_generation_prompt": False}
-            try:
-                text = self._template.render({**variables, "tools": None, "documents": None}, Budget())
-            except InvalidRequest:
-                continue
-            _, found, after = text.rpartition(_PROBE)
-            if found and (match := self._marks.find(after.lstrip())) is not None:
-                return self._tokenizer.special[match]
-        return None
+        turns = [("user", "u"), ("assistant", _PROBE), ("user", "u")]
+        part = self._template.wants_parts
+        conversation = [
+            {"role": role, "content": [{"type": "text", "text": text}] if part else text}
+            for role, text in turns
+        ]
+        variables = {
+            "messages": conversation,
+            "add_generation_prompt": False,
+            "tools": None,
+            "documents": None,
+        }
+        try:
+            text = self._template.render({**self._named(), **variables})
+        except InvalidRequest:
+            return None
+        _, _, after = text.rpartition(_PROBE)
+        added = self._tokenizer.added
+        found = _Marks(tuple(added)).find(after.lstrip())
+        return None if found is None else added[found]
 
     def _choose(self, requested: str | None) -> ChatTemplate:
         if requested is not None:
             if not self._allow_request_template:
-                raise InvalidRequest("this server does not take chat templates in requests", param="chat_template")
+                raise InvalidRequest(
+                    "this server does not take chat templates in requests", param="chat_template"
+                )
             if not isinstance(requested, str):
                 raise InvalidRequest("chat_template must be a string", param="chat_template")
             return ChatTemplate(requested)
         if self._template is None:
             raise InvalidRequest(
-                "the model has no chat template: use a text completion, or start the server with --chat-template",
+                "the model has no chat template; use a text completion or give one with --chat-template",
                 param="messages",
             )
         if isinstance(self._template, InvalidRequest):
@@ -190,7 +208,11 @@ class _Marks:
     def inside(self, value: Any, mark: str) -> Any:
         """``value`` with a mark in every spelled special token of its strings, at any depth."""
         if isinstance(value, str):
-            return self._overlapping.sub(lambda found: found[1] + mark, value) if self._any.search(value) else value
+            return (
+                self._overlapping.sub(lambda found: found[1] + mark, value)
+                if self._any.search(value)
+                else value
+            )
         if isinstance(value, list):
             return [self.inside(item, mark) for item in value]
         if isinstance(value, dict):
@@ -263,7 +285,9 @@ def _content_text(content: Any, where: str) -> str:
     for part in content:
         text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
         if not isinstance(text, str):
-            raise InvalidRequest(f'{where} may hold only parts of the form {{"type": "text", "text": ...}}', param=where)
+            raise InvalidRequest(
+                f'{where} may hold only parts of the form {{"type": "text", "text": ...}}', param=where
+            )
         check_text(text, where)
         texts.append(text)
     return "\n".join(texts)
@@ -291,7 +315,8 @@ def check_kwargs(kwargs: Any) -> dict[str, Any]:
 def _append(message: dict[str, Any], tail: str) -> None:
     if message["role"] != "assistant":
         raise InvalidRequest(
-            "continue_final_message needs the last message to be the assistant's", param="continue_final_message"
+            "continue_final_message needs the last message to be the assistant's",
+            param="continue_final_message",
         )
     if isinstance(message["content"], list):
         message["content"][-1]["text"] += tail
@@ -303,5 +328,7 @@ def _cut(rendered: str, tail: str) -> str:
     """The text up to where the last message ends; space there stays only if the template keeps it."""
     text, found, after = rendered.rpartition(tail.strip())
     if not found:
-        raise InvalidRequest("the chat template does not show the message to continue", param="continue_final_message")
+        raise InvalidRequest(
+            "the chat template does not show the message to continue", param="continue_final_message"
+        )
     return text if after.startswith(" ") else text.rstrip()

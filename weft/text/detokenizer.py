@@ -36,7 +36,9 @@ class Detokenizer:
     leading space that a decoder would drop there stays. Without it the result equals ``decode(ids)``.
     """
 
-    def __init__(self, source: PieceSource, *, skip_special_tokens: bool = True, continues: bool = False) -> None:
+    def __init__(
+        self, source: PieceSource, *, skip_special_tokens: bool = True, continues: bool = False
+    ) -> None:
         self._source = source
         self._skip = skip_special_tokens
         self._join = source.form.join

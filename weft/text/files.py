@@ -35,8 +35,8 @@ def read_text_files(folder: str | Path) -> TextFiles:
     path = root / "tokenizer.json"
     if not path.is_file():
         raise ConfigError(
-            "the tokenizer's folder has no tokenizer.json; convert the tokenizer (save it with a fast Hugging "
-            "Face tokenizer class) or name another folder",
+            "the tokenizer's folder has no tokenizer.json; save the tokenizer with a fast Hugging "
+            "Face class or name another folder",
             param="tokenizer",
         )
     config = _read_json(root / "tokenizer_config.json")

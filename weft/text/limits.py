@@ -121,8 +121,8 @@ def check_method(function: Any, args: tuple[Any, ...]) -> None:
 
 def replaced(text: Any, old: Any = "", new: Any = "", *_: Any) -> int:
     """Upper bound of the length of ``text`` with ``old`` replaced."""
-    text, old, new = str(text), str(old), str(new)
-    return len(text) + text.count(old) * max(len(new) - len(old), 0)
+    subject, gone, added = str(text), str(old), str(new)
+    return len(subject) + subject.count(gone) * max(len(added) - len(gone), 0)
 
 
 def joined(separator: Any, values: Any = (), *_: Any) -> int:
@@ -133,7 +133,8 @@ def joined(separator: Any, values: Any = (), *_: Any) -> int:
 
 
 def _translated(text: str, table: Any = None, *_: Any) -> int:
-    longest = max((len(value) for value in table.values() if isinstance(value, str)), default=1) if isinstance(table, dict) else 1
+    values = table.values() if isinstance(table, dict) else ()
+    longest = max((len(value) for value in values if isinstance(value, str)), default=1)
     return len(text) * max(longest, 1)
 
 

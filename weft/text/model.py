@@ -31,5 +31,7 @@ class TextModel:
             try:
                 source = Path(chat_template).read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError):
-                raise ConfigError("--chat-template must name a readable text file", param="chat_template") from None
+                raise ConfigError(
+                    "--chat-template must name a readable text file", param="chat_template"
+                ) from None
         return cls(tokenizer, ChatFormat(tokenizer, source))

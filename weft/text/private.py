@@ -31,7 +31,9 @@ def secret_digits() -> str:
     return str(secrets.randbelow(9 * 10 ** (_DIGITS - 1)) + 10 ** (_DIGITS - 1))
 
 
-def build_private(tokenizer: tokenizers.Tokenizer, special: dict[str, int]) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+def build_private(
+    tokenizer: tokenizers.Tokenizer, special: dict[str, int]
+) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     """(encoder, private name of each special token's text).
 
     ``special`` maps the special tokens' texts to their ids. Raises ConfigError when the renamed tokenizer
@@ -47,7 +49,9 @@ def build_private(tokenizer: tokenizers.Tokenizer, special: dict[str, int]) -> t
     private.no_padding()
     for text, token in special.items():
         if private.token_to_id(names[text]) != token:
-            raise ConfigError("the tokenizer's special tokens cannot be told from its text", param="tokenizer")
+            raise ConfigError(
+                "the tokenizer's special tokens cannot be told from its text", param="tokenizer"
+            )
     return private, names
 
 

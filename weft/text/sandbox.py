@@ -32,7 +32,7 @@ _MAX_SEPARATOR = 16
 class _Generation(Extension):
     """``{% generation %}`` marks assistant text for training; here it is transparent."""
 
-    tags = {"generation"}
+    tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
@@ -80,7 +80,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         _guard(tree)
         return tree
 
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         budget = limits.current()
         budget.tick()
         limits.check_counts([*args, *kwargs.values()])
@@ -119,7 +119,9 @@ def _guard(node: nodes.Node) -> None:
         node.iter = _filtered(node.iter, "weft_loop")
     elif isinstance(node, nodes.Output):
         node.nodes = [
-            item if isinstance(item, nodes.TemplateData) else _filtered(item, "weft_write")
+            _filtered(item, "weft_write")
+            if isinstance(item, nodes.Expr) and not isinstance(item, nodes.TemplateData)
+            else item
             for item in node.nodes
         ]
 
@@ -132,7 +134,7 @@ def _guarded(value: Any) -> Any:
     return value
 
 
-def _filtered(value: nodes.Expr, name: str) -> nodes.Filter:
+def _filtered(value: Any, name: str) -> nodes.Filter:
     return nodes.Filter(value, name, [], [], None, None, lineno=value.lineno)
 
 
@@ -172,7 +174,9 @@ def _charged(name: str, apply: Callable[..., Any]) -> Callable[..., Any]:
             own = (list(own[0]), *own[1:])
             budget.size(limits.joined(own[1] if len(own) > 1 else kwargs.get("d", ""), own[0]))
         elif name in ("indent", "wordwrap"):
-            extra = [len(value) if isinstance(value, str) else value for value in [*own[1:], *kwargs.values()]]
+            extra = [
+                len(value) if isinstance(value, str) else value for value in [*own[1:], *kwargs.values()]
+            ]
             lines = len(str(own[0])) if name == "wordwrap" else str(own[0]).count("\n") + 1
             budget.size(lines * max([value for value in extra if isinstance(value, int)], default=4))
         return budget.result(apply(*args[:passes], *own, **kwargs))

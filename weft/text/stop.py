@@ -1,8 +1,8 @@
 """Stop strings in a stream of text, wherever its pieces are cut.
 
 The match that *completes* first ends the text; of several that complete with the same character the longest
-wins. Both depend on the text alone, not on how it was split. One Knuth-Morris-Pratt automaton for each stop string
-makes a character's cost independent of what is held back.
+wins. Both depend on the text alone, not on how it was split. One Knuth-Morris-Pratt automaton a stop
+string makes a character's cost independent of what is held back.
 """
 
 from __future__ import annotations

@@ -27,9 +27,11 @@ class ChatTemplate:
             self._template = self._environment.from_string(source)
             tree = self._environment.parse(source)
         except (TemplateSyntaxError, TemplateError, RecursionError) as error:
-            raise InvalidRequest(f"the chat template does not compile: {_reason(error)}", param="chat_template") from None
+            raise InvalidRequest(
+                f"the chat template does not compile: {_reason(error)}", param="chat_template"
+            ) from None
         self.wants_parts = _loops_over_content(tree) and not re.search(r"content\S* is (not )?string", source)
-        """Whether content must be a list of parts: the template loops over it and never asks if it is text."""
+        """Whether content must be a list of parts: the template loops over it and never asks for text."""
         self.names_developer = "developer" in source
 
     def render(self, variables: dict[str, Any], budget: Budget | None = None) -> str:
@@ -64,6 +66,10 @@ def _loops_over_content(tree: nodes.Template) -> bool:
                 return True
             if isinstance(found, nodes.Name) and found.name == "content":
                 return True
-            if isinstance(found, nodes.Getitem) and isinstance(found.arg, nodes.Const) and found.arg.value == "content":
+            if (
+                isinstance(found, nodes.Getitem)
+                and isinstance(found.arg, nodes.Const)
+                and found.arg.value == "content"
+            ):
                 return True
     return False

@@ -26,12 +26,17 @@ class Tokenizer:
         try:
             self._public = tokenizers.Tokenizer.from_str(files.tokenizer_json)
         except Exception as error:  # the library raises bare Exception
-            raise ConfigError(f"the model's tokenizer.json cannot be read: {error}", param="tokenizer") from None
+            raise ConfigError(
+                f"the model's tokenizer.json cannot be read: {error}", param="tokenizer"
+            ) from None
         self.files = files
         _add_named(self._public, files)
         _set_post_processor(self._public, files)
         added = self._public.get_added_tokens_decoder()
-        self.special: dict[str, int] = {token.content: number for number, token in added.items() if token.special}
+        self.added: dict[str, int] = {token.content: number for number, token in added.items()}
+        self.special: dict[str, int] = {
+            token.content: number for number, token in added.items() if token.special
+        }
         """Text of each special token, to its id."""
         self._special_ids = frozenset(self.special.values())
         self._private, self._names = build_private(self._public, self.special)
@@ -107,7 +112,9 @@ def check_text(text: str, param: str | None = None) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise InvalidRequest("the text holds a lone surrogate, which is not valid Unicode", param=param) from None
+        raise InvalidRequest(
+            "the text holds a lone surrogate, which is not valid Unicode", param=param
+        ) from None
 
 
 def _add_named(tokenizer: tokenizers.Tokenizer, files: TextFiles) -> None:
@@ -115,10 +122,13 @@ def _add_named(tokenizer: tokenizers.Tokenizer, files: TextFiles) -> None:
 
     Tokens that the vocabulary does not have are left out: no model row belongs to them.
     """
-    known = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
+    added = tokenizer.get_added_tokens_decoder()
+    known = {token.content for token in added.values() if token.special}
     names = [*files.named.values(), *files.extra]
-    names += [text for number in files.eos_ids if (text := tokenizer.id_to_token(number)) is not None]
-    missing = [text for text in dict.fromkeys(names) if text not in known and tokenizer.token_to_id(text) is not None]
+    names += [added[number].content for number in files.eos_ids if number in added]
+    missing = [
+        text for text in dict.fromkeys(names) if text not in known and tokenizer.token_to_id(text) is not None
+    ]
     if missing:
         tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in missing])
 
@@ -139,6 +149,9 @@ def _set_post_processor(tokenizer: tokenizers.Tokenizer, files: TextFiles) -> No
         parts.insert(0, "begin:0")
     if around["eos"]:
         parts.append("end:0")
-    special = [{"id": name, "ids": [found[1]], "tokens": [found[0]]} for name, found in
-               (("begin", around["bos"]), ("end", around["eos"])) if found]
+    special = [
+        {"id": name, "ids": [found[1]], "tokens": [found[0]]}
+        for name, found in (("begin", around["bos"]), ("end", around["eos"]))
+        if found
+    ]
     tokenizer.post_processor = processors.TemplateProcessing(single=" ".join(parts), special_tokens=special)

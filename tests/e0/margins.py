@@ -1,0 +1,99 @@
+"""How far a fixture is from a tie: at the final scores, at every cut, and at every router.
+
+E0 promises equal tokens where no decision hangs on the last bits; so a fixture must show that none does.
+The rule is written out again here, on whole rows of float64 logits, with its own noise.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tests.e0.rig import make_engine, model_of
+from weft.ops.philox import gumbel, token_words
+from weft.types.messages import Submit, ids_from_bytes, ids_to_bytes
+from weft.types.sampling import TokenParams
+
+MARGIN = 1e-6
+
+
+def smallest_margin(folder: Path, one: Submit, tokens: list[int]) -> float:
+    """The least distance to another outcome over all positions that made ``tokens``."""
+    prompt = ids_from_bytes(one.prompt_ids).tolist()
+    logits, routers = _all_logits(folder, prompt + tokens)
+    least = min((_cut(np.sort(row)[::-1], 2) for rows in routers for row in rows), default=math.inf)
+    for at, token in enumerate(tokens):
+        position = len(prompt) + at
+        output = tokens[:at]
+        row = _penalised(logits[position - 1], prompt, output, one.params)
+        margin, chosen = _decide(row, one, position)
+        assert chosen == token, "the rule written out here gives another token"
+        least = min(least, margin)
+    return least
+
+
+def _all_logits(folder: Path, ids: list[int]) -> tuple[np.ndarray, list[np.ndarray]]:
+    """(logits [len(ids), vocab], router probabilities [len(ids), experts] of each layer), one forward pass."""
+    routers: list[np.ndarray] = []
+    model = model_of(folder)
+    hooks = [
+        module.register_forward_hook(lambda _m, _i, out: routers.append(out.softmax(-1).numpy()))
+        for name, module in model.named_modules()
+        if name.endswith("router")
+    ]
+    try:
+        engine, runner = make_engine(folder, caching=False, max_num_seqs=1)
+        whole = Submit(
+            sequence=1,
+            request=1,
+            seed=0,
+            prompt_ids=ids_to_bytes(ids),
+            params=TokenParams(temperature=0.0, max_tokens=1, prompt_logprobs=0),
+        )
+        engine.submit(whole)
+        plan = engine.scheduler.plan(0.0)
+        assert plan is not None
+        _, logits = runner.forward(plan).forwarded.result()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert logits.dtype == torch.float64 and len(logits) == len(ids)
+    return logits.numpy(), routers
+
+
+def _cut(descending: np.ndarray, kept: int) -> float:
+    """Distance of the last kept value to the first one dropped."""
+    return float(descending[kept - 1] - descending[kept]) if kept < len(descending) else math.inf
+
+
+def _penalised(row: np.ndarray, prompt: list[int], output: list[int], p: TokenParams) -> np.ndarray:
+    x = row.copy()
+    seen = np.array(sorted(set(prompt) | set(output)))
+    x[seen] = np.where(x[seen] > 0, x[seen] / p.repetition_penalty, x[seen] * p.repetition_penalty)
+    counts = np.bincount(output, minlength=len(x)) if output else np.zeros(len(x))
+    return x - p.frequency_penalty * counts - p.presence_penalty * (counts > 0)
+
+
+def _decide(x: np.ndarray, one: Submit, position: int) -> tuple[float, int]:
+    """(distance to another outcome, token)."""
+    p = one.params
+    if p.temperature < 1e-5:
+        return _cut(np.sort(x)[::-1], 1), int(x.argmax())
+    x = x / p.temperature
+    order = np.lexsort((np.arange(len(x)), -x))
+    margin = _cut(x[order], p.top_k) if p.top_k else math.inf
+    kept = order[: p.top_k] if p.top_k else order
+    weight = np.exp(x[kept] - x[kept[0]])
+    reached = np.cumsum(weight / weight.sum())
+    margin = min(margin, float(np.abs(reached - p.top_p).min()))
+    kept = kept[: int((reached < p.top_p).sum()) + 1]
+    ratio = np.exp(x[kept] - x[kept[0]])
+    margin = min(margin, float(np.abs(ratio - p.min_p).min()))
+    kept = kept[ratio >= p.min_p]
+    ids = torch.from_numpy(kept.copy())
+    columns = [torch.tensor([value]) for value in (one.seed, one.choice, position)]
+    score = x[kept] + gumbel(token_words(*columns, ids)).numpy()
+    return min(margin, _cut(np.sort(score)[::-1], 1)), int(kept[score.argmax()])

@@ -1,0 +1,181 @@
+"""Runs requests through a real engine in float64, with everything spoiled that nobody may read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.checkpoints import VOCAB
+from weft.attention.torch_backend import TorchAttention
+from weft.config.families import load_spec
+from weft.config.resolved import EngineConfig, KVConfig, PoolSpec
+from weft.config.sections import CacheSection, ModelSection, RunnerSection, SchedulerSection
+from weft.engine.core import EngineCore
+from weft.models.decoder import Decoder
+from weft.models.loader import load_model
+from weft.runner.runner import Runner, StepHandle
+from weft.types.messages import HeadStats, Submit, TokenEvent, ids_to_bytes
+from weft.types.plan import StepPlan, StepResult
+from weft.types.sampling import TokenParams
+
+BLOCK = 8
+MAX_LEN = 96
+CPU = torch.device("cpu")
+
+
+@cache
+def model_of(folder: Path) -> Decoder:
+    return load_model(str(folder), load_spec(str(folder), None), torch.float64, CPU, progress=False)
+
+
+class Recorder(Runner):
+    """A runner that keeps its plans and how many steps were in flight."""
+
+    plans: list[StepPlan]
+    in_flight: int
+    deepest: int
+
+    def forward(self, plan: StepPlan) -> StepHandle:
+        if not hasattr(self, "plans"):
+            self.plans, self.in_flight, self.deepest = [], 0, 0
+        self.plans.append(plan)
+        self.in_flight += 1
+        self.deepest = max(self.deepest, self.in_flight)
+        return super().forward(plan)
+
+    def read(self, handle: StepHandle) -> StepResult:
+        self.in_flight -= 1
+        return super().read(handle)
+
+
+def make_engine(
+    folder: Path,
+    *,
+    blocks: int = 256,
+    chunk: int = 0,
+    depth: int = 1,
+    policy: str = "mixed",
+    caching: bool = True,
+    max_num_seqs: int = 24,
+    model: Decoder | None = None,
+) -> tuple[EngineCore, Recorder]:
+    """An engine over ``blocks`` blocks of each kind (windows get what they need), its caches full of NaN."""
+    spec = load_spec(str(folder), None)
+    pools = tuple(
+        PoolSpec(cache=c, block_size=BLOCK, num_blocks=blocks if c.kind == "full" else max(blocks, 64))
+        for c in spec.caches
+    )
+    kv = KVConfig(
+        pools=pools,
+        block_size=BLOCK,
+        enable_prefix_caching=caching,
+        max_model_len=MAX_LEN,
+        num_slots=max_num_seqs * depth,
+    )
+    scheduler = SchedulerSection(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=2048,
+        long_prefill_token_threshold=chunk,
+        step_policy=policy,  # type: ignore[arg-type]
+        steps_in_flight=depth,  # type: ignore[arg-type]
+    )
+    config = EngineConfig(
+        model_path=str(folder),
+        tokenizer_path=str(folder),
+        served_names=("m",),
+        spec=spec,
+        dtype="float64",
+        device="cpu",
+        model=ModelSection(model=str(folder)),
+        cache=CacheSection(block_size=BLOCK, enable_prefix_caching=caching),
+        scheduler=scheduler,
+        runner=RunnerSection(device="cpu"),
+        kv=kv,
+    )
+    runner = Recorder(
+        model or model_of(folder),
+        TorchAttention(),
+        kv,
+        vocab_size=VOCAB,
+        dtype=torch.float64,
+        device=CPU,
+        depth=depth,
+        poison=True,
+        step_timeout=60,
+    )
+    for tensor in runner.cache:
+        tensor.fill_(float("nan"))
+    return EngineCore(config, runner=runner), runner
+
+
+@dataclass
+class Answer:
+    """What one sequence got."""
+
+    tokens: list[int] = field(default_factory=list)
+    ends: list[str] = field(default_factory=list)
+    num_cached: int = 0
+    error: Any = None
+
+
+def submit(
+    sequence: int, prompt: list[int], params: TokenParams, *, request: int, choice: int = 0, **more: Any
+) -> Submit:
+    return Submit(
+        sequence=sequence,
+        request=request,
+        choice=choice,
+        seed=1000 + request,
+        prompt_ids=ids_to_bytes(prompt),
+        params=params,
+        **more,
+    )
+
+
+def run(
+    engine: EngineCore,
+    submits: list[list[Submit]],
+    each_step: Callable[[int], list[TokenEvent]] | None = None,
+    limit: int = 20_000,
+) -> dict[int, Answer]:
+    """Hands over ``submits[i]`` before step i, runs to the end, and checks that everything was given back."""
+    answers: dict[int, Answer] = {}
+
+    def take(events: list[TokenEvent]) -> None:
+        for event in events:
+            answer = answers.setdefault(event.sequence, Answer())
+            assert not answer.ends, "an event after the terminal one"
+            answer.tokens += event.token_ids
+            answer.num_cached = event.num_cached
+            if event.finish is not None:
+                answer.ends.append(event.finish)
+                answer.error = event.error
+
+    number = 0
+    while number < len(submits) or engine.has_work():
+        assert number < limit, "the engine does not come to an end"
+        for one in submits[number] if number < len(submits) else []:
+            answers[one.sequence] = Answer()
+            take(engine.submit(one))
+        if each_step is not None:
+            take(each_step(number))
+        if engine.has_work():
+            take(engine.step())
+        number += 1
+    check_idle(engine)
+    return answers
+
+
+def check_idle(engine: EngineCore) -> HeadStats:
+    """Pools and slots are back at their idle counts."""
+    stats = engine.stats()
+    kv = engine.runner.kv
+    assert stats.free_blocks == tuple(pool.num_blocks for pool in kv.pools)
+    assert stats.free_slots == kv.num_slots
+    assert (stats.running, stats.waiting) == (0, 0)
+    return stats

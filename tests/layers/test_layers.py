@@ -1,0 +1,240 @@
+"""Norm, rotary embedding, feed-forward, routing: values, precision, ties."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from weft.common.errors import ConfigError
+from weft.config.families.facts import Facts
+from weft.config.families.rope import rope_spec
+from weft.config.spec import MoESpec, RopeSpec
+from weft.layers.build import Build
+from weft.layers.linear import RowLinear
+from weft.layers.rope import Rope, attention_factor, inverse_frequencies
+from weft.moe.block import RoutedMLP
+from weft.ops import registry, torch_ops
+from weft.parallel.comm import Comm, LocalComm, Pending, reduced
+
+CPU = torch.device("cpu")
+
+
+def _build(dtype: torch.dtype, comm: Comm | None = None) -> Build:
+    return Build(dtype=dtype, device=CPU, comm=comm or LocalComm())
+
+
+def test_rms_norm_is_exact_in_float64_and_rounds_once_below() -> None:
+    torch.manual_seed(0)
+    x, w = torch.randn(5, 64, dtype=torch.float64), torch.randn(64, dtype=torch.float64)
+    exact = x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * w
+    assert torch.allclose(torch_ops.rms_norm(x, w, 1e-6), exact, rtol=1e-14, atol=0)
+    narrow = torch_ops.rms_norm(x.bfloat16(), w.bfloat16(), 1e-6)
+    y = x.bfloat16().double()
+    once = (y / (y.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * w.bfloat16().double()).bfloat16()
+    assert (narrow != once).float().mean() < 0.01
+
+
+_PARAMETERS: list[dict[str, Any]] = [
+    {"rope_type": "default", "rope_theta": 1e4},
+    {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0},
+    {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768},
+    {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 40.0,
+        "original_max_position_embeddings": 4096,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.8,
+        "beta_fast": 16,
+        "beta_slow": 2,
+        "truncate": False,
+    },
+    {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 2.0,
+        "original_max_position_embeddings": 256,
+        "attention_factor": 1.7,
+    },
+    {"rope_type": "yarn", "rope_theta": 1e4, "factor": 1.0, "original_max_position_embeddings": 131072},
+]
+
+
+@pytest.mark.parametrize("parameters", _PARAMETERS, ids=lambda p: f"{p['rope_type']}-{p.get('factor')}")
+@pytest.mark.parametrize("dim", [16, 128])
+def test_frequencies_equal_transformers(parameters: dict[str, Any], dim: int) -> None:
+    config = transformers.LlamaConfig(
+        hidden_size=4 * dim,
+        num_attention_heads=4,
+        head_dim=dim,
+        max_position_embeddings=131072,
+        rope_parameters=dict(parameters),
+    )
+    spec = rope_spec(Facts({"rope_parameters": parameters}), dim, 131072, 10000.0)
+    kind = parameters["rope_type"]
+    if kind == "default":
+        theirs, factor = parameters["rope_theta"] ** -(torch.arange(0, dim, 2) / dim), 1.0
+    else:
+        theirs, factor = ROPE_INIT_FUNCTIONS[kind](config, CPU)
+    assert torch.allclose(inverse_frequencies(spec).float(), theirs, rtol=2e-6, atol=0)
+    assert attention_factor(spec) == pytest.approx(factor, rel=1e-12)
+
+
+def test_dynamic_frequencies_follow_the_position() -> None:
+    """Position p is rotated as transformers rotates the last token of a sequence of p + 1 tokens."""
+    parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    config = transformers.LlamaConfig(
+        hidden_size=64, num_attention_heads=4, max_position_embeddings=100, rope_parameters=dict(parameters)
+    )
+    spec = rope_spec(Facts({"rope_parameters": parameters}), 16, 100, 10000.0)
+    positions = torch.tensor([0, 42, 99, 100, 150, 399])
+    cos, sin = Rope(spec, _build(torch.float64)).angles(positions)
+    for row, p in enumerate(positions.tolist()):
+        theirs, _ = ROPE_INIT_FUNCTIONS["dynamic"](config, CPU, seq_len=p + 1)
+        assert torch.allclose(cos[row].float(), (p * theirs).cos(), atol=2e-4)
+        assert torch.allclose(sin[row].float(), (p * theirs).sin(), atol=2e-4)
+    early = Rope(RopeSpec(dim=16), _build(torch.float64)).angles(positions[:3])
+    assert torch.equal(cos[:3], early[0])
+
+
+def test_angles_keep_the_wide_type() -> None:
+    """float64 models get float64 angles; all others float32 ones, also where weights are narrower."""
+    positions = torch.tensor([0, 1, 100_000])
+    for dtype, wide in ((torch.float64, torch.float64), (torch.bfloat16, torch.float32)):
+        cos, sin = Rope(RopeSpec(dim=8), _build(dtype)).angles(positions)
+        assert cos.dtype == sin.dtype == wide
+    exact = 100_000 * 10000.0 ** -(torch.arange(4, dtype=torch.float64) / 4)
+    cos, _ = Rope(RopeSpec(dim=8), _build(torch.float64)).angles(positions)
+    assert torch.allclose(cos[2], exact.cos(), atol=1e-9)
+
+
+def test_rotation_preserves_length_and_depends_on_distance() -> None:
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 1, 1, 8, dtype=torch.float64)
+    rope = Rope(RopeSpec(dim=8), _build(torch.float64))
+    scores = []
+    for p in (0, 5, 77):
+        cos, sin = rope.angles(torch.tensor([p + 3, p]))
+        scores.append((torch_ops.rotate(q, cos[:1], sin[:1]) * torch_ops.rotate(k, cos[1:], sin[1:])).sum())
+    assert torch.allclose(torch.stack(scores), scores[0].expand(3), rtol=1e-12)
+    cos, sin = rope.angles(torch.tensor([9]))
+    assert torch_ops.rotate(q, cos, sin).norm().item() == pytest.approx(q.norm().item(), rel=1e-12)
+
+
+def test_router_ties_go_to_the_lowest_expert() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0, 3.0, 0.0], [2.0] * 5, [0.0, 0.0, 5.0, 0.0, 5.0]])
+    ids, weights = torch_ops.route(logits, 2, True)
+    assert ids.tolist() == [[1, 2], [0, 1], [2, 4]]
+    assert torch.allclose(weights, torch.full((3, 2), 0.5))
+    many = torch.zeros(300, 128)
+    ids, weights = torch_ops.route(many, 8, False)
+    assert torch.equal(ids, torch.arange(8).expand(300, 8))
+    assert torch.allclose(weights, torch.full((300, 8), 1 / 128))
+
+
+def test_router_computes_wide() -> None:
+    assert torch_ops.route(torch.zeros(1, 4, dtype=torch.bfloat16), 2, True)[1].dtype == torch.float32
+    assert torch_ops.route(torch.zeros(1, 4, dtype=torch.float64), 2, True)[1].dtype == torch.float64
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 37])
+def test_routed_mlp_equals_each_expert_by_itself(tokens: int) -> None:
+    torch.manual_seed(1)
+    spec = MoESpec(experts=7, top_k=3, intermediate=10, renormalize=True, layers=(0,))
+    moe = RoutedMLP(12, spec, "silu", _build(torch.float64))
+    for weight in moe.parameters():
+        weight.data.normal_()
+    x = torch.randn(tokens, 12, dtype=torch.float64)
+    scores = torch.softmax(x @ moe.router.weight.T, -1)
+    expected = torch.zeros_like(x)
+    for t in range(tokens):
+        chosen = sorted(range(7), key=lambda e: (-scores[t, e].item(), e))[:3]
+        for e in chosen:
+            gate, up = (moe.experts.gate_up[e] @ x[t]).chunk(2)
+            made = moe.experts.down[e] @ (torch.nn.functional.silu(gate) * up)
+            expected[t] += made * scores[t, e] / scores[t, chosen].sum()
+    assert torch.allclose(moe(x), expected, rtol=1e-11, atol=1e-11)
+
+
+def test_routed_mlp_takes_no_tokens() -> None:
+    spec = MoESpec(experts=4, top_k=2, intermediate=6, renormalize=False, layers=(0,))
+    moe = RoutedMLP(8, spec, "silu", _build(torch.float32))
+    for weight in moe.parameters():
+        weight.data.normal_()
+    assert moe(torch.empty(0, 8)).shape == (0, 8)
+
+
+def test_combination_adds_in_top_k_order() -> None:
+    """1e16 - 1e16 + 1 is 1 in that order alone."""
+    out = torch.tensor([[[1e16], [-1e16], [1.0]]], dtype=torch.float64)
+    ones = torch.ones(1, 3, dtype=torch.float64)
+    assert torch_ops.combine(out, ones).item() == 1.0
+    assert torch_ops.combine(out[:, [0, 2, 1]], ones).item() == 0.0
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_pytorch_tanh", "relu"])
+def test_activations_equal_transformers(name: str) -> None:
+    x = torch.linspace(-4, 4, 40).view(2, 20)
+    gate, up = x.chunk(2, -1)
+    expected = transformers.activations.ACT2FN[name](gate) * up
+    assert torch.allclose(torch_ops.gated(x, name), expected, atol=1e-6)
+
+
+def test_ops_are_chosen_by_capability() -> None:
+    assert registry.choose("rms_norm", torch.bfloat16, CPU, invariant=True) is torch_ops.rms_norm
+    with pytest.raises(ConfigError, match=r"no invariant implementation of linear for float32 on cpu"):
+        registry.choose("linear", torch.float32, CPU, invariant=True)
+    with pytest.raises(ConfigError, match=r"no implementation of rms_norm for int8 on cpu"):
+        registry.choose("rms_norm", torch.int8, CPU)
+    with pytest.raises(ValueError, match="already"):
+        registry.register("rms_norm", registry.Implementation(name="torch", run=torch_ops.rms_norm))
+
+
+class _Sum(Pending):
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def result(self) -> torch.Tensor:
+        return self._tensor * 2
+
+
+class _Twice(Comm):
+    """Two ranks that always hold equal partials."""
+
+    rank = 1
+    size = 2
+
+    def all_reduce(self, partial: torch.Tensor) -> Pending:
+        return _Sum(partial)
+
+
+def test_row_linear_returns_a_partial_and_ranks_yield_once() -> None:
+    here, there = RowLinear(4, 3, _build(torch.float64), bias=True), None
+    here.weight.data.normal_()
+    assert here.bias is not None
+    here.bias.data.normal_()
+    there = RowLinear(4, 3, _build(torch.float64, _Twice()), bias=True)
+    there.load_state_dict(here.state_dict())
+    x = torch.randn(2, 4, dtype=torch.float64)
+    assert torch.allclose(here(x) - there(x), here.bias.expand(2, 3))
+    yields = []
+    steps = reduced(_Twice(), x)
+    try:
+        while True:
+            yields.append(next(steps))
+    except StopIteration as end:
+        assert torch.equal(end.value, 2 * x)
+    assert len(yields) == 1
+    assert list(reduced(LocalComm(), x)) == []

@@ -1,0 +1,310 @@
+"""Small random checkpoints made by ``transformers``, and steps staged by hand over a poisoned paged cache."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from weft.attention.base import SegmentInput, StepInput
+from weft.attention.registry import choose
+from weft.config.families import load_spec
+from weft.models.base import Model
+from weft.models.loader import load_model
+from weft.overlap.drive import drive
+
+Tensor = torch.Tensor
+CPU = torch.device("cpu")
+
+_BASE: dict[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+_MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 16}
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+#: name -> (transformers' name of the family, its configuration)
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama-tied-mha": ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "llama-biases-head-dim": ("Llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 20}),
+    "llama-mqa-gelu": ("Llama", {"num_key_value_heads": 1, "hidden_act": "gelu", "vocab_size": 97}),
+    "llama-linear": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}},
+    ),
+    "llama-dynamic": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}},
+    ),
+    "llama-llama3": ("Llama", {"rope_parameters": _LLAMA3, "tie_word_embeddings": True}),
+    "llama-yarn": ("Llama", {"rope_parameters": _YARN}),
+    "llama-yarn-mscale": (
+        "Llama",
+        {"rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.7, "truncate": False}},
+    ),
+    "mistral-window": ("Mistral", {"sliding_window": 9, "rms_norm_eps": 1e-4}),
+    "mistral-full": ("Mistral", {"sliding_window": None, "head_dim": 16}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2-mixed-window": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+    ),
+    "qwen2-layer-types-yarn": (
+        "Qwen2",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "layer_types": [SLIDING, FULL, SLIDING],
+            "rope_parameters": {**_YARN, "attention_factor": 1.3, "beta_fast": 16.0, "beta_slow": 2.0},
+        },
+    ),
+    "qwen3": ("Qwen3", {"head_dim": 32}),
+    "qwen3-bias-window": (
+        "Qwen3",
+        {
+            "head_dim": 16,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "max_window_layers": 2,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3-moe": ("Qwen3Moe", {**_MOE, "norm_topk_prob": True}),
+    "qwen3-moe-sparse-step": (
+        "Qwen3Moe",
+        {**_MOE, "decoder_sparse_step": 2, "num_hidden_layers": 4, "mlp_only_layers": [3]},
+    ),
+    "qwen3-moe-window": (
+        "Qwen3Moe",
+        {**_MOE, "use_sliding_window": True, "sliding_window": 8, "attention_bias": True},
+    ),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "mixtral-window-linear": (
+        "Mixtral",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 10,
+            "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6},
+        },
+    ),
+}
+
+
+@torch.no_grad()
+def _randomize(model: torch.nn.Module, seed: int) -> None:
+    """Every weight matters: norms are not 1, biases not 0, and logits spread over several units."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in model.named_parameters():
+        if weight.dim() == 1:
+            weight.normal_(1.0 if "norm" in name else 0.0, 0.3, generator=generator)
+        else:
+            weight.normal_(0.0, 0.25, generator=generator)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A random checkpoint: the reference model that made it and the folder it was saved in."""
+
+    name: str
+    reference: Any
+    folder: str
+
+    def load(self, dtype: torch.dtype = torch.float32, device: torch.device = CPU, **more: Any) -> Model:
+        spec = load_spec(self.folder, None)
+        return load_model(self.folder, spec, dtype, device, progress=False, **more)
+
+    def reference_in_float64(self) -> Any:
+        """A float64 copy, with experts that accept doubles."""
+        copy = type(self.reference)(self.reference.config).double().eval()
+        copy.load_state_dict(self.reference.state_dict())
+        copy.config._experts_implementation = "eager"
+        return copy
+
+    @torch.no_grad()
+    def expected(self, ids: Seq[int]) -> Tensor:
+        """The reference's logits of all positions, computed in one piece without a cache."""
+        return self.reference(torch.tensor([list(ids)]), use_cache=False).logits[0]
+
+
+def make_checkpoint(name: str, folder: Path, seed: int = 0) -> Checkpoint:
+    family, changes = CASES[name]
+    config = getattr(transformers, f"{family}Config")(**{**_BASE, **changes})
+    reference = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    _randomize(reference, seed)
+    reference.save_pretrained(folder)
+    return Checkpoint(name, reference, str(folder))
+
+
+@dataclass
+class Sequence:
+    """One sequence: its ids, how many are computed, and its block table of each kind."""
+
+    ids: list[int]
+    computed: int = 0
+    tables: list[list[int]] = field(default_factory=list)
+    first: list[int] = field(default_factory=list)
+    """For each kind, the first table entry that was not freed."""
+    logits: list[Tensor] = field(default_factory=list)
+    """[vocab] of each computed position."""
+
+
+class Paged:
+    """Runs a model step by step over a paged cache that holds NaN wherever no live token is.
+
+    Tables are filled in random order; blocks that a window left are poisoned and given to others at once,
+    while the table entries that named them stay.
+    """
+
+    def __init__(self, model: Model, block_size: int = 4, blocks: int = 160, seed: int = 0) -> None:
+        self.model, self.size = model, block_size
+        spec = model.spec
+        self.backend = choose("auto", spec, model.dtype, model.device, block_size)
+        self.random = random.Random(seed)
+        self.free = [self.random.sample(range(1, blocks), blocks - 1) for _ in spec.caches]
+        self.kv = [
+            torch.full(
+                (blocks, 2, spec.kv_heads, block_size, spec.head_dim),
+                float("nan"),
+                dtype=model.dtype,
+                device=model.device,
+            )
+            for _ in range(spec.layers)
+        ]
+
+    def sequence(self, ids: Seq[int]) -> Sequence:
+        kinds = len(self.model.spec.caches)
+        return Sequence(list(ids), tables=[[] for _ in range(kinds)], first=[0] * kinds)
+
+    def step(
+        self,
+        prefill: Seq[tuple[Sequence, int]],
+        decode: Seq[tuple[Sequence, int]] = (),
+        *,
+        bound: int = 0,
+    ) -> None:
+        """Computes ``count`` more tokens of each row and appends their logits to its sequence.
+
+        bound: how far the host's idea of the context lies above the device's.
+        """
+        rows = [*prefill, *decode]
+        for sequence, count in rows:
+            self._reserve(sequence, sequence.computed + count + bound)
+        segments = (self._segment(prefill, 0, bound), None)
+        segments = (segments[0], self._segment(decode, segments[0].tokens, bound))
+        ids = [i for s, n in rows for i in s.ids[s.computed : s.computed + n]]
+        positions = [p for s, n in rows for p in range(s.computed, s.computed + n)]
+        step = StepInput(
+            ids=self._column(ids),
+            positions=self._column(positions),
+            segments=segments,
+            logits_index=torch.arange(len(ids), device=self.model.device),
+        )
+        with torch.inference_mode():
+            generator = self.model.steps(step, self.kv, self.backend)
+            logits = drive(generator)
+        assert logits.shape == (len(ids), self.model.spec.vocab_size)
+        assert logits.dtype == self.model.dtype
+        begin = 0
+        for sequence, count in rows:
+            sequence.logits += list(logits[begin : begin + count].cpu())
+            sequence.computed += count
+            begin += count
+            self._slide(sequence)
+
+    def _column(self, values: Seq[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.model.device)
+
+    def _segment(self, rows: Seq[tuple[Sequence, int]], begin: int, bound: int) -> SegmentInput:
+        counts = np.array([n for _, n in rows], np.int32)
+        starts = np.array([s.computed for s, _ in rows], np.int32)
+        tables, writes = [], []
+        for kind in range(len(self.model.spec.caches)):
+            width = max((len(s.tables[kind]) for s, _ in rows), default=0)
+            table = [s.tables[kind] + [0] * (width - len(s.tables[kind])) for s, _ in rows]
+            tables.append(self._column(table).view(len(rows), width))
+            writes.append(
+                self._column(
+                    [
+                        s.tables[kind][p // self.size] * self.size + p % self.size
+                        for s, n in rows
+                        for p in range(s.computed, s.computed + n)
+                    ]
+                )
+            )
+        return SegmentInput(
+            begin=begin,
+            rows=len(rows),
+            tokens=int(counts.sum()),
+            host_counts=counts,
+            host_starts=starts + np.int32(bound),
+            q_offsets=self._column([0, *np.cumsum(counts).tolist()]).int(),
+            starts=self._column(starts.tolist()),
+            tables=tuple(tables),
+            writes=tuple(writes),
+        )
+
+    def _reserve(self, sequence: Sequence, upto: int) -> None:
+        for kind, table in enumerate(sequence.tables):
+            while len(table) * self.size < upto:
+                table.append(self.free[kind].pop())
+
+    def _slide(self, sequence: Sequence) -> None:
+        """Frees what no later token can see, and spoils it."""
+        for kind, cache in enumerate(self.model.spec.caches):
+            if not cache.window:
+                continue
+            keep = max(0, sequence.computed - cache.window + 1) // self.size
+            for entry in range(sequence.first[kind], keep):
+                block = sequence.tables[kind][entry]
+                for layer in cache.layers:
+                    self.kv[layer][block] = float("nan")
+                self.free[kind].insert(0, block)
+            sequence.first[kind] = max(keep, sequence.first[kind])
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Name to Checkpoint, each made once."""
+    made: dict[str, Checkpoint] = {}
+
+    def get(name: str) -> Checkpoint:
+        if name not in made:
+            made[name] = make_checkpoint(name, tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def paged() -> type[Paged]:
+    return Paged
+
+
+@pytest.fixture(params=list(CASES))
+def checkpoint(request: pytest.FixtureRequest, checkpoints: Any) -> Checkpoint:
+    """Each of the random configurations in turn."""
+    return checkpoints(request.param)

@@ -1,0 +1,69 @@
+"""The same paths on a CUDA device."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+
+def _run(harness: Any, lengths: list[int]) -> list[Any]:
+    rng = random.Random(0)
+    sequences = [harness.sequence([rng.randrange(97) for _ in range(n)]) for n in lengths]
+    first, second, third = sequences
+    harness.step([(first, 9), (second, 20)])
+    harness.step([(third, 5), (first, lengths[0] - 12)], [(second, 1)])
+    while any(s.computed < len(s.ids) for s in sequences):
+        harness.step([], [(s, 1) for s in sequences if s.computed < len(s.ids)])
+    return sequences
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_cuda_equals_cpu(checkpoint: Any, paged: Any, dtype: torch.dtype) -> None:
+    """Logits within rounding of the CPU's, over a poisoned cache and mixed steps; greedy tokens equal."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    lengths = [40, 24, 11]
+    here = _run(paged(checkpoint.load(dtype)), lengths)
+    there = _run(paged(checkpoint.load(dtype, torch.device("cuda"))), lengths)
+    for a, b in zip(here, there, strict=True):
+        x, y = torch.stack(a.logits), torch.stack(b.logits)
+        assert (x - y).abs().max() / x.abs().max() < (1e-11 if dtype == torch.float64 else 1e-4)
+        assert torch.equal(x.argmax(-1), y.argmax(-1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_on_cuda(checkpoints: Any, paged: Any, dtype: torch.dtype) -> None:
+    """Finite, and close to float32 on the mean."""
+    checkpoint = checkpoints("qwen3-moe")
+    half = _run(paged(checkpoint.load(dtype, torch.device("cuda"))), [40, 24, 11])
+    full = _run(paged(checkpoint.load()), [40, 24, 11])
+    for a, b in zip(half, full, strict=True):
+        x, y = torch.stack(a.logits).float(), torch.stack(b.logits)
+        assert torch.isfinite(x).all()
+        assert (x - y).abs().mean() / y.abs().mean() < 0.1
+
+
+def test_dense_steps_do_not_wait_for_the_gpu(checkpoints: Any, paged: Any) -> None:
+    """A step of a dense model with windows, prefill and decode, launches without one synchronisation."""
+    harness = paged(checkpoints("qwen2-mixed-window").load(device=torch.device("cuda")))
+    one, two = harness.sequence(list(range(30))), harness.sequence(list(range(20)))
+    harness.step([(one, 20), (two, 10)])
+    steps = harness.model.steps
+
+    def watched(*arguments: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return (yield from steps(*arguments))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    harness.model.steps = watched
+    harness.step([(one, 7)], [(two, 1)])
+    assert len(one.logits) == 27

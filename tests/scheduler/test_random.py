@@ -1,0 +1,88 @@
+"""Random loads on small pools: everyone gets the tokens they would have got alone, and nothing is lost."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.scheduler.harness import VOCAB, Rig, random_rig, random_run, random_submits
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_random_loads(depth: int) -> None:
+    preempted = hits = mixed = errors = 0
+    for seed in range(60):
+        rig = random_run(seed, depth)
+        stats = rig.scheduler.stats()
+        preempted += stats.preemptions
+        hits += stats.prefix_hits
+        mixed += stats.mixed_steps
+        errors += stats.row_errors
+    assert min(preempted, hits, mixed, errors) > 0  # each of these did happen
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """The real scheduler under any order of submits, plans, commits and finishes."""
+
+    @initialize(seed=st.integers(0, 1 << 30), depth=st.sampled_from([1, 2]))
+    def start(self, seed: int, depth: int) -> None:
+        rng = random.Random(seed)
+        self.rig: Rig = random_rig(rng, depth)
+        self.bases = [[rng.randrange(VOCAB) for _ in range(40)] for _ in range(2)]
+        self.requests = 0
+
+    @precondition(lambda self: len(self.rig.told) < 30)
+    @rule(seed=st.integers(0, 1 << 30), late=st.booleans())
+    def submit(self, seed: int, late: bool) -> None:
+        rng = random.Random(seed)
+        many = random_submits(rng, len(self.rig.told), self.requests, self.bases)
+        for number, one in enumerate(many):
+            if number and late and self.rig.scheduler.has_work():
+                self.rig.step()  # a sibling that arrives after its leader was planned
+            self.rig.submit(one)
+        self.requests += 1
+
+    @precondition(lambda self: bool(self.rig.told))
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        self.rig.finish(data.draw(st.integers(0, len(self.rig.told) - 1)))
+
+    @precondition(lambda self: len(self.rig.in_flight) < self.rig.depth)
+    @rule()
+    def plan(self) -> None:
+        self.rig.plan()
+
+    @precondition(lambda self: bool(self.rig.in_flight))
+    @rule()
+    def commit(self) -> None:
+        self.rig.commit()
+
+    @rule(steps=st.integers(1, 8))
+    def run_on(self, steps: int) -> None:
+        for _ in range(steps):
+            if self.rig.scheduler.has_work():
+                self.rig.step()
+
+    @invariant()
+    def blocks_and_slots_are_somewhere(self) -> None:
+        if hasattr(self, "rig"):
+            self.rig.audit()
+
+    def teardown(self) -> None:
+        if hasattr(self, "rig"):
+            self.rig.drain()
+            self.rig.check_told()
+            self.rig.check_idle()
+
+
+SchedulerMachine.TestCase.settings = settings(
+    max_examples=120,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+TestSchedulerMachine = SchedulerMachine.TestCase

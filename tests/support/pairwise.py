@@ -1,0 +1,36 @@
+"""A small set of combinations in which every pair of values of every two features occurs."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+
+def covering(features: dict[str, list[Any]], seed: int = 0) -> list[dict[str, Any]]:
+    """Greedy pairwise cover, deterministic: each new combination covers as many uncovered pairs as were found."""
+    names = list(features)
+    rng = random.Random(seed)
+    uncovered = {
+        (a, x, b, y) for a, b in itertools.combinations(names, 2) for x in features[a] for y in features[b]
+    }
+
+    def gain(row: dict[str, Any]) -> int:
+        return sum((a, row[a], b, row[b]) in uncovered for a, b in itertools.combinations(names, 2))
+
+    rows = []
+    while uncovered:
+        a, x, b, y = min(uncovered, key=repr)
+        candidates = []
+        for _ in range(40):
+            row = {name: rng.choice(values) for name, values in features.items()}
+            candidates.append({**row, a: x, b: y})
+        best = max(candidates, key=gain)
+        rows.append(best)
+        uncovered -= {(p, best[p], q, best[q]) for p, q in itertools.combinations(names, 2)}
+    return rows
+
+
+def everything(features: dict[str, list[Any]]) -> list[dict[str, Any]]:
+    """All combinations."""
+    return [dict(zip(features, values, strict=True)) for values in itertools.product(*features.values())]

@@ -1,0 +1,37 @@
+"""Weft: an LLM serving engine. ``from weft import LLM, AsyncLLM, SamplingParams``.
+
+The names below are imported when first used, so that parts without torch stay without it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from weft.api.async_llm import AsyncLLM
+    from weft.api.llm import LLM
+    from weft.api.outputs import RequestOutput
+    from weft.types.sampling import SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "AsyncLLM", "RequestOutput", "SamplingParams", "__version__"]
+
+_HOME = {
+    "LLM": "weft.api.llm",
+    "AsyncLLM": "weft.api.async_llm",
+    "RequestOutput": "weft.api.outputs",
+    "SamplingParams": "weft.types.sampling",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'weft' has no attribute {name!r}")
+    found = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

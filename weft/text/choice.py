@@ -1,0 +1,219 @@
+"""The text side of one sequence: token events in, text out, and the one end that a client sees.
+
+Sans-IO: the caller carries ``Finish`` to the head when a delta asks for it. The front and ``LLM`` both use
+this. Whatever the head sends after the end is ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from weft.common.errors import ErrorInfo
+from weft.text.detokenizer import Detokenizer
+from weft.text.logprobs import PositionLogprobs, read_columns
+from weft.text.stop import StopFinder, StopMatch
+from weft.text.tokenizer import Tokenizer
+from weft.types.messages import TokenEvent
+from weft.types.sampling import SamplingParams
+
+FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True):
+    """What an event added to a choice."""
+
+    index: int
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[PositionLogprobs, ...] | None = None
+    """One entry for each of ``token_ids``, when asked for."""
+    finish_reason: FinishReason | None = None
+    """Set in the last delta, and only there."""
+    stop_reason: str | int | None = None
+    """The stop string or the request's own stop token that ended it."""
+    error: ErrorInfo | None = None
+    send_finish: bool = False
+    """The head still works on the sequence: send it ``Finish(sequence)``."""
+
+
+class Choice:
+    """One sequence of a request. Not thread-safe.
+
+    ``text``, ``token_ids`` and ``logprobs`` are everything so far. A stop string ends them at the first token
+    that completes it, never before ``min_tokens``; then text ends before the match (behind it with
+    ``include_stop_str_in_output``). A token that ends the sequence counts in ``token_ids`` but gives text
+    only with ``include_stop_str_in_output``.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        *,
+        sequence: int,
+        index: int = 0,
+        continues: bool = False,
+        emitted_ids: Sequence[int] = (),
+    ) -> None:
+        """``continues``: the output goes on from the prompt's text (completions, not chat); see Detokenizer.
+
+        ``emitted_ids`` are output the client has already: they count in everything, and no delta repeats
+        them. Stop strings that they complete ended the sequence before, so none is looked for in them.
+        """
+        self.sequence = sequence
+        self.index = index
+        self.text = ""
+        self.token_ids: list[int] = []
+        self.logprobs: list[PositionLogprobs] | None = None if params.logprobs is None else []
+        self.prompt_logprobs: list[PositionLogprobs | None] | None = None
+        """One entry a prompt token, None for the first; None until any came."""
+        self.num_cached = 0
+        """Prompt tokens whose cache was found."""
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
+        self.error: ErrorInfo | None = None
+        self._tokenizer = tokenizer
+        self._params = params
+        self._detokenizer = Detokenizer(
+            tokenizer, skip_special_tokens=params.skip_special_tokens, continues=continues
+        )
+        self._stops = StopFinder(params.stop)
+        for token in emitted_ids:
+            self.token_ids.append(token)
+            kept = self._stops.push(self._detokenizer.push(token), ignore=True)
+            self.text += kept if isinstance(kept, str) else kept.text
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def on_event(self, event: TokenEvent) -> Delta | None:
+        """Takes the head's next event of this sequence. None when it adds nothing a client would see."""
+        if self.finished:
+            return None
+        self.num_cached = max(self.num_cached, event.num_cached)
+        if event.prompt_logprobs is not None:
+            if self.prompt_logprobs is None:
+                self.prompt_logprobs = [None]
+            self.prompt_logprobs += read_columns(event.prompt_logprobs, self._tokenizer)
+        fresh = _Fresh()
+        self._take_tokens(event, fresh)
+        if fresh.match is None and event.finish is not None:
+            self._take_rest(fresh)
+        if fresh.match is not None:
+            return self._end(fresh, "stop", stop_reason=fresh.match.stop, send_finish=event.finish is None)
+        if event.finish is None:
+            return self._delta(fresh) if fresh.token_ids or fresh.text else None
+        if event.finish == "stop":
+            own = event.stop_id if event.stop_id in self._params.stop_token_ids else None
+            return self._end(fresh, "stop", stop_reason=own)
+        if event.finish == "length":
+            return self._end(fresh, "length")
+        if event.finish == "abort":
+            return self._end(fresh, "abort")
+        return self._end(
+            fresh, "error", error=event.error or ErrorInfo(code="internal_error", message="failed")
+        )
+
+    def abort(self, error: ErrorInfo | None = None) -> Delta | None:
+        """Ends the choice from this side: the client left, or (with ``error``) its head is gone.
+
+        None when it had ended. With an error there is no head to send ``Finish`` to.
+        """
+        if self.finished:
+            return None
+        fresh = _Fresh()
+        self._take_rest(fresh)
+        if error is None:
+            return self._end(fresh, "abort", send_finish=True)
+        return self._end(fresh, "error", error=error)
+
+    def _take_tokens(self, event: TokenEvent, fresh: _Fresh) -> None:
+        """Takes an event's tokens up to the one that completes a stop string."""
+        entries = None
+        if self.logprobs is not None and event.logprobs is not None:
+            entries = read_columns(event.logprobs, self._tokenizer)
+        last = len(event.token_ids) - 1
+        for at, token in enumerate(event.token_ids):
+            self.token_ids.append(token)
+            fresh.token_ids.append(token)
+            if entries is not None:
+                fresh.logprobs.append(entries[at])
+            ends = at == last and event.finish == "stop" and token == event.stop_id
+            if ends and not self._params.include_stop_str_in_output:
+                return
+            self._take_text(self._detokenizer.push(token), fresh)
+            self._look_ahead(fresh)
+            if fresh.match is not None:
+                return
+
+    def _take_text(self, text: str, fresh: _Fresh) -> None:
+        """Passes certain text through the stop finder."""
+        if not text:
+            return
+        early = len(self.token_ids) < self._params.min_tokens
+        kept = self._stops.push(text, ignore=early)
+        if isinstance(kept, StopMatch):
+            fresh.match = kept
+            stop = kept.stop if self._params.include_stop_str_in_output else ""
+            fresh.text += kept.text + stop
+        else:
+            fresh.text += kept
+
+    def _look_ahead(self, fresh: _Fresh) -> None:
+        """Whole characters that the detokenizer holds back end the text if they complete a stop string: then
+        no later token follows that could change them."""
+        if fresh.match is not None or not self._stops.active:
+            return
+        if len(self.token_ids) >= self._params.min_tokens and self._stops.would_match(
+            self._detokenizer.preview()
+        ):
+            self._take_text(self._detokenizer.finish(), fresh)
+
+    def _take_rest(self, fresh: _Fresh) -> None:
+        """What was held back, at an end that no stop string made."""
+        self._take_text(self._detokenizer.finish(), fresh)
+        if fresh.match is None:
+            fresh.text += self._stops.finish()
+
+    def _delta(self, fresh: _Fresh) -> Delta:
+        self.text += fresh.text
+        if self.logprobs is not None:
+            self.logprobs += fresh.logprobs
+        return Delta(
+            index=self.index,
+            text=fresh.text,
+            token_ids=tuple(fresh.token_ids),
+            logprobs=None if self.logprobs is None else tuple(fresh.logprobs),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            error=self.error,
+            send_finish=fresh.send_finish,
+        )
+
+    def _end(
+        self,
+        fresh: _Fresh,
+        reason: FinishReason,
+        *,
+        stop_reason: str | int | None = None,
+        error: ErrorInfo | None = None,
+        send_finish: bool = False,
+    ) -> Delta:
+        self.finish_reason, self.stop_reason, self.error = reason, stop_reason, error
+        fresh.send_finish = send_finish
+        return self._delta(fresh)
+
+
+class _Fresh:
+    """What one event has added so far."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.token_ids: list[int] = []
+        self.logprobs: list[PositionLogprobs] = []
+        self.match: StopMatch | None = None
+        self.send_finish = False

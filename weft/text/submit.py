@@ -1,0 +1,215 @@
+"""From prompt ids and sampling parameters to ``Submit`` messages, everything checked and resolved."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Sequence
+
+import msgspec
+
+from weft.common.errors import ContextLength, InvalidRequest
+from weft.text.tokenizer import Tokenizer
+from weft.types.messages import Submit, ids_to_bytes
+from weft.types.sampling import SEED_MASK, SamplingParams, TokenParams
+
+
+class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request must respect."""
+
+    vocab_size: int
+    """Ids below it can be prompted, sampled and biased."""
+    max_model_len: int
+    """Prompt and output together, in tokens."""
+    end_ids: tuple[int, ...]
+    """Ids that end a sequence unless ``ignore_eos``."""
+
+
+class IdMint:
+    """Makes ids of sequences and requests: random, and never one that is live. One thread at a time."""
+
+    def __init__(self) -> None:
+        self._live: set[int] = set()
+
+    def mint(self) -> int:
+        """A fresh u64, live until ``release``."""
+        while (made := secrets.randbits(64)) in self._live:
+            pass
+        self._live.add(made)
+        return made
+
+    def release(self, made: int) -> None:
+        """Ends an id's life. Unknown ids are fine."""
+        self._live.discard(made)
+
+
+class SeedMint:
+    """Makes the seed of a request that brings none: random, or a pure function of (seed, request number)."""
+
+    def __init__(self, seed: int | None) -> None:
+        self._seed = seed
+        self._number = 0
+
+    def mint(self) -> int:
+        """The seed of the next request; requests are numbered from 0, those with a seed of their own too."""
+        number, self._number = self._number, self._number + 1
+        return secrets.randbits(64) if self._seed is None else minted_seed(self._seed, number)
+
+
+def minted_seed(seed: int, number: int) -> int:
+    """The seed of request ``number`` under ``--seed seed``."""
+    digest = hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def build_submits(
+    prompt_ids: Sequence[int],
+    params: SamplingParams,
+    limits: ModelLimits,
+    tokenizer: Tokenizer,
+    *,
+    ids: IdMint,
+    seeds: SeedMint,
+    priority: int = 0,
+    salt: str = "",
+    prompt_param: str = "prompt",
+) -> list[Submit]:
+    """One Submit for each of the ``n`` choices, in order; all share ``request`` and ``seed``.
+
+    Raises InvalidRequest or ContextLength naming the parameter, and then mints no id.
+    """
+    check_prompt_ids(prompt_ids, limits, prompt_param)
+    token_params = resolve_params(len(prompt_ids), params, limits, tokenizer, prompt_param)
+    minted = seeds.mint()
+    seed = minted if params.seed is None else params.seed & SEED_MASK
+    request = ids.mint()
+    data = ids_to_bytes(list(prompt_ids))
+    first = Submit(
+        sequence=ids.mint(),
+        request=request,
+        seed=seed,
+        prompt_ids=data,
+        params=token_params,
+        priority=priority,
+        salt=salt,
+    )
+    # only choice 0 computes prompt logprobs: its siblings share the prompt
+    sibling = msgspec.structs.replace(token_params, prompt_logprobs=-1)
+    others = [
+        msgspec.structs.replace(first, sequence=ids.mint(), choice=choice, params=sibling)
+        for choice in range(1, params.n)
+    ]
+    return [first, *others]
+
+
+def check_prompt_ids(prompt_ids: Sequence[int], limits: ModelLimits, param: str = "prompt") -> None:
+    """Raises InvalidRequest, naming ``param``, for an empty prompt or ids the model does not have."""
+    if not prompt_ids:
+        raise InvalidRequest(f"{param} must not be empty", param=param)
+    for token in prompt_ids:
+        if type(token) is not int or not 0 <= token < limits.vocab_size:
+            raise InvalidRequest(
+                f"{param} must hold token ids from 0 to {limits.vocab_size - 1}", param=param
+            )
+
+
+def resolve_params(
+    num_prompt: int,
+    params: SamplingParams,
+    limits: ModelLimits,
+    tokenizer: Tokenizer,
+    prompt_param: str = "prompt",
+) -> TokenParams:
+    """The parameters in token ids, every default resolved for a prompt of this length.
+
+    Raises ContextLength when prompt and output do not fit, InvalidRequest for ids outside the vocabulary
+    and combinations under which no token could be sampled.
+    """
+    max_tokens = _max_tokens(num_prompt, params, limits, prompt_param)
+    _check_vocab("stop_token_ids", params.stop_token_ids, limits)
+    _check_vocab("logit_bias", tuple(params.logit_bias or ()), limits)
+    _check_vocab("allowed_token_ids", params.allowed_token_ids or (), limits)
+    bad = bad_word_ids(params.bad_words, tokenizer)
+    for word in bad:
+        _check_vocab("bad_words", word, limits)
+    ends = () if params.ignore_eos else tuple(token for token in limits.end_ids if token < limits.vocab_size)
+    stop_ids = tuple(sorted({*ends, *params.stop_token_ids}))
+    allowed = None if params.allowed_token_ids is None else tuple(sorted(set(params.allowed_token_ids)))
+    _check_any_left(params, allowed, bad, stop_ids)
+    return TokenParams(
+        temperature=float(params.temperature),
+        top_k=max(params.top_k, 0),
+        top_p=float(params.top_p),
+        min_p=float(params.min_p),
+        frequency_penalty=float(params.frequency_penalty),
+        presence_penalty=float(params.presence_penalty),
+        repetition_penalty=float(params.repetition_penalty),
+        logit_bias=tuple(sorted((token, float(bias)) for token, bias in (params.logit_bias or {}).items())),
+        allowed=allowed,
+        bad=bad,
+        max_tokens=max_tokens,
+        min_tokens=params.min_tokens,
+        stop_ids=stop_ids,
+        logprobs=-1 if params.logprobs is None else params.logprobs,
+        prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
+    )
+
+
+def _max_tokens(num_prompt: int, params: SamplingParams, limits: ModelLimits, prompt_param: str) -> int:
+    room = limits.max_model_len - num_prompt
+    if room < 1:
+        raise ContextLength(
+            f"the model's context is {limits.max_model_len} tokens, but the prompt alone has {num_prompt} "
+            "and the output needs at least one; shorten the prompt",
+            param=prompt_param,
+        )
+    if params.max_tokens is not None and params.max_tokens > room:
+        raise ContextLength(
+            f"the model's context is {limits.max_model_len} tokens, but {num_prompt + params.max_tokens} "
+            f"were asked for: {num_prompt} in the prompt, {params.max_tokens} for the output; shorten either",
+            param="max_tokens",
+        )
+    max_tokens = room if params.max_tokens is None else params.max_tokens
+    if params.min_tokens > max_tokens:
+        raise InvalidRequest(
+            f"min_tokens is {params.min_tokens}, but the context leaves {max_tokens} tokens for the output",
+            param="min_tokens",
+        )
+    return max_tokens
+
+
+def _check_vocab(name: str, tokens: Sequence[int], limits: ModelLimits) -> None:
+    if any(not 0 <= token < limits.vocab_size for token in tokens):
+        raise InvalidRequest(f"{name} must hold token ids from 0 to {limits.vocab_size - 1}", param=name)
+
+
+def _check_any_left(
+    params: SamplingParams,
+    allowed: tuple[int, ...] | None,
+    bad: tuple[tuple[int, ...], ...],
+    stop_ids: tuple[int, ...],
+) -> None:
+    """At least one allowed token must be samplable at every position."""
+    if allowed is None:
+        return
+    banned = {word[0] for word in bad if len(word) == 1}
+    if banned.issuperset(allowed):
+        raise InvalidRequest("bad_words leave none of allowed_token_ids", param="bad_words")
+    if params.min_tokens and banned.union(stop_ids).issuperset(allowed):
+        raise InvalidRequest(
+            "min_tokens needs a token in allowed_token_ids that does not end the sequence", param="min_tokens"
+        )
+
+
+def bad_word_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Token sequences of each word as it stands at a start and behind a space. Raises InvalidRequest."""
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        for text in (word, " " + word.lstrip(" ")):
+            try:
+                ids = tuple(tokenizer.encode(text, add_special_tokens=False))
+            except InvalidRequest as error:
+                raise InvalidRequest(error.message, param="bad_words") from None
+            if ids:
+                found[ids] = None
+    return tuple(found)
