@@ -72,7 +72,12 @@ class Sequence:
         token = self.prompt[self.sent % len(self.prompt)]
         self.sent += 1
         prompt_logprobs = None
-        if params.prompt_logprobs >= 0 and self.sent == 1 and self.submit.choice == 0 and len(self.prompt) > 1:
+        if (
+            params.prompt_logprobs >= 0
+            and self.sent == 1
+            and self.submit.choice == 0
+            and len(self.prompt) > 1
+        ):
             prompt_logprobs = columns(self.prompt[1:], 1 + params.prompt_logprobs)
         return m.TokenEvent(
             sequence=self.submit.sequence,
@@ -147,7 +152,12 @@ class FakeHead:
         for number, sequence in list(self.live.items()):
             seed = sequence.submit.seed
             if seed == GARBAGE:
-                for frames in ([b"\x80\x04garbage"], [b""], [b"a", b"b"], [msgspec.msgpack.encode({"type": "Nope"})]):
+                for frames in (
+                    [b"\x80\x04garbage"],
+                    [b""],
+                    [b"a", b"b"],
+                    [msgspec.msgpack.encode({"type": "Nope"})],
+                ):
                     self.socket.send_multipart([sequence.front, *frames])
             if seed == FAILED and sequence.sent == 3:
                 self.send(sequence.front, m.HeadFailed(error=EngineDead("the engine failed").info()))
@@ -161,7 +171,9 @@ class FakeHead:
                     del self.live[number]
 
     def heartbeat(self) -> m.Heartbeat:
-        stats = m.HeadStats(steps=self.steps, running=len(self.live), preemptions=self.finishes, free_blocks=(64,))
+        stats = m.HeadStats(
+            steps=self.steps, running=len(self.live), preemptions=self.finishes, free_blocks=(64,)
+        )
         return m.Heartbeat(idle=not self.live, stats=stats)
 
     def send(self, front: bytes, message: m.ToFront) -> None:

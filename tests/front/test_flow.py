@@ -45,7 +45,9 @@ def flat(events: list[TokenEvent]) -> tuple[list[int], list[tuple[int, int, floa
         if e.logprobs is not None:
             ids, values, rank = e.logprobs.arrays()
             assert len(ids) == len(e.token_ids) == len(rank)
-            rows += [(e.logprobs.width, int(i), float(v)) for i, v in zip(ids[:, 0], values[:, 0], strict=True)]
+            rows += [
+                (e.logprobs.width, int(i), float(v)) for i, v in zip(ids[:, 0], values[:, 0], strict=True)
+            ]
     prompt = [int(i) for e in events if e.prompt_logprobs for i in e.prompt_logprobs.arrays()[2]]
     return tokens, rows, prompt
 
@@ -88,14 +90,17 @@ def test_failing_wakes_the_reader_and_the_first_error_stays() -> None:
 
 def test_progress() -> None:
     progress = Progress(timeout=10, now=0)
-    assert progress.overdue(10) is None and progress.overdue(10.1) is not None
+    assert progress.overdue(10) is None
+    assert progress.overdue(10.1) is not None
     progress.beat(idle=True, steps=5, now=9)
     assert progress.overdue(19) is None
     progress.beat(idle=False, steps=5, now=15)  # work came after the last idle beat
-    assert progress.recent(18, 9) and not progress.recent(19, 9)
+    assert progress.recent(18, 9)
+    assert not progress.recent(19, 9)
     progress.beat(idle=False, steps=5, now=19.5)
     reason = progress.overdue(19.5)
-    assert reason is not None and "no step" in reason
+    assert reason is not None
+    assert "no step" in reason
     progress.beat(idle=False, steps=6, now=20)
     assert progress.overdue(29) is None
     progress.frame(29)

@@ -137,7 +137,12 @@ def test_unknown_parameters() -> None:
 
 
 def test_values_that_ask_for_nothing_are_accepted() -> None:
-    plain = {"tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"], "store": False}
+    plain = {
+        "tool_choice": "none",
+        "response_format": {"type": "text"},
+        "modalities": ["text"],
+        "store": False,
+    }
     assert plain.keys() == NEUTRAL.keys()
     assert chat(**plain) == chat()
     assert refused(chat, response_format={"type": "json_object"}).param == "response_format"

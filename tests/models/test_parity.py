@@ -53,9 +53,7 @@ def test_chunks_and_decode_float32(checkpoint: Any, paged: Any) -> None:
     model = checkpoint.load()
     harness = paged(model)
     lengths, prompts = [47, 20, 33, 9], [30, 5, 32, 1]
-    sequences = [
-        harness.sequence(_ids(n, model.spec.vocab_size, 10 + i)) for i, n in enumerate(lengths)
-    ]
+    sequences = [harness.sequence(_ids(n, model.spec.vocab_size, 10 + i)) for i, n in enumerate(lengths)]
     _run_mixed(harness, sequences, prompts, seed=3)
     for sequence in sequences:
         assert _distance(sequence.logits, checkpoint.expected(sequence.ids)) <= TOLERANCE
@@ -86,9 +84,7 @@ def test_rows_do_not_depend_on_each_other(checkpoint: Any, paged: Any) -> None:
     model = checkpoint.load(torch.float64)
     harness = paged(model, seed=1)
     lengths, prompts = [41, 17, 26], [25, 3, 26]
-    sequences = [
-        harness.sequence(_ids(n, model.spec.vocab_size, 20 + i)) for i, n in enumerate(lengths)
-    ]
+    sequences = [harness.sequence(_ids(n, model.spec.vocab_size, 20 + i)) for i, n in enumerate(lengths)]
     _run_mixed(harness, sequences, prompts, seed=4)
     for sequence in sequences:
         alone = paged(model, block_size=5, seed=2)
@@ -116,7 +112,9 @@ def test_host_upper_bounds_do_not_show(checkpoint: Any, paged: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["qwen3-moe", "mistral-window", "llama-llama3"])
-def test_half_precision_is_close_to_float32(name: str, dtype: torch.dtype, checkpoints: Any, paged: Any) -> None:
+def test_half_precision_is_close_to_float32(
+    name: str, dtype: torch.dtype, checkpoints: Any, paged: Any
+) -> None:
     """Rounding of weights and activations only; a router near a tie may flip, so the mean is compared."""
     checkpoint = checkpoints(name)
     ids = _ids(40, 97, 7)
@@ -167,3 +165,9 @@ def test_single_rank_yields_nothing_and_empty_segments_are_fine(checkpoints: Any
     harness.step([], [(a, 1), (b, 1)])
     assert len(a.logits) == 4
     assert len(b.logits) == 3
+
+
+def test_a_step_without_tokens(checkpoints: Any, paged: Any) -> None:
+    """What an idle replica runs."""
+    for name in ("qwen3-moe", "mistral-window"):
+        paged(checkpoints(name).load()).step([])

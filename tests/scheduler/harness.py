@@ -462,6 +462,11 @@ class Rig:
             assert not (plan.prefill.rows and plan.decode.rows)
 
 
+def random_bases(rng: random.Random) -> list[list[int]]:
+    """Prompts to take prefixes of: two of their own, and one that repeats itself."""
+    return [*([rng.randrange(VOCAB) for _ in range(40)] for _ in range(2)), [rng.randrange(VOCAB)] * 40]
+
+
 def random_submits(rng: random.Random, first: int, request: int, bases: list[list[int]]) -> list[Submit]:
     """One request of 1 to 3 choices; its prompt may share a prefix with others."""
     prompt = rng.choice(bases)[: rng.randint(1, 40)] + [rng.randrange(VOCAB)] * rng.randint(0, 3)
@@ -512,7 +517,7 @@ def random_run(seed: int, depth: int) -> Rig:
     """A random load to its end, with everything checked."""
     rng = random.Random(seed)
     rig = random_rig(rng, depth)
-    bases = [[rng.randrange(VOCAB) for _ in range(40)] for _ in range(2)]
+    bases = random_bases(rng)
     request = 0
     for _ in range(150):
         if rng.random() < 0.3 and len(rig.told) < 40:

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.scheduler.harness import VOCAB, Rig, random_rig, random_run, random_submits
+from tests.scheduler.harness import Rig, random_bases, random_rig, random_run, random_submits
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -32,7 +32,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def start(self, seed: int, depth: int) -> None:
         rng = random.Random(seed)
         self.rig: Rig = random_rig(rng, depth)
-        self.bases = [[rng.randrange(VOCAB) for _ in range(40)] for _ in range(2)]
+        self.bases = random_bases(rng)
         self.requests = 0
 
     @precondition(lambda self: len(self.rig.told) < 30)

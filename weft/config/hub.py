@@ -53,7 +53,7 @@ def resolve_model_path(
             raise ConfigError(f"{name} comes with Weft and has no revisions", param="--revision")
         return bundled[name]
     folder = Path(name).expanduser()
-    if folder.is_dir():
+    if name and folder.is_dir():
         return str(folder)
     if not _is_repository(name):
         near = difflib.get_close_matches(name, bundled, 1)

@@ -10,11 +10,12 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from weft import __version__
 from weft.common.errors import MethodNotAllowed, NotFound, WeftError
 from weft.front import openapi, responses
 from weft.front.chat import chat
 from weft.front.completions import completions
-from weft.front.context import Front, package_version
+from weft.front.context import Front
 from weft.front.lifecycle import Phase
 from weft.front.metrics import CONTENT_TYPE
 from weft.front.middleware import Gate, Keys, error_answer
@@ -26,7 +27,7 @@ READY_WINDOW = 30.0
 
 def build_app(front: Front) -> ASGIApp:
     """The whole application over ``front``."""
-    app = FastAPI(title="Weft", version=package_version(), redirect_slashes=False, redoc_url=None)
+    app = FastAPI(title="Weft", version=__version__, redirect_slashes=False, redoc_url=None)
     _add_generation(app, front)
     _add_models(app, front)
     _add_state(app, front)
@@ -76,7 +77,7 @@ def _add_state(app: FastAPI, front: Front) -> None:
 
     @app.get("/ready")
     async def ready() -> Response:
-        """Readiness: 200 once a token was really generated, while the engine makes progress and none drains."""
+        """Readiness: 200 once a token was really generated, while the engine makes progress."""
         window = min(READY_WINDOW, front.section.engine_timeout)
         good = front.lifecycle.phase is Phase.READY and front.client.progressing(window)
         phase = front.lifecycle.phase
@@ -91,7 +92,7 @@ def _add_state(app: FastAPI, front: Front) -> None:
     @app.get("/version")
     async def version() -> Response:
         """The server's version."""
-        return _json({"version": package_version()})
+        return _json({"version": __version__})
 
 
 def _json(value: Any, status: int = 200) -> Response:
@@ -117,5 +118,3 @@ def _describe(app: FastAPI) -> dict[str, Any]:
         made["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         app.openapi_schema = made
     return app.openapi_schema
-
-

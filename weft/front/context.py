@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import importlib.metadata
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,8 @@ from weft.front.lifecycle import Lifecycle
 from weft.front.metrics import Metrics
 from weft.front.protocol import printable
 from weft.front.responses import ModelCard
+from weft.text.model import TextModel
+from weft.text.submit import IdMint, ModelLimits, SeedMint
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -25,15 +26,6 @@ T = TypeVar("T")
 TEXT_THREADS = 2
 TEXT_QUEUE = 1024
 """Requests that may wait for a text thread; beyond it they get 429."""
-
-
-@functools.cache
-def package_version() -> str:
-    """The installed package's version."""
-    try:
-        return importlib.metadata.version("weft")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
 
 
 class Front:
@@ -49,13 +41,20 @@ class Front:
         self.lifecycle = Lifecycle(config.scheduler.max_num_seqs + config.scheduler.max_queued_requests)
         self._pool = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="weft-text")
         self._pooled = 0
-        self._text: TextSide | None = None
+        self._text: TextModel | None = None
+        self.ids = IdMint()
+        self.seeds = SeedMint(config.model.seed)
 
     async def start(self) -> None:
-        """Loads the text side while the head loads its model. Raises ConfigError or WeftError."""
+        """Loads tokenizer and template while the head loads its model. Raises ConfigError or WeftError."""
         loop = asyncio.get_running_loop()
-        self._text = await loop.run_in_executor(self._pool, TextSide.load, self.config, self.section)
-        await self.client.start()
+        load = functools.partial(TextModel.load, self.config.tokenizer_path, self.section.chat_template)
+        text = await loop.run_in_executor(self._pool, load)
+        welcome = await self.client.start()
+        self.limits = ModelLimits(
+            vocab_size=welcome.vocab_size, max_model_len=welcome.max_model_len, end_ids=text.end_ids
+        )
+        self._text = text
 
     async def close(self) -> None:
         """Ends the link; every request that is still open fails."""
@@ -63,7 +62,7 @@ class Front:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     @property
-    def text(self) -> TextSide:
+    def text(self) -> TextModel:
         if self._text is None:
             raise Unavailable("the server is still starting")
         return self._text

@@ -54,7 +54,7 @@ class Flow:
         self._wake.set()
 
     async def next(self) -> list[TokenEvent]:
-        """All that came since the last call, at least one event, merged. Raises the error given to ``fail``."""
+        """All that came since the last call: one event or more. Raises the error given to ``fail``."""
         await self._wake.wait()
         if self._error is not None:
             raise self._error

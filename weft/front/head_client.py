@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import secrets
 from collections import deque
 from collections.abc import Coroutine, Iterable
@@ -34,7 +33,6 @@ POLL = 0.2
 """Seconds between two looks at the head's process and its progress."""
 HIGH_WATER = 10_000
 """Messages zmq may hold in each direction."""
-U64 = (1 << 64) - 1
 OUTBOX_LIMIT = 20_000
 """Messages that may wait here for zmq; a Submit beyond it is refused."""
 
@@ -48,7 +46,9 @@ class Process(Protocol):
 class HeadClient:
     """Owns the link and the flows of all live requests."""
 
-    def __init__(self, endpoint: str, process: Process, engine_timeout: float, clock: Clock | None = None) -> None:
+    def __init__(
+        self, endpoint: str, process: Process, engine_timeout: float, clock: Clock | None = None
+    ) -> None:
         self._endpoint = endpoint
         self._process = process
         self._timeout = engine_timeout
@@ -57,10 +57,10 @@ class HeadClient:
         self._flows: dict[int, Flow] = {}
         self._outbox: deque[m.ToHead] = deque()
         self._out = asyncio.Event()
-        self._numbers = itertools.count(secrets.randbits(62))
         self._tasks: list[asyncio.Task[None]] = []
         self._welcomed = asyncio.Event()
         self._closing = False
+        self._context: zmq.asyncio.Context | None = None
         self.welcome: m.Welcome | None = None
         self.failure: WeftError | None = None
         self.died = asyncio.Event()
@@ -72,8 +72,8 @@ class HeadClient:
 
     async def start(self) -> m.Welcome:
         """Connects and says Hello; returns when the head answers. Raises WeftError when it never will."""
-        self._context = zmq.asyncio.Context()
-        socket = self._context.socket(zmq.DEALER)
+        self._context = context = zmq.asyncio.Context()
+        socket = context.socket(zmq.DEALER)
         for option in (zmq.SNDHWM, zmq.RCVHWM):
             socket.setsockopt(option, HIGH_WATER)
         socket.setsockopt(zmq.LINGER, 500)
@@ -83,9 +83,11 @@ class HeadClient:
         for work in (self._receive(socket), self._transmit(socket), self._watch()):
             self._tasks.append(asyncio.create_task(self._guard(work)))
         ended = [asyncio.create_task(e.wait()) for e in (self._welcomed, self.died)]
-        await asyncio.wait(ended, timeout=START_TIMEOUT, return_when=asyncio.FIRST_COMPLETED)
-        for task in ended:
-            task.cancel()
+        try:
+            await asyncio.wait(ended, timeout=START_TIMEOUT, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in ended:
+                task.cancel()
         if self.failure is not None:
             raise self.failure
         if self.welcome is None:
@@ -96,7 +98,7 @@ class HeadClient:
     async def close(self) -> None:
         """Tells the head to stop, fails what is still open, closes the socket. The link is over."""
         self._closing = True
-        if self.failure is None:
+        if self.failure is None and self._tasks:
             self._send(m.Shutdown())
             deadline = self._clock.now() + 1.0
             while self._outbox and self._clock.now() < deadline:
@@ -106,7 +108,8 @@ class HeadClient:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._context.destroy(linger=500)
+        if self._context is not None:
+            self._context.destroy(linger=500)
 
     @property
     def alive(self) -> bool:
@@ -119,12 +122,8 @@ class HeadClient:
 
     # -- work ---------------------------------------------------------------------------------------
 
-    def mint(self) -> int:
-        """An id, u64, never given twice."""
-        return next(self._numbers) & U64
-
     def submit(self, submits: Iterable[m.Submit], observe: Observer | None = None) -> Flow:
-        """Sends the sequences of one request and opens their flow. Raises WeftError; then nothing was sent."""
+        """Sends one request's sequences and opens their flow. Raises WeftError; then nothing was sent."""
         if self.failure is not None:
             raise self.failure
         if self.welcome is None or self._closing:
@@ -272,4 +271,3 @@ class HeadError(WeftError):
 
     def info(self) -> ErrorInfo:
         return self._reported
-

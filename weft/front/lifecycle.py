@@ -36,7 +36,7 @@ class Lifecycle:
     def __init__(self, capacity: int) -> None:
         self.phase = Phase.STARTING
         self.active = 0
-        self._capacity = capacity
+        self.capacity = capacity
 
     def move(self, phase: Phase) -> None:
         """Enters ``phase`` if the table allows it; else stays."""
@@ -52,7 +52,7 @@ class Lifecycle:
             raise Unavailable("the server is shutting down")
         if self.phase is Phase.STARTING:
             raise Unavailable("the server is still starting")
-        if self.active >= self._capacity:
+        if self.active >= self.capacity:
             raise Overloaded("the server's queue is full; try again later")
         self.active += 1
         try:

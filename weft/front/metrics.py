@@ -7,6 +7,7 @@ checked-in list.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
@@ -17,12 +18,74 @@ from prometheus_client.registry import Collector
 
 from weft.types.messages import HeadStats, TokenEvent
 
-disable_created_metrics()
+disable_created_metrics()  # type: ignore[no-untyped-call]
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-_TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0)
-_ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
-_E2E = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0)
+_TTFT = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+    160.0,
+)
+_ITL = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+)
+_E2E = (
+    0.05,
+    0.1,
+    0.3,
+    0.5,
+    0.8,
+    1.0,
+    1.5,
+    2.0,
+    2.5,
+    5.0,
+    10.0,
+    15.0,
+    20.0,
+    30.0,
+    40.0,
+    50.0,
+    60.0,
+    120.0,
+    240.0,
+    480.0,
+    960.0,
+)
 _TOKENS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5)
 
 
@@ -53,7 +116,10 @@ _COUNTERS: dict[str, tuple[str, Callable[[HeadStats], float]]] = {
     "generation_tokens": ("Tokens generated.", lambda s: s.generation_tokens),
     "prefix_cache_queries": ("Tokens looked up in the prefix cache.", lambda s: s.prefix_queries),
     "prefix_cache_hits": ("Tokens found in the prefix cache.", lambda s: s.prefix_hits),
-    "num_preemptions": ("Sequences whose cache was given to another, to be recomputed.", lambda s: s.preemptions),
+    "num_preemptions": (
+        "Sequences whose cache was given to another, to be recomputed.",
+        lambda s: s.preemptions,
+    ),
     "engine_steps": ("Forward passes.", lambda s: s.steps),
     "engine_mixed_steps": ("Forward passes with prefill and decode rows.", lambda s: s.mixed_steps),
     "row_errors": ("Sequences failed by NaN or infinite logits.", lambda s: s.row_errors),
@@ -102,7 +168,11 @@ class _LinkCollector(Collector):
 #: (name, help, labels, buckets) of what the front measures itself.
 _HISTOGRAMS = (
     ("time_to_first_token_seconds", "From a request's arrival to its first token.", _TTFT),
-    ("inter_token_latency_seconds", "Between two tokens of one sequence, as they arrive from the head.", _ITL),
+    (
+        "inter_token_latency_seconds",
+        "Between two tokens of one sequence, as they arrive from the head.",
+        _ITL,
+    ),
     ("e2e_request_latency_seconds", "From a request's arrival to its last token.", _E2E),
     ("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS),
     ("request_generation_tokens", "Generated tokens of a request, over all choices.", _TOKENS),
@@ -184,4 +254,4 @@ def describe() -> str:
 
 
 if __name__ == "__main__":
-    print(describe(), end="")
+    sys.stdout.write(describe())

@@ -75,7 +75,6 @@ class Gate:
             return
         headers = dict(reversed(scope["headers"]))
         request_id = _request_id(headers.get(b"x-request-id"))
-        scope.setdefault("state", {})["request_id"] = request_id.decode()
         status = 0
 
         async def answer(message: Message) -> None:
@@ -98,6 +97,8 @@ class Gate:
             await error_answer(failed)(scope, receive, answer)
         finally:
             self._count(scope, status)
+            if status >= 500 and scope["path"] not in OPEN_PATHS:
+                log.warning("request %s was answered with %d", request_id.decode(), status)
 
     def _admit(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
@@ -108,7 +109,11 @@ class Gate:
     def _count(self, scope: Scope, status: int) -> None:
         """Labels are bounded: routes that exist, methods that exist."""
         route = getattr(scope.get("route"), "path", "other")
-        method = scope["method"] if scope["method"] in ("GET", "POST", "HEAD", "PUT", "DELETE", "OPTIONS") else "other"
+        method = (
+            scope["method"]
+            if scope["method"] in ("GET", "POST", "HEAD", "PUT", "DELETE", "OPTIONS")
+            else "other"
+        )
         self._metrics.http.labels(route, method, str(status)).inc()
 
 

@@ -34,14 +34,20 @@ def _json(schema: type) -> dict[str, Any]:
 
 
 def _errors(*statuses: int) -> dict[str, Any]:
-    return {str(status): {"description": "Error", "content": _json(responses.ErrorResponse)} for status in statuses}
+    return {
+        str(status): {"description": "Error", "content": _json(responses.ErrorResponse)}
+        for status in statuses
+    }
 
 
 def generates(request: type, answer: type, chunk: type) -> dict[str, Any]:
     """What FastAPI can't see of a route that generates: its body and its answers."""
     content = _json(answer)
     content["text/event-stream"] = {
-        "schema": {"type": "string", "description": f"With stream: events, each a {chunk.__name__}, then [DONE]."}
+        "schema": {
+            "type": "string",
+            "description": f"With stream: events, each a {chunk.__name__}, then [DONE].",
+        }
     }
     return {
         "requestBody": {"required": True, "content": _json(request)},

@@ -21,23 +21,26 @@ MAX_PROMPTS = 256
 """Prompts of one completions request."""
 MAX_SEQUENCES = 1024
 """Prompts times ``n`` of one request."""
-MAX_MESSAGES = 4096
 MAX_METADATA = 16
 MAX_NAME = 512
 """Characters of a model name, a user, a metadata key or value."""
 DEFAULT_COMPLETION_TOKENS = 16
 
 #: OpenAI's and other servers' parameters that Weft knows of and does not do.
-UNSUPPORTED = frozenset(
-    "tools tool_choice parallel_tool_calls functions function_call response_format audio modalities "
-    "prediction reasoning_effort service_tier store verbosity web_search_options safety_identifier "
-    "prompt_cache_key prompt_cache_retention moderation suffix best_of guided_json guided_regex guided_choice "
-    "guided_grammar guided_decoding_backend structured_outputs grammar json_schema regex ebnf use_beam_search "
-    "length_penalty early_stopping chat_template documents mm_processor_kwargs priority cache_salt "
-    "kv_transfer_params truncate_prompt_tokens thinking_token_budget vllm_xargs logits_processors "
-    "spaces_between_special_tokens return_tokens_as_token_ids continue_final_message lora_path "
-    "typical_p mirostat_mode no_repeat_ngram_size cache_prompt".split()
-)
+# fmt: off
+UNSUPPORTED = frozenset((
+    "tools", "tool_choice", "parallel_tool_calls", "functions", "function_call", "response_format", "audio",
+    "modalities", "prediction", "reasoning_effort", "service_tier", "store", "verbosity",
+    "web_search_options", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "moderation",
+    "suffix", "best_of", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+    "guided_decoding_backend", "structured_outputs", "grammar", "json_schema", "regex", "ebnf",
+    "use_beam_search", "length_penalty", "early_stopping", "chat_template", "documents",
+    "mm_processor_kwargs", "priority", "cache_salt", "kv_transfer_params", "truncate_prompt_tokens",
+    "thinking_token_budget", "vllm_xargs", "logits_processors", "spaces_between_special_tokens",
+    "return_tokens_as_token_ids", "lora_path", "typical_p", "mirostat_mode", "no_repeat_ngram_size",
+    "cache_prompt",
+))
+# fmt: on
 
 #: Values that ask for nothing: they are dropped, as if absent. Each is OpenAI's default of the field.
 NEUTRAL: dict[str, Callable[[Any], bool]] = {
@@ -92,7 +95,9 @@ class _Generate(msgspec.Struct, frozen=True, kw_only=True):
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
         if self.prompt_logprobs is not None and self.stream:
-            raise InvalidRequest("prompt_logprobs can't be streamed; set stream to false", param="prompt_logprobs")
+            raise InvalidRequest(
+                "prompt_logprobs can't be streamed; set stream to false", param="prompt_logprobs"
+            )
 
     @property
     def usage_in_stream(self) -> bool:
@@ -106,11 +111,13 @@ class _Generate(msgspec.Struct, frozen=True, kw_only=True):
         return SamplingParams(**{**given, **more})
 
 
+# fmt: off
 _SAMPLING = (
-    "temperature top_p top_k min_p frequency_penalty presence_penalty repetition_penalty allowed_token_ids bad_words "
-    "min_tokens stop stop_token_ids include_stop_str_in_output ignore_eos seed n prompt_logprobs skip_special_tokens "
-    "max_tokens"
-).split()
+    "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
+    "allowed_token_ids", "bad_words", "min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output",
+    "ignore_eos", "seed", "n", "prompt_logprobs", "skip_special_tokens", "max_tokens",
+)
+# fmt: on
 
 
 class ChatRequest(_Generate, frozen=True, kw_only=True):
@@ -123,13 +130,15 @@ class ChatRequest(_Generate, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the model's chat template."""
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    """Whether the answer goes on from the last message, the assistant's."""
     metadata: dict[str, str] | None = None
     """Labels for stored completions; Weft stores none."""
 
     def check(self) -> None:
         super().check()
-        if not 1 <= len(self.messages) <= MAX_MESSAGES:
-            raise InvalidRequest(f"messages must hold 1 to {MAX_MESSAGES} messages", param="messages")
+        if not self.messages:
+            raise InvalidRequest("messages must not be empty", param="messages")
         if self.top_logprobs is not None:
             _between("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS)
             if not self.logprobs:
@@ -137,7 +146,9 @@ class ChatRequest(_Generate, frozen=True, kw_only=True):
         if self.max_completion_tokens is not None:
             _between("max_completion_tokens", self.max_completion_tokens, 1, 1 << 31)
             if self.max_tokens not in (None, self.max_completion_tokens):
-                raise InvalidRequest("max_tokens and max_completion_tokens differ; send one", param="max_tokens")
+                raise InvalidRequest(
+                    "max_tokens and max_completion_tokens differ; send one", param="max_tokens"
+                )
         _check_metadata(self.metadata)
 
     def sampling(self) -> SamplingParams:
@@ -166,7 +177,9 @@ class CompletionRequest(_Generate, frozen=True, kw_only=True):
         if self.logprobs is not None:
             _between("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
         if self.prompt_logprobs is not None and self.echo:
-            raise InvalidRequest("echo with logprobs gives those of the prompt; drop prompt_logprobs", param="prompt_logprobs")
+            raise InvalidRequest(
+                "echo with logprobs gives those of the prompt; drop prompt_logprobs", param="prompt_logprobs"
+            )
         prompts = self.prompts()
         if self.n is not None:
             _between("n", self.n, 1, MAX_N)
@@ -220,7 +233,9 @@ def parse(body: bytes, cls: type[R]) -> R:
         values[name] = _convert(name, value, fields[name])
     for field in msgspec.structs.fields(cls):
         if field.required and field.name not in values:
-            raise InvalidRequest(f"{field.name} is required", param=field.name, code="missing_required_parameter")
+            raise InvalidRequest(
+                f"{field.name} is required", param=field.name, code="missing_required_parameter"
+            )
     request = cls(**values)
     request.check()
     return request
@@ -233,7 +248,9 @@ def _fields(cls: type[Any]) -> dict[str, Any]:
 
 def _refused(name: str) -> InvalidRequest:
     if name in UNSUPPORTED:
-        return InvalidRequest(f"{name} is not supported by this server", param=name, code="unsupported_parameter")
+        return InvalidRequest(
+            f"{name} is not supported by this server", param=name, code="unsupported_parameter"
+        )
     shown = printable(name, 64)
     return InvalidRequest(f"unknown parameter: {shown}", param=shown, code="unknown_parameter")
 
@@ -253,7 +270,7 @@ def _reason(error: msgspec.ValidationError) -> str:
 
 
 def printable(text: str, limit: int) -> str:
-    """``text`` cut to ``limit`` characters, control characters replaced; for showing a client its own words."""
+    """``text`` cut and without control characters, for showing a client its own words."""
     return "".join(c if c.isprintable() else "?" for c in text[:limit])
 
 
@@ -278,18 +295,23 @@ def _check_metadata(metadata: dict[str, str] | None) -> None:
     items = [text for pair in (metadata or {}).items() for text in pair]
     if len(items) > 2 * MAX_METADATA or any(len(text) > MAX_NAME for text in items):
         raise InvalidRequest(
-            f"metadata must hold at most {MAX_METADATA} pairs of at most {MAX_NAME} characters", param="metadata"
+            f"metadata must hold at most {MAX_METADATA} pairs of at most {MAX_NAME} characters",
+            param="metadata",
         )
 
 
 def _prompt_text(text: Any) -> str:
     if not isinstance(text, str) or not text:
-        raise InvalidRequest("prompt must be a text that is not empty, token ids, or a list of either", param="prompt")
+        raise InvalidRequest(
+            "prompt must be a text that is not empty, token ids, or a list of either", param="prompt"
+        )
     return text
 
 
 def _prompt_ids(ids: Any) -> list[int]:
     """Token ids of one prompt; that they are in the vocabulary is checked on submission."""
     if not isinstance(ids, list) or not ids or any(type(i) is not int or not 0 <= i < 1 << 31 for i in ids):
-        raise InvalidRequest("prompt must hold token ids: integers from 0 to the vocabulary's size", param="prompt")
+        raise InvalidRequest(
+            "prompt must hold token ids: integers from 0 to the vocabulary's size", param="prompt"
+        )
     return ids

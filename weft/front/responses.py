@@ -14,40 +14,36 @@ MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON can't write."""
 
 
-class _Out(msgspec.Struct, kw_only=True):
-    pass
-
-
-class PromptTokensDetails(_Out):
+class PromptTokensDetails(msgspec.Struct, kw_only=True):
     cached_tokens: int
 
 
-class Usage(_Out):
+class Usage(msgspec.Struct, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
 
 
-class TopLogprob(_Out):
+class TopLogprob(msgspec.Struct, kw_only=True):
     token: str
     logprob: float
     bytes: list[int] | None
 
 
-class TokenLogprob(_Out):
+class TokenLogprob(msgspec.Struct, kw_only=True):
     token: str
     logprob: float
     bytes: list[int] | None
     top_logprobs: list[TopLogprob]
 
 
-class ChatLogprobs(_Out):
+class ChatLogprobs(msgspec.Struct, kw_only=True):
     content: list[TokenLogprob]
     refusal: None = None
 
 
-class PromptLogprob(_Out):
+class PromptLogprob(msgspec.Struct, kw_only=True):
     """One candidate at one prompt position, under its token id."""
 
     logprob: float
@@ -60,13 +56,13 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 """One entry a prompt token; the first, which nothing predicts, is null."""
 
 
-class Message(_Out):
+class Message(msgspec.Struct, kw_only=True):
     role: str
     content: str
     refusal: None = None
 
 
-class ChatChoice(_Out):
+class ChatChoice(msgspec.Struct, kw_only=True):
     index: int
     message: Message
     logprobs: ChatLogprobs | None = None
@@ -74,7 +70,7 @@ class ChatChoice(_Out):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatCompletion(_Out):
+class ChatCompletion(msgspec.Struct, kw_only=True):
     id: str
     object: Literal["chat.completion"] = "chat.completion"
     created: int
@@ -85,12 +81,12 @@ class ChatCompletion(_Out):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-class Delta(_Out):
+class Delta(msgspec.Struct, kw_only=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
 
 
-class ChatChunkChoice(_Out):
+class ChatChunkChoice(msgspec.Struct, kw_only=True):
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None = None
@@ -98,17 +94,17 @@ class ChatChunkChoice(_Out):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatChunk(_Out):
+class ChatChunk(msgspec.Struct, kw_only=True):
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     created: int
     model: str
     choices: list[ChatChunkChoice]
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-class CompletionLogprobs(_Out):
+class CompletionLogprobs(msgspec.Struct, kw_only=True):
     """Parallel lists, one entry a token; ``text_offset`` counts characters from the start of ``text``."""
 
     tokens: list[str]
@@ -117,7 +113,7 @@ class CompletionLogprobs(_Out):
     text_offset: list[int]
 
 
-class CompletionChoice(_Out):
+class CompletionChoice(msgspec.Struct, kw_only=True):
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
@@ -127,7 +123,7 @@ class CompletionChoice(_Out):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-class Completion(_Out):
+class Completion(msgspec.Struct, kw_only=True):
     """Also the chunk of a stream: OpenAI gives both the same ``object``."""
 
     id: str
@@ -135,10 +131,10 @@ class Completion(_Out):
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
 
 
-class ModelCard(_Out):
+class ModelCard(msgspec.Struct, kw_only=True):
     id: str
     object: Literal["model"] = "model"
     created: int
@@ -146,19 +142,19 @@ class ModelCard(_Out):
     max_model_len: int
 
 
-class ModelList(_Out):
+class ModelList(msgspec.Struct, kw_only=True):
     object: Literal["list"] = "list"
     data: list[ModelCard]
 
 
-class ErrorBody(_Out):
+class ErrorBody(msgspec.Struct, kw_only=True):
     message: str
     type: str
     param: str | None
     code: str
 
 
-class ErrorResponse(_Out):
+class ErrorResponse(msgspec.Struct, kw_only=True):
     error: ErrorBody
 
 
@@ -176,7 +172,9 @@ def error_response(error: ErrorInfo) -> ErrorResponse:
     kind = _TYPES.get(error.http_status)
     if kind is None:
         kind = "invalid_request_error" if error.http_status < 500 else "server_error"
-    return ErrorResponse(error=ErrorBody(message=error.message, type=kind, param=error.param, code=error.code))
+    return ErrorResponse(
+        error=ErrorBody(message=error.message, type=kind, param=error.param, code=error.code)
+    )
 
 
 def make_usage(prompt: int, completion: int, cached: int) -> Usage:

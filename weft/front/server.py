@@ -9,6 +9,7 @@ import logging
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Coroutine, Iterator
 from typing import Any
 
@@ -46,11 +47,15 @@ def serve(config: EngineConfig, front: FrontSection, endpoint: str, head: subpro
 def bind(host: str, port: int) -> socket.socket:
     """A listening socket. Raises ConfigError naming the flags."""
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, _, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
         return socket.create_server(address[:2], family=family, backlog=2048)
     except OSError as error:
         reason = (error.strerror or "unknown reason").lower()
-        raise ConfigError(f"can't listen on port {port} ({reason}); change --host or --port", param="port") from None
+        raise ConfigError(
+            f"can't listen on port {port} ({reason}); change --host or --port", param="port"
+        ) from None
 
 
 class _Uvicorn(uvicorn.Server):
@@ -141,7 +146,7 @@ class Server:
         return await self._drain()
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, Any], serving: asyncio.Task[None]) -> bool:
-        """Runs ``work`` to its end, or until a signal or the end of HTTP; whether it ended. Raises its error."""
+        """Runs ``work`` until a signal or the end of HTTP. Whether it came to its end; raises its error."""
         task = asyncio.create_task(work)
         stop = asyncio.create_task(self._stop.wait())
         await asyncio.wait({task, stop, serving}, return_when=asyncio.FIRST_COMPLETED)
@@ -157,7 +162,11 @@ class Server:
         """Lets running requests finish; new ones are refused meanwhile."""
         front = self._front
         front.lifecycle.move(Phase.DRAINING)
-        log.info("stopping: %d requests may run for %g more seconds", front.lifecycle.active, self._section.drain_timeout)
+        log.info(
+            "stopping: %d requests may run for %g more seconds",
+            front.lifecycle.active,
+            self._section.drain_timeout,
+        )
         await self._until_idle(self._section.drain_timeout)
         if front.client.failure is not None:
             return 1
@@ -167,7 +176,7 @@ class Server:
         return FORCED if self._stop_now.is_set() else 0
 
     async def _until_idle(self, seconds: float) -> None:
-        """Waits until no request is active, at most ``seconds``, and no longer than the engine lives or users wait."""
+        """Waits until no request is active, at most ``seconds``, and not past a second signal."""
         front = self._front
         loop = asyncio.get_running_loop()
         deadline = loop.time() + seconds
@@ -183,7 +192,8 @@ class Server:
     # -- the ready line -----------------------------------------------------------------------------
 
     def _announce(self) -> None:
-        print(ready_text(self._listener, self._front.names[0], bool(self._section.api_key)), flush=True)
+        sys.stdout.write(ready_text(self._listener, self._front.names[0], bool(self._section.api_key)))
+        sys.stdout.flush()
 
 
 def ready_text(listener: socket.socket, model: str, needs_key: bool) -> str:
@@ -200,7 +210,5 @@ def ready_text(listener: socket.socket, model: str, needs_key: bool) -> str:
     key = ' -H "Authorization: Bearer $WEFT_KEY"' if needs_key else ""
     return (
         f"weft is ready: {url} model={model}\n"
-        f"try: curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{quoted}'"
+        f"try: curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{quoted}'\n"
     )
-
-

@@ -10,32 +10,48 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from weft.common.errors import Cancelled
+from weft.common.log import get_logger
 from weft.front.flow import Flow
+
+log = get_logger(__name__)
 
 
 class EventStream(Response):
-    """Streams a generator of complete events. The generator owns its request: it is closed whatever happens.
+    """Streams a generator of complete events, which is closed whatever happens.
 
     Sending waits for the client, so a slow one slows its own generator only.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], deadline: float) -> None:
-        """``deadline``: time of the event loop's clock after which a send is given up."""
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], deadline: float, held: contextlib.ExitStack
+    ) -> None:
+        """``deadline``: time of the event loop's clock after which a client that does not read is given up.
+
+        ``held``: what the request holds; left when the answer has ended.
+        """
         self.status_code = 200
         self.background = None
         self._events = events
         self._deadline = deadline
+        self._held = held
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with contextlib.aclosing(self._events) as events:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async with asyncio.timeout_at(self._deadline):
-                async for data in events:
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        with self._held:
+            async with contextlib.aclosing(self._events) as events:
+                try:
+                    async with asyncio.timeout_at(self._deadline):
+                        await self._send(events, send)
+                except TimeoutError:
+                    log.warning("a client did not read its stream in time")
+
+    async def _send(self, events: AsyncGenerator[bytes, None], send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async for data in events:
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 @contextlib.asynccontextmanager

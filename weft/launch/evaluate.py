@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from weft.common import log
 from weft.common.errors import ConfigError
 from weft.eval.gsm_mini import Problem, extract_answer, test_set
 from weft.launch import answers, options
@@ -51,7 +52,7 @@ def evaluate() -> None:
     help="Tokens of one answer at most; what the context leaves by default.",
 )
 @click.option("--bearer", metavar="KEY", help="API key of the server at --url.")
-@options.settings(options.ENGINE)
+@options.settings(options.ENGINE, ("chat_template", "log_level"))
 def gsm_mini(
     model_name: str | None,
     url: str | None,
@@ -78,6 +79,7 @@ def gsm_mini(
         target, texts = answers.from_server(url, name, questions, concurrency, max_tokens, bearer)
     else:
         config = options.build(given, model_name)
+        log.configure(config.front.log_level)
         ask = answers.from_reference if reference else answers.from_engine
         target, texts = ask(config, questions, concurrency, max_tokens)
     report = score(problems, texts, target, time.monotonic() - started)

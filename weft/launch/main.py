@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import os
 import sys
 from typing import NoReturn
 
 import click
 
+from weft import __version__
 from weft.common.errors import WeftError
 from weft.config.flags import suggest
 
@@ -21,14 +21,6 @@ _COMMANDS = {
     "verify": "weft.launch.verify:verify",
     "models": "weft.launch.models:models",
 }
-
-
-def version() -> str:
-    """The installed package's version; ``unknown`` in a source tree that was never installed."""
-    try:
-        return importlib.metadata.version("weft")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
 
 
 class _Weft(click.Group):
@@ -54,7 +46,7 @@ class _Weft(click.Group):
 
 
 @click.group(cls=_Weft, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
-@click.version_option(version(), prog_name="weft")
+@click.version_option(__version__, prog_name="weft")
 def cli() -> None:
     """Serve and run large language models."""
 

@@ -55,12 +55,16 @@ def _option(setting: Setting) -> click.Option:
     )
 
 
-def settings(sections: Iterable[str]) -> Callable[[F], F]:
-    """Adds ``--config`` and the flags of ``sections`` to a command, in the order of the sections."""
-    chosen = set(sections)
+def settings(sections: Iterable[str], also: Iterable[str] = ()) -> Callable[[F], F]:
+    """Adds ``--config`` and the flags of ``sections`` and of the fields ``also`` to a command, in order."""
+    chosen, single = set(sections), set(also)
 
     def add(function: F) -> F:
-        options = [_option(setting) for setting in SETTINGS.values() if setting.section in chosen]
+        options = [
+            _option(setting)
+            for setting in SETTINGS.values()
+            if setting.section in chosen or setting.name in single
+        ]
         options.append(
             click.Option(
                 ["--config"],

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from weft.common import log
 from weft.common.errors import ConfigError
 from weft.launch import options
 
@@ -33,7 +34,7 @@ from weft.launch import options
     show_default=True,
     help="Tokens to generate for each.",
 )
-@options.settings(options.ENGINE)
+@options.settings(options.ENGINE, ("log_level",))
 def verify(
     model_name: str | None, reference: str | None, against_self: bool, prompts: int, tokens: int, **given: Any
 ) -> int:
@@ -47,6 +48,7 @@ def verify(
     if model_name is None and given.get("model") is None and not given.get("config"):
         model_name = reference
     config = options.build(given, model_name)
+    log.configure(config.front.log_level)
 
     from weft.launch import verify_run
 

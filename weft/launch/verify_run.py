@@ -23,7 +23,7 @@ from weft.config.sections import Config
 from weft.engine.core import EngineCore
 from weft.eval.gsm_mini import test_set
 from weft.launch.reference import Reference
-from weft.types.messages import Submit, ids_to_bytes
+from weft.types.messages import HeadStats, Submit, ids_to_bytes
 from weft.types.plan import AllocSlot, AppendBlocks, FreeSlot, Op, Segment, StepPlan, column
 from weft.types.sampling import TokenParams
 
@@ -43,6 +43,8 @@ class Variant(NamedTuple):
     config: EngineConfig
     together: bool
     """All prompts at once; else one after another."""
+    engaged: Callable[[HeadStats], bool] = lambda stats: True
+    """Whether the run did what it is there for."""
 
 
 def against_reference(config: Config, path: str, count: int, tokens: int, say: Say) -> bool:
@@ -61,7 +63,12 @@ def against_reference(config: Config, path: str, count: int, tokens: int, say: S
         at = _first_difference(mine, theirs)
         a = _ForwardOnly(doubles).logits(prompt + mine[:at])[-1]
         b = reference.logits(prompt + theirs[:at])[-1, : a.shape[-1]]
-        good = _report(say, f"prompt {number}, token {at}", mine[at], theirs[at], a, b) and good
+        good = (
+            _report(
+                say, f"prompt {number}, token {at}", (mine[at], theirs[at]), (a, b), ("weft", "transformers")
+            )
+            and good
+        )
     say(f"greedy tokens in float64: {equal} of {len(prompts)} prompts equal over {tokens} tokens")
     del reference
     return _logits_agree(config, path, prompts, say) and good
@@ -82,21 +89,26 @@ def _logits_agree(config: Config, path: str, prompts: Prompts, say: Say) -> bool
 
 
 def against_self(config: Config, count: int, tokens: int, say: Say) -> bool:
-    """Compares every prompt alone with other ways to run it. True unless a token differs."""
+    """Compares every prompt alone with other ways to run it. False if a token differs or a way was not taken."""
     base = _resolved(config, "float64", count)
     prompts = make_prompts(base, count, tokens)
     alone, *others = variants(base, prompts, tokens)
     expected, _ = run(alone, prompts, tokens)
     good = True
     for variant in others:
-        found, note = run(variant, prompts, tokens)
+        found, stats = run(variant, prompts, tokens)
         wrong = [number for number in range(len(prompts)) if found[number] != expected[number]]
-        say(f"{variant.name}: {len(prompts) - len(wrong)} of {len(prompts)} prompts equal ({note})")
+        done = f"{stats.steps} steps, {stats.mixed_steps} mixed, {stats.preemptions} preemptions"
+        say(f"{variant.name}: {len(prompts) - len(wrong)} of {len(prompts)} prompts equal ({done})")
+        if not variant.engaged(stats):
+            say(f"{variant.name}: NOT ENGAGED, so nothing is proven; give more --prompts or --tokens")
+            good = False
         for number in wrong:
             at = _first_difference(found[number], expected[number])
             row = _ForwardOnly(alone.config).logits(prompts[number] + expected[number][:at])[-1]
-            place = f"{variant.name}, prompt {number}, token {at}"
-            good = _report(say, place, found[number][at], expected[number][at], row, row) and good
+            place = f"prompt {number}, token {at}"
+            ids = (found[number][at], expected[number][at])
+            good = _report(say, place, ids, (row, row), (variant.name, "alone")) and good
     return good
 
 
@@ -106,12 +118,13 @@ def variants(base: EngineConfig, prompts: Prompts, tokens: int) -> list[Variant]
     chunked = _with(base, steps_in_flight=1, long_prefill_token_threshold=7)
     two = _with(base, steps_in_flight=2, long_prefill_token_threshold=7)
     whole = _with(base, steps_in_flight=2, long_prefill_token_threshold=0)
+    small = _small_pools(whole, prompts, tokens)
     return [
         Variant("alone", one, False),
-        Variant("batched", one, True),
-        Variant("chunks of 7", chunked, True),
-        Variant("two steps in flight", two, True),
-        Variant("preempted", _small_pools(whole, prompts, tokens), True),
+        Variant("batched", one, True, lambda stats: stats.steps < len(prompts) * tokens),
+        Variant("chunks of 7", chunked, True, lambda stats: stats.mixed_steps > 0),
+        Variant("two steps in flight", two, True, lambda stats: stats.mixed_steps > 0),
+        Variant("preempted", small, True, lambda stats: stats.preemptions > 0),
     ]
 
 
@@ -137,8 +150,8 @@ def _small_pools(config: EngineConfig, prompts: Prompts, tokens: int) -> EngineC
     return msgspec.structs.replace(config, kv=small)
 
 
-def run(variant: Variant, prompts: Prompts, tokens: int) -> tuple[list[list[int]], str]:
-    """Greedy tokens of every prompt, and what the engine did. Raises WeftError when a prompt fails."""
+def run(variant: Variant, prompts: Prompts, tokens: int) -> tuple[list[list[int]], HeadStats]:
+    """Greedy tokens of every prompt, and what the engine counted. Raises WeftError when a prompt fails."""
     core = EngineCore(variant.config, progress=False)
     params = TokenParams(temperature=0.0, max_tokens=tokens)
     found: list[list[int]] = [[] for _ in prompts]
@@ -155,7 +168,7 @@ def run(variant: Variant, prompts: Prompts, tokens: int) -> tuple[list[list[int]
         stats = core.stats()
     finally:
         core.close()
-    return found, f"{stats.steps} steps, {stats.mixed_steps} mixed, {stats.preemptions} preemptions"
+    return found, stats
 
 
 def make_prompts(config: EngineConfig, count: int, tokens: int) -> Prompts:
@@ -246,12 +259,19 @@ def _first_difference(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _report(say: Say, place: str, mine: int, theirs: int, a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Prints the first difference and both margins. True for a tie."""
-    margins = [float(top[0] - top[1]) for top in (a.topk(2).values, b.topk(2).values)]
+def _report(
+    say: Say,
+    place: str,
+    ids: tuple[int, int],
+    rows: tuple[torch.Tensor, torch.Tensor],
+    names: tuple[str, str],
+) -> bool:
+    """Prints the first difference with both sides' margins between the two likeliest. True for a tie."""
+    margins = [float(top[0] - top[1]) for top in (row.topk(2).values for row in rows)]
     tie = max(margins) < TIE
-    say(
-        f"{place}: weft {mine}, reference {theirs}; margins top1 - top2: weft {margins[0]:.3e}, "
-        f"reference {margins[1]:.3e}: {'tie' if tie else 'DEFECT'}"
+    sides = "; ".join(
+        f"{name} {token} with margin {margin:.3e}"
+        for name, token, margin in zip(names, ids, margins, strict=True)
     )
+    say(f"{place} differs: {sides}: {'tie' if tie else 'DEFECT'}")
     return tie

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -112,10 +113,8 @@ class WeightFile:
 def _unpickle(path: Path) -> dict[str, torch.Tensor]:
     """The state dict in a torch file, mapped rather than read; only tensors are unpickled, never code."""
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except RuntimeError:
-        # Files from before torch 1.6 can't be mapped.
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        # Files from before torch 1.6 are no zip archives and can't be mapped.
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:
         raise ConfigError(
             f"{path.name} holds more than tensors and is not loaded", param="--load-format"

@@ -196,7 +196,9 @@ def fill_randomly(model: Model, seed: int) -> None:
     every dtype.
     """
     for name, parameter in model.named_parameters():
-        generator = torch.Generator(parameter.device).manual_seed((seed << 32) ^ zlib.crc32(name.encode()))
+        # The CPU generator looks at the low 32 bits of its seed only.
+        mixed = zlib.crc32(f"{seed} {name}".encode())
+        generator = torch.Generator(parameter.device).manual_seed(mixed)
         if parameter.dim() >= 2:
             parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
         elif name.endswith(".bias"):

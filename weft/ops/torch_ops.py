@@ -90,7 +90,7 @@ def experts(x: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, activation: s
         begin += size
     out = torch.empty_like(made)
     out[order] = made
-    return out.view(tokens, top_k, -1)
+    return out.view(tokens, top_k, x.shape[1])
 
 
 def combine(expert_out: Tensor, weights: Tensor) -> Tensor:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import secrets
+import threading
 from collections.abc import Sequence
 
 import msgspec
@@ -26,33 +28,39 @@ class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class IdMint:
-    """Makes ids of sequences and requests: random, and never one that is live. One thread at a time."""
+    """Makes ids of sequences and requests: random, and never one that is live. Thread-safe."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._live: set[int] = set()
 
     def mint(self) -> int:
         """A fresh u64, live until ``release``."""
-        while (made := secrets.randbits(64)) in self._live:
-            pass
-        self._live.add(made)
+        with self._lock:
+            while (made := secrets.randbits(64)) in self._live:
+                pass
+            self._live.add(made)
         return made
 
     def release(self, made: int) -> None:
         """Ends an id's life. Unknown ids are fine."""
-        self._live.discard(made)
+        with self._lock:
+            self._live.discard(made)
 
 
 class SeedMint:
-    """Makes the seed of a request that brings none: random, or a pure function of (seed, request number)."""
+    """Makes the seed of a request that brings none: random, or a pure function of (seed, request number).
+
+    Thread-safe; ask for a seed when the request arrives, so that numbers follow the order of arrival.
+    """
 
     def __init__(self, seed: int | None) -> None:
         self._seed = seed
-        self._number = 0
+        self._numbers = itertools.count()
 
     def mint(self) -> int:
         """The seed of the next request; requests are numbered from 0, those with a seed of their own too."""
-        number, self._number = self._number, self._number + 1
+        number = next(self._numbers)
         return secrets.randbits(64) if self._seed is None else minted_seed(self._seed, number)
 
 
@@ -69,25 +77,25 @@ def build_submits(
     tokenizer: Tokenizer,
     *,
     ids: IdMint,
-    seeds: SeedMint,
+    seed: int,
     priority: int = 0,
     salt: str = "",
     prompt_param: str = "prompt",
 ) -> list[Submit]:
-    """One Submit for each of the ``n`` choices, in order; all share ``request`` and ``seed``.
+    """One Submit for each of the ``n`` choices, in order; all share ``request`` and the seed.
+
+    ``seed`` is the minted one (``SeedMint``), for parameters that bring none.
 
     Raises InvalidRequest or ContextLength naming the parameter, and then mints no id.
     """
     check_prompt_ids(prompt_ids, limits, prompt_param)
     token_params = resolve_params(len(prompt_ids), params, limits, tokenizer, prompt_param)
-    minted = seeds.mint()
-    seed = minted if params.seed is None else params.seed & SEED_MASK
     request = ids.mint()
     data = ids_to_bytes(list(prompt_ids))
     first = Submit(
         sequence=ids.mint(),
         request=request,
-        seed=seed,
+        seed=seed if params.seed is None else params.seed & SEED_MASK,
         prompt_ids=data,
         params=token_params,
         priority=priority,

@@ -1,0 +1,226 @@
+"""From config.json to facts: every family, both forms of rope settings, refusals by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from weft.common.errors import ConfigError
+from weft.config import hub
+from weft.config.families import FAMILIES, load_spec
+from weft.config.spec import ModelSpec
+
+_BASE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "torch_dtype": "float32",
+}
+
+
+def _load(folder: Path, override: int | None = None, trust: bool = False, **changes: Any) -> ModelSpec:
+    config = {k: v for k, v in {**_BASE, **changes}.items() if v is not ...}
+    (folder / "config.json").write_text(json.dumps(config))
+    return load_spec(str(folder), override, trust_remote_code=trust)
+
+
+def test_llama_2(tmp_path: Path) -> None:
+    spec = _load(tmp_path, num_key_value_heads=..., eos_token_id=2, bos_token_id=1, rms_norm_eps=1e-5)
+    assert (spec.family, spec.kv_heads, spec.head_dim, spec.norm_eps) == ("llama", 4, 8, 1e-5)
+    assert (spec.eos_ids, spec.bos_id, spec.dtype, spec.tied) == ((2,), 1, "float32", False)
+    assert [(c.kind, c.layers, c.window) for c in spec.caches] == [("full", (0, 1, 2, 3), 0)]
+    assert spec.rope.kind == "default"
+    assert spec.rope.theta == 10000.0
+
+
+def test_llama_biases_and_head_dim(tmp_path: Path) -> None:
+    spec = _load(tmp_path, attention_bias=True, mlp_bias=True, head_dim=20, tie_word_embeddings=True)
+    assert (spec.qkv_bias, spec.o_bias, spec.mlp_bias, spec.tied, spec.head_dim) == (
+        True,
+        True,
+        True,
+        True,
+        20,
+    )
+
+
+def test_mistral_window(tmp_path: Path) -> None:
+    architectures = ["MistralForCausalLM"]
+    spec = _load(tmp_path, architectures=architectures, sliding_window=100)
+    assert [(c.kind, c.window) for c in spec.caches] == [("window", 100)]
+    assert _load(tmp_path, architectures=architectures, sliding_window=None).caches[0].kind == "full"
+    assert _load(tmp_path, architectures=architectures).caches[0].window == 4096
+
+
+def test_qwen2_kinds(tmp_path: Path) -> None:
+    qwen: dict[str, Any] = {"architectures": ["Qwen2ForCausalLM"]}
+    spec = _load(tmp_path, **qwen, sliding_window=8, max_window_layers=2)
+    assert (spec.qkv_bias, spec.o_bias) == (True, False)
+    assert [c.kind for c in spec.caches] == ["full"], "use_sliding_window is off by default"
+    spec = _load(tmp_path, **qwen, use_sliding_window=True, sliding_window=8, max_window_layers=1)
+    assert [(c.kind, c.layers) for c in spec.caches] == [("full", (0,)), ("window", (1, 2, 3))]
+    types = ["sliding_attention", "full_attention"] * 2
+    spec = _load(tmp_path, **qwen, use_sliding_window=True, sliding_window=8, layer_types=types)
+    assert [(c.kind, c.layers) for c in spec.caches] == [("full", (1, 3)), ("window", (0, 2))]
+    assert [spec.cache_of(layer) for layer in range(4)] == [1, 0, 1, 0]
+    spec = _load(tmp_path, 1, **qwen, use_sliding_window=True, sliding_window=8, layer_types=types)
+    assert [(c.kind, c.layers) for c in spec.caches] == [("window", (0,))]
+    with pytest.raises(ConfigError, match="layer_types"):
+        _load(tmp_path, **qwen, layer_types=types)
+
+
+def test_qwen3(tmp_path: Path) -> None:
+    spec = _load(tmp_path, architectures=["Qwen3ForCausalLM"])
+    assert (spec.qk_norm, spec.qkv_bias, spec.head_dim) == (True, False, 128)
+
+
+def test_qwen3_moe_layers(tmp_path: Path) -> None:
+    moe: dict[str, Any] = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "moe_intermediate_size": 16,
+        "num_experts_per_tok": 2,
+    }
+    spec = _load(tmp_path, **moe, num_experts=8, norm_topk_prob=True)
+    assert spec.moe is not None
+    assert (spec.moe.experts, spec.moe.top_k, spec.moe.intermediate) == (8, 2, 16)
+    assert (spec.moe.renormalize, spec.moe.layers, spec.head_dim) == (True, (0, 1, 2, 3), 8)
+    spec = _load(tmp_path, **moe, num_local_experts=4, decoder_sparse_step=2, mlp_only_layers=[1])
+    assert spec.moe is not None
+    assert (spec.moe.experts, spec.moe.layers, spec.moe.renormalize) == (4, (3,), False)
+    spec = _load(tmp_path, **moe, num_experts=4, use_sliding_window=True, sliding_window=16)
+    assert [(c.kind, c.window, len(c.layers)) for c in spec.caches] == [("window", 16, 4)]
+    with pytest.raises(ConfigError, match="num_experts_per_tok 2 is more than num_experts 1"):
+        _load(tmp_path, **moe, num_experts=1)
+
+
+def test_mixtral(tmp_path: Path) -> None:
+    spec = _load(tmp_path, architectures=["MixtralForCausalLM"], num_local_experts=6, sliding_window=None)
+    assert spec.moe is not None
+    assert (spec.moe.experts, spec.moe.top_k, spec.moe.intermediate, spec.moe.renormalize) == (6, 2, 64, True)
+    assert (spec.rope.theta, spec.norm_eps) == (1e6, 1e-5)
+
+
+def test_both_forms_of_rope_settings_agree(tmp_path: Path) -> None:
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling["original_max_position_embeddings"] = 128
+    old = _load(tmp_path, rope_theta=5e5, rope_scaling={"rope_type": "llama3", **scaling})
+    new = _load(tmp_path, rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **scaling})
+    assert old.rope == new.rope
+    assert (old.rope.kind, old.rope.theta, old.rope.original_max_position) == ("llama3", 5e5, 128)
+    older = _load(tmp_path, rope_theta=5e5, rope_scaling={"type": "linear", "factor": 2})
+    assert (older.rope.kind, older.rope.factor, older.max_position) == ("linear", 2.0, 1024)
+
+
+def test_context_of_stretching_kinds(tmp_path: Path) -> None:
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    assert _load(tmp_path, rope_scaling=yarn).max_position == 4096
+    assert _load(tmp_path, rope_scaling=yarn, max_position_embeddings=4096).max_position == 4096
+    spec = _load(tmp_path, rope_scaling={"type": "dynamic", "factor": 2.0})
+    assert (spec.max_position, spec.rope.max_position) == (2048, 1024)
+
+
+def test_yarn_factor_from_the_contexts(tmp_path: Path) -> None:
+    yarn = {"type": "yarn", "factor": None, "original_max_position_embeddings": 256}
+    assert _load(tmp_path, rope_scaling=yarn).rope.factor == 4.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1], "long_factor": [1]}},
+            "rope type 'longrope'",
+        ),
+        ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
+        ({"rope_scaling": {"type": "linear", "factor": -1}}, "factor must be a number greater than 0"),
+        ({"rope_scaling": {"type": "linear", "factor": 2, "beta_fast": 3}}, "does not use beta_fast"),
+        ({"rope_scaling": {"factor": 2.0}}, "'default' does not use factor"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "each layer type"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"hidden_act": "gelu_10"}, "hidden_act 'gelu_10' is not supported; there are: silu"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping = 30.0"),
+        ({"layer_types": ["sliding_attention"] * 4}, "layer_types"),
+        ({"layer_types": ["linear_attention"] * 4}, "'linear_attention' is not supported"),
+        ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads 3"),
+        ({"head_dim": 7}, "head_dim 7 cannot be rotated"),
+        ({"vocab_size": ...}, "vocab_size is missing"),
+        ({"hidden_size": "wide"}, "hidden_size must be an integer"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be an integer of at least 1"),
+        ({"attention_bias": "yes"}, "attention_bias must be true or false"),
+        ({"torch_dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not supported"),
+        ({"architectures": ["LlamaForCausalLM", "Other"]}, "architectures must name one architecture"),
+        ({"architectures": ...}, "architectures must name one architecture"),
+    ],
+)
+def test_refusals_name_the_field(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        _load(tmp_path, **changes)
+    assert named in raised.value.message
+
+
+def test_unknown_architecture_lists_what_exists(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as raised:
+        _load(tmp_path, architectures=["Qwen3MoEForCausalLM"])
+    assert "Did you mean 'Qwen3MoeForCausalLM'?" in raised.value.message
+    for name in FAMILIES:
+        assert name in raised.value.message
+
+
+def test_missing_and_broken_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        load_spec(str(tmp_path), None)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="not readable JSON"):
+        load_spec(str(tmp_path), None)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ConfigError, match="must hold a JSON object"):
+        load_spec(str(tmp_path), None)
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_spec(str(tmp_path / "nothing"), None)
+
+
+def test_remote_code_is_refused_and_never_run(tmp_path: Path) -> None:
+    (tmp_path / "modeling_x.py").write_text("raise SystemExit('executed')")
+    auto_map = {"AutoModelForCausalLM": "modeling_x.X"}
+    with pytest.raises(ConfigError, match="--trust-remote-code"):
+        _load(tmp_path, auto_map=auto_map)
+    assert _load(tmp_path, trust=True, auto_map=auto_map).family == "llama"
+
+
+def test_end_of_text_ids_of_both_files(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 3], "temperature": 0.6}')
+    assert _load(tmp_path, eos_token_id=7).eos_ids == (3, 7, 9)
+    assert _load(tmp_path, eos_token_id=[9, 1]).eos_ids == (1, 3, 9)
+    assert _load(tmp_path, eos_token_id=None).eos_ids == (3, 9)
+
+
+def test_layer_override(tmp_path: Path) -> None:
+    assert _load(tmp_path, 2).layers == 2
+    for bad in (0, 5):
+        with pytest.raises(ConfigError, match="--num-hidden-layers-override"):
+            _load(tmp_path, bad)
+
+
+def test_dtype_from_the_weights_where_the_config_is_silent(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(2, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
+    assert _load(tmp_path, torch_dtype=...).dtype == "bfloat16"
+    assert _load(tmp_path, torch_dtype=..., dtype="float16").dtype == "float16"
+    (tmp_path / "model.safetensors").write_bytes(b"\x05")
+    assert _load(tmp_path, torch_dtype=...).dtype == "float32"
+
+
+def test_bundled_checkpoint_loads() -> None:
+    path = hub.resolve_model_path("spool-text")
+    assert load_spec(path, None).family == "qwen3_moe"

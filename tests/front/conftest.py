@@ -1,0 +1,161 @@
+"""Real server processes for the tests: the front over a scripted head, and ``weft serve`` itself."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import httpx
+import pytest
+
+from weft.common import env
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+READY = re.compile(r"^weft is ready: (http://\S+) model=(\S+)$")
+
+
+class Running:
+    """A server process, the URL it printed, and ways to end it."""
+
+    def __init__(self, process: subprocess.Popen[str], seconds: float) -> None:
+        self.process = process
+        self.lines: queue.Queue[str | None] = queue.Queue()
+        self.output: list[str] = []
+        threading.Thread(target=self._read, daemon=True).start()
+        self.url, self.model = self._ready(seconds)
+        self.http = httpx.Client(base_url=self.url, timeout=30)
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.output.append(line)
+            self.lines.put(line)
+        self.lines.put(None)
+
+    def _ready(self, seconds: float) -> tuple[str, str]:
+        deadline = time.monotonic() + seconds
+        while True:
+            line = self.lines.get(timeout=max(0.1, deadline - time.monotonic()))
+            if line is None:
+                raise AssertionError(f"the server ended: {''.join(self.output)[-2000:]}")
+            if found := READY.match(line.strip()):
+                return found[1], found[2]
+
+    def chat(self, text: str = "hello", **fields: Any) -> httpx.Response:
+        body = {"model": self.model, "messages": [{"role": "user", "content": text}], **fields}
+        return self.http.post("/v1/chat/completions", json=body)
+
+    def complete(self, prompt: Any = "hello", **fields: Any) -> httpx.Response:
+        body = {"model": self.model, "prompt": prompt, **fields}
+        return self.http.post("/v1/completions", json=body)
+
+    @contextlib.contextmanager
+    def stream(self, route: str = "/v1/chat/completions", **fields: Any) -> Iterator[httpx.Response]:
+        body: dict[str, Any] = {"model": self.model, "stream": True, **fields}
+        if "chat" in route:
+            body.setdefault("messages", [{"role": "user", "content": "hello"}])
+        with (
+            httpx.Client(base_url=self.url, timeout=30) as client,
+            client.stream("POST", route, json=body) as r,
+        ):
+            yield r
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric's samples."""
+        text = self.http.get("/metrics").text
+        found = re.findall(rf"^weft:{name}(?:{{[^}}]*}})? (\S+)$", text, re.M)
+        assert found, f"no metric {name}"
+        return sum(map(float, found))
+
+    def wait(self, condition: Callable[[], bool], seconds: float = 5.0) -> float:
+        """Waits until ``condition``; how long it took. Fails after ``seconds``."""
+        start = time.monotonic()
+        while not condition():
+            assert time.monotonic() - start < seconds, "did not happen in time"
+            time.sleep(0.02)
+        return time.monotonic() - start
+
+    def stop(self, number: int = signal.SIGTERM, seconds: float = 20.0) -> int:
+        """Sends a signal and returns the exit status."""
+        self.process.send_signal(number)
+        return self.process.wait(seconds)
+
+    def close(self) -> None:
+        self.http.close()
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(10)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """The parsed events of a stream, ``[DONE]`` as that string."""
+    found = []
+    for line in response.iter_lines():
+        if line.startswith("data: "):
+            data = line.removeprefix("data: ")
+            found.append(data if data == "[DONE]" else json.loads(data))
+    return found
+
+
+@pytest.fixture(scope="session")
+def sse() -> Callable[[httpx.Response], list[Any]]:
+    return events
+
+
+@pytest.fixture(scope="session")
+def script() -> ModuleType:
+    """The fake head's module, for the names of its scripted seeds."""
+    spec = importlib.util.spec_from_file_location("weft_fake_head", HERE / "fake_head.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+Start = Callable[..., Running]
+
+
+@pytest.fixture(scope="session")
+def start_fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    """Starts fronts over fake heads; keywords are FrontSection fields, or ``max_num_seqs`` and the like."""
+    running: list[Running] = []
+
+    def start(**fields: Any) -> Running:
+        folder = tmp_path_factory.mktemp("front")
+        command = [sys.executable, str(HERE / "fake_server.py"), str(folder), json.dumps(fields)]
+        environment = env.child_environment(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+        try:
+            running.append(Running(process, 60))
+        except BaseException:
+            process.kill()
+            raise
+        return running[-1]
+
+    yield start
+    for server in running:
+        server.close()
+
+
+@pytest.fixture(scope="module")
+def fake(start_fake: Start) -> Running:
+    """One front over a fake head, for tests that leave it as it was."""
+    return start_fake()

@@ -1,0 +1,100 @@
+"""``weft.front.server.serve`` over a fake head: ``python fake_server.py FOLDER JSON``.
+
+The folder gets a tokenizer: one token a byte, ids 0 to 255, then ``<|im_start|>`` and ``<|im_end|>``.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from weft.common import log
+from weft.config.resolved import EngineConfig, KVConfig
+from weft.config.sections import CacheSection, FrontSection, ModelSection, RunnerSection, SchedulerSection
+from weft.config.spec import CacheSpec, ModelSpec, RopeSpec
+from weft.front.server import serve
+
+TEMPLATE = (
+    "{%- for m in messages -%}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<|im_start|>assistant\n{%- endif -%}"
+)
+
+
+def byte_alphabet() -> dict[str, int]:
+    """Byte-level BPE's printable stand-in of each byte, to the byte."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    table = {chr(b): b for b in printable}
+    others = [b for b in range(256) if b not in table.values()]
+    return {**table, **{chr(256 + n): b for n, b in enumerate(others)}}
+
+
+def write_tokenizer(folder: Path) -> None:
+    made = tokenizers.Tokenizer(models.BPE(vocab=byte_alphabet(), merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    made.save(str(folder / "tokenizer.json"))
+    config = {"eos_token": "<|im_end|>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def engine_config(folder: Path, fields: dict[str, Any]) -> EngineConfig:
+    cache = CacheSpec(kind="full", layers=(0,), kv_heads=1, head_dim=2)
+    spec = ModelSpec(
+        family="llama",
+        architecture="LlamaForCausalLM",
+        vocab_size=300,
+        hidden=2,
+        layers=1,
+        heads=1,
+        kv_heads=1,
+        head_dim=2,
+        intermediate=2,
+        rope=RopeSpec(dim=2),
+        caches=(cache,),
+        max_position=512,
+    )
+    scheduler = {name: fields.pop(name) for name in ("max_num_seqs", "max_queued_requests") if name in fields}
+    return EngineConfig(
+        model_path=str(folder),
+        tokenizer_path=str(folder),
+        served_names=("fake", "org/alias"),
+        spec=spec,
+        dtype="float32",
+        device="cpu",
+        model=ModelSection(),
+        cache=CacheSection(),
+        scheduler=SchedulerSection(**scheduler),
+        runner=RunnerSection(),
+        kv=KVConfig(pools=(), block_size=64, enable_prefix_caching=True, max_model_len=512, num_slots=8),
+    )
+
+
+def main(folder: Path, fields: dict[str, Any]) -> int:
+    log.configure("info")
+    write_tokenizer(folder)
+    config = engine_config(folder, fields)
+    with tempfile.TemporaryDirectory(prefix="weft-") as private:
+        endpoint = f"ipc://{private}/head"
+        head = subprocess.Popen([sys.executable, str(Path(__file__).parent / "fake_head.py"), endpoint])
+        front = msgspec.convert({"port": 0, **fields}, FrontSection)
+        try:
+            return serve(config, front, endpoint, head)
+        finally:
+            try:
+                head.wait(3)
+            except subprocess.TimeoutExpired:
+                head.kill()
+                head.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), json.loads(sys.argv[2])))

@@ -1,0 +1,189 @@
+"""The command line as a user meets it: help, errors, statuses, and what it does not import."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+from weft import __version__
+from weft.config.flags import SETTINGS
+from weft.launch import main as cli
+from weft.launch import options
+
+COMMANDS = ["serve", "generate", "eval", "verify", "models"]
+
+
+def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "weft", *arguments], capture_output=True, text=True, input=stdin, timeout=120
+    )
+
+
+def failed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Runs a command line that must fail with status 2 and one line, which is returned."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(list(arguments))
+    out, err = capsys.readouterr()
+    assert ended.value.code == 2
+    assert out == ""
+    assert err.startswith("weft: ")
+    assert err.count("\n") == 1
+    return err[6:-1]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["--version"],
+        ["models"],
+        *[[c, "--help"] for c in COMMANDS],
+        ["eval", "gsm-mini", "--help"],
+    ],
+    ids=" ".join,
+)
+def test_no_torch_before_it_is_needed(arguments: list[str]) -> None:
+    code = (
+        "import sys\nfrom weft.launch.main import main\n"
+        f"try:\n    main({arguments!r})\nexcept SystemExit as end:\n    assert end.code == 0, end.code\n"
+        "loaded = {'torch', 'transformers'} & set(sys.modules)\nassert not loaded, loaded\n"
+    )
+    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert made.returncode == 0, made.stderr
+    assert made.stdout.strip()
+
+
+def test_the_front_process_of_serve_imports_no_torch() -> None:
+    code = "import sys, weft.launch.serve, weft.config.resolve, weft.front.server\nassert 'torch' not in sys.modules"
+    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert made.returncode == 0, made.stderr
+
+
+def test_version() -> None:
+    assert run("--version").stdout == f"weft, version {__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "verify"])
+def test_help_lists_every_flag_with_its_default(command: str) -> None:
+    text = " ".join(run(command, "--help").stdout.split())
+    for setting in SETTINGS.values():
+        if setting.section != "front" or command == "serve":
+            assert setting.flag in text, setting.flag
+    assert "[default: 2048]" in text
+
+
+def test_models_lists_bundled_ones_and_architectures() -> None:
+    text = run("models").stdout
+    assert "spool-text" in text
+    assert "Qwen3MoeForCausalLM" in text
+
+
+@pytest.mark.parametrize("setting", SETTINGS.values(), ids=lambda s: s.name)
+def test_a_misspelt_flag_suggests_the_nearest(setting: object, capsys: pytest.CaptureFixture[str]) -> None:
+    flag = setting.flag  # type: ignore[attr-defined]
+    assert f"Did you mean '{flag}'" in failed(capsys, "serve", flag[:-1] + "q", "1") or "one of" in failed(
+        capsys, "serve", flag[:-1] + "q", "1"
+    )
+
+
+def test_unknown_commands_suggest_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert failed(capsys, "serv") == "no such command 'serv'. Did you mean serve?"
+    assert "no such command" in failed(capsys, "zzz").lower()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["serve", "--max-num-seqs", "0"], "--max-num-seqs must be an integer of at least 1"),
+        (["serve", "--dtype", "int4"], "--dtype must be one of auto"),
+        (["serve", "--max-num-batched-tokens", "10"], "--max-num-seqs"),
+        (["serve", "no-such-model"], "no bundled model of that name"),
+        (["serve", "a", "--model", "b"], "MODEL 'a' and --model 'b' differ"),
+        (["serve", "--config", "/no/such.yaml"], "--config such.yaml"),
+        (["verify"], "--reference PATH, --self"),
+        (["generate", "--top-p", "2", "hello"], "top_p must be"),
+        (["eval", "gsm-mini", "--url", "ftp://x"], "--url must start with http"),
+        (["eval", "gsm-mini", "--url", "http://x", "--reference"], "give one"),
+        (["eval", "gsm-mini", "--bearer", "k"], "--bearer goes with --url"),
+        (["eval", "gsm-mini", "--json", "/no/such/folder/x"], "--json must name a file"),
+        (["eval", "gsm-mini", "--limit", "0"], "--limit"),
+        (["eval", "gsm-mini", "--url", "http://127.0.0.1:9", "--limit", "1"], "no answer from the server"),
+        (["eval", "gsm-minx"], "gsm-mini"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_errors_are_one_line_and_status_2(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert told in failed(capsys, *arguments)
+
+
+def test_an_error_in_a_real_process_has_no_traceback() -> None:
+    made = run("serve", "--max-num-seqs", "0")
+    assert made.returncode == 2
+    assert made.stderr.count("\n") == 1
+    assert "Traceback" not in made.stderr
+
+
+def parsed(*arguments: str) -> object:
+    """The configuration of a command line."""
+    found = []
+
+    @click.command()
+    @click.argument("model_name", required=False)
+    @options.settings(options.ALL)
+    def command(model_name: str | None, **given: object) -> None:
+        found.append(options.build(given, model_name))
+
+    command.main(list(arguments), standalone_mode=False)
+    return found[0]
+
+
+def test_flags_reach_the_configuration_and_win_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "weft.yaml"
+    file.write_text("max-num-seqs: 3\nblock-size: 16\nenable-prefix-caching: false\nserved-model-name: [x]\n")
+    config = parsed(
+        "m", "--config", str(file), "--max-num-seqs", "5", "--served-model-name", "a,b", "--port", "0"
+    )
+    expected = options.from_values(
+        {
+            "model": "m",
+            "max_num_seqs": 5,
+            "block_size": 16,
+            "enable_prefix_caching": False,
+            "served_model_name": ("a", "b"),
+            "port": 0,
+        }
+    )
+    assert config == expected
+
+
+def test_booleans_have_two_flags() -> None:
+    assert parsed("--no-enable-prefix-caching") == options.from_values({"enable_prefix_caching": False})
+    assert parsed("--enable-prefix-caching") == options.from_values({})
+    assert parsed("--trust-remote-code") == options.from_values({"trust_remote_code": True})
+
+
+def test_repeated_flags_add_up() -> None:
+    expected = options.from_values({"api_key": ("a", "b", "c")})
+    assert parsed("--api-key", "a", "--api-key", "b c") == expected
+
+
+def test_a_configuration_as_keywords_gives_it_back() -> None:
+    from weft.config.flags import from_keywords
+
+    config = parsed(
+        "m", "--max-model-len", "auto", "--api-key", "a", "--no-enable-prefix-caching", "--port", "1"
+    )
+    assert from_keywords(options.keywords(config)) == config  # type: ignore[arg-type]
+    assert options.keywords(config) == {  # type: ignore[arg-type]
+        "model": "m",
+        "max_model_len": "auto",
+        "api_key": ("a",),
+        "enable_prefix_caching": False,
+        "port": 1,
+    }

@@ -1,0 +1,106 @@
+"""The device's table follows ops, and a plan that contradicts it stops the group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from weft.common.errors import EngineDead
+from weft.config.resolved import KVConfig, PoolSpec
+from weft.config.spec import CacheSpec
+from weft.runner.slot_state import SlotState
+from weft.types.plan import AllocSlot, AppendBlocks, FreeSlot, Segment, column
+from weft.types.sampling import TokenParams
+
+
+@pytest.fixture
+def state() -> SlotState:
+    cache = CacheSpec(kind="full", layers=(0,), kv_heads=1, head_dim=4)
+    kv = KVConfig(
+        pools=(PoolSpec(cache=cache, block_size=4, num_blocks=8),),
+        block_size=4,
+        enable_prefix_caching=True,
+        max_model_len=16,
+        num_slots=2,
+    )
+    return SlotState(kv, torch.device("cpu"))
+
+
+def alloc(slot: int = 0, gen: int = 1, **more: Any) -> AllocSlot:
+    fields: dict[str, Any] = {"choice": 0, "seed": 0, "params": TokenParams(), "num_prompt": 3, "num_cached": 0}
+    return AllocSlot(slot=slot, gen=gen, **{**fields, "token_ids": column([5, 6, 7]), **more})
+
+
+def row(start: int, count: int, slot: int = 0, gen: int = 1) -> Segment:
+    one = column([1])
+    return Segment(
+        slot=column([slot]),
+        gen=column([gen]),
+        start=column([start]),
+        count=column([count]),
+        logits=one,
+        sample=one,
+        next_k=column([0]),
+    )
+
+
+def test_alloc_writes_history_and_lengths(state: SlotState) -> None:
+    state.apply(alloc(num_cached=2))
+    assert state.history[0, :3].tolist() == [5, 6, 7]
+    assert (state.num_computed[0].item(), state.num_prompt[0].item()) == (2, 3)
+
+
+def test_tables_grow_and_start_over_with_the_next_tenant(state: SlotState) -> None:
+    state.apply(alloc())
+    state.apply(AppendBlocks(slot=0, kind=0, blocks=column([3])))
+    state.apply(AppendBlocks(slot=0, kind=0, blocks=column([1, 2])))
+    assert state.tables[0][0, :3].tolist() == [3, 1, 2]
+    state.apply(FreeSlot(slot=0, gen=1))
+    state.apply(alloc(gen=2))
+    state.apply(AppendBlocks(slot=0, kind=0, blocks=column([7])))
+    assert state.tables[0][0, 0].item() == 7
+    state.validate(row(0, 4, gen=2))
+    with pytest.raises(EngineDead, match="beyond its block table"):
+        state.validate(row(0, 5, gen=2))
+
+
+@pytest.mark.parametrize(
+    ("ops", "what"),
+    [
+        ([alloc(), alloc(gen=2)], "while generation 1 lives"),
+        ([FreeSlot(slot=0, gen=1)], "does not live"),
+        ([alloc(), FreeSlot(slot=0, gen=2)], "does not live"),
+        ([AppendBlocks(slot=1, kind=0, blocks=column([1]))], "which is free"),
+        ([alloc(slot=2)], "the table has 2"),
+        ([alloc(slot=-1)], "the table has 2"),
+        ([alloc(token_ids=column(np.arange(17)))], "lengths that cannot be"),
+        ([alloc(num_prompt=4)], "lengths that cannot be"),
+        ([alloc(num_cached=3)], "lengths that cannot be"),
+        ([alloc(), AppendBlocks(slot=0, kind=0, blocks=column([1] * 7))], "overflows"),
+    ],
+)
+def test_a_contradicting_op_stops_the_group(state: SlotState, ops: list[Any], what: str) -> None:
+    with pytest.raises(EngineDead, match=what):
+        for op in ops:
+            state.apply(op)
+
+
+@pytest.mark.parametrize(
+    ("segment", "what"),
+    [
+        (row(0, 1, slot=2), "outside the table"),
+        (row(0, 1, slot=-1), "outside the table"),
+        (row(0, 1, slot=1), "without its tenant"),
+        (row(0, 1, gen=2), "without its tenant"),
+        (row(3, 2), "beyond its block table"),
+    ],
+)
+def test_a_contradicting_row_stops_the_group(state: SlotState, segment: Segment, what: str) -> None:
+    state.apply(alloc())
+    state.apply(AppendBlocks(slot=0, kind=0, blocks=column([1])))
+    state.validate(row(0, 4))
+    with pytest.raises(EngineDead, match=what):
+        state.validate(segment)

@@ -1,0 +1,130 @@
+"""Small pools: everyone finishes, nobody is preempted often, nothing stalls quietly."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.scheduler.harness import VOCAB, Rig, kv_config, submit
+from weft.common.errors import ConfigError, EngineDead, Overloaded
+from weft.kv.caches import Caches
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("policy", ["mixed", "exclusive"])
+@pytest.mark.parametrize("window", [None, 7])
+def test_one_and_a_half_sequences(depth: int, policy: str, window: int | None) -> None:
+    rng = random.Random(f"{depth} {policy} {window}")
+    kv = kv_config(blocks=18, window=window, window_blocks=9, max_model_len=48)
+    rig = Rig(kv, depth, step_policy=policy)
+    for number in range(200):
+        prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 30))]
+        stop = tuple(sorted(rng.sample(range(VOCAB), rng.randint(0, 2))))
+        rig.submit(submit(number, prompt, max_tokens=rng.randint(1, 48), stop_ids=stop))
+    while rig.scheduler.has_work():
+        rig.step()
+        if rng.random() < 0.1:
+            rig.finish(rng.randrange(200))
+    rig.check_told()
+    rig.check_idle()
+    stats = rig.scheduler.stats()
+    assert stats.preemptions > 0
+    assert rig.most_preempted <= 2
+
+
+def test_a_long_tail_of_growing_sequences() -> None:
+    """All want the whole context: the worst case for recompute."""
+    rig = Rig(kv_config(blocks=18, max_model_len=48, caching=False), 2)
+    for number in range(40):
+        rig.submit(submit(number, [number], max_tokens=47))
+    rig.drain(20000)
+    rig.check_told()
+    rig.check_idle()
+    assert rig.most_preempted == 2
+
+
+def test_victim_is_the_last_in_priority_then_arrival() -> None:
+    rig = Rig(kv_config(blocks=12, max_model_len=48), 1, max_num_seqs=3)
+    rig.submit(submit(0, [1] * 12, max_tokens=36, priority=1))
+    rig.submit(submit(1, [2] * 12, max_tokens=36))
+    rig.submit(submit(2, [3] * 12, max_tokens=36))
+    while not rig.scheduler.stats().preemptions:
+        rig.step()
+    waiting = [s.id for s in rig.scheduler._book.waiting]
+    assert waiting == [0]
+    rig.drain()
+    rig.check_told()
+
+
+def test_nobody_is_preempted_for_blocks_that_are_about_to_be_free() -> None:
+    rig = Rig(kv_config(blocks=12, max_model_len=48), 2, max_num_seqs=2)
+    rig.submit(submit(0, [1] * 23, max_tokens=20))
+    rig.submit(submit(1, [2] * 23, max_tokens=25))
+    for _ in range(2):
+        rig.step()
+    rig.plan()
+    rig.finish(0)  # its blocks are pending while a plan names it
+    rig.drain()
+    rig.check_told()
+    assert rig.scheduler.stats().preemptions == 0
+
+
+def test_one_sequence_alone_passes_a_minimal_pool() -> None:
+    """A window kind whose pool holds little more than the window: chunks are cut to fit."""
+    kv = kv_config(full=False, window=6, window_blocks=3, max_model_len=48, caching=False)
+    rig = Rig(kv, 2)
+    rig.submit(submit(0, [5] * 40, max_tokens=8))
+    rig.submit(submit(1, [6] * 30, max_tokens=18))
+    rig.drain()
+    rig.check_told()
+    rig.check_idle()
+
+
+def test_pool_that_cannot_hold_one_sequence_is_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Rig(kv_config(blocks=11, max_model_len=48))
+    assert "--kv-cache-memory" in caught.value.message
+    assert "--max-model-len" in caught.value.message
+
+
+def test_budget_that_leaves_prefill_less_than_a_block_is_refused() -> None:
+    Rig(kv_config(), max_num_seqs=8, max_num_batched_tokens=11)
+    with pytest.raises(ConfigError) as caught:
+        Rig(kv_config(), max_num_seqs=8, max_num_batched_tokens=10)
+    assert "--max-num-batched-tokens" in caught.value.message
+    assert "--max-num-seqs" in caught.value.message
+
+
+def test_full_queue_is_refused_and_the_admitted_finish() -> None:
+    rig = Rig(kv_config(), max_queued_requests=3)
+    for number in range(3):
+        rig.submit(submit(number, [1, 2, 3]))
+    with pytest.raises(Overloaded) as caught:
+        rig.scheduler.add(submit(3, [1]), 0.0)
+    assert caught.value.retryable
+    rig.drain()
+    rig.check_told()
+    rig.submit(submit(3, [1]))
+    rig.drain()
+    rig.check_told()
+
+
+def test_no_progress_ends_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(kv_config())
+    rig.submit(submit(0, [1, 2, 3]))
+    monkeypatch.setattr(Caches, "fits", lambda self, needed: False)
+    with pytest.raises(EngineDead, match="waiting 1") as caught:
+        for _ in range(1000):
+            assert rig.plan() is None
+    assert "free blocks (64,)" in caught.value.message
+
+
+def test_waiting_for_a_commit_is_not_taken_for_a_stall() -> None:
+    rig = Rig(kv_config(), 2)
+    rig.submit(submit(0, [1, 2, 3], max_tokens=1))
+    rig.plan()
+    for _ in range(1000):
+        assert rig.plan() is None
+    rig.drain()
+    rig.check_told()

@@ -1,0 +1,169 @@
+"""``AsyncLLM``: streams outputs on an event loop, many requests at a time. The engine has its own thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Any
+
+from weft.api.engine_thread import EngineThread, Sink
+from weft.api.llm import load_text, model_limits
+from weft.api.outputs import RequestOutput
+from weft.api.request import Request, RequestMaker, client_error
+from weft.common.errors import EngineDead, ErrorInfo, InvalidRequest, Overloaded, WeftError
+from weft.config.flags import from_keywords
+from weft.config.resolve import resolve
+from weft.engine.core import EngineCore
+from weft.types.messages import HeadStats, TokenEvent
+from weft.types.sampling import SamplingParams
+
+
+class AsyncLLM:
+    """A model and its engine, for use from event loops. Settings are those of ``LLM``.
+
+    Loading happens in the constructor and takes a while. The engine's death ends every wait with EngineDead.
+    """
+
+    def __init__(self, model: str = "spool-text", **config: Any) -> None:
+        settings = from_keywords({"model": model, **config})
+        self.config = resolve(settings)
+        self._text = load_text(self.config, settings.front.chat_template)
+        core = EngineCore(self.config)
+        limits = model_limits(self.config, core, self._text)
+        self._maker = RequestMaker(self._text, limits, self.config.model.seed)
+        self._requests: dict[str, tuple[Request, Sink]] = {}
+        self._thread = EngineThread(core)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's ``weft.text.tokenizer.Tokenizer``."""
+        return self._text.tokenizer
+
+    async def generate(
+        self, prompt: Any, sampling_params: SamplingParams | None = None, request_id: str | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        """Yields everything so far each time something comes; the last output has ``finished``.
+
+        ``prompt`` is a string, ``{"prompt": ...}``, ``{"prompt_token_ids": [...]}`` or
+        ``{"messages": [...]}`` (a conversation, through the chat template; the other options of
+        ``LLM.chat`` may stand beside it). Leaving the iterator, or cancelling it, ends the request.
+
+        Raises InvalidRequest, ContextLength, Overloaded, or EngineDead. When only one of the sequences
+        fails, that output has finish_reason "error" and ``error``.
+        """
+        params = SamplingParams() if sampling_params is None else sampling_params
+        if request_id is not None and request_id in self._requests:
+            raise InvalidRequest("a request with this request_id is running", param="request_id")
+        seed = self._maker.seeds.mint()
+        request = await asyncio.to_thread(self._make, prompt, params, seed, request_id)
+        loop = asyncio.get_running_loop()
+        events: asyncio.Queue[TokenEvent] = asyncio.Queue()
+
+        def sink(event: TokenEvent) -> None:
+            # a loop that is closed has nobody waiting
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(events.put_nowait, event)
+
+        try:
+            if request.request_id in self._requests:
+                raise InvalidRequest("a request with this request_id is running", param="request_id")
+            self._requests[request.request_id] = (request, sink)
+            self._thread.submit(request.submits, sink)
+            async for output in self._stream(request, events):
+                yield output
+        finally:
+            self._end(request)
+
+    async def abort(self, request_id: str) -> bool:
+        """Ends a running request: its iterator yields a last output with finish_reason "abort".
+
+        False when no such request runs.
+        """
+        found = self._requests.get(request_id)
+        if found is None:
+            return False
+        request, sink = found
+        for choice in request.choices:
+            if not choice.finished:
+                sink(TokenEvent(sequence=choice.sequence, finish="abort"))
+        self._thread.finish([submit.sequence for submit in request.submits])
+        return True
+
+    async def stats(self) -> HeadStats:
+        """The engine's counters. Raises EngineDead."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[HeadStats] = loop.create_future()
+
+        def sink(stats: HeadStats) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(lambda: answer.done() or answer.set_result(stats))
+
+        if not self._thread.stats(sink):
+            raise _dead(self._thread.death)
+        return await answer
+
+    def shutdown(self) -> None:
+        """Ends the engine; iterators that still run raise EngineDead. Idempotent."""
+        self._thread.stop()
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self.shutdown)
+
+    def _make(self, prompt: Any, params: SamplingParams, seed: int, request_id: str | None) -> Request:
+        if isinstance(prompt, dict) and "messages" in prompt:
+            options = dict(prompt)
+            messages = options.pop("messages")
+            options["kwargs"] = options.pop("chat_template_kwargs", None)
+            known = {"kwargs", "add_generation_prompt", "continue_final_message", "chat_template"}
+            if unknown := [name for name in options if name not in known]:
+                raise InvalidRequest(f"a conversation has no option {unknown[0]!r}", param="prompt")
+            return self._maker.from_messages(messages, params, seed, request_id, **options)
+        return self._maker.from_prompt(prompt, params, seed, request_id)
+
+    async def _stream(
+        self, request: Request, events: asyncio.Queue[TokenEvent]
+    ) -> AsyncIterator[RequestOutput]:
+        """Outputs of a request until it has ended; events that came together make one output."""
+        choices = {choice.sequence: choice for choice in request.choices}
+        while not request.finished:
+            news = False
+            event: TokenEvent | None = await events.get()
+            while event is not None:
+                delta = choices[event.sequence].on_event(event)
+                if delta is not None:
+                    news = True
+                    if delta.error is not None:
+                        _raise_whole(delta.error)
+                    if delta.send_finish:
+                        self._thread.finish([event.sequence])
+                event = None if events.empty() else events.get_nowait()
+            if news:
+                yield request.output()
+
+    def _end(self, request: Request) -> None:
+        """Takes a request out of the engine and forgets it, however its iterator was left."""
+        self._requests.pop(request.request_id, None)
+        open_ones = [choice.sequence for choice in request.choices if not choice.finished]
+        if open_ones:
+            self._thread.finish(open_ones)
+        self._maker.release(request)
+
+
+def _raise_whole(error: ErrorInfo) -> None:
+    """Raises for an error that is about the whole request, not about one sequence's computation."""
+    if (found := client_error(error)) is not None:
+        raise found
+    if error.code == EngineDead.code:
+        raise _dead(error)
+    if error.blame == "capacity":
+        raise Overloaded(error.message, code=error.code)
+
+
+def _dead(error: ErrorInfo | None) -> WeftError:
+    return EngineDead("the engine is dead" if error is None else error.message)

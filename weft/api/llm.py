@@ -1,0 +1,266 @@
+"""``LLM``: prompts in, finished outputs back. The engine runs in the calling thread."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+from tqdm import tqdm
+
+from weft.api.outputs import RequestOutput
+from weft.api.request import Request, RequestMaker, client_error
+from weft.common.errors import EngineDead, InvalidRequest, Overloaded, WeftError
+from weft.common.log import get_logger
+from weft.config.flags import from_keywords
+from weft.config.resolve import resolve
+from weft.config.resolved import EngineConfig
+from weft.engine.core import EngineCore
+from weft.text.chat import ChatFormat
+from weft.text.choice import Choice
+from weft.text.model import TextModel
+from weft.text.submit import ModelLimits
+from weft.types.messages import TokenEvent
+from weft.types.sampling import SamplingParams
+
+log = get_logger(__name__)
+
+
+def load_text(config: EngineConfig, chat_template: str | None) -> TextModel:
+    """The model's text side for a caller in this process, who may bring chat templates of their own."""
+    loaded = TextModel.load(config.tokenizer_path, chat_template)
+    chat = ChatFormat(loaded.tokenizer, loaded.chat.source, allow_request_template=True)
+    return TextModel(loaded.tokenizer, chat)
+
+
+def model_limits(config: EngineConfig, core: EngineCore, text: TextModel) -> ModelLimits:
+    """What requests to this engine must respect."""
+    welcome = core.welcome(0)
+    ends = tuple(sorted({*text.end_ids, *config.spec.eos_ids}))
+    return ModelLimits(vocab_size=welcome.vocab_size, max_model_len=welcome.max_model_len, end_ids=ends)
+
+
+class LLM:
+    """A model and its engine.
+
+    ``model`` is a folder, a hub name or a bundled model's name; every other setting is a keyword (the flags
+    of ``weft serve`` with dashes as underscores). Raises ConfigError for settings that cannot work; an
+    unknown one is answered with the nearest that exists.
+
+    Text in prompts and messages never becomes a special token; ``LLM.tokenizer.encode(text,
+    parse_special=True)`` makes ids of text that should. Threads may share an LLM; their calls take turns.
+    """
+
+    def __init__(self, model: str = "spool-text", **config: Any) -> None:
+        settings = from_keywords({"model": model, **config})
+        self.config = resolve(settings)
+        self._text = load_text(self.config, settings.front.chat_template)
+        self._core: EngineCore | None = EngineCore(self.config)
+        limits = model_limits(self.config, self._core, self._text)
+        self._maker = RequestMaker(self._text, limits, self.config.model.seed)
+        self._lock = threading.Lock()
+        self._death: str | None = None
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's ``weft.text.tokenizer.Tokenizer``."""
+        return self._text.tokenizer
+
+    def generate(
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Runs prompts to their end; outputs come in the order of the prompts.
+
+        A prompt is a string, ``{"prompt": ...}`` or ``{"prompt_token_ids": [...]}``; ``prompts`` is one of
+        them or a list. ``sampling_params`` is one for all or a list with one for each.
+
+        Raises InvalidRequest before anything is computed, naming the prompt, when one cannot be used, and
+        EngineDead when the engine fails. When only one sequence fails, that output has finish_reason
+        "error" and ``error``.
+        """
+        many = list(prompts) if isinstance(prompts, list | tuple) else [prompts]
+        return self._run(many, sampling_params, self._maker.from_prompt, "prompt", use_tqdm)
+
+    def chat(
+        self,
+        messages: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers a conversation (a list of messages with role and content), or a list of conversations.
+
+        ``chat_template`` replaces the model's; ``chat_template_kwargs`` are variables for it. Raises as
+        ``generate`` does.
+        """
+        several = bool(messages) and isinstance(messages, list) and isinstance(messages[0], list | tuple)
+        conversations = messages if several else [messages]
+
+        def make(conversation: Any, params: SamplingParams, seed: int) -> Request:
+            return self._maker.from_messages(
+                conversation,
+                params,
+                seed,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                chat_template=chat_template,
+                kwargs=chat_template_kwargs,
+            )
+
+        return self._run(conversations, sampling_params, make, "conversation", use_tqdm)
+
+    def shutdown(self) -> None:
+        """Frees the engine. Idempotent; a call that runs ends first."""
+        with self._lock:
+            core, self._core = self._core, None
+            if core is not None:
+                core.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def _run(
+        self,
+        prompts: list[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        make: Callable[[Any, SamplingParams, int], Request],
+        what: str,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        params = _spread(sampling_params, len(prompts))
+        requests: list[Request] = []
+        try:
+            for number, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+                try:
+                    requests.append(make(prompt, own, self._maker.seeds.mint()))
+                except WeftError as error:
+                    raise _naming(error, f"{what} {number}" if len(prompts) > 1 else None) from None
+            with self._lock:
+                self._drive(requests, use_tqdm)
+        finally:
+            for request in requests:
+                self._maker.release(request)
+        return [request.output() for request in requests]
+
+    def _drive(self, requests: list[Request], use_tqdm: bool) -> None:
+        """Runs the engine until every request has ended. Whatever happens, none of them stays in it."""
+        if self._core is None:
+            raise EngineDead("this LLM was shut down")
+        if self._death is not None:
+            raise EngineDead(self._death)
+        bar = tqdm(
+            total=len(requests), desc="Prompts", unit="prompt", disable=not use_tqdm, dynamic_ncols=True
+        )
+        run = _Run(self._core, requests, bar)
+        try:
+            run.drive()
+        except WeftError as error:
+            if not isinstance(error, InvalidRequest | Overloaded):
+                self._death = error.message
+            raise
+        except Exception as error:
+            self._death = f"the engine failed: {type(error).__name__}"
+            log.exception("the engine failed")
+            raise EngineDead(self._death) from error
+        finally:
+            bar.close()
+            if self._death is None:
+                run.clear()
+
+
+class _Run:
+    """One call's requests in the engine."""
+
+    def __init__(self, core: EngineCore, requests: list[Request], bar: Any) -> None:
+        self._core = core
+        self._bar = bar
+        self._waiting = deque((submit, request) for request in requests for submit in request.submits)
+        self._live: dict[int, tuple[Request, Choice]] = {}
+        self._tokens = 0
+
+    def drive(self) -> None:
+        while self._waiting or self._live:
+            self._submit()
+            for event in self._core.step():
+                self._take(event)
+            if self._live and not self._core.has_work():
+                raise EngineDead("the engine lost a sequence")
+
+    def clear(self) -> None:
+        """Takes what is left of the call out of the engine, and lets steps in flight end."""
+        for sequence in self._live:
+            self._core.finish(sequence)
+        self._live.clear()
+        while self._core.has_work():
+            self._core.step()
+
+    def _submit(self) -> None:
+        """Submits as many sequences as the engine's queue takes."""
+        while self._waiting:
+            submit, request = self._waiting[0]
+            try:
+                self._core.submit(submit)
+            except Overloaded:
+                if not self._live:
+                    raise
+                return
+            self._waiting.popleft()
+            self._live[submit.sequence] = (request, request.choices[submit.choice])
+
+    def _take(self, event: TokenEvent) -> None:
+        found = self._live.get(event.sequence)
+        if found is None:
+            return
+        request, choice = found
+        delta = choice.on_event(event)
+        if delta is None:
+            return
+        self._tokens += len(delta.token_ids)
+        if delta.finish_reason is None:
+            return
+        del self._live[event.sequence]
+        if delta.send_finish:
+            self._core.finish(event.sequence)
+        if delta.error is not None and (error := client_error(delta.error)) is not None:
+            raise error
+        if request.finished:
+            self._bar.update(1)
+            self._bar.set_postfix_str(f"{self._tokens} tokens", refresh=False)
+
+
+def _spread(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
+    """One SamplingParams for each prompt. Raises InvalidRequest."""
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if not isinstance(params, Sequence) or not all(isinstance(own, SamplingParams) for own in params):
+        raise InvalidRequest(
+            "sampling_params must be a SamplingParams or a list of them", param="sampling_params"
+        )
+    if len(params) != count:
+        raise InvalidRequest(
+            f"there are {count} prompts but {len(params)} sampling_params", param="sampling_params"
+        )
+    return params
+
+
+def _naming(error: WeftError, where: str | None) -> WeftError:
+    """The same error, saying which prompt it is about."""
+    if where is None:
+        return error
+    return type(error)(f"{where}: {error.message}", param=error.param, code=error.error_code)

@@ -1,0 +1,132 @@
+"""From what a caller passes as a prompt to Submits and Choices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from weft.api.outputs import RequestOutput, completion_of
+from weft.common.errors import ErrorInfo, InvalidRequest, WeftError
+from weft.text.choice import Choice
+from weft.text.model import TextModel
+from weft.text.submit import IdMint, ModelLimits, SeedMint, build_submits
+from weft.types.messages import Submit
+from weft.types.sampling import SamplingParams
+
+_FORMS = 'a string, {"prompt": "..."} or {"prompt_token_ids": [...]}'
+
+
+class Request:
+    """One prompt on its way: what goes to the engine, and the choices that take what comes back."""
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        ids: list[int],
+        submits: list[Submit],
+        choices: list[Choice],
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.prompt_ids = ids
+        self.submits = submits
+        self.choices = choices
+
+    @property
+    def finished(self) -> bool:
+        return all(choice.finished for choice in self.choices)
+
+    def output(self) -> RequestOutput:
+        """Everything so far."""
+        first = self.choices[0]
+        wanted = self.submits[0].params.prompt_logprobs >= 0
+        logprobs = first.prompt_logprobs
+        if wanted and logprobs is None and first.token_ids:  # a prompt of one token has only the first entry
+            logprobs = [None]
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=list(self.prompt_ids),
+            prompt_logprobs=list(logprobs) if wanted and logprobs is not None else None,
+            outputs=[completion_of(choice) for choice in self.choices],
+            finished=self.finished,
+            num_cached_tokens=first.num_cached,
+        )
+
+
+class RequestMaker:
+    """Turns prompts into requests. Thread-safe."""
+
+    def __init__(self, text: TextModel, limits: ModelLimits, seed: int | None) -> None:
+        self._text = text
+        self._limits = limits
+        self.ids = IdMint()
+        self.seeds = SeedMint(seed)
+
+    def from_prompt(
+        self, prompt: Any, params: SamplingParams, seed: int, request_id: str | None = None
+    ) -> Request:
+        """``prompt`` in any of its forms. Raises InvalidRequest or ContextLength; then no id is taken."""
+        text, ids = self._read(prompt)
+        param = "prompt_token_ids" if text is None else "prompt"
+        return self._make(text, ids, params, seed, request_id, continues=True, param=param)
+
+    def from_messages(
+        self, messages: Any, params: SamplingParams, seed: int, request_id: str | None = None, **options: Any
+    ) -> Request:
+        """A conversation; ``options`` are those of ``ChatFormat.encode``. Raises as ``from_prompt`` does."""
+        made = self._text.chat.encode(messages, **options)
+        continues = bool(options.get("continue_final_message"))
+        return self._make(
+            made.text, made.ids, params, seed, request_id, continues=continues, param="messages"
+        )
+
+    def release(self, request: Request) -> None:
+        """Ends the life of a request's ids."""
+        for submit in request.submits:
+            self.ids.release(submit.sequence)
+        self.ids.release(request.submits[0].request)
+
+    def _read(self, prompt: Any) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, str):
+            return prompt, self._text.tokenizer.encode(prompt)
+        if isinstance(prompt, Mapping) and len(prompt) == 1:
+            if isinstance(text := prompt.get("prompt"), str):
+                return text, self._text.tokenizer.encode(text)
+            ids = prompt.get("prompt_token_ids")
+            if isinstance(ids, np.ndarray):
+                ids = ids.tolist()
+            if isinstance(ids, Sequence) and not isinstance(ids, str | bytes):
+                return None, list(ids)
+        raise InvalidRequest(f"a prompt must be {_FORMS}", param="prompt")
+
+    def _make(
+        self,
+        prompt: str | None,
+        ids: list[int],
+        params: SamplingParams,
+        seed: int,
+        request_id: str | None,
+        *,
+        continues: bool,
+        param: str,
+    ) -> Request:
+        tokenizer = self._text.tokenizer
+        submits = build_submits(
+            ids, params, self._limits, tokenizer, ids=self.ids, seed=seed, prompt_param=param
+        )
+        choices = [
+            Choice(tokenizer, params, sequence=submit.sequence, index=submit.choice, continues=continues)
+            for submit in submits
+        ]
+        return Request(request_id or f"{submits[0].request:016x}", prompt, ids, submits, choices)
+
+
+def client_error(error: ErrorInfo) -> WeftError | None:
+    """The exception for an error that is the request's own fault, else None."""
+    if error.blame != "client":
+        return None
+    return InvalidRequest(error.message, param=error.param, code=error.code)
