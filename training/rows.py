@@ -63,9 +63,9 @@ def batches(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Batches without end: ids [B, L] (int64) and weights [B, L] (float32, 0 on padding).
 
-    B x L is at most ``batch_tokens``. Rows of like length go together, so little is padding, and every row starts at position 0 of its own. Padding
-    is on the right, where a causal model cannot see it. A resumed run starts at another pool, so it does not see
-    the same problems again.
+    B x L is at most ``batch_tokens``. Rows of like length go together, so little is padding, and every row
+    starts at position 0 of its own. Padding is on the right, where a causal model cannot see it. Each first pool
+    starts another sequence of problems: workers and resumed runs have their own.
     """
     pad = encoder.tokenizer.convert_tokens_to_ids(END_OF_TEXT)
     for pool in itertools.count(first_pool):

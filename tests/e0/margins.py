@@ -36,7 +36,7 @@ def smallest_margin(folder: Path, one: Submit, tokens: list[int]) -> float:
 
 
 def _all_logits(folder: Path, ids: list[int]) -> tuple[np.ndarray, list[np.ndarray]]:
-    """(logits [len(ids), vocab], router probabilities [len(ids), experts] of each layer), one forward pass."""
+    """(logits [len(ids), vocab], router probabilities [len(ids), experts] of each layer), in one pass."""
     routers: list[np.ndarray] = []
     model = model_of(folder)
     hooks = [
@@ -60,7 +60,8 @@ def _all_logits(folder: Path, ids: list[int]) -> tuple[np.ndarray, list[np.ndarr
     finally:
         for hook in hooks:
             hook.remove()
-    assert logits.dtype == torch.float64 and len(logits) == len(ids)
+    assert logits.dtype == torch.float64
+    assert len(logits) == len(ids)
     return logits.numpy(), routers
 
 

@@ -1,6 +1,7 @@
 """E0: in float64, tokens are equal whatever the batch, chunks, policy, cache hits, preemption, depth and n.
 
-The reference of every sequence is that sequence alone: whole prompt in one step, one step in flight, no cache.
+The reference of every sequence is that sequence alone: whole prompt in one step, one step in flight, no
+cache.
 The default run covers every pair of features; ``-m grid`` runs every combination.
 """
 
@@ -121,7 +122,10 @@ def check(case: dict[str, Any], reference: Reference) -> None:
     )
     try:
         if hit:
-            warm = [submit(5000 + i, PROMPTS[i], TokenParams(max_tokens=1), request=5000 + i) for i in range(case["batch"])]
+            warm = [
+                submit(5000 + i, PROMPTS[i], TokenParams(max_tokens=1), request=5000 + i)
+                for i in range(case["batch"])
+            ]
             run(engine, [warm])
         warmed = engine.stats()
         arrivals, who = plan_submits(case)

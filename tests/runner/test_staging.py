@@ -1,4 +1,4 @@
-"""Staging buffers: columns come back as written, nothing is shared, recycled buffers are spoiled on request."""
+"""Staging: columns come back as written, nothing is shared, recycled buffers are spoiled on request."""
 
 import numpy as np
 import pytest

@@ -59,12 +59,19 @@ def test_victim_is_the_last_in_priority_then_arrival() -> None:
 
 def test_nobody_is_preempted_for_blocks_that_are_about_to_be_free() -> None:
     rig = Rig(kv_config(blocks=12, max_model_len=48), 2, max_num_seqs=2)
-    rig.submit(submit(0, [1] * 23, max_tokens=20))
-    rig.submit(submit(1, [2] * 23, max_tokens=25))
-    for _ in range(2):
-        rig.step()
-    rig.plan()
-    rig.finish(0)  # its blocks are pending while a plan names it
+    rig.submit(submit(0, [1] * 17, max_tokens=20))
+    rig.submit(submit(1, [2] * 19, max_tokens=25))
+    while len(rig.plans) < 7:
+        if len(rig.in_flight) == 2:
+            rig.commit()
+        rig.plan()
+    assert rig.scheduler.stats().free_blocks == (0,)
+    rig.commit()
+    rig.finish(0)  # a plan in flight names its blocks
+    assert rig.scheduler.stats().free_blocks == (0,)
+    assert rig.plan() is None  # the other needs one, and sits out
+    rig.commit()
+    assert rig.scheduler.stats().free_blocks == (6,)
     rig.drain()
     rig.check_told()
     assert rig.scheduler.stats().preemptions == 0

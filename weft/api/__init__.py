@@ -1,1 +1,1 @@
-"""The Python API: ``LLM`` runs prompts to their end, ``AsyncLLM`` streams; both hold an engine in this process."""
+"""The Python API: ``LLM`` runs prompts to their end, ``AsyncLLM`` streams; both hold an engine themselves."""

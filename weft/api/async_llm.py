@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import contextlib
+from collections.abc import AsyncIterator, Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from weft.api.engine_thread import EngineThread, Sink
 from weft.api.llm import load_text, model_limits
@@ -17,6 +18,8 @@ from weft.config.resolve import resolve
 from weft.engine.core import EngineCore
 from weft.types.messages import HeadStats, TokenEvent
 from weft.types.sampling import SamplingParams
+
+T = TypeVar("T")
 
 
 class AsyncLLM:
@@ -33,6 +36,7 @@ class AsyncLLM:
         limits = model_limits(self.config, core, self._text)
         self._maker = RequestMaker(self._text, limits, self.config.model.seed)
         self._requests: dict[str, tuple[Request, Sink]] = {}
+        self._patience = settings.front.engine_timeout
         self._thread = EngineThread(core)
 
     @property
@@ -53,22 +57,15 @@ class AsyncLLM:
         fails, that output has finish_reason "error" and ``error``.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
-        if request_id is not None and request_id in self._requests:
-            raise InvalidRequest("a request with this request_id is running", param="request_id")
         seed = self._maker.seeds.mint()
-        request = await asyncio.to_thread(self._make, prompt, params, seed, request_id)
-        loop = asyncio.get_running_loop()
+        request = await self._prepare(prompt, params, seed, request_id)
+        if request.request_id in self._requests:
+            self._maker.release(request)
+            raise InvalidRequest("a request with this request_id is running", param="request_id")
         events: asyncio.Queue[TokenEvent] = asyncio.Queue()
-
-        def sink(event: TokenEvent) -> None:
-            # a loop that is closed has nobody waiting
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(events.put_nowait, event)
-
+        sink = _on_loop(events.put_nowait)
+        self._requests[request.request_id] = (request, sink)
         try:
-            if request.request_id in self._requests:
-                raise InvalidRequest("a request with this request_id is running", param="request_id")
-            self._requests[request.request_id] = (request, sink)
             self._thread.submit(request.submits, sink)
             async for output in self._stream(request, events):
                 yield output
@@ -92,16 +89,10 @@ class AsyncLLM:
 
     async def stats(self) -> HeadStats:
         """The engine's counters. Raises EngineDead."""
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[HeadStats] = loop.create_future()
-
-        def sink(stats: HeadStats) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(lambda: answer.done() or answer.set_result(stats))
-
-        if not self._thread.stats(sink):
+        answers: asyncio.Queue[HeadStats] = asyncio.Queue()
+        if not self._thread.stats(_on_loop(answers.put_nowait)):
             raise _dead(self._thread.death)
-        return await answer
+        return await self._wait(answers)
 
     def shutdown(self) -> None:
         """Ends the engine; iterators that still run raise EngineDead. Idempotent."""
@@ -114,6 +105,30 @@ class AsyncLLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await asyncio.to_thread(self.shutdown)
+
+    async def _prepare(
+        self, prompt: Any, params: SamplingParams, seed: int, request_id: str | None
+    ) -> Request:
+        """Makes the request off the event loop. If the caller is cancelled meanwhile, it is released."""
+        making = asyncio.ensure_future(asyncio.to_thread(self._make, prompt, params, seed, request_id))
+        try:
+            return await asyncio.shield(making)
+        except asyncio.CancelledError:
+            making.add_done_callback(
+                lambda made: None if made.exception() else self._maker.release(made.result())
+            )
+            raise
+
+    async def _wait(self, queue: asyncio.Queue[T]) -> T:
+        """The next item. Raises EngineDead when the engine makes no round for ``--engine-timeout``."""
+        while True:
+            rounds = self._thread.rounds
+            try:
+                return await asyncio.wait_for(queue.get(), self._patience)
+            except TimeoutError:
+                if self._thread.rounds == rounds:
+                    self._thread.give_up(f"the engine made no progress in {self._patience:g} seconds")
+                    raise _dead(self._thread.death) from None
 
     def _make(self, prompt: Any, params: SamplingParams, seed: int, request_id: str | None) -> Request:
         if isinstance(prompt, dict) and "messages" in prompt:
@@ -133,7 +148,7 @@ class AsyncLLM:
         choices = {choice.sequence: choice for choice in request.choices}
         while not request.finished:
             news = False
-            event: TokenEvent | None = await events.get()
+            event: TokenEvent | None = await self._wait(events)
             while event is not None:
                 delta = choices[event.sequence].on_event(event)
                 if delta is not None:
@@ -153,6 +168,18 @@ class AsyncLLM:
         if open_ones:
             self._thread.finish(open_ones)
         self._maker.release(request)
+
+
+def _on_loop(put: Callable[[T], None]) -> Callable[[T], None]:
+    """``put``, for other threads to call: it runs on this event loop, or not at all once that is closed."""
+    loop = asyncio.get_running_loop()
+
+    def call(item: T) -> None:
+        # a loop that is closed has nobody waiting
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(put, item)
+
+    return call
 
 
 def _raise_whole(error: ErrorInfo) -> None:

@@ -32,6 +32,7 @@ class EngineThread:
         self._lock = threading.Lock()
         """Guards ``_death``: no command is queued after the thread took its last."""
         self._death: ErrorInfo | None = None
+        self._rounds = 0
         self._thread = threading.Thread(target=self._run, name="weft-engine", daemon=True)
         self._thread.start()
 
@@ -39,6 +40,17 @@ class EngineThread:
     def death(self) -> ErrorInfo | None:
         """Why the engine can't answer any more; None while it can."""
         return self._death
+
+    @property
+    def rounds(self) -> int:
+        """How often the thread went round its loop: it grows unless the thread waits for work, or hangs."""
+        return self._rounds
+
+    def give_up(self, message: str) -> None:
+        """Declares the engine dead although its thread does not answer. Later calls are refused."""
+        with self._lock:
+            if self._death is None:
+                self._death = EngineDead(message).info()
 
     def submit(self, submits: Sequence[Submit], sink: Sink) -> None:
         """Starts the sequences of one request. Each of them will end with one terminal event to ``sink``.
@@ -73,6 +85,7 @@ class EngineThread:
         error = EngineDead("the engine was shut down")
         try:
             while self._obey():
+                self._rounds += 1
                 if self._core.has_work():
                     for event in self._core.step():
                         self._deliver(event)
@@ -99,20 +112,24 @@ class EngineThread:
 
     def _die(self, error: ErrorInfo) -> None:
         with self._lock:
-            self._death = error
+            self._death = error = self._death or error
         while True:  # commands that came before: their sequences must hear of the end, too
             try:
                 command = self._commands.get_nowait()
             except queue.Empty:
                 break
             if command is not None:
-                command()
+                self._attempt(command)
         for sequence in list(self._sinks):
             self._deliver(TokenEvent(sequence=sequence, finish="error", error=error))
+        self._attempt(self._core.close)
+
+    def _attempt(self, command: _Command) -> None:
+        """Carries out a command of a dead engine: nothing may keep the others from hearing of the end."""
         try:
-            self._core.close()
-        except Exception:
-            log.exception("closing the engine failed")
+            command()
+        except Exception as error:
+            log.error("after the engine's end: %s", error)
 
     def _submit(self, submits: Sequence[Submit], sink: Sink) -> None:
         if self._death is not None:

@@ -179,7 +179,14 @@ class LLM:
         finally:
             bar.close()
             if self._death is None:
-                run.clear()
+                self._clear(run)
+
+    def _clear(self, run: _Run) -> None:
+        try:
+            run.clear()
+        except Exception as error:
+            self._death = f"the engine failed: {type(error).__name__}"
+            log.exception("the engine failed")
 
 
 class _Run:

@@ -13,7 +13,7 @@ from weft.front.head_client import HeadError
 from weft.front.metrics import RequestTimes
 from weft.front.responses import Usage, make_usage
 from weft.text.choice import Choice, Delta
-from weft.text.submit import build_submits
+from weft.text.submit import build_submits, minted_seed
 from weft.types.messages import Submit, ids_to_bytes
 from weft.types.sampling import SamplingParams, TokenParams
 
@@ -45,10 +45,12 @@ class Generation:
         times: RequestTimes,
         deadline: float,
         param: str,
+        seed: int,
     ) -> None:
         """Checks and submits. Raises WeftError, naming ``param`` for the prompt; then nothing was submitted.
 
-        ``deadline``: time of the event loop's clock. ``continues``: see ``Choice``.
+        ``deadline``: time of the event loop's clock. ``continues``: see ``Choice``. ``seed``: minted for the
+        request, in case it brings none.
         """
         self.prompts = prompts
         self.params = params
@@ -59,7 +61,7 @@ class Generation:
         self._ids: list[int] = []
         self._open = True
         try:
-            submits = self._build(param)
+            submits = self._build(param, seed)
             for index, submit in enumerate(submits):
                 made = Choice(
                     front.text.tokenizer, params, sequence=submit.sequence, index=index, continues=continues
@@ -71,7 +73,7 @@ class Generation:
             self._release_ids()
             raise
 
-    def _build(self, param: str) -> list[Submit]:
+    def _build(self, param: str, seed: int) -> list[Submit]:
         front = self._front
         wanted = len(self.prompts) * self.params.n
         if wanted > front.lifecycle.capacity:
@@ -80,14 +82,14 @@ class Generation:
         if front.client.open_sequences + wanted > front.lifecycle.capacity:
             raise Overloaded("the server's queue is full; try again later")
         submits: list[Submit] = []
-        for prompt in self.prompts:
+        for number, prompt in enumerate(self.prompts):
             made = build_submits(
                 prompt.ids,
                 self.params,
                 front.limits,
                 front.text.tokenizer,
                 ids=front.ids,
-                seeds=front.seeds,
+                seed=minted_seed(seed, number) if number else seed,
                 prompt_param=param,
             )
             self._ids += [made[0].request, *(submit.sequence for submit in made)]

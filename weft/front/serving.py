@@ -69,6 +69,7 @@ async def handle(front: Front, request: Request, prepare: Callable[[Front, bytes
         try:
             held.enter_context(front.lifecycle.request())
             body = await read_json(request, front.section.max_request_bytes)
+            seed = front.seeds.mint()
             job = await front.in_thread(prepare, front, body)
             generation = Generation(
                 front,
@@ -78,6 +79,7 @@ async def handle(front: Front, request: Request, prepare: Callable[[Front, bytes
                 times=times,
                 deadline=deadline,
                 param=job.param,
+                seed=seed,
             )
             held.callback(generation.close)
             shape = job.shape(generation)

@@ -131,6 +131,7 @@ class Answer:
     def __init__(self, whole: bool) -> None:
         """``whole``: print when complete, not piece by piece."""
         self._whole = whole
+        self._title: str | None = None
         self._texts: list[str] = []
         self._finished = False
         self._shown = False

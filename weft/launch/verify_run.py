@@ -89,7 +89,7 @@ def _logits_agree(config: Config, path: str, prompts: Prompts, say: Say) -> bool
 
 
 def against_self(config: Config, count: int, tokens: int, say: Say) -> bool:
-    """Compares every prompt alone with other ways to run it. False if a token differs or a way was not taken."""
+    """Compares prompts alone with other ways to run them. False if a token differs or a way was not taken."""
     base = _resolved(config, "float64", count)
     prompts = make_prompts(base, count, tokens)
     alone, *others = variants(base, prompts, tokens)

@@ -32,6 +32,8 @@ Tensor = torch.Tensor
 
 NEG_INF = float("-inf")
 BLOCK = 128
+DENSE = 1 << 18
+"""Tokens whose words are made at a time, for the CPU's cache."""
 WIDTHS = (128, 2048)
 """Leading tokens that step 6 looks at before it sorts the whole row."""
 
@@ -186,24 +188,23 @@ def sample_all(x: Tensor, noise: Noise) -> Tensor:
     return first_max(x.double() + gumbel(words))
 
 
-def _sample_row(x: Tensor, noise: Noise) -> Tensor:
-    """``sample_all`` of one row ([1, V], finite maximum) on the CPU, with logarithms of few tokens.
+def _sample_dense(x: Tensor, noise: Noise) -> Tensor:
+    """``sample_all`` of rows with finite maxima, on the CPU, with logarithms of few tokens.
 
-    exp(x + g) = exp(x) / -log(u) <= exp(x) / (1 - u). The token where that bound is largest sets a score; only
-    tokens whose bound, float32 rounding (below 1e-5) allowed for, reaches it can win.
+    exp(x + g) = exp(x) / -log(u) <= exp(x) / (1 - u). The token where that bound is largest sets a score;
+    only tokens whose bound, float32 rounding (below 1e-5) allowed for, reaches it can win.
     """
-    words = row_words(noise.seed, noise.choice, noise.position, x.shape[1])
-    top = x.amax()
+    rows, vocab = x.shape
+    words = row_words(noise.seed, noise.choice, noise.position, vocab)
+    top = x.amax(dim=-1, keepdim=True)
     gap = (words ^ WORD).float().add_(0.5)  # (1 - u) * 2^32
     bound = (x - top).float().exp_().div_(gap)
-    first = first_max(bound)
-    score = x[0, first].double() + gumbel(words[0, first])
+    first = first_max(bound).unsqueeze(1)
+    score = x.gather(1, first).double() + gumbel(words.gather(1, first))
     # Sums that round to the same score tie, so a sum just below this one may win as well.
-    score = _below(score, torch.float64)
-    reach = (score - top.double()).exp() * (2.0**-32 * 0.999)
-    ids = (bound[0] >= reach.float()).nonzero().squeeze(1)
-    scores = x[0, ids].double() + gumbel(words[0, ids])
-    return ids[scores.argmax()].unsqueeze(0)
+    reach = (_below(score, torch.float64) - top.double()).exp() * (2.0**-32 * 0.999)
+    owner, ids = (bound >= reach.float()).nonzero(as_tuple=True)
+    return _winners(rows, owner, ids, x[owner, ids].double() + gumbel(words[owner, ids]))
 
 
 def sample_open(x: Tensor, min_p: Tensor | None, noise: Noise) -> Tensor:
@@ -223,9 +224,8 @@ def sample_open(x: Tensor, min_p: Tensor | None, noise: Noise) -> Tensor:
     if min_p is not None:
         few |= min_p > 0
     tokens = torch.empty(x.shape[0], dtype=torch.int64)
-    for row in (~few).nonzero().squeeze(1).tolist():
-        one = slice(row, row + 1)
-        tokens[one] = _sample_row(x[one], noise.at(one))
+    for rows in (~few).nonzero().squeeze(1).split(max(1, DENSE // x.shape[1])):
+        tokens[rows] = _sample_dense(x[rows], noise.at(rows))
     owner, ids = (near & few.unsqueeze(1)).nonzero(as_tuple=True)
     values = x[owner, ids].double()
     if min_p is not None:
@@ -292,18 +292,24 @@ def _first_above(x: Tensor, cut: Tensor, count: int) -> Tensor:
     return (vocab - torch.where(taken, rank, 0).topk(count, dim=-1).values).clamp_(max=vocab - 1)
 
 
-def _mass(weights: Tensor) -> Tensor:
-    """float64 sum of each row in an order that V alone fixes: [R, V] -> [R, 1].
+def mass_of(x: Tensor) -> Tensor:
+    """Sum of exp(x - max) of each row in float64, in an order that V alone fixes: [R, V] -> [R, 1].
 
-    One long sum may be cut up differently when R is 1, so blocks are summed first, and then one after the other.
+    One long sum may be cut up differently when R is 1, so blocks are summed first, then one after the other.
     """
-    blocks = weights.shape[1] // BLOCK
-    parts = [weights[:, : blocks * BLOCK].unflatten(-1, (blocks, BLOCK)).sum(dim=-1), weights[:, blocks * BLOCK :]]
-    return torch.cat(parts, dim=-1).cumsum(dim=-1)[:, -1:]
+    weights = x.double()
+    weights = weights.sub_(x.amax(dim=-1, keepdim=True)).exp_() if weights is not x else (
+        (x - x.amax(dim=-1, keepdim=True)).exp_()
+    )
+    blocks = x.shape[1] // BLOCK
+    whole = weights[:, : blocks * BLOCK].unflatten(-1, (blocks, BLOCK)).sum(dim=-1)
+    return torch.cat([whole, weights[:, blocks * BLOCK :]], dim=-1).cumsum(dim=-1)[:, -1:]
 
 
-def keep_within(x: Tensor, filters: Filters, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Step 6, looking at the first ``width`` tokens of each row.
+def keep_within(
+    x: Tensor, filters: Filters, width: int, whole: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Step 6, looking at the first ``width`` tokens of each row; ``whole``: ``mass_of`` x, if a row needs it.
 
     Returns (ids int64 [R, width] in the order of step 6, keep bool [R, width], settled bool [R]). Where not
     settled, tokens beyond ``width`` may be kept too and ``keep`` says nothing.
@@ -318,8 +324,8 @@ def keep_within(x: Tensor, filters: Filters, width: int) -> tuple[Tensor, Tensor
     limited = weight.masked_fill(~within, 0.0)
     # What is left after top_k weighs this much; without a top_k, look at the whole row.
     mass = limited.cumsum(dim=-1)[:, -1:]
-    if not filters.all_top_k:
-        mass = torch.where(top_k < vocab, mass, _mass((x.double() - top).exp_()))
+    if whole is not None:
+        mass = torch.where(top_k < vocab, mass, whole)
     reached = (limited / mass).cumsum(dim=-1)
     short = reached < top_p
     prefix = within & torch.cat([torch.ones_like(short[:, :1]), short[:, :-1]], dim=-1)
@@ -330,29 +336,32 @@ def keep_within(x: Tensor, filters: Filters, width: int) -> tuple[Tensor, Tensor
     return ids, keep, complete | cut
 
 
-def sample_filtered(x: Tensor, filters: Filters, noise: Noise, widths: tuple[int, ...] = WIDTHS) -> Tensor:
+def sample_filtered(
+    x: Tensor, filters: Filters, noise: Noise, widths: tuple[int, ...] = WIDTHS, whole: Tensor | None = None
+) -> Tensor:
     """Steps 6 and 7: [R, V] with finite maxima -> int64 [R].
 
-    ``widths`` are tried in turn for rows not settled before, then the whole row. Elsewhere than on the CPU the
-    caller must give widths that settle every row, or none.
+    ``widths`` (ascending) are tried in turn for the rows not settled before, then the whole row is sorted.
+    Elsewhere than on the CPU the caller gives one width that settles every row, or none.
     """
-    vocab = x.shape[1]
-    for width in (*(width for width in widths if width < vocab), vocab):
-        ids, keep, settled = keep_within(x, filters, width)
-        if width < vocab:
-            ids, order = ids.sort(dim=-1)
-            score = x.gather(1, ids).double() + noise.column().of(ids)
-            best = score.masked_fill_(~keep.gather(1, order), NEG_INF).argmax(dim=-1, keepdim=True)
-            tokens = ids.gather(1, best).squeeze(1)
-        else:
-            kept = torch.zeros_like(keep).scatter_(1, ids, keep)
-            return sample_open(x.masked_fill(~kept, NEG_INF), None, noise)
-        if x.device.type != "cpu" or bool(settled.all()):
-            return tokens
-        rest = (~settled).nonzero().squeeze(1)
-        onward = tuple(other for other in widths if other > width)
-        return tokens.index_copy(0, rest, sample_filtered(x[rest], filters.at(rest), noise.at(rest), onward))
-    raise AssertionError("the whole row settles every cut")
+    if whole is None and not filters.all_top_k:
+        whole = mass_of(x)
+    if not widths or widths[0] >= x.shape[1]:
+        ids, keep, _ = keep_within(x, filters, x.shape[1], whole)
+        kept = torch.zeros_like(keep).scatter_(1, ids, keep)
+        return sample_open(x.masked_fill(~kept, NEG_INF), None, noise)
+    ids, keep, settled = keep_within(x, filters, widths[0], whole)
+    ids, order = ids.sort(dim=-1)
+    score = x.gather(1, ids).double() + noise.column().of(ids)
+    best = score.masked_fill_(~keep.gather(1, order), NEG_INF).argmax(dim=-1, keepdim=True)
+    tokens = ids.gather(1, best).squeeze(1)
+    if x.device.type != "cpu" or bool(settled.all()):
+        return tokens
+    rest = (~settled).nonzero().squeeze(1)
+    onward = sample_filtered(
+        x[rest], filters.at(rest), noise.at(rest), widths[1:], None if whole is None else whole[rest]
+    )
+    return tokens.index_copy(0, rest, onward)
 
 
 # --- logprobs -------------------------------------------------------------------------------------------------

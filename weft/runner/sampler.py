@@ -24,7 +24,7 @@ from weft.types.sampling import TokenParams
 
 Tensor = torch.Tensor
 
-CHUNK = {"cpu": 1 << 21, "cuda": 1 << 24}
+CHUNK = {"cpu": 1 << 20, "cuda": 1 << 24}
 """Logits worked on at a time (rows * vocabulary), which bounds the memory of a step of many rows."""
 
 FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")

@@ -1,0 +1,284 @@
+"""The head's loop over real sockets: what it answers, what it drops, what it survives."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from tests.e0.rig import make_engine, submit
+from tests.support.checkpoints import make_checkpoint
+from weft.engine.core import EngineCore
+from weft.engine.head import Head
+from weft.types import messages as m
+from weft.types.sampling import TokenParams
+
+DEADLINE = 20.0
+
+
+class Front:
+    """A front's side of the socket."""
+
+    def __init__(self, endpoint: str, hello: bool = True) -> None:
+        self._context = zmq.Context()
+        self.socket = self._context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.connect(endpoint)
+        self.heartbeats: list[m.Heartbeat] = []
+        if hello:
+            self.send(m.Hello(versions=(1, 1), front="test"))
+            assert isinstance(self.receive(), m.Welcome)
+
+    def send(self, message: m.ToHead) -> None:
+        self.socket.send(m.encode(message))
+
+    def receive(self) -> m.ToFront:
+        """The next message that is not a heartbeat; heartbeats are kept."""
+        deadline = time.monotonic() + DEADLINE
+        while time.monotonic() < deadline:
+            if self.socket.poll(100):
+                message = m.decode_to_front(self.socket.recv())
+                if not isinstance(message, m.Heartbeat):
+                    return message
+                self.heartbeats.append(message)
+        raise AssertionError("the head did not answer in time")
+
+    def events(self, sequence: int) -> list[m.TokenEvent]:
+        """Events of a sequence until its terminal one."""
+        got: list[m.TokenEvent] = []
+        while not got or got[-1].finish is None:
+            message = self.receive()
+            assert isinstance(message, m.Tokens), message
+            got += [event for event in message.events if event.sequence == sequence]
+        return got
+
+    def stats_when(self, wanted: Callable[[m.HeadStats], bool]) -> m.HeadStats:
+        """Waits for a heartbeat whose stats are as wanted."""
+        deadline = time.monotonic() + DEADLINE
+        while time.monotonic() < deadline:
+            if self.socket.poll(100):
+                message = m.decode_to_front(self.socket.recv())
+                if isinstance(message, m.Heartbeat) and wanted(message.stats):
+                    return message.stats
+        raise AssertionError("no such heartbeat")
+
+    def close(self) -> None:
+        self.socket.close()
+        self._context.term()
+
+
+class Served:
+    """A head in a thread, and its fronts."""
+
+    def __init__(self, core: EngineCore, endpoint: str) -> None:
+        self.core = core
+        self.endpoint = endpoint
+        self.error: BaseException | None = None
+        self._fronts: list[Front] = []
+        self.head = Head(core, endpoint)
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.head.run()
+        except BaseException as error:
+            self.error = error
+
+    def front(self, **more: Any) -> Front:
+        self._fronts.append(Front(self.endpoint, **more))
+        return self._fronts[-1]
+
+    def close(self) -> None:
+        self.head._stop = True
+        self.thread.join(DEADLINE)
+        for front in self._fronts:
+            front.close()
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("head"), "llama")
+
+
+@pytest.fixture
+def served(folder: Path, tmp_path: Path) -> Iterator[Served]:
+    core, _ = make_engine(folder, depth=2)
+    made = Served(core, f"ipc://{tmp_path}/head")
+    yield made
+    made.close()
+
+
+def ask(sequence: int = 1, tokens: int = 8, **more: Any) -> m.Submit:
+    return submit(
+        sequence, [3, 1, 4, 1, 5], TokenParams(temperature=0.0, max_tokens=tokens), request=sequence, **more
+    )
+
+
+def test_a_submit_is_answered_to_its_end(served: Served) -> None:
+    front = served.front()
+    front.send(ask())
+    events = front.events(1)
+    assert sum(len(event.token_ids) for event in events) == 8
+    assert [event.finish for event in events][-1] == "length"
+
+
+def test_unequal_versions_are_refused_by_name(served: Served) -> None:
+    front = served.front(hello=False)
+    front.send(m.Hello(versions=(7, 9), front="future"))
+    answer = front.receive()
+    assert isinstance(answer, m.HeadFailed)
+    assert "version 1" in answer.error.message
+    assert "7 to 9" in answer.error.message
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [b"", b"\xff" * 50, b"\x80\x04cbuiltins\neval\n.", m.encode(ask())[:-9], b"\x81\xa4type\xa4Nope"],
+    ids=["empty", "noise", "pickle", "truncated", "unknown tag"],
+)
+def test_garbage_is_dropped_and_counted(served: Served, frame: bytes) -> None:
+    front = served.front()
+    front.socket.send(frame)
+    front.send(ask())
+    assert front.events(1)[-1].finish == "length"
+    assert front.stats_when(lambda stats: stats.running == 0).bad_frames == 1
+
+
+def test_bytes_that_are_no_ids_fail_that_request_alone(served: Served) -> None:
+    front = served.front()
+    broken = m.Submit(sequence=5, request=5, seed=0, prompt_ids=b"abc", params=TokenParams())
+    front.send(broken)
+    front.send(ask())
+    event = front.events(5)[-1]
+    assert event.error is not None
+    assert event.error.http_status == 400
+    assert front.events(1)[-1].finish == "length"
+
+
+def test_a_front_that_said_no_hello_is_not_served(served: Served) -> None:
+    stranger, front = served.front(hello=False), served.front()
+    stranger.send(ask(2))
+    front.send(ask(1))
+    front.events(1)
+    assert front.stats_when(lambda stats: stats.bad_frames > 0).running == 0
+    assert not stranger.socket.poll(0)
+
+
+def test_nobody_ends_or_doubles_a_strangers_sequence(served: Served) -> None:
+    owner, other = served.front(), served.front()
+    owner.send(ask(1, tokens=60))
+    owner.receive()
+    other.send(m.Finish(sequence=1))
+    other.send(ask(1))
+    events = owner.events(1)
+    assert events[-1].finish == "length"
+    assert not any(isinstance(message, m.Tokens) for message in _drain(other))
+
+
+def _drain(front: Front) -> list[m.ToFront]:
+    got = []
+    while front.socket.poll(0):
+        got.append(m.decode_to_front(front.socket.recv()))
+    return got
+
+
+def test_finish_frees_at_once(served: Served) -> None:
+    front = served.front()
+    front.send(ask(1, tokens=90))
+    front.receive()
+    front.send(m.Finish(sequence=1))
+    assert front.events(1)[-1].finish in ("abort", "length")
+    stats = front.stats_when(lambda stats: stats.running == 0)
+    assert stats.free_slots == served.core.runner.kv.num_slots
+
+
+def test_a_front_that_went_away_loses_its_sequences(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = served.core.step
+
+    def slow_step() -> list[m.TokenEvent]:
+        time.sleep(0.05)
+        return step()
+
+    monkeypatch.setattr(served.core, "step", slow_step)
+    gone, front = served.front(), served.front()
+    for i in range(10, 30):
+        gone.send(ask(i, tokens=90))
+    gone.receive()
+    gone.close()
+    served._fronts.remove(gone)
+    stats = front.stats_when(lambda stats: stats.generation_tokens > 0 and not stats.running + stats.waiting)
+    assert stats.generation_tokens < 20 * 45
+    front.send(ask())
+    assert front.events(1)[-1].finish == "length"
+
+
+def test_drain_finishes_what_runs_and_takes_nothing_new(served: Served) -> None:
+    front = served.front()
+    front.send(ask(1, tokens=80))
+    front.receive()
+    front.send(m.Drain())
+    front.send(ask(2))
+    refused = finished = None
+    while finished is None or refused is None:
+        message = front.receive()
+        assert isinstance(message, m.Tokens)
+        for event in message.events:
+            refused = event if event.sequence == 2 else refused
+            finished = event if event.sequence == 1 and event.finish else finished
+    assert refused.error is not None
+    assert refused.error.http_status == 503
+    assert finished.finish == "length"
+    served.thread.join(DEADLINE)
+    assert not served.thread.is_alive()
+    assert served.error is None
+
+
+def test_shutdown_ends_the_loop(served: Served) -> None:
+    front = served.front()
+    front.send(m.Shutdown())
+    served.thread.join(DEADLINE)
+    assert not served.thread.is_alive()
+
+
+def test_an_engine_failure_ends_every_request_and_the_head(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    front = served.front()
+    front.send(ask(1, tokens=90))
+    front.receive()
+
+    def fail(_plan: object) -> None:
+        raise RuntimeError("device lost at 0xdeadbeef")
+
+    monkeypatch.setattr(served.core.runner, "forward", fail)
+    event = front.events(1)[-1]
+    assert event.finish == "error"
+    assert event.error is not None
+    assert event.error.http_status == 500
+    assert "0xdeadbeef" not in event.error.message
+    assert isinstance(front.receive(), m.HeadFailed)
+    served.thread.join(DEADLINE)
+    assert isinstance(served.error, RuntimeError)
+
+
+def test_an_oversized_message_is_refused_where_it_is_made() -> None:
+    huge = m.Submit(sequence=1, request=1, seed=0, prompt_ids=bytes(m.MAX_FRAME), params=TokenParams())
+    with pytest.raises(Exception, match="too large"):
+        m.encode(huge)
+    with pytest.raises(ValueError, match="size limit"):
+        m.decode_to_head(bytes(m.MAX_FRAME + 1))
+
+
+def test_heartbeats_come_while_idle_and_tell_so(served: Served) -> None:
+    front = served.front()
+    time.sleep(1.2)
+    beats = [message for message in _drain(front) if isinstance(message, m.Heartbeat)]
+    assert len(beats) >= 2
+    assert all(beat.idle for beat in beats)

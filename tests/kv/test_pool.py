@@ -1,0 +1,99 @@
+"""The block pool: references, LRU, index, deferred frees."""
+
+from __future__ import annotations
+
+import pytest
+
+from weft.common.errors import EngineDead
+from weft.kv.pool import NULL_BLOCK, BlockPool
+
+
+def test_ids_start_after_the_null_block() -> None:
+    pool = BlockPool(3)
+    assert [pool.take() for _ in range(3)] == [1, 2, 3]
+    assert pool.available() == 0
+    with pytest.raises(EngineDead):
+        pool.take()
+
+
+def test_unpublished_blocks_are_free_again_at_once() -> None:
+    pool = BlockPool(2)
+    block = pool.take()
+    pool.committed(0)
+    pool.release(block, 0)
+    assert pool.available() == 2
+    with pytest.raises(EngineDead):
+        pool.release(block, 0)
+
+
+def test_release_waits_for_the_last_plan_that_names_the_block() -> None:
+    pool = BlockPool(2)
+    block = pool.take()
+    pool.release(block, 3)
+    assert (pool.available(), pool.pending()) == (1, 1)
+    pool.committed(2)
+    assert (pool.available(), pool.pending()) == (1, 1)
+    pool.committed(3)
+    assert (pool.available(), pool.pending()) == (2, 0)
+
+
+def test_shared_blocks_stay_until_every_holder_is_done() -> None:
+    pool = BlockPool(2)
+    block = pool.take()
+    pool.publish(block, b"k")
+    pool.share(block)
+    pool.release(block, 5)
+    assert pool.pending() == 0  # somebody else still holds it
+    pool.committed(3)
+    pool.release(block, 3)
+    assert (pool.available(), pool.pending()) == (1, 1)
+    pool.committed(5)
+    assert pool.available() == 2
+    assert pool.find(b"k") == block
+
+
+def test_eviction_takes_the_least_recently_used_and_forgets_it() -> None:
+    pool = BlockPool(3)
+    pool.committed(0)
+    blocks = [pool.take() for _ in range(3)]
+    for block, key in zip(blocks, (b"a", b"b", b"c"), strict=True):
+        pool.publish(block, key)
+    for block in blocks:
+        pool.release(block, 0)
+    pool.share(pool.find(b"a"))
+    pool.release(pool.find(b"a"), 0)  # used most recently now
+    assert pool.take() == blocks[1]
+    assert [pool.find(key) for key in (b"a", b"b", b"c")] == [blocks[0], NULL_BLOCK, blocks[2]]
+    assert pool.available() == 2
+
+
+def test_free_blocks_go_before_cached_ones() -> None:
+    pool = BlockPool(2)
+    pool.committed(0)
+    block = pool.take()
+    pool.publish(block, b"a")
+    pool.release(block, 0)
+    assert pool.take() != block
+    assert pool.find(b"a") == block
+
+
+def test_a_content_has_one_block() -> None:
+    pool = BlockPool(3)
+    pool.committed(0)
+    first, second = pool.take(), pool.take()
+    pool.publish(first, b"a")
+    pool.publish(second, b"a")
+    assert pool.find(b"a") == first
+    pool.release(second, 0)
+    pool.release(first, 0)
+    assert pool.find(b"a") == first
+    assert pool.available() == 3
+
+
+def test_only_held_blocks_are_published_and_only_published_ones_shared() -> None:
+    pool = BlockPool(2)
+    with pytest.raises(EngineDead):
+        pool.publish(1, b"a")
+    block = pool.take()
+    with pytest.raises(EngineDead):
+        pool.share(block)
