@@ -53,7 +53,11 @@ def processed(
             x[token] = number(-INF)
     for bad in params.bad:
         before = list(bad[:-1])
-        if len(before) <= len(history) and history[len(history) - len(before) :] == before and bad[-1] < vocab:
+        if (
+            len(before) <= len(history)
+            and history[len(history) - len(before) :] == before
+            and bad[-1] < vocab
+        ):
             x[bad[-1]] = number(-INF)
     for token, bias in params.logit_bias:
         x[token] = x[token] + number(bias)

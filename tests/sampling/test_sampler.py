@@ -48,7 +48,9 @@ def scene(count: int, vocab: int, seed: int = 0, ties: bool = False) -> SimpleNa
 
 
 def build(make: SimpleNamespace, of: SimpleNamespace, params: list[TokenParams], vocab: int, device="cpu"):
-    return make.sampler(params, vocab=vocab, seeds=of.seeds, choices=[i % 5 for i in range(len(params))], device=device)
+    return make.sampler(
+        params, vocab=vocab, seeds=of.seeds, choices=[i % 5 for i in range(len(params))], device=device
+    )
 
 
 def entry(made: module.SampleOutput, index: int) -> tuple:
@@ -78,7 +80,10 @@ def test_an_entry_does_not_depend_on_the_others(make: SimpleNamespace, threads: 
             assert entry(alone, 0) == entry(whole, slot), MANY[slot]
         order = np.random.default_rng(0).permutation(count).tolist()
         shuffled = sampler.sample(
-            of.logits[order], make.rows(order, index, [of.positions[i] for i in order]), of.history, of.num_prompt
+            of.logits[order],
+            make.rows(order, index, [of.positions[i] for i in order]),
+            of.history,
+            of.num_prompt,
         )
         for place, slot in enumerate(order):
             assert entry(shuffled, place) == entry(whole, slot), MANY[slot]
@@ -219,10 +224,19 @@ def test_a_step_may_sample_nothing(make: SimpleNamespace) -> None:
 def test_slots_forget_their_last_tenant(make: SimpleNamespace) -> None:
     def tenant(params: TokenParams) -> AllocSlot:
         return AllocSlot(
-            slot=0, gen=2, choice=0, seed=0, params=params, num_prompt=1, num_cached=0, token_ids=np.zeros(1, np.int32)
+            slot=0,
+            gen=2,
+            choice=0,
+            seed=0,
+            params=params,
+            num_prompt=1,
+            num_cached=0,
+            token_ids=np.zeros(1, np.int32),
         )
 
-    sampler = make.sampler([TokenParams(temperature=0, bad=((2,),), logit_bias=((1, 9.0),), logprobs=1)], vocab=3)
+    sampler = make.sampler(
+        [TokenParams(temperature=0, bad=((2,),), logit_bias=((1, 9.0),), logprobs=1)], vocab=3
+    )
     with pytest.raises(EngineDead):
         sampler.alloc(tenant(TokenParams()))
     sampler.free(0)
@@ -266,7 +280,9 @@ def test_skipping_hopeless_tokens_changes_nothing(spread: float, dtype: torch.dt
 @pytest.mark.parametrize("top_p", [1e-9, 0.3, 0.8, 0.999, 1.0])
 @pytest.mark.parametrize("top_k", [1, 2, 9, 60, 200, 600])
 @pytest.mark.parametrize("min_p", [0.0, 0.01])
-def test_looking_at_few_tokens_first_changes_nothing(top_k: int, top_p: float, min_p: float, ties: bool) -> None:
+def test_looking_at_few_tokens_first_changes_nothing(
+    top_k: int, top_p: float, min_p: float, ties: bool
+) -> None:
     count, vocab = 40, 600
     x = scene(count, vocab, seed=2, ties=ties).logits / 2
     x[::5, 50:] = -INF
@@ -313,7 +329,9 @@ def test_first_max_is_the_first(vocab: int) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("fixed", ["seed", "position"])
-def test_samples_follow_the_distribution(plain: SimpleNamespace, make, params: TokenParams, fixed: str) -> None:
+def test_samples_follow_the_distribution(
+    plain: SimpleNamespace, make, params: TokenParams, fixed: str
+) -> None:
     """Chi-square over 8,000 fixed draws, at the statistic's 99.9th percentile (Wilson and Hilferty)."""
     vocab, draws = 12, 8_000
     logits = torch.tensor([[1.3, -0.4, 2.0, 0.0, 0.7, -2.0, 1.9, 0.3, -1.0, 1.1, -0.2, 0.5]])

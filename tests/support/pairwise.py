@@ -8,7 +8,7 @@ from typing import Any
 
 
 def covering(features: dict[str, list[Any]], seed: int = 0) -> list[dict[str, Any]]:
-    """Greedy pairwise cover, deterministic: each new combination covers as many uncovered pairs as were found."""
+    """Greedy and deterministic: each new combination covers as many uncovered pairs as were found."""
     names = list(features)
     rng = random.Random(seed)
     uncovered = {

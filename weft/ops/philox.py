@@ -2,7 +2,7 @@
 
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
 
-A 32-bit word is an int64 in [0, 2^32). The noise of a token is a function of (seed, choice, position, token id)
+A 32-bit word is an int64 in [0, 2^32). The noise of a token is a function of (seed, choice, position, id)
 alone, so that it is the same in every batch, on every rank and on every device:
 
     key = (low, high 32 bits of the seed)    counter = (token id >> 2, position, choice, 0)
@@ -23,7 +23,7 @@ MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
 
 GUMBEL_SPAN = 26.01
-"""Above the largest minus the smallest g: a token further below the largest x can't be the argmax of x + g."""
+"""More than the largest g less the smallest: a token further below the largest x can't win."""
 
 
 def signed_seed(seed: int) -> int:
@@ -47,8 +47,8 @@ def philox(
         if number:
             k0 = (k0 + WEYL[0]) & WORD
             k1 = (k1 + WEYL[1]) & WORD
-        # An int64 product of two words wraps to the right 64 bits. c1 and c3 keep whole products: what is above
-        # their low word falls to the mask below (the arithmetic shift's copies of the sign as well).
+        # An int64 product of two words wraps to the right 64 bits. c1 and c3 keep whole products: what is
+        # above their low word falls to the next round's mask, with the arithmetic shift's copies of the sign.
         product0, product1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
         c0 = ((product1 >> 32) ^ (c1 ^ k0)).bitwise_and_(WORD)
         c2 = ((product0 >> 32) ^ (c3 ^ k1)).bitwise_and_(WORD)
@@ -63,7 +63,7 @@ def _key(seeds: Tensor) -> tuple[Tensor, Tensor]:
 def token_words(seeds: Tensor, choices: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
     """The word w of each token in ``ids``.
 
-    All int64 and broadcasting together; ``seeds`` are bit patterns of uint64. Returns int64 of the common shape.
+    All int64 and broadcasting together; seeds are bit patterns of uint64. Returns int64 of the common shape.
     """
     words = philox((ids >> 2, positions, choices, torch.zeros_like(choices)), _key(seeds))
     lane = ids & 3

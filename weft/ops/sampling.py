@@ -1,23 +1,25 @@
 """The sampling rule as tensor functions: from logits to tokens, row by row.
 
-For the token at absolute position p of a sequence, with x the row's logits in float32 (float64 where the logits
-are float64):
+For the token at absolute position p of a sequence, with x the row's logits in float32 (float64 where the
+logits are float64):
 
     1  allowed tokens, bad words, min_tokens    -> -inf         mask_entries_, allow_only_
     2  logit bias                                               add_bias_
     3  repetition, then frequency and presence penalties        penalise_
     4  temperature below 1e-5: argmax                           greedy
     5  x / temperature                                          (caller)
-    6  first top_k of (x desc, id asc); of these the shortest prefix that reaches top_p; of these p >= min_p * max p
+    6  keep the first top_k of (x descending, id ascending); of
+       these the shortest prefix that reaches top_p; of these
+       those with at least min_p times the largest probability  keep_within
     7  argmax of float64(x) + Gumbel noise over what is kept    sample_filtered, sample_open
 
-All ties go to the lowest id. R is the number of rows, V the vocabulary. A row's result never depends on the other
-rows. Functions ending in ``_`` change x in place; no other function writes to an argument.
+All ties go to the lowest id. R is the number of rows, V the vocabulary. A row's result never depends on the
+other rows. Functions ending in ``_`` change x in place; no other function writes to an argument.
 
-Exactness of the fast forms. Step 7 skips tokens that cannot win: g spans less than 26.01, and x + g <= x - log(1 - u)
-bounds a score before its logarithms are taken. Step 6 looks at the K likeliest tokens first and goes on only
-where that does not settle the cut. Where tensors are on the CPU these choices look at the data; elsewhere nothing
-waits for the device, and the general form is taken.
+Exactness of the fast forms. Step 7 skips tokens that cannot win: g spans less than 26.01, and
+x + g <= x - log(1 - u) bounds a score before its logarithms are taken. Step 6 looks at the likeliest tokens
+first and goes on only where they do not settle the cut. On the CPU these choices look at the data; elsewhere
+nothing waits for the device, and the general form is taken.
 """
 
 from __future__ import annotations
@@ -39,16 +41,16 @@ WIDTHS = (128, 2048)
 
 
 def to_x(logits: Tensor, vocab_size: int) -> Tensor:
-    """[R, >= V] of any float dtype -> [R, V]: padded columns dropped, float32, or float64 if it was. May be a view."""
+    """[R, >= V] of any float dtype -> [R, V] in float32, or float64 if it was. May be a view of ``logits``."""
     x = logits[:, :vocab_size]
     return x if x.dtype == torch.float64 else x.float()
 
 
-# --- steps 1 to 3 ---------------------------------------------------------------------------------------------
+# --- steps 1 to 3 ---
 
 
 def mask_entries_(x: Tensor, rows: Tensor, ids: Tensor, active: Tensor) -> None:
-    """Sets x[rows, ids] to -inf where ``active``. int64, int64, bool, all [N]; entries may repeat and disagree."""
+    """Sets x[rows, ids] to -inf where ``active``: int64, int64, bool [N]. Entries may repeat and disagree."""
     value = torch.full(rows.shape, float("inf"), dtype=x.dtype, device=x.device).masked_fill_(active, NEG_INF)
     x.view(-1).scatter_reduce_(0, rows * x.shape[1] + ids, value, "amin")
 
@@ -68,28 +70,14 @@ def add_bias_(x: Tensor, rows: Tensor, ids: Tensor, values: Tensor) -> None:
 def completes(history: Tensor, position: Tensor, prefixes: Tensor, lengths: Tensor) -> Tensor:
     """Which of W token sequences the token at ``position`` would complete, if it were their last: bool [W].
 
-    ``history``: ids [max_len] of one sequence, arbitrary from ``position`` (int64 []) on. ``prefixes`` [W, L]: all
-    but each sequence's last id, right-aligned, -1 before them. ``lengths`` [W]: how many they are, 1 .. L.
+    ``history``: ids [max_len] of one sequence, arbitrary from ``position`` (int64 []) on. ``prefixes`` [W, L]:
+    all but each sequence's last id, right-aligned, -1 before them. ``lengths`` [W]: how many they are, 1 .. L.
     """
     reach = prefixes.shape[1]
     before = position - reach + torch.arange(reach, device=history.device)
     latest = history[before.clamp_(0, history.shape[0] - 1)]
     same: Tensor = ((prefixes == latest) | (prefixes < 0)).all(dim=1)
     return same & (lengths <= position)
-
-
-def count_ids(history: Tensor, begin: Tensor, end: Tensor, vocab_size: int) -> Tensor:
-    """How often each id occurs in history[r, begin[r] : end[r]]: [R, max_len], int64 [R] x 2 -> int32 [R, V].
-
-    Ids outside the vocabulary (placeholders of media) are not counted. What lies outside the range is never
-    interpreted.
-    """
-    at = torch.arange(history.shape[1], device=history.device)
-    inside = (at >= begin.unsqueeze(1)) & (at < end.unsqueeze(1)) & (history >= 0) & (history < vocab_size)
-    columns = torch.where(inside, history.long(), vocab_size)
-    counts = torch.zeros(history.shape[0], vocab_size + 1, dtype=torch.int32, device=history.device)
-    counts.scatter_add_(1, columns, torch.ones((), dtype=torch.int32, device=history.device).expand_as(columns))
-    return counts[:, :vocab_size]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,19 +90,32 @@ class Penalties:
 
 
 def penalise_(x: Tensor, penalties: Penalties, history: Tensor, num_prompt: Tensor, position: Tensor) -> None:
-    """Step 3. history [R, max_len]; num_prompt, position int64 [R]. Output is history[num_prompt : position]."""
+    """Step 3. history [R, max_len], arbitrary from ``position`` on; num_prompt, position int64 [R].
+
+    Output is history[num_prompt : position]. Ids outside the vocabulary (placeholders) are passed over.
+    """
     vocab = x.shape[1]
     repetition, frequency, presence = (
         column.to(x.dtype).unsqueeze(1)
         for column in (penalties.repetition, penalties.frequency, penalties.presence)
     )
-    seen = count_ids(history, torch.zeros_like(position), position, vocab) > 0
-    x.copy_(torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x))
-    counts = count_ids(history, num_prompt, position, vocab)
-    x -= frequency * counts + presence * (counts > 0)
+    at = torch.arange(history.shape[1], device=history.device)
+    inside = (at < position.unsqueeze(1)) & (history >= 0) & (history < vocab)
+    # Column V takes what is not to count.
+    seen = torch.where(inside, history.long(), vocab)
+    output = torch.where(at >= num_prompt.unsqueeze(1), seen, vocab)
+    table = torch.zeros(x.shape[0], vocab + 1, dtype=torch.int32, device=x.device)
+    table.scatter_add_(1, output, torch.ones((), dtype=torch.int32, device=x.device).expand_as(output))
+    count = table.gather(1, seen)
+    wide = torch.nn.functional.pad(x, (0, 1))
+    value = wide.gather(1, seen)
+    value = torch.where(value > 0, value / repetition, value * repetition)
+    value -= frequency * count + presence * (count > 0)
+    # An id that occurs more than once is written more than once, with the same value.
+    x.copy_(wide.scatter_(1, seen, value)[:, :vocab])
 
 
-# --- steps 4 and 7 --------------------------------------------------------------------------------------------
+# --- steps 4 and 7 ---
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +143,7 @@ def first_max(x: Tensor) -> Tensor:
 
     Looks for the largest of each block of columns first: maxima vectorise, a search for their place does not.
     """
-    rows, columns = x.shape
+    columns = x.shape[1]
     blocks = columns // BLOCK
     if blocks < 2 or x.device.type != "cpu":
         return x.argmax(dim=-1)
@@ -169,7 +170,7 @@ def broken(x: Tensor) -> Tensor:
 
 
 def _winners(count: int, owner: Tensor, ids: Tensor, score: Tensor) -> Tensor:
-    """The lowest id of the largest score of each of ``count`` rows, over entries (owner, id, score), all [N]."""
+    """The lowest id of the largest score of each of ``count`` rows, over entries (owner, id, score) [N]."""
     best = torch.full((count,), NEG_INF, dtype=score.dtype, device=score.device)
     best.scatter_reduce_(0, owner, score, "amax")
     tied = torch.where(score == best[owner], ids, WORD)
@@ -208,7 +209,7 @@ def _sample_dense(x: Tensor, noise: Noise) -> Tensor:
 
 
 def sample_open(x: Tensor, min_p: Tensor | None, noise: Noise) -> Tensor:
-    """Steps 6 and 7 of rows without top_k and top_p: [R, V] with finite maxima, min_p float64 [R] -> int64 [R]."""
+    """Steps 6 and 7 without top_k and top_p: [R, V] with finite maxima, min_p float64 [R] -> int64 [R]."""
     top = x.amax(dim=-1, keepdim=True)
     if x.device.type != "cpu":
         if min_p is not None:
@@ -235,12 +236,12 @@ def sample_open(x: Tensor, min_p: Tensor | None, noise: Noise) -> Tensor:
     return torch.where(few, _winners(x.shape[0], owner, ids, score), tokens)
 
 
-# --- step 6 ---------------------------------------------------------------------------------------------------
+# --- step 6 ---
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filters:
-    """Step 6 of R rows: top_k int64 (V keeps all), top_p float64 (1 keeps all), min_p float64 (0 keeps all)."""
+    """Step 6 of R rows: top_k int64, top_p and min_p float64, all [R]; V, 1 and 0 keep everything."""
 
     top_k: Tensor
     top_p: Tensor
@@ -258,7 +259,7 @@ class Filters:
 
 
 def top_ids(x: Tensor, count: int) -> Tensor:
-    """The first ``count`` ids of each row in the order (x descending, id ascending): [R, V] -> int64 [R, count].
+    """The first ``count`` ids in the order (x descending, id ascending): [R, V] -> int64 [R, count].
 
     x may hold -inf; a row with NaN gets some valid ids. ``torch.topk`` alone takes any of equal values.
     """
@@ -280,9 +281,9 @@ def top_ids(x: Tensor, count: int) -> Tensor:
 
 
 def _first_above(x: Tensor, cut: Tensor, count: int) -> Tensor:
-    """Ids of the values above ``cut`` [R, 1], and the lowest ids of those equal to it, ``count`` in all, in any order.
+    """Ids of the values above ``cut`` and the lowest ids of those equal to it, ``count`` in all, in any order.
 
-    ``cut`` is the ``count``-th largest value of its row.
+    ``cut`` [R, 1] is the ``count``-th largest value of its row.
     """
     vocab = x.shape[1]
     above, level = x > cut, x == cut
@@ -297,10 +298,7 @@ def mass_of(x: Tensor) -> Tensor:
 
     One long sum may be cut up differently when R is 1, so blocks are summed first, then one after the other.
     """
-    weights = x.double()
-    weights = weights.sub_(x.amax(dim=-1, keepdim=True)).exp_() if weights is not x else (
-        (x - x.amax(dim=-1, keepdim=True)).exp_()
-    )
+    weights = (x.double() - x.amax(dim=-1, keepdim=True)).exp_()
     blocks = x.shape[1] // BLOCK
     whole = weights[:, : blocks * BLOCK].unflatten(-1, (blocks, BLOCK)).sum(dim=-1)
     return torch.cat([whole, weights[:, blocks * BLOCK :]], dim=-1).cumsum(dim=-1)[:, -1:]
@@ -364,16 +362,16 @@ def sample_filtered(
     return tokens.index_copy(0, rest, onward)
 
 
-# --- logprobs -------------------------------------------------------------------------------------------------
+# --- logprobs ---
 
 
 def logprobs_of(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
     """Logprobs of given tokens and of the likeliest, of log_softmax of the untouched logits.
 
-    logits [R, V] float32 or float64, tokens int64 [R]. Returns (ids int64 [R, 1 + top], values [R, 1 + top] in
-    logits' dtype, rank int64 [R]): first the given token, then the ``top`` likeliest in the order (logit
-    descending, id ascending), -1 and -inf where the vocabulary has fewer; rank is 1 + the tokens ahead of the
-    given one in that order.
+    logits [R, V] float32 or float64, tokens int64 [R]. Returns (ids int64 [R, 1 + top], values [R, 1 + top]
+    in logits' dtype, rank int64 [R]): first the given token, then the ``top`` likeliest in the order (logit
+    descending, id ascending), -1 and -inf where the vocabulary has fewer; rank is 1 + the tokens ahead of
+    the given one in that order.
     """
     vocab = logits.shape[1]
     given = tokens.unsqueeze(1)

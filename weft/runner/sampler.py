@@ -1,8 +1,8 @@
 """The sampler: parameters of every slot, and one call a step that turns logits into tokens.
 
-``alloc`` keeps what ``AllocSlot`` brings. Which rows need what (masks, penalties, filters, logprobs) is decided
-from these host copies; ids and positions come from device tensors alone, so ``sample`` of step N + 1 can be
-launched before step N was read. Nothing here waits for a CUDA device.
+``alloc`` keeps what ``AllocSlot`` brings. Which rows need what (masks, penalties, filters, logprobs) is
+decided from these host copies; ids and positions come from device tensors alone, so ``sample`` of step N + 1
+can be launched before step N was read. Nothing here waits for a CUDA device.
 
 Order: ``sample`` of a step reads the host copies when it is called, so it must be called before ``alloc`` and
 ``free`` of any later step.
@@ -172,8 +172,8 @@ class Sampler:
     def sample(self, logits: Tensor, rows: SampleRows, history: Tensor, num_prompt: Tensor) -> SampleOutput:
         """Draws the tokens of a step, by the sampling rule.
 
-        logits [L, >= vocab] of any float dtype, never written; history int [slots, max_len], whose content from
-        an entry's position on is arbitrary; num_prompt int64 [slots].
+        logits [L, >= vocab] of any float dtype, never written; history int [slots, max_len], whose content
+        from an entry's position on is arbitrary; num_prompt int64 [slots].
         """
         entries = len(rows.slot_host)
         classes = self._classes[rows.slot_host]
@@ -204,7 +204,7 @@ class Sampler:
             prompt_logprobs=self._prompt_logprobs(logits, rows, history),
         )
 
-    # --- parameters -------------------------------------------------------------------------------------------
+    # --- parameters ---
 
     def _make_lists(self, params: TokenParams) -> _Lists | None:
         vocab = self._vocab
@@ -244,7 +244,7 @@ class Sampler:
         kind |= MIN_P if params.min_p > 0 else 0
         return kind
 
-    # --- one class of rows ------------------------------------------------------------------------------------
+    # --- one class of rows ---
 
     def _to_device(self, array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(array)
@@ -359,7 +359,7 @@ class Sampler:
         pairs = self._to_device(np.stack([owner, ids]))
         return pairs[0], pairs[1]
 
-    # --- logprobs ---------------------------------------------------------------------------------------------
+    # --- logprobs ---
 
     def _sampled_logprobs(self, logits: Tensor, rows: SampleRows, tokens: Tensor) -> LogprobTensors | None:
         asked = self._ints[rows.slot_host, INTS.index("logprobs")]
@@ -375,7 +375,7 @@ class Sampler:
         count = len(rows.prompt_slot_host)
         if not count:
             return None
-        # An id outside the vocabulary (a placeholder of media) has no logprob of its own; any valid id stands in.
+        # An id outside the vocabulary (a placeholder) has no logprob of its own; any valid id stands in.
         tokens = history[rows.prompt_slot, rows.prompt_position].long().clamp(0, self._vocab - 1)
         asked = self._ints[rows.prompt_slot_host, INTS.index("prompt_logprobs")].clip(min=0)
         return self._logprobs(logits, rows.prompt_logits_row, tokens, np.arange(count), asked)

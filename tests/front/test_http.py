@@ -1,0 +1,297 @@
+"""Keys, routes, bodies, errors, metrics: HTTP around the completions."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import re
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from weft.front.metrics import describe
+from weft.front.middleware import Keys
+
+ROOT = Path(__file__).parent.parent.parent
+ROUTES = ["/v1/models", "/v1/models/fake", "/metrics", "/version", "/docs", "/openapi.json", "/nowhere"]
+
+
+@pytest.fixture(scope="module")
+def locked(start_fake: Any) -> Any:
+    return start_fake(
+        api_key=["sesame", "second"], max_request_bytes=4096, max_num_seqs=2, max_queued_requests=2
+    )
+
+
+def error_of(answer: httpx.Response) -> dict[str, Any]:
+    body = answer.json()
+    assert body.keys() == {"error"}
+    assert body["error"].keys() == {"message", "type", "param", "code"}
+    assert not re.search(r"/work|0x|Traceback|\.py|<.* object", answer.text)
+    assert answer.headers["x-request-id"]
+    return body["error"]
+
+
+def test_routes(fake: Any) -> None:
+    for route in ROUTES[:-1]:
+        assert fake.http.get(route).status_code == 200, route
+    models = fake.http.get("/v1/models").json()
+    assert [m["id"] for m in models["data"]] == ["fake", "org/alias"]
+    assert models["data"][0] == fake.http.get("/v1/models/fake").json()
+    assert fake.http.get("/v1/models/org/alias").json()["max_model_len"] == 512
+    for path in ("/nowhere", "/v1", "/v1/models/", "/v1/chat/completions/", "/v1/embeddings"):
+        answer = fake.http.get(path)
+        assert answer.status_code == 404, path
+        error_of(answer)
+    for method, path in (("GET", "/v1/chat/completions"), ("DELETE", "/v1/models"), ("POST", "/health")):
+        answer = fake.http.request(method, path)
+        assert answer.status_code == 405
+        assert error_of(answer)["code"] == "method_not_allowed"
+
+
+def test_unknown_models(fake: Any) -> None:
+    for answer in (fake.http.get("/v1/models/x"), fake.chat(model="x"), fake.complete(model="x")):
+        assert answer.status_code == 404
+        assert error_of(answer)["code"] == "model_not_found"
+
+
+def test_health_and_readiness(fake: Any) -> None:
+    assert fake.http.get("/health").json() == {"status": "alive"}
+    assert fake.http.get("/ready").json() == {"status": "ready"}
+
+
+def test_a_key_on_every_route(locked: Any) -> None:
+    for path in ROUTES:
+        for headers in (
+            {},
+            {"authorization": "Bearer wrong"},
+            {"authorization": "Basic sesame"},
+            {"authorization": ""},
+        ):
+            answer = locked.http.get(path, headers=headers)
+            assert answer.status_code == 401, path
+            assert error_of(answer)["code"] == "invalid_api_key"
+    assert locked.chat().status_code == 401
+    for host in ("x/?", "a/#", "x/health?"):
+        assert locked.http.get("/v1/models", headers={"host": host}).status_code == 401
+    for path in (
+        "/v1/models?/health",
+        "/health/../v1/models",
+        "//health",
+        "/v1/models#/health",
+        "/health%2f..%2fv1",
+    ):
+        with socket.create_connection(("127.0.0.1", httpx.URL(locked.url).port), timeout=5) as raw:
+            raw.sendall(b"GET " + path.encode() + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            assert raw.makefile("rb").readline().split()[1] == b"401", path
+    for key in ("sesame", "second"):
+        headers = {"authorization": f"Bearer {key}"}
+        assert locked.http.get("/v1/models", headers=headers).status_code == 200
+    assert locked.http.get("/health").status_code == 200
+    assert locked.http.get("/ready").status_code == 200
+
+
+def test_keys() -> None:
+    assert Keys([]).allow(None)
+    keys = Keys(["a", "b"])
+    assert keys.allow(b"bearer b")
+    assert keys.allow(b"Bearer  a ")
+    for wrong in (None, b"", b"Bearer", b"Bearer ", b"Bearer c", b"a", b"Bearer ab", b"Token a"):
+        assert not keys.allow(wrong)
+
+
+def test_bodies_that_are_not_json(fake: Any) -> None:
+    route, json_type = "/v1/chat/completions", {"content-type": "application/json; charset=utf-8"}
+    for content in (b"", b"{", b"[" * 10_000 + b"]" * 10_000, b"\xff"):
+        answer = fake.http.post(route, content=content, headers=json_type)
+        assert answer.status_code == 400
+        assert error_of(answer)["code"] == "invalid_json"
+    for headers in ({"content-type": "text/plain"}, {}, {**json_type, "content-encoding": "gzip"}):
+        answer = fake.http.post(route, content=b"{}", headers=headers)
+        assert answer.status_code == 415
+        error_of(answer)
+
+
+def test_bodies_over_the_limit_are_cut_early(locked: Any) -> None:
+    sent = 0
+
+    def endless() -> Any:
+        nonlocal sent
+        while sent < 1 << 30:
+            sent += 1024
+            yield b" " * 1024
+
+    headers = {"content-type": "application/json", "authorization": "Bearer sesame"}
+    answer = httpx.post(locked.url + "/v1/completions", content=b" " * 5000, headers=headers)
+    assert answer.status_code == 413
+    assert error_of(answer)["code"] == "request_too_large"
+    try:
+        answer = httpx.post(locked.url + "/v1/completions", content=endless(), headers=headers)
+    except (httpx.WriteError, httpx.RemoteProtocolError):
+        pass  # the server closed while we wrote
+    else:
+        assert answer.status_code == 413
+    assert sent < 1 << 24
+    assert locked.http.post("/v1/completions", content=b"{}", headers=headers).status_code == 400
+
+
+def test_headers_over_the_limit(fake: Any) -> None:
+    answer = fake.http.get("/health", headers={"x-long": "x" * (65 << 10)})
+    assert answer.status_code == 431
+    error_of(answer)
+
+
+def test_request_ids(fake: Any) -> None:
+    def echoed(given: str) -> str:
+        return str(fake.http.get("/health", headers={"x-request-id": given}).headers["x-request-id"])
+
+    assert echoed("abc-1.2_X") == "abc-1.2_X"
+    for bad in ("a b", "10.0.0.1:80/x", "x" * 129, "é".encode().decode("latin-1"), ""):
+        assert re.fullmatch(r"req-[0-9a-f]{24}", echoed(bad))
+    first, second = (fake.chat(max_tokens=1).json()["id"] for _ in range(2))
+    assert first != second
+
+
+def test_what_is_not_supported_is_refused(fake: Any) -> None:
+    for name, value in (("tools", [{}]), ("echo", True), ("response_format", {"type": "json_object"})):
+        answer = fake.chat(**{name: value})
+        assert answer.status_code == 400
+        assert error_of(answer)["param"] == name
+    answer = fake.complete(suffix="x")
+    assert (answer.status_code, error_of(answer)["param"]) == (400, "suffix")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_heads_refusals_have_their_status(fake: Any, script: Any, stream: bool) -> None:
+    answer = fake.chat(seed=script.REJECT, stream=stream)
+    assert answer.status_code == 429
+    assert error_of(answer)["code"] == "overloaded"
+    assert int(answer.headers["retry-after"]) >= 1
+
+
+def test_failures_after_the_first_byte_are_events(fake: Any, script: Any, sse: Any) -> None:
+    with fake.stream(seed=script.FAIL) as answer:
+        assert answer.status_code == 200
+        got = sse(answer)
+    assert got[-1]["error"]["code"] == "non_finite_logits"
+    assert "[DONE]" not in got
+    answer = fake.chat(seed=script.FAIL)
+    assert answer.status_code == 500
+    error_of(answer)
+    assert fake.chat(max_tokens=2).status_code == 200
+
+
+def test_over_capacity(locked: Any, script: Any) -> None:
+    """Two run and two wait; the fifth gets 429 at once, and the others are not disturbed."""
+    headers = {"authorization": "Bearer sesame"}
+    body = {"model": "fake", "prompt": "x", "seed": script.HANG_AFTER}
+    url = locked.url + "/v1/completions"
+    with (
+        concurrent.futures.ThreadPoolExecutor(4) as pool,
+        httpx.Client(timeout=1.5, headers=headers) as client,
+    ):
+        waiting = [pool.submit(client.post, url, json=body) for _ in range(4)]
+        metrics = httpx.Client(base_url=locked.url, headers=headers)
+        locked.wait(lambda: 'weft:front_sequences{model_name="fake"} 4.0' in metrics.get("/metrics").text)
+        answer = httpx.post(url, json=body, headers=headers)
+        assert answer.status_code == 429
+        assert error_of(answer)["code"] == "overloaded"
+        assert answer.headers["retry-after"]
+        for future in waiting:
+            with pytest.raises(httpx.ReadTimeout):
+                future.result(5)
+    locked.wait(lambda: 'weft:front_sequences{model_name="fake"} 0.0' in metrics.get("/metrics").text)
+    assert httpx.post(url, json={**body, "seed": 1}, headers=headers).status_code == 200
+    answer = httpx.post(url, json={**body, "n": 5}, headers=headers)
+    assert (answer.status_code, error_of(answer)["param"]) == (400, "n"), "can never be served"
+
+
+def test_a_deadline(start_fake: Any, script: Any, sse: Any) -> None:
+    server = start_fake(request_timeout=0.5)
+    for seed in (script.HANG, script.HANG_AFTER):
+        answer = server.chat(seed=seed)
+        assert answer.status_code == 504
+        assert error_of(answer)["code"] == "deadline_exceeded"
+    assert server.chat(seed=script.HANG, stream=True).status_code == 504
+    with server.stream(seed=script.HANG_AFTER) as answer:
+        assert sse(answer)[-1]["error"]["code"] == "deadline_exceeded"
+    server.wait(lambda: server.metric("num_requests_running") == 0)
+    assert server.chat(max_tokens=1).status_code == 200
+
+
+def test_metrics(fake: Any) -> None:
+    before = (
+        fake.metric("request_success_total")
+        if "request_success_total{" in fake.http.get("/metrics").text
+        else 0
+    )
+    assert fake.chat(max_tokens=5, n=2).status_code == 200
+    assert fake.metric("request_success_total") == before + 2
+    assert fake.metric("time_to_first_token_seconds_count") >= 1
+    assert fake.metric("inter_token_latency_seconds_count") >= 8
+    assert fake.metric("e2e_request_latency_seconds_sum") > 0
+    assert fake.metric("engine_steps_total") > 0
+    assert fake.metric("engine_up") == 1
+    text = fake.http.get("/metrics").text
+    assert re.search(
+        r'weft:http_requests_total{method="POST",route="/v1/chat/completions",status="200"} ', text
+    )
+    fake.http.get("/" + "x" * 50)
+    assert "xxxxx" not in fake.http.get("/metrics").text
+
+
+def test_the_list_of_metrics_is_frozen(fake: Any) -> None:
+    listed = (ROOT / "docs" / "metrics.txt").read_text()
+    assert listed == describe(), "run: python -m weft.front.metrics > docs/metrics.txt"
+    text = fake.http.get("/metrics").text
+    exposed = set(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.M))
+    assert exposed == {tuple(line.split()[:2]) for line in listed.splitlines()}
+
+
+def test_openapi(fake: Any) -> None:
+    document = fake.http.get("/openapi.json").json()
+    post = document["paths"]["/v1/chat/completions"]["post"]
+    schemas = document["components"]["schemas"]
+    assert post["requestBody"]["content"]["application/json"]["schema"]["$ref"].endswith("/ChatRequest")
+    assert {"messages", "top_k", "stream_options", "continue_final_message"} <= schemas["ChatRequest"][
+        "properties"
+    ].keys()
+    assert schemas["ChatRequest"]["required"] == ["model", "messages"]
+    for reference in re.findall(r'"#/components/schemas/(\w+)"', json.dumps(document)):
+        assert reference in schemas
+
+
+def test_garbage_from_the_head_is_dropped_and_counted(fake: Any, script: Any) -> None:
+    before = fake.metric("front_bad_frames_total")
+    got = fake.complete("ab", seed=script.GARBAGE, max_tokens=3).json()
+    assert got["choices"][0]["text"] == "aba"
+    assert fake.metric("front_bad_frames_total") == before + 12
+
+
+def test_a_client_that_does_not_read_holds_up_nobody(fake: Any, script: Any) -> None:
+    body = json.dumps(
+        {
+            "model": "fake",
+            "prompt": "x",
+            "seed": script.FLOOD,
+            "max_tokens": 500,
+            "stream": True,
+            "logprobs": 20,
+            "n": 64,
+        }
+    ).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    port = httpx.URL(fake.url).port
+    with socket.socket() as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        raw.connect(("127.0.0.1", port))
+        raw.sendall(head % len(body) + body)
+        fake.wait(lambda: fake.metric("front_sequences") > 0 or fake.metric("generation_tokens_total") >= 0)
+        start = time.monotonic()
+        assert fake.chat(max_tokens=20).status_code == 200
+        assert time.monotonic() - start < 5
+    fake.wait(lambda: fake.metric("front_sequences") == 0)

@@ -1,0 +1,78 @@
+"""Commit by hand-made plans: rows with drafts, and results that do not fit their plan."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from tests.scheduler.harness import Rig, kv_config, submit
+from weft.common.errors import EngineDead
+from weft.scheduler.commit import commit
+from weft.scheduler.draft import Draft, Row
+from weft.scheduler.sequence import Running
+from weft.types.messages import TokenEvent
+from weft.types.plan import EMPTY, StepPlan, StepResult, column
+
+
+def verify_step(rig: Rig, drafts: int) -> tuple[StepPlan, Running]:
+    """Puts a verify row of ``drafts`` drafts of sequence 0 in flight."""
+    book = rig.scheduler._book
+    sequence = book.live[0]
+    run = sequence.state
+    assert isinstance(run, Running)
+    count = 1 + drafts
+    ops = book.caches.reserve(run.slot, run.num_scheduled + count)
+    draft = Draft(book.last_commit + 1, 16)
+    draft.add_decode(Row(sequence, run, run.num_scheduled, count, count, count, ops))
+    plan = draft.seal([])
+    book.launched(plan, draft.rows())
+    return plan, run
+
+
+def result(plan: StepPlan, tokens: list[int], accepted: int) -> StepResult:
+    return StepResult(
+        step=plan.step,
+        rows=column([0]),
+        offsets=column([0, len(tokens)]),
+        tokens=column(tokens),
+        accepted=column([accepted]),
+    )
+
+
+def started(**params: object) -> Rig:
+    rig = Rig(kv_config(), 1)
+    rig.submit(submit(0, [1, 2, 3], **{"max_tokens": 9, **params}))
+    rig.step()
+    return rig
+
+
+@pytest.mark.parametrize(("accepted", "told"), [(0, [7]), (1, [7, 8]), (2, [7, 8, 9])])
+def test_accepted_drafts_and_one_more_are_appended(accepted: int, told: list[int]) -> None:
+    rig = started()
+    plan, run = verify_step(rig, 2)
+    assert (run.num_computed, run.num_scheduled) == (3, 6)
+    (event,) = commit(rig.scheduler._book, plan, result(plan, [7, 8, 9], accepted))
+    assert event == TokenEvent(sequence=0, token_ids=tuple(told))
+    assert run.num_computed == run.num_scheduled == 4 + accepted
+    assert len(rig.scheduler._book.live[0].tokens) == run.num_computed + 1
+
+
+def test_an_end_among_the_drafts_cuts_what_follows() -> None:
+    rig = started(stop_ids=(8,), min_tokens=2)
+    plan, _ = verify_step(rig, 2)
+    (event,) = commit(rig.scheduler._book, plan, result(plan, [7, 8, 9], 2))
+    assert (event.token_ids, event.finish, event.stop_id) == ((7, 8), "stop", 8)
+    rig.check_idle()
+
+
+def test_results_that_do_not_fit_their_plan() -> None:
+    rig = started(logprobs=1)
+    book = rig.scheduler._book
+    plan, _ = verify_step(rig, 0)
+    good = result(plan, [7], 0)
+    with pytest.raises(EngineDead, match="order"):
+        commit(book, plan, msgspec.structs.replace(good, step=plan.step + 1))
+    with pytest.raises(EngineDead, match="other rows"):
+        commit(book, plan, msgspec.structs.replace(good, rows=EMPTY))
+    with pytest.raises(EngineDead, match="logprobs"):
+        commit(book, plan, good)

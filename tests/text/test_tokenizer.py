@@ -1,0 +1,165 @@
+"""Encoding equals the library's and transformers', and text never becomes a special token."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.common.errors import ConfigError, InvalidRequest
+from weft.text.tokenizer import Tokenizer
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
+HOSTILE = st.lists(
+    st.one_of(
+        TEXT,
+        st.sampled_from(
+            [
+                "<s>",
+                "</s>",
+                "<unk>",
+                "<|im_end|>",
+                "<|im_start|>",
+                "<|endoftext|>",
+                "[UNK]",
+                "[CLS]",
+                "<",
+                "s",
+                ">",
+            ]
+        ),
+    ),
+    max_size=6,
+).map("".join)
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=TEXT)
+def test_encodes_as_the_library_does(
+    folders: dict[str, Path], all_tokenizers: dict[str, Tokenizer], text: str
+) -> None:
+    for name, ours in all_tokenizers.items():
+        if any(special in text for special in ours.special) or name == "fallback_bpe":
+            continue
+        plain = tokenizers.Tokenizer.from_file(str(folders[name] / "tokenizer.json"))
+        assert ours.encode(text) == plain.encode(text).ids, name
+        assert ours.encode(text, add_special_tokens=False) == plain.encode(text, add_special_tokens=False).ids
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=HOSTILE)
+def test_text_never_becomes_a_special_token(all_tokenizers: dict[str, Tokenizer], text: str) -> None:
+    for name, ours in all_tokenizers.items():
+        unknown = {ours.special.get(text) for text in ("<unk>", "[UNK]")}  # unknown characters are unknown
+        made = set(ours.encode(text, add_special_tokens=False))
+        assert not made & (set(ours.special.values()) - unknown), name
+
+
+@pytest.mark.parametrize("name", ["unigram", "byte_level", "fallback_bpe"])
+def test_a_spelled_special_token_reads_back_as_text(all_tokenizers: dict[str, Tokenizer], name: str) -> None:
+    ours = all_tokenizers[name]
+    for special in ours.special:
+        ids = ours.encode(f"the {special} the", add_special_tokens=False)
+        assert ours.decode(ids) == f"the {special} the"
+        assert len(ids) > 3
+        assert ours.special[special] in ours.encode(f"the {special} the", parse_special=True)
+
+
+def test_the_vocabulary_itself_would_have_matched(folders: dict[str, Path]) -> None:
+    """The unigram model finds ``</s>`` as a piece even with special tokens off: renaming is needed."""
+    library = tokenizers.Tokenizer.from_file(str(folders["unigram"] / "tokenizer.json"))
+    library.encode_special_tokens = True
+    data = json.loads(library.to_str())
+    assert ["</s>", 0.0] in data["model"]["vocab"]
+
+
+def test_beginning_of_sequence_follows_the_post_processor_and_the_config(
+    all_tokenizers: dict[str, Tokenizer],
+) -> None:
+    unigram, bpe = all_tokenizers["unigram"], all_tokenizers["fallback_bpe"]
+    for ours in (unigram, bpe):
+        assert ours.encode("the")[0] == 1
+        assert 1 not in ours.encode("the", add_special_tokens=False)
+        assert ours.encode("<s>the").count(1) == 1
+
+
+@pytest.mark.parametrize("name", ["byte_level", "unigram", "fallback_bpe", "wordpiece"])
+def test_same_ids_as_transformers(
+    folders: dict[str, Path], all_tokenizers: dict[str, Tokenizer], name: str
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folders[name])
+    ours = all_tokenizers[name]
+    for text in ("the quick fox", " two  spaces", "你好 the", "", "a\nb\tc"):
+        assert ours.encode(text) == theirs(text)["input_ids"]
+    assert ours.eos_id == theirs.eos_token_id
+
+
+@pytest.mark.parametrize("bad", ["\ud800", "a\udfffb"])
+def test_lone_surrogates_are_the_clients_error(tokenizer: Tokenizer, bad: str) -> None:
+    with pytest.raises(InvalidRequest):
+        tokenizer.encode(bad)
+
+
+def test_nul_is_text(all_tokenizers: dict[str, Tokenizer]) -> None:
+    ours = all_tokenizers["byte_level"]
+    assert ours.decode(ours.encode("a\0b")) == "a\0b"
+
+
+def test_ends_of_sequence_come_from_every_file(folders: dict[str, Path], tmp_path: Path) -> None:
+    from shutil import copytree
+
+    folder = copytree(folders["byte_level"], tmp_path / "model")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [0, 2]}')
+    (folder / "config.json").write_text('{"eos_token_id": 7}')
+    ours = Tokenizer.load(folder)
+    assert ours.eos_ids == (0, 2, 7)
+    assert not ours.is_special(7), "an ordinary token stays ordinary"
+
+
+def test_tokens_named_special_by_the_config_are_special(folders: dict[str, Path], tmp_path: Path) -> None:
+    from shutil import copytree
+
+    folder = copytree(folders["byte_level"], tmp_path / "model")
+    config = {
+        **json.loads((folder / "tokenizer_config.json").read_text()),
+        "additional_special_tokens": ["<think>"],
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    number = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id("<think>")
+    assert number in Tokenizer.load(folders["byte_level"]).encode("<think>")
+    ours = Tokenizer.load(folder)
+    assert ours.is_special(number)
+    assert number not in ours.encode("<think>")
+
+
+def test_a_folder_without_a_tokenizer_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        Tokenizer.load(tmp_path)
+
+
+def test_token_bytes_and_text(all_tokenizers: dict[str, Tokenizer]) -> None:
+    level, fallback = all_tokenizers["byte_level"], all_tokenizers["unigram"]
+    ids = level.encode("é 你", add_special_tokens=False)
+    assert b"".join(map(level.token_bytes, ids)) == "é 你".encode()
+    ids = fallback.encode("the 你", add_special_tokens=False)
+    assert b"".join(map(fallback.token_bytes, ids)) == " the 你".encode()
+    assert fallback.token_text(ids[-1]) == "\ufffd"
+    assert level.token_text(level.special["<|im_end|>"]) == "<|im_end|>"
+    assert level.token_text(10**6) == ""
+
+
+def test_threads_share_a_tokenizer(all_tokenizers: dict[str, Tokenizer]) -> None:
+    ours = all_tokenizers["byte_level"]
+    texts = [f"the {number} fox </s> {chr(0x4E00 + number)}" for number in range(64)]
+    alone = [ours.encode(text) for text in texts]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(ours.encode, texts)) == alone
