@@ -158,6 +158,10 @@ def test_yarn_factor_from_the_contexts(tmp_path: Path) -> None:
         ({"vocab_size": ...}, "vocab_size is missing"),
         ({"hidden_size": "wide"}, "hidden_size must be an integer"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be an integer of at least 1"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most"),
+        ({"vocab_size": 10**12}, "vocab_size must be at most"),
+        ({"rope_theta": 1.0}, "rope_theta must be a number greater than 1"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a number"),
         ({"attention_bias": "yes"}, "attention_bias must be true or false"),
         ({"torch_dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not supported"),
         ({"architectures": ["LlamaForCausalLM", "Other"]}, "architectures must name one architecture"),
@@ -182,6 +186,9 @@ def test_missing_and_broken_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         load_spec(str(tmp_path), None)
     (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="not readable JSON"):
+        load_spec(str(tmp_path), None)
+    (tmp_path / "config.json").write_text("[" * 100_000)
     with pytest.raises(ConfigError, match="not readable JSON"):
         load_spec(str(tmp_path), None)
     (tmp_path / "config.json").write_text("[1]")

@@ -88,6 +88,12 @@ class Running:
             time.sleep(0.02)
         return time.monotonic() - start
 
+    def head(self) -> int:
+        """The process id of the head."""
+        server = self.process.pid
+        (head,) = Path(f"/proc/{server}/task/{server}/children").read_text().split()
+        return int(head)
+
     def stop(self, number: int = signal.SIGTERM, seconds: float = 20.0) -> int:
         """Sends a signal and returns the exit status."""
         self.process.send_signal(number)
@@ -104,10 +110,10 @@ class Running:
                 self.process.wait()
 
 
-def events(response: httpx.Response) -> list[Any]:
-    """The parsed events of a stream, ``[DONE]`` as that string."""
+def events(source: httpx.Response | Iterator[str]) -> list[Any]:
+    """The parsed events of a stream, or of its lines; ``[DONE]`` as that string."""
     found = []
-    for line in response.iter_lines():
+    for line in source.iter_lines() if isinstance(source, httpx.Response) else source:
         if line.startswith("data: "):
             data = line.removeprefix("data: ")
             found.append(data if data == "[DONE]" else json.loads(data))
@@ -115,7 +121,7 @@ def events(response: httpx.Response) -> list[Any]:
 
 
 @pytest.fixture(scope="session")
-def sse() -> Callable[[httpx.Response], list[Any]]:
+def sse() -> Callable[[httpx.Response | Iterator[str]], list[Any]]:
     return events
 
 
@@ -153,6 +159,34 @@ def start_fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     yield start
     for server in running:
         server.close()
+
+
+@pytest.fixture(scope="session")
+def start_weft() -> Iterator[Start]:
+    """Starts ``weft serve`` on the bundled model, with the given flags."""
+    running: list[Running] = []
+
+    def start(*flags: str) -> Running:
+        program = "from weft.launch.main import main; main()"
+        command = [sys.executable, "-c", program, "serve", "--port", "0", "--threads", "1", *flags]
+        environment = env.child_environment(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+        try:
+            running.append(Running(process, 120))
+        except BaseException:
+            process.kill()
+            raise
+        return running[-1]
+
+    yield start
+    for server in running:
+        server.close()
+
+
+@pytest.fixture(scope="session")
+def weft_server(start_weft: Start) -> Running:
+    """One ``weft serve`` for tests that leave it as it was."""
+    return start_weft()
 
 
 @pytest.fixture(scope="module")

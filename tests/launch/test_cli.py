@@ -58,7 +58,8 @@ def test_no_torch_before_it_is_needed(arguments: list[str]) -> None:
 
 
 def test_the_front_process_of_serve_imports_no_torch() -> None:
-    code = "import sys, weft.launch.serve, weft.config.resolve, weft.front.server\nassert 'torch' not in sys.modules"
+    code = "import sys, weft.launch.serve, weft.config.resolve, weft.front.server\n"
+    code += "assert 'torch' not in sys.modules"
     made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert made.returncode == 0, made.stderr
 
@@ -108,7 +109,7 @@ def test_unknown_commands_suggest_the_nearest(capsys: pytest.CaptureFixture[str]
         (["generate", "--top-p", "2", "hello"], "top_p must be"),
         (["eval", "gsm-mini", "--url", "ftp://x"], "--url must start with http"),
         (["eval", "gsm-mini", "--url", "http://x", "--reference"], "give one"),
-        (["eval", "gsm-mini", "--bearer", "k"], "--bearer goes with --url"),
+        (["eval", "gsm-mini", "--api-key", "k"], "--api-key goes with --url"),
         (["eval", "gsm-mini", "--json", "/no/such/folder/x"], "--json must name a file"),
         (["eval", "gsm-mini", "--limit", "0"], "--limit"),
         (["eval", "gsm-mini", "--url", "http://127.0.0.1:9", "--limit", "1"], "no answer from the server"),

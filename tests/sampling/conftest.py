@@ -1,4 +1,4 @@
-"""An independent form of the sampling rule: plain Python over one row, following its text, nothing vectorised."""
+"""An independent form of the sampling rule: plain Python over one row, following its text."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.ops.philox import GUMBEL_SPAN, gumbel, philox, row_words, signed_seed, token_words
+from weft.ops.philox import GUMBEL_SPAN, gumbel, merge_lanes, philox, row_lanes, signed_seed, token_words
 
 WORDS = st.integers(0, (1 << 32) - 1)
 
@@ -50,7 +50,7 @@ def test_vectors_of_the_rule(at, word: int, noise: float, plain: SimpleNamespace
     columns = (column(signed_seed(seed)), column(choice), column(position))
     made = token_words(*columns, column(token))
     assert int(made) == word == plain.word(*at)
-    assert int(row_words(*columns, 151936)[0, token]) == word
+    assert int(merge_lanes(row_lanes(*columns, 151936), 151936)[0, token]) == word
     assert abs(float(gumbel(made)) - noise) < 1e-9
     assert abs(plain.gumbel(word) - noise) < 1e-9
 
@@ -65,7 +65,7 @@ def test_words_match_plain_integers(plain: SimpleNamespace, seed, choice, positi
 def test_row_form_equals_token_form(vocab: int) -> None:
     seeds = column(*(signed_seed(s) for s in (0, 1, 1 << 63, (1 << 64) - 1)))
     choices, positions = column(0, 1, 2, 127), column(0, 7, 131071, 2**31 - 1)
-    rows = row_words(seeds, choices, positions, vocab)
+    rows = merge_lanes(row_lanes(seeds, choices, positions, vocab), vocab)
     assert rows.shape == (4, vocab)
     ids = torch.arange(vocab)
     assert rows.equal(token_words(seeds[:, None], choices[:, None], positions[:, None], ids))

@@ -253,7 +253,7 @@ def test_slots_forget_their_last_tenant(make: SimpleNamespace) -> None:
     assert made.logprobs is None
 
 
-# --- fast forms and distribution --------------------------------------------------------------------------------
+# --- fast forms and distribution ---
 
 
 def noise(count: int, seed: int = 0) -> ops.Noise:
@@ -356,7 +356,7 @@ def test_samples_follow_the_distribution(
     assert statistic < limit
 
 
-# --- devices ----------------------------------------------------------------------------------------------------
+# --- devices ---
 
 
 @pytest.mark.gpu

@@ -23,7 +23,8 @@ CHATML = (
     "{%- endfor -%}{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
 )
 BRACKETS = (
-    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] | trim + ' [/INST]' }}"
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] | trim + ' [/INST]' }}"
     "{% elif m['role'] == 'assistant' %}{{ ' ' + m['content'] | trim + ' ' + eos_token }}"
     "{% else %}{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}{% endfor %}"
 )
@@ -148,7 +149,11 @@ BUILDERS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
 CONFIGS: dict[str, dict[str, Any]] = {
     "byte_level": {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": CHATML},
     "unigram": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "chat_template": BRACKETS},
-    "fallback_bpe": {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "add_bos_token": True},
+    "fallback_bpe": {
+        "bos_token": "<s>",
+        "eos_token": {"__type": "AddedToken", "content": "</s>"},
+        "add_bos_token": True,
+    },
 }
 
 

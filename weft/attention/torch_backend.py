@@ -33,7 +33,13 @@ TILE = 128
 GATHER = 1 << 24
 """Elements gathered at once at most (a single piece may need more)."""
 
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+#: The dtypes that can be served, and the integers of their width.
+_BITS = {
+    torch.float64: torch.int64,
+    torch.float32: torch.int32,
+    torch.bfloat16: torch.int16,
+    torch.float16: torch.int16,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +64,9 @@ class _Group:
     queries: int
     gather: Tensor
     """int64 [2 * B * kv_heads * width]: rows of the cache as [blocks * 2 * kv_heads, block * head_dim]."""
-    hidden: Tensor
-    """bool [B, 1, width * block, 1]: positions that none of the queries may see."""
+    seen: Tensor
+    """[B, 1, width * block, 1], integers of the cache dtype's width: all bits set where a query may see the
+    position, else 0."""
     visible: Tensor
     """bool [B, 1, n, width * block]."""
 
@@ -77,7 +84,7 @@ class TorchAttention(AttentionBackend):
     def check(
         self, cache: CacheSpec, heads: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        if dtype not in _DTYPES:
+        if dtype not in _BITS:
             raise ConfigError(f"attention backend 'torch' has no {dtype}", param="--dtype")
         if device.type not in ("cpu", "cuda"):
             raise ConfigError(f"attention backend 'torch' does not run on {device.type}", param="--device")
@@ -91,7 +98,7 @@ class TorchAttention(AttentionBackend):
         limit = GATHER // (2 * spec.kv_heads * block_size * spec.head_dim)
         return _Prepared(
             writes=_write_rows(segment.writes[kind], spec.kv_heads, block_size),
-            groups=tuple(_group(g, segment, kind, spec, block_size) for g in _batches(pieces, limit)),
+            groups=tuple(_group(g, segment, kind, spec, block_size, dtype) for g in _batches(pieces, limit)),
         )
 
     def attend(
@@ -107,7 +114,7 @@ class TorchAttention(AttentionBackend):
         prepared: object = None,
     ) -> Tensor:
         if not isinstance(prepared, _Prepared):
-            prepared = self.prepare(segment, kind, spec, cache.shape[3], q.dtype)
+            prepared = self.prepare(segment, kind, spec, cache.shape[3], cache.dtype)
         out = torch.empty_like(q)
         if not segment.tokens:
             return out
@@ -162,7 +169,12 @@ def _column(values: list[int], device: torch.device) -> Tensor:
 
 
 def _group(
-    pieces: list[_Piece], segment: SegmentInput, kind: int, spec: CacheSpec, block_size: int
+    pieces: list[_Piece],
+    segment: SegmentInput,
+    kind: int,
+    spec: CacheSpec,
+    block_size: int,
+    dtype: torch.dtype,
 ) -> _Group:
     table, starts = segment.tables[kind], segment.starts
     device, n, width = starts.device, pieces[0].count, max(piece.width for piece in pieces)
@@ -180,7 +192,7 @@ def _group(
     visible = keys.unsqueeze(1) <= queries.unsqueeze(2)
     if spec.window:
         visible &= keys.unsqueeze(1) > queries.unsqueeze(2) - spec.window
-    hidden = (keys < lowest.unsqueeze(1)) | (keys >= (p + n).unsqueeze(1))
+    seen = (keys >= lowest.unsqueeze(1)) & (keys < (p + n).unsqueeze(1))
     # An entry past the table was clamped to a block it does not name; its positions lie past the row's end.
     heads = torch.arange(2 * spec.kv_heads, device=device).view(2, 1, spec.kv_heads, 1)
     return _Group(
@@ -188,7 +200,7 @@ def _group(
         pieces=len(pieces),
         queries=n,
         gather=(blocks[None, :, None, :] * (2 * spec.kv_heads) + heads).view(-1),
-        hidden=hidden[:, None, :, None],
+        seen=-seen[:, None, :, None].to(_BITS[dtype]),
         visible=visible.unsqueeze(1),
     )
 
@@ -207,7 +219,7 @@ def _attend(q: Tensor, lines: Tensor, group: _Group, spec: CacheSpec, scale: flo
     b, n, kv_heads, dim = group.pieces, group.queries, spec.kv_heads, spec.head_dim
     shared = q.shape[1] // kv_heads
     kv = lines.index_select(0, group.gather).view(2, b, kv_heads, -1, dim)
-    kv.masked_fill_(group.hidden, 0)
+    kv.view(group.seen.dtype).bitwise_and_(group.seen)  # +0.0, whatever was there
     folded = q.view(b, n, kv_heads, shared, dim).permute(0, 2, 3, 1, 4).reshape(b, kv_heads, shared * n, dim)
     mask = group.visible
     if n > 1 and shared > 1:

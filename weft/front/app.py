@@ -114,6 +114,9 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 def _describe(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         made = fastapi.openapi.utils.get_openapi(title=app.title, version=app.version, routes=app.routes)
+        for path in made["paths"].values():
+            for operation in path.values():
+                operation.get("responses", {}).pop("422", None)  # FastAPI's own; we never answer it
         made.setdefault("components", {})["schemas"] = openapi.components()
         made["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         app.openapi_schema = made

@@ -37,7 +37,8 @@ def serve(config: EngineConfig, front: FrontSection, endpoint: str, head: subpro
     """Serves until a signal (0, after draining), a second one (130) or the head's death (1).
 
     The caller owns ``head``; it has been told to stop, or is dead, when this returns. Call from the main
-    thread: it takes SIGTERM and SIGINT. Raises ConfigError when the port or the tokenizer can't be used.
+    thread: it takes SIGTERM and SIGINT, and leaves them ignored, since what follows is the process's end.
+    Raises ConfigError when the port or the tokenizer can't be used.
     """
     listener = bind(front.host, front.port)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -101,6 +102,9 @@ class Server:
             http.should_exit = True
             http.force_exit = self._stop_now.is_set()
             await asyncio.wait({serving}, timeout=2 * GRACE + 1)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                asyncio.get_running_loop().remove_signal_handler(number)
+                signal.signal(number, signal.SIG_IGN)
 
     def _uvicorn_config(self, front: Front) -> uvicorn.Config:
         logging.getLogger("uvicorn").parent = logging.getLogger("weft")
@@ -205,7 +209,8 @@ def ready_text(listener: socket.socket, model: str, needs_key: bool) -> str:
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     question = "Tom has 12 apples and buys 7 more. How many apples does he have?"
-    body = json.dumps({"model": model, "messages": [{"role": "user", "content": question}]})
+    messages = [{"role": "user", "content": question}]
+    body = json.dumps({"model": model, "messages": messages, "temperature": 0})
     quoted = body.replace("'", "'\\''")
     key = ' -H "Authorization: Bearer $WEFT_KEY"' if needs_key else ""
     return (

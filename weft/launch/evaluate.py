@@ -13,7 +13,7 @@ import click
 from weft.common import log
 from weft.common.errors import ConfigError
 from weft.eval.gsm_mini import Problem, extract_answer, test_set
-from weft.launch import answers, options
+from weft.launch import options
 
 
 @click.group("eval")
@@ -51,7 +51,7 @@ def evaluate() -> None:
     type=click.IntRange(1),
     help="Tokens of one answer at most; what the context leaves by default.",
 )
-@click.option("--bearer", metavar="KEY", help="API key of the server at --url.")
+@click.option("--api-key", metavar="KEY", help="API key of the server at --url.")
 @options.settings(options.ENGINE, ("chat_template", "log_level"))
 def gsm_mini(
     model_name: str | None,
@@ -61,22 +61,24 @@ def gsm_mini(
     json_file: str | None,
     concurrency: int,
     max_tokens: int | None,
-    bearer: str | None,
+    api_key: str | None,
     **given: Any,
 ) -> int:
     """Ask arithmetic word problems that the bundled model never saw, and count exact answers (greedy)."""
     if url and reference:
         raise ConfigError("--url and --reference are two different things to measure: give one")
-    if bearer and not url:
-        raise ConfigError("--bearer goes with --url")
+    if api_key and not url:
+        raise ConfigError("--api-key goes with --url")
     if json_file is not None and not Path(json_file).absolute().parent.is_dir():
         raise ConfigError("--json must name a file in a folder that exists")
+    from weft.launch import answers
+
     problems = test_set(limit)
     questions = [problem.question for problem in problems]
     started = time.monotonic()
     if url:
         name = model_name or given.get("model")
-        target, texts = answers.from_server(url, name, questions, concurrency, max_tokens, bearer)
+        target, texts = answers.from_server(url, name, questions, concurrency, max_tokens, api_key)
     else:
         config = options.build(given, model_name)
         log.configure(config.front.log_level)

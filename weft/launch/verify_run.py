@@ -50,7 +50,7 @@ class Variant(NamedTuple):
 def against_reference(config: Config, path: str, count: int, tokens: int, say: Say) -> bool:
     """Compares Weft with ``transformers``; reports with ``say``. True unless there is a defect."""
     path = hub.resolve_model_path(path, config.model.revision)
-    doubles = _resolved(config, "float64", count)
+    doubles = _resolved(config, "float64")
     prompts = make_prompts(doubles, count, tokens)
     reference = Reference(config, path, "float64")
     ours, _ = run(Variant("weft", doubles, True), prompts, tokens)
@@ -76,7 +76,7 @@ def against_reference(config: Config, path: str, count: int, tokens: int, say: S
 
 def _logits_agree(config: Config, path: str, prompts: Prompts, say: Say) -> bool:
     reference = Reference(config, path, "float32")
-    forward = _ForwardOnly(_resolved(config, "float32", len(prompts)))
+    forward = _ForwardOnly(_resolved(config, "float32"))
     worst = 0.0
     for prompt in prompts:
         a = forward.logits(prompt)
@@ -90,7 +90,7 @@ def _logits_agree(config: Config, path: str, prompts: Prompts, say: Say) -> bool
 
 def against_self(config: Config, count: int, tokens: int, say: Say) -> bool:
     """Compares prompts alone with other ways to run them. False if a token differs or a way was not taken."""
-    base = _resolved(config, "float64", count)
+    base = _resolved(config, "float64")
     prompts = make_prompts(base, count, tokens)
     alone, *others = variants(base, prompts, tokens)
     expected, _ = run(alone, prompts, tokens)
@@ -248,8 +248,8 @@ class _ForwardOnly:
         return found
 
 
-def _resolved(config: Config, dtype: str, sequences: int) -> EngineConfig:
-    """The configuration in ``dtype``, with room for the prompts at once and no prefix cache between them."""
+def _resolved(config: Config, dtype: str) -> EngineConfig:
+    """The configuration in ``dtype``, and nothing of one prompt reused for another."""
     model = msgspec.structs.replace(config.model, dtype=dtype)
     cache = msgspec.structs.replace(config.cache, enable_prefix_caching=False)
     return resolve(msgspec.structs.replace(config, model=model, cache=cache))

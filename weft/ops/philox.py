@@ -13,6 +13,8 @@ The last counter word is reserved for other uses of the same seed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 Tensor = torch.Tensor
@@ -43,6 +45,7 @@ def philox(
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
+    full = torch.broadcast_shapes(*(tensor.shape for tensor in (*counter, *key)))
     for number in range(ROUNDS):
         if number:
             k0 = (k0 + WEYL[0]) & WORD
@@ -50,10 +53,17 @@ def philox(
         # An int64 product of two words wraps to the right 64 bits. c1 and c3 keep whole products: what is
         # above their low word falls to the next round's mask, with the arithmetic shift's copies of the sign.
         product0, product1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
-        c0 = ((product1 >> 32) ^ (c1 ^ k0)).bitwise_and_(WORD)
-        c2 = ((product0 >> 32) ^ (c3 ^ k1)).bitwise_and_(WORD)
+        c0 = _xor(product1 >> 32, c1, k0, full).bitwise_and_(WORD)
+        c2 = _xor(product0 >> 32, c3, k1, full).bitwise_and_(WORD)
         c1, c3 = product1, product0
     return c0, c1 & WORD, c2, c3 & WORD
+
+
+def _xor(own: Tensor, first: Tensor, second: Tensor, full: torch.Size) -> Tensor:
+    """``own ^ first ^ second``, written to ``own`` once it has the full shape (as it has from round 3 on)."""
+    if own.shape == full:
+        return own.bitwise_xor_(first).bitwise_xor_(second)
+    return own ^ (first ^ second)
 
 
 def _key(seeds: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,15 +82,27 @@ def token_words(seeds: Tensor, choices: Tensor, positions: Tensor, ids: Tensor) 
     return torch.where((lane & 2).bool(), high, low)
 
 
-def row_words(seeds: Tensor, choices: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """The words of all tokens of each row: int64 [R] each -> int64 [R, vocab_size].
+def row_lanes(
+    seeds: Tensor, choices: Tensor, positions: Tensor, vocab_size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The words of all tokens of each row: int64 [R] each -> four int64 [R, ceil(vocab_size / 4)].
 
-    Costs a quarter of ``token_words`` a token: a counter serves four neighbouring tokens.
+    Lane l holds tokens l, l + 4, l + 8 .. Costs a quarter of ``token_words`` a token.
     """
     counters = torch.arange((vocab_size + 3) // 4, device=seeds.device).unsqueeze(0)  # [1, V / 4]
     seeds, choices, positions = (column.unsqueeze(1) for column in (seeds, choices, positions))  # [R, 1]
-    words = philox((counters, positions, choices, torch.zeros_like(choices)), _key(seeds))
-    return torch.stack(words, dim=-1).flatten(1)[:, :vocab_size]
+    return philox((counters, positions, choices, torch.zeros_like(choices)), _key(seeds))
+
+
+def merge_lanes(lanes: Sequence[Tensor], vocab_size: int) -> Tensor:
+    """Four lanes [R, ceil(vocab_size / 4)] -> [R, vocab_size], in the order of ids."""
+    return torch.stack(tuple(lanes), dim=-1).flatten(1)[:, :vocab_size]
+
+
+def pick_words(lanes: Sequence[Tensor], rows: Tensor, ids: Tensor) -> Tensor:
+    """The words of tokens ``ids`` of ``rows`` (int64 [N] each) out of the four lanes: int64 [N]."""
+    four = torch.stack([lane[rows, ids >> 2] for lane in lanes], dim=-1)
+    return four.gather(1, (ids & 3).unsqueeze(1)).squeeze(1)
 
 
 def gumbel(words: Tensor) -> Tensor:

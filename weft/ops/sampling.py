@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.ops.philox import GUMBEL_SPAN, WORD, gumbel, row_words, token_words
+from weft.ops.philox import GUMBEL_SPAN, WORD, gumbel, merge_lanes, pick_words, row_lanes, token_words
 
 Tensor = torch.Tensor
 
@@ -36,12 +36,12 @@ NEG_INF = float("-inf")
 BLOCK = 128
 DENSE = 1 << 18
 """Tokens whose words are made at a time, for the CPU's cache."""
-WIDTHS = (128, 2048)
+WIDTHS = (128, 2048, 16384)
 """Leading tokens that step 6 looks at before it sorts the whole row."""
 
 
 def to_x(logits: Tensor, vocab_size: int) -> Tensor:
-    """[R, >= V] of any float dtype -> [R, V] in float32, or float64 if it was. May be a view of ``logits``."""
+    """[R, >= V] of any float dtype -> [R, V] in float32, or float64 if it was. May be a view."""
     x = logits[:, :vocab_size]
     return x if x.dtype == torch.float64 else x.float()
 
@@ -70,8 +70,9 @@ def add_bias_(x: Tensor, rows: Tensor, ids: Tensor, values: Tensor) -> None:
 def completes(history: Tensor, position: Tensor, prefixes: Tensor, lengths: Tensor) -> Tensor:
     """Which of W token sequences the token at ``position`` would complete, if it were their last: bool [W].
 
-    ``history``: ids [max_len] of one sequence, arbitrary from ``position`` (int64 []) on. ``prefixes`` [W, L]:
-    all but each sequence's last id, right-aligned, -1 before them. ``lengths`` [W]: how many they are, 1 .. L.
+    ``history``: ids [max_len] of one sequence, arbitrary from ``position`` (int64 []) on.
+    ``prefixes`` [W, L]: all but each sequence's last id, right-aligned, -1 before them.
+    ``lengths`` [W]: how many they are, 1 .. L.
     """
     reach = prefixes.shape[1]
     before = position - reach + torch.arange(reach, device=history.device)
@@ -137,6 +138,10 @@ class Noise:
         """g of ``ids`` (int64, broadcasting with the columns): float64."""
         return gumbel(token_words(self.seed, self.choice, self.position, ids))
 
+    def lanes(self, vocab_size: int) -> tuple[Tensor, ...]:
+        """The words of all tokens, as ``row_lanes`` has them."""
+        return row_lanes(self.seed, self.choice, self.position, vocab_size)
+
 
 def first_max(x: Tensor) -> Tensor:
     """The lowest id of each row's largest value: [R, V] -> int64 [R]. NaN counts as largest.
@@ -178,6 +183,11 @@ def _winners(count: int, owner: Tensor, ids: Tensor, score: Tensor) -> Tensor:
     return winner.scatter_reduce_(0, owner, tied, "amin")
 
 
+def _count(mask: Tensor) -> Tensor:
+    """How many are set in each row: bool [R, V] -> int64 [R]. float32 counts exactly up to 2^24."""
+    return mask.float().sum(dim=-1).long()
+
+
 def _below(value: Tensor, dtype: torch.dtype) -> Tensor:
     """A number of ``dtype`` that is not above the float64 ``value``."""
     return torch.nextafter(value.to(dtype), torch.tensor(NEG_INF, dtype=dtype, device=value.device))
@@ -185,8 +195,8 @@ def _below(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 def sample_all(x: Tensor, noise: Noise) -> Tensor:
     """Step 7 over every token, in its plainest form: [R, V] -> int64 [R]. Dropped tokens are -inf."""
-    words = row_words(noise.seed, noise.choice, noise.position, x.shape[1])
-    return first_max(x.double() + gumbel(words))
+    vocab = x.shape[1]
+    return first_max(x.double() + gumbel(merge_lanes(noise.lanes(vocab), vocab)))
 
 
 def _sample_dense(x: Tensor, noise: Noise) -> Tensor:
@@ -196,16 +206,20 @@ def _sample_dense(x: Tensor, noise: Noise) -> Tensor:
     only tokens whose bound, float32 rounding (below 1e-5) allowed for, reaches it can win.
     """
     rows, vocab = x.shape
-    words = row_words(noise.seed, noise.choice, noise.position, vocab)
+    lanes = noise.lanes(vocab)
     top = x.amax(dim=-1, keepdim=True)
-    gap = (words ^ WORD).float().add_(0.5)  # (1 - u) * 2^32
+    # (1 - u) * 2^32
+    gap = merge_lanes([(lane ^ WORD).float() for lane in lanes], vocab).add_(0.5)
     bound = (x - top).float().exp_().div_(gap)
-    first = first_max(bound).unsqueeze(1)
-    score = x.gather(1, first).double() + gumbel(words.gather(1, first))
+
+    def scores(owner: Tensor, ids: Tensor) -> Tensor:
+        return x[owner, ids].double() + gumbel(pick_words(lanes, owner, ids))
+
+    least = scores(torch.arange(rows), first_max(bound))
     # Sums that round to the same score tie, so a sum just below this one may win as well.
-    reach = (_below(score, torch.float64) - top.double()).exp() * (2.0**-32 * 0.999)
-    owner, ids = (bound >= reach.float()).nonzero(as_tuple=True)
-    return _winners(rows, owner, ids, x[owner, ids].double() + gumbel(words[owner, ids]))
+    reach = (_below(least, torch.float64) - top[:, 0].double()).exp() * (2.0**-32 * 0.999)
+    owner, ids = (bound >= reach.float().unsqueeze(1)).nonzero(as_tuple=True)
+    return _winners(rows, owner, ids, scores(owner, ids))
 
 
 def sample_open(x: Tensor, min_p: Tensor | None, noise: Noise) -> Tensor:
@@ -221,7 +235,7 @@ def sample_open(x: Tensor, min_p: Tensor | None, noise: Noise) -> Tensor:
         # The exact test follows; this only leaves out what surely fails it.
         floor = torch.maximum(floor, top.double() + min_p.clamp(min=1e-300).log().unsqueeze(1) - 1e-3)
     near = x >= _below(floor, x.dtype)
-    few = near.count_nonzero(dim=-1) <= x.shape[1] // 8
+    few = _count(near) <= x.shape[1] // 8
     if min_p is not None:
         few |= min_p > 0
     tokens = torch.empty(x.shape[0], dtype=torch.int64)
@@ -281,7 +295,7 @@ def top_ids(x: Tensor, count: int) -> Tensor:
 
 
 def _first_above(x: Tensor, cut: Tensor, count: int) -> Tensor:
-    """Ids of the values above ``cut`` and the lowest ids of those equal to it, ``count`` in all, in any order.
+    """Ids of the values above ``cut`` and the lowest ids of those equal to it: ``count`` in all, unordered.
 
     ``cut`` [R, 1] is the ``count``-th largest value of its row.
     """
@@ -384,4 +398,4 @@ def logprobs_of(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tenso
     if missing:
         ids = torch.nn.functional.pad(ids, (0, missing), value=-1)
         values = torch.nn.functional.pad(values, (0, missing), value=NEG_INF)
-    return ids, values, 1 + ahead.count_nonzero(dim=-1)
+    return ids, values, 1 + _count(ahead)

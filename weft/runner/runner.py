@@ -21,7 +21,7 @@ import torch
 from weft.attention.base import AttentionBackend
 from weft.common.errors import EngineDead
 from weft.config.resolved import KVConfig
-from weft.models.decoder import Decoder
+from weft.models.base import Model
 from weft.overlap.drive import drive
 from weft.runner.batch import Batch, BatchBuilder
 from weft.runner.device_queue import DeviceQueue, result_of
@@ -52,7 +52,7 @@ class Runner:
 
     def __init__(
         self,
-        model: Decoder,
+        model: Model,
         backend: AttentionBackend,
         kv: KVConfig,
         *,

@@ -10,6 +10,7 @@ Order: ``sample`` of a step reads the host copies when it is called, so it must 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -32,7 +33,8 @@ INTS = ("top_k", "min_tokens", "logprobs", "prompt_logprobs", "seed", "choice")
 
 # What a row needs, as bits of its class; rows are worked on class by class.
 GREEDY, LISTS, PENALTY, TOP_K, TOP_P, MIN_P = (1 << bit for bit in range(6))
-WIDE, WIDEST = 1 << 6, 1 << 7  # top_k beyond the first and the second of ops.WIDTHS
+STAGE = 6
+"""The bits from here on number the first of ``ops.WIDTHS`` that holds the row's top_k."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,8 +181,8 @@ class Sampler:
         classes = self._classes[rows.slot_host]
         order = np.argsort(classes, kind="stable")
         slots = rows.slot_host[order]
-        permuted = bool((order[1:] < order[:-1]).any())
-        place = self._to_device(order) if permuted else slice(None)
+        permuted = self._to_device(order) if (order[1:] < order[:-1]).any() else None
+        place = slice(None) if permuted is None else permuted
         step = _Rows(
             slots,
             rows.slot[place],
@@ -194,9 +196,9 @@ class Sampler:
         for kind, part in self._parts(classes[order]):
             drawn, wrong = self._draw(logits, step.at(part), int(kind), history, num_prompt)
             tokens[part], error[part] = drawn.masked_fill(wrong, 0), wrong
-        if permuted:
-            tokens = torch.empty_like(tokens).index_copy_(0, place, tokens)
-            error = torch.empty_like(error).index_copy_(0, place, error)
+        if permuted is not None:
+            tokens = torch.empty_like(tokens).index_copy_(0, permuted, tokens)
+            error = torch.empty_like(error).index_copy_(0, permuted, error)
         return SampleOutput(
             tokens=tokens,
             error=error,
@@ -237,9 +239,7 @@ class Sampler:
         if params.temperature < 1e-5:
             return kind | GREEDY
         if top_k < self._vocab:
-            kind |= TOP_K
-            kind |= WIDE if top_k > ops.WIDTHS[0] else 0
-            kind |= WIDEST if top_k > ops.WIDTHS[1] else 0
+            kind |= TOP_K | bisect_left(ops.WIDTHS, top_k) << STAGE
         kind |= TOP_P if params.top_p < 1 else 0
         kind |= MIN_P if params.min_p > 0 else 0
         return kind
@@ -308,10 +308,8 @@ class Sampler:
             min_p=rows.real("min_p"),
             all_top_k=bool(kind & TOP_K),
         )
-        widths: tuple[int, ...] = ops.WIDTHS[1:] if kind & WIDE else ops.WIDTHS
-        if kind & WIDEST:
-            widths = ()
-        elif self._device.type != "cpu":
+        widths = ops.WIDTHS[kind >> STAGE :]
+        if self._device.type != "cpu":
             widths = widths[:1] if kind & TOP_K else ()
         return ops.sample_filtered(x, filters, noise, widths)
 

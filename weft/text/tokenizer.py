@@ -1,7 +1,8 @@
 """A checkpoint's tokenizer: text to ids and back.
 
 Text from outside never becomes a special token (see ``private``); beginning- and end-of-sequence tokens come
-from the post-processor alone, as the checkpoint's tokenizer defines it. Thread-safe.
+from the post-processor of tokenizer.json alone (as in transformers 5, which ignores ``add_bos_token`` of the
+configuration where that file exists). Thread-safe.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import tokenizers
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken
 
 from weft.common.errors import ConfigError, InvalidRequest
 from weft.text.files import TextFiles, read_text_files
@@ -31,7 +32,6 @@ class Tokenizer:
             ) from None
         self.files = files
         _add_named(self._public, files)
-        _set_post_processor(self._public, files)
         added = self._public.get_added_tokens_decoder()
         self.added: dict[str, int] = {token.content: number for number, token in added.items()}
         self.special: dict[str, int] = {
@@ -131,27 +131,3 @@ def _add_named(tokenizer: tokenizers.Tokenizer, files: TextFiles) -> None:
     ]
     if missing:
         tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in missing])
-
-
-def _set_post_processor(tokenizer: tokenizers.Tokenizer, files: TextFiles) -> None:
-    """Applies ``add_bos_token`` / ``add_eos_token`` of tokenizer_config.json, which replace what
-    tokenizer.json does, when the configuration has either of them."""
-    if "add_bos_token" not in files.config and "add_eos_token" not in files.config:
-        return
-    around: dict[str, tuple[str, int] | None] = {}
-    for role in ("bos", "eos"):
-        text = files.named.get(f"{role}_token")
-        number = None if text is None else tokenizer.token_to_id(text)
-        wanted = bool(files.config.get(f"add_{role}_token"))
-        around[role] = (text, number) if wanted and text is not None and number is not None else None
-    parts = ["$A:0"]
-    if around["bos"]:
-        parts.insert(0, "begin:0")
-    if around["eos"]:
-        parts.append("end:0")
-    special = [
-        {"id": name, "ids": [found[1]], "tokens": [found[0]]}
-        for name, found in (("begin", around["bos"]), ("end", around["eos"]))
-        if found
-    ]
-    tokenizer.post_processor = processors.TemplateProcessing(single=" ".join(parts), special_tokens=special)

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from weft.config.families.facts import Facts
+from weft.config.families.facts import MOST_PARTS, Facts
 from weft.config.families.rope import rope_spec, served_positions
 from weft.config.spec import CacheSpec, ModelSpec
 
@@ -95,7 +95,7 @@ def cache_specs(
 
 def layer_count(facts: Facts, override: int | None) -> int:
     """Layers to serve: the checkpoint's, or the first ``override`` of them."""
-    layers = facts.integer("num_hidden_layers")
+    layers = facts.integer("num_hidden_layers", high=MOST_PARTS)
     if override is None:
         return layers
     if not 1 <= override <= layers:

@@ -35,6 +35,11 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "vision_config": (None, {}),
 }
 
+#: No size of a model is larger; a file that says so is damaged or hostile.
+MOST = 1 << 31
+MOST_PARTS = 10_000
+"""Layers, or experts."""
+
 _ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 _SAME_ACTIVATION = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh"}
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -47,7 +52,7 @@ def read_json(folder: Path, name: str) -> dict[str, Any] | None:
         return None
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"{name} of model {folder.name!r} is not readable JSON: {error}", param="--model"
         ) from error
@@ -73,8 +78,8 @@ class Facts:
         """The error for field ``name``, to be raised."""
         return ConfigError(f"config.json: {name} {problem}", param="--model")
 
-    def integer(self, name: str, default: int | None = None, *, low: int = 1) -> int:
-        """An integer of at least ``low``. Without a default the field must be there."""
+    def integer(self, name: str, default: int | None = None, *, low: int = 1, high: int = MOST) -> int:
+        """An integer, ``low`` .. ``high``. Without a default the field must be there."""
         value = self.get(name)
         if value is None:
             value = default
@@ -84,6 +89,8 @@ class Facts:
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
             raise self.fail(name, f"must be an integer of at least {low}, not {value!r}")
+        if value > high:
+            raise self.fail(name, f"must be at most {high}, not {value}")
         return value
 
     def optional_integer(self, name: str, *, low: int = 1) -> int | None:

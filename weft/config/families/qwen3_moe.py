@@ -9,7 +9,7 @@ from weft.config.families.common import (
     refuse_sliding_types,
     uniform_window,
 )
-from weft.config.families.facts import Facts
+from weft.config.families.facts import MOST_PARTS, Facts
 from weft.config.spec import ModelSpec, MoESpec
 
 _DEFAULTS = Defaults(kv_heads=4)
@@ -44,7 +44,7 @@ def build_spec(facts: Facts, override: int | None) -> ModelSpec:
 def _moe(facts: Facts, layers: int) -> MoESpec | None:
     # transformers 5 writes num_local_experts, everyone before it num_experts.
     field = "num_experts" if "num_experts" in facts else "num_local_experts"
-    experts = facts.integer(field, 128, low=0)
+    experts = facts.integer(field, 128, low=0, high=MOST_PARTS)
     step = facts.integer("decoder_sparse_step", 1)
     dense = facts.integers("mlp_only_layers")
     routed = tuple(i for i in range(layers) if experts and i not in dense and (i + 1) % step == 0)

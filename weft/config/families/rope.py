@@ -86,8 +86,8 @@ def rope_spec(facts: Facts, head_dim: int, max_position: int, default_theta: flo
         raise facts.fail("partial_rotary_factor", "other than 1 is not supported")
     if head_dim % 2 or (kind == "dynamic" and head_dim < 4):
         raise facts.fail("head_dim", f"{head_dim} cannot be rotated")
-    theta = facts.number("rope_theta", default_theta)
-    theta = read.number("rope_theta", theta)
+    theta = facts.number("rope_theta", default_theta, above=1.0)
+    theta = read.number("rope_theta", theta, above=1.0)
     original = read.optional_integer("original_max_position_embeddings")
     original = facts.optional_integer("original_max_position_embeddings") or original or max_position
     common: dict[str, Any] = {"kind": kind, "theta": theta, "dim": head_dim, "max_position": max_position}

@@ -1,0 +1,126 @@
+"""Start, drain, death: what live requests, probes and the exit status show."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import signal
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from weft.common.errors import EngineDead, Overloaded, Unavailable
+from weft.front.lifecycle import Lifecycle, Phase
+from weft.front.server import bind, ready_text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("seed", ["HANG", "HANG_AFTER"])
+def test_a_client_that_leaves_frees_its_sequences(fake: Any, script: Any, seed: str, stream: bool) -> None:
+    body = {"model": "fake", "prompt": "x", "seed": getattr(script, seed), "n": 2, "stream": stream}
+    before = fake.metric("num_preemptions_total")
+    with httpx.Client(base_url=fake.url, timeout=0.5) as client:
+        if stream and seed == "HANG_AFTER":
+            with client.stream("POST", "/v1/completions", json=body) as answer:
+                next(answer.iter_lines())
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                client.post("/v1/completions", json=body)
+    took = fake.wait(lambda: fake.metric("num_preemptions_total") == before + 2)
+    assert took < 1
+    fake.wait(lambda: fake.metric("num_requests_running") == 0)
+    assert fake.metric("front_sequences") == 0
+
+
+def test_sigterm_drains(start_fake: Any, script: Any, sse: Any) -> None:
+    """A running stream is finished, a new request gets 503, and the exit status is 0."""
+    server = start_fake()
+    with server.stream(max_tokens=400) as running:
+        lines = running.iter_lines()
+        next(lines)
+        server.process.send_signal(signal.SIGTERM)
+        server.wait(lambda: server.http.get("/ready").status_code == 503)
+        assert server.http.get("/health").status_code == 200
+        refused = server.chat()
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "unavailable"
+        assert refused.headers["retry-after"]
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    assert server.process.wait(10) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_draining_has_a_deadline(start_fake: Any, script: Any, sse: Any, number: int) -> None:
+    server = start_fake(drain_timeout=0.3)
+    with server.stream(seed=script.HANG_AFTER) as running, concurrent.futures.ThreadPoolExecutor() as pool:
+        whole = pool.submit(server.chat, seed=script.HANG)
+        server.wait(lambda: server.metric("front_sequences") == 2)
+        server.process.send_signal(number)
+        assert sse(running)[-1]["error"]["code"] == "unavailable"
+        assert whole.result(5).status_code == 503
+    assert server.process.wait(10) == 0
+
+
+def test_a_second_signal_stops_now(start_fake: Any, script: Any) -> None:
+    server = start_fake()
+    with server.stream(seed=script.HANG_AFTER) as running:
+        lines = running.iter_lines()
+        next(lines)
+        server.process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        assert server.process.poll() is None
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(5) == 130
+
+
+@pytest.mark.parametrize("death", ["DIE", "FAILED", "STUCK"])
+def test_a_dead_head_ends_everything(start_fake: Any, script: Any, sse: Any, death: str) -> None:
+    """Every live request gets its one terminal answer, health turns bad and the process ends non-zero."""
+    server = start_fake(engine_timeout=1.0)
+    with server.stream(max_tokens=480) as other, concurrent.futures.ThreadPoolExecutor() as pool:
+        lines = other.iter_lines()
+        next(lines)
+        whole = pool.submit(server.chat, seed=script.HANG)
+        dying = pool.submit(lambda: server.chat(seed=getattr(script, death)))
+        assert sse(lines)[-1]["error"]["code"] == "engine_dead"
+        codes = {future.result(5).json()["error"]["code"] for future in (whole, dying)}
+        assert codes == {"engine_dead"}
+        assert {future.result().status_code for future in (whole, dying)} == {500}
+    with contextlib.suppress(httpx.TransportError):  # it may have ended already
+        assert server.http.get("/health").status_code == 503
+    assert server.process.wait(10) == 1
+
+
+def test_phases() -> None:
+    life = Lifecycle(capacity=1)
+    with pytest.raises(Unavailable), life.request():
+        pass
+    life.move(Phase.READY)
+    life.move(Phase.STARTING)
+    with life.request():
+        assert life.active == 1
+        with pytest.raises(Overloaded), life.request():
+            pass
+    assert life.active == 0
+    life.move(Phase.DRAINING)
+    with pytest.raises(Unavailable), life.request():
+        pass
+    life.move(Phase.READY)
+    assert life.phase is Phase.DRAINING
+    life.move(Phase.DEAD)
+    with pytest.raises(EngineDead), life.request():
+        pass
+
+
+def test_the_ready_text() -> None:
+    with bind("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        text = ready_text(listener, "a'b", needs_key=True)
+        with pytest.raises(Exception, match=f"port {port}"):
+            bind("127.0.0.1", port)
+    first, second = text.splitlines()
+    assert first == f"weft is ready: http://127.0.0.1:{port} model=a'b"
+    assert second.startswith(f"try: curl http://127.0.0.1:{port}/v1/chat/completions -H")
+    assert "$WEFT_KEY" in second

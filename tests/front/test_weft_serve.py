@@ -1,0 +1,232 @@
+"""``weft serve`` on the bundled model: the real head behind the real front, and openai-python before it."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import os
+import random
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+QUESTION = "Tom has 12 apples and buys 7 more. How many apples does he have?"
+MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]
+LONG = {"max_tokens": 1900, "ignore_eos": True}
+
+
+@pytest.fixture
+def client(weft_server: Any) -> openai.OpenAI:
+    return openai.OpenAI(base_url=weft_server.url + "/v1", api_key="none", max_retries=0, timeout=60)
+
+
+def idle(server: Any) -> bool:
+    """Whether no sequence is left anywhere. The head's numbers are those of its last heartbeat."""
+    names = ("num_requests_running", "num_requests_waiting", "front_sequences")
+    return all(server.metric(name) == 0 for name in names)
+
+
+def test_a_right_answer_in_every_way_of_asking(weft_server: Any, client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": weft_server.model, "messages": MESSAGES, "temperature": 0}
+    whole = client.chat.completions.create(**asked).choices[0]
+    assert whole.finish_reason == "stop"
+    assert whole.message.content is not None
+    assert whole.message.content.endswith("#### 19")
+    chunks = client.chat.completions.create(**asked, stream=True)
+    texts = ["".join(c.choices[0].delta.content or "" for c in chunks)]
+    with client.chat.completions.stream(**asked) as helper:
+        texts.append(helper.get_final_completion().choices[0].message.content or "")
+
+    async def ask() -> str:
+        async with openai.AsyncOpenAI(base_url=weft_server.url + "/v1", api_key="none", timeout=60) as other:
+            stream = await other.chat.completions.create(**asked, stream=True)
+            return "".join([c.choices[0].delta.content or "" async for c in stream])
+
+    texts.append(asyncio.run(ask()))
+    assert texts == [whole.message.content] * 3
+
+
+def test_a_seed_fixes_every_choice(weft_server: Any, client: openai.OpenAI) -> None:
+    def ask(seed: int, n: int) -> list[str | None]:
+        got = client.chat.completions.create(
+            model=weft_server.model, messages=MESSAGES, seed=seed, n=n, temperature=1.5, max_tokens=40
+        )
+        return [choice.message.content for choice in got.choices]
+
+    first = ask(5, 3)
+    assert len(set(first)) > 1
+    assert ask(5, 3) == first
+    assert ask(5, 1) == first[:1]
+    assert ask(6, 3) != first
+
+
+def test_echo_gives_the_logprobs_of_prompt_and_output(weft_server: Any, client: openai.OpenAI) -> None:
+    text = "Tom has 12 apples and buys 7 more."
+    one = client.completions.create(
+        model=weft_server.model, prompt=text, max_tokens=6, temperature=0, logprobs=3, echo=True
+    ).choices[0]
+    assert one.text.startswith(text)
+    assert one.logprobs is not None
+    assert one.logprobs.token_logprobs is not None
+    assert one.logprobs.token_logprobs[0] is None
+    assert all(value <= 0 for value in one.logprobs.token_logprobs[1:] if value is not None)
+    assert "".join(one.logprobs.tokens or []) == one.text
+    offsets = one.logprobs.text_offset or []
+    assert [
+        one.text[at:].startswith(token) for at, token in zip(offsets, one.logprobs.tokens or [], strict=True)
+    ]
+    # The whole as a prompt has the same logprobs: what was sampled is scored as it was made.
+    again = client.completions.create(
+        model=weft_server.model, prompt=one.text, max_tokens=1, temperature=0, logprobs=3, echo=True
+    ).choices[0]
+    assert again.logprobs is not None
+    assert again.logprobs.token_logprobs is not None
+    if again.logprobs.tokens is not None and again.logprobs.tokens[:-1] == one.logprobs.tokens:
+        assert again.logprobs.token_logprobs[1:-1] == pytest.approx(one.logprobs.token_logprobs[1:], abs=1e-3)
+
+
+def test_stop_strings_end_the_sequence_at_the_head(weft_server: Any, client: openai.OpenAI) -> None:
+    got = client.chat.completions.create(
+        model=weft_server.model, messages=MESSAGES, temperature=0, stop="####", extra_body=LONG
+    )
+    assert got.choices[0].finish_reason == "stop"
+    assert "####" not in (got.choices[0].message.content or "")
+    weft_server.wait(lambda: idle(weft_server), 3)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_sequences(weft_server: Any, stream: bool) -> None:
+    weft_server.wait(lambda: idle(weft_server))
+    body = {"model": weft_server.model, "messages": MESSAGES, "n": 2, "stream": stream, **LONG}
+    with httpx.Client(base_url=weft_server.url, timeout=1.0) as client:
+        if stream:
+            with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+                lines = answer.iter_lines()
+                next(lines)
+                weft_server.wait(lambda: weft_server.metric("num_requests_running") == 2)
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                client.post("/v1/chat/completions", json=body)
+    # The head frees within a second; half a second more until its heartbeat says so.
+    assert weft_server.wait(lambda: idle(weft_server)) < 1.5
+
+
+def test_hostile_clients_leave_no_trace(weft_server: Any) -> None:
+    """Sixty requests, many cancelled anywhere: the pools are at their idle counts afterwards."""
+    weft_server.wait(lambda: idle(weft_server))
+    names = ("free_blocks", "free_slots")
+    before = {name: weft_server.metric(name) for name in names}
+    rng = random.Random(7)
+
+    async def one(client: httpx.AsyncClient, number: int, patience: float) -> None:
+        body: dict[str, Any] = {"model": weft_server.model, "max_tokens": rng.choice([1, 20, 200])}
+        body |= {"stream": rng.random() < 0.5, "n": rng.choice([1, 1, 3]), "seed": number}
+        body["prompt"] = f"{number} apples " * rng.choice([1, 30])
+        with contextlib.suppress(httpx.TimeoutException):
+            answer = await client.post("/v1/completions", json=body, timeout=patience)
+            assert answer.status_code == 200, answer.text
+
+    async def run() -> None:
+        async with httpx.AsyncClient(
+            base_url=weft_server.url, limits=httpx.Limits(max_connections=60)
+        ) as client:
+            await asyncio.gather(*(one(client, n, rng.choice([0.05, 0.2, 60])) for n in range(60)))
+
+    asyncio.run(run())
+    weft_server.wait(lambda: idle(weft_server), 20)
+    weft_server.wait(lambda: {name: weft_server.metric(name) for name in names} == before, 3)
+    assert weft_server.chat(max_tokens=2).status_code == 200
+
+
+def test_prefix_hits_are_reported(weft_server: Any) -> None:
+    prompt = "Tom has many apples. " * 40
+    first, second = (weft_server.complete(prompt, max_tokens=1).json()["usage"] for _ in range(2))
+    cached = second["prompt_tokens_details"]["cached_tokens"]
+    assert cached >= first["prompt_tokens"] // 64 * 64 - 64 > 0
+    assert cached < second["prompt_tokens"]
+
+
+def test_hostile_parameters_are_refused_by_name(weft_server: Any) -> None:
+    cases: list[tuple[str, Any]] = [
+        ("n", 10**9),
+        ("max_tokens", 2**63),
+        ("temperature", -1),
+        ("logit_bias", {"1024": 1}),
+        ("allowed_token_ids", [1024]),
+        ("top_p", 0),
+        ("seed", 2**64),
+        ("min_tokens", 5000),
+        ("stop", [""]),
+        ("tools", [{}]),
+    ]
+    for name, value in cases:
+        answer = weft_server.chat(**{name: value})
+        assert answer.status_code == 400, name
+        assert answer.json()["error"]["param"] == name
+    assert weft_server.complete([1, 1024]).status_code == 400
+    assert weft_server.complete([1] * 2048).json()["error"]["code"] == "context_length_exceeded"
+    assert weft_server.chat(max_tokens=2).status_code == 200
+
+
+def test_a_full_queue(start_weft: Any) -> None:
+    server = start_weft("--max-num-seqs", "1", "--max-queued-requests", "1")
+    with server.stream(**LONG) as running, concurrent.futures.ThreadPoolExecutor() as pool:
+        lines = running.iter_lines()
+        next(lines)
+        waiting = pool.submit(server.chat, max_tokens=3)
+        server.wait(lambda: server.metric("front_sequences") == 2)
+        refused = server.chat(max_tokens=3)
+        assert refused.status_code == 429
+        assert refused.headers["retry-after"]
+        running.close()
+        assert waiting.result(30).status_code == 200
+    assert server.chat(max_tokens=3).status_code == 200
+    assert server.stop() == 0
+
+
+def test_killing_the_head(start_weft: Any, sse: Any) -> None:
+    server = start_weft("--max-num-seqs", "4")
+    with server.stream(**LONG) as stream, concurrent.futures.ThreadPoolExecutor() as pool:
+        lines = stream.iter_lines()
+        next(lines)
+        whole = pool.submit(server.chat, **LONG)
+        server.wait(lambda: server.metric("front_sequences") == 2)
+        start = time.monotonic()
+        os.kill(server.head(), signal.SIGKILL)
+        assert sse(lines)[-1]["error"]["code"] == "engine_dead"
+        assert whole.result(10).status_code == 500
+    with contextlib.suppress(httpx.TransportError):  # it may have ended already
+        assert server.http.get("/health").status_code == 503
+    assert server.process.wait(10) == 1
+    assert time.monotonic() - start < 10
+
+
+def test_sigterm_finishes_what_runs(start_weft: Any) -> None:
+    server = start_weft()
+    head = server.head()
+    with server.stream(max_tokens=300, ignore_eos=True) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        server.process.send_signal(signal.SIGTERM)
+        server.wait(lambda: server.http.get("/ready").status_code == 503)
+        assert server.chat(max_tokens=1).status_code == 503
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    assert server.process.wait(15) == 0
+    assert not Path(f"/proc/{head}").exists()
+
+
+def test_the_ready_text_can_be_pasted(weft_server: Any) -> None:
+    line = next(line for line in weft_server.output if line.startswith("try: curl"))
+    url = re.search(r"http://\S+", line)
+    body = re.search(r"-d '(.*)'$", line.strip())
+    assert url is not None
+    assert body is not None
+    answer = httpx.post(url[0], content=body[1], headers={"Content-Type": "application/json"}, timeout=30)
+    assert "19" in answer.json()["choices"][0]["message"]["content"]
