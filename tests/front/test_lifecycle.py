@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import json
 import signal
+import socket
 import time
 from typing import Any
 
 import httpx
 import pytest
 
-from weft.common.errors import EngineDead, Overloaded, Unavailable
+from weft.common.errors import Overloaded, Unavailable
 from weft.front.lifecycle import Lifecycle, Phase
 from weft.front.server import bind, ready_text
 
@@ -75,6 +77,19 @@ def test_a_second_signal_stops_now(start_fake: Any, script: Any) -> None:
         assert server.process.wait(5) == 130
 
 
+def test_a_client_that_does_not_read_cannot_stop_the_stop(start_fake: Any, script: Any) -> None:
+    server = start_fake(drain_timeout=0.3)
+    body = {"model": "fake", "prompt": "x", "seed": script.FLOOD, "max_tokens": 490, "stream": True}
+    data = json.dumps({**body, "n": 16, "logprobs": 20}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    with socket.socket() as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        raw.connect(("127.0.0.1", httpx.URL(server.url).port))
+        raw.sendall(head + b"Content-Length: %d\r\n\r\n" % len(data) + data)
+        server.wait(lambda: server.metric("time_to_first_token_seconds_count") == 1)
+        assert server.stop(seconds=12) == 0
+
+
 @pytest.mark.parametrize("death", ["DIE", "FAILED", "STUCK"])
 def test_a_dead_head_ends_everything(start_fake: Any, script: Any, sse: Any, death: str) -> None:
     """Every live request gets its one terminal answer, health turns bad and the process ends non-zero."""
@@ -110,7 +125,7 @@ def test_phases() -> None:
     life.move(Phase.READY)
     assert life.phase is Phase.DRAINING
     life.move(Phase.DEAD)
-    with pytest.raises(EngineDead), life.request():
+    with pytest.raises(Unavailable), life.request():
         pass
 
 

@@ -17,6 +17,8 @@ import httpx
 import openai
 import pytest
 
+from weft.text.submit import minted_seed
+
 QUESTION = "Tom has 12 apples and buys 7 more. How many apples does he have?"
 MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]
 LONG = {"max_tokens": 1900, "ignore_eos": True}
@@ -175,8 +177,12 @@ def test_hostile_parameters_are_refused_by_name(weft_server: Any) -> None:
     assert weft_server.chat(max_tokens=2).status_code == 200
 
 
-def test_a_full_queue(start_weft: Any) -> None:
-    server = start_weft("--max-num-seqs", "1", "--max-queued-requests", "1")
+def test_minted_seeds_and_a_full_queue(start_weft: Any) -> None:
+    server = start_weft("--max-num-seqs", "1", "--max-queued-requests", "1", "--seed", "3")
+    fields = {"max_tokens": 30, "temperature": 1.5}
+    first = server.chat(**fields).json()["choices"]
+    assert server.chat(**fields, seed=minted_seed(3, 0)).json()["choices"] == first
+    assert server.chat(**fields).json()["choices"] != first
     with server.stream(**LONG) as running, concurrent.futures.ThreadPoolExecutor() as pool:
         lines = running.iter_lines()
         next(lines)

@@ -74,7 +74,7 @@ def test_help_lists_every_flag_with_its_default(command: str) -> None:
     for setting in SETTINGS.values():
         if setting.section != "front" or command == "serve":
             assert setting.flag in text, setting.flag
-    assert "[default: 2048]" in text
+    assert "[1..1048576; default: 2048]" in text
 
 
 def test_models_lists_bundled_ones_and_architectures() -> None:

@@ -83,17 +83,19 @@ class Setting:
         return f" {' and '.join(parts)}" if parts else ""
 
     @property
+    def range_text(self) -> str:
+        """The range, short: ``1..65536``, ``>0..1``, ``>=0``; empty where there is none."""
+        if self.low is None:
+            return ""
+        if self.high is None:
+            return f"{'>' if self.open_low else '>='}{self.low:g}"
+        return f"{'>' if self.open_low else ''}{self.low:g}..{int(self.high)}"
+
+    @property
     def type_name(self) -> str:
         """The type for lists and help: ``int``, ``auto|cpu|cuda``, ``text...``."""
-        if self.kind == "choice":
-            name = "|".join(map(str, self.choices))
-        else:
-            name = "|".join([self.kind, *map(str, self.choices)])
-        if self.low is not None:
-            name += f"{'>' if self.open_low else '>='}{self.low:g}"
-        if self.high is not None:
-            name += f"<={int(self.high) if self.high == int(self.high) else self.high}"
-        return name + ("..." if self.many else "")
+        words = [] if self.kind == "choice" else [str(self.kind)]
+        return "|".join([*words, *map(str, self.choices)]) + ("..." if self.many else "")
 
     @property
     def default_text(self) -> str:
@@ -270,14 +272,16 @@ def from_keywords(keywords: Mapping[str, Any]) -> Config:
 
 
 def listing() -> str:
-    """The frozen list: flag, type, default and section, one setting a line."""
-    rows = [("flag", "type", "default", "section")]
+    """The frozen list: flag, type, range, default and section, one setting a line."""
+    rows = [("flag", "type", "range", "default", "section")]
     for setting in SETTINGS.values():
         flag = f"{setting.flag} / --no-{setting.key}" if setting.kind == "bool" else setting.flag
-        rows.append((flag, setting.type_name, setting.default_text, setting.section))
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+        rows.append(
+            (flag, setting.type_name, setting.range_text or "-", setting.default_text, setting.section)
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
     lines = [
-        "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows
+        "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[4]]) for row in rows
     ]
     return "\n".join(lines) + "\n"
 

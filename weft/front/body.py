@@ -21,7 +21,7 @@ async def read_json(request: Request, limit: int) -> bytes:
         raise UnsupportedMedia("the body must not be compressed")
     too_large = TooLarge(f"the body must have at most {limit} bytes")
     length = request.headers.get("content-length", "0")
-    if length.isdigit() and int(length[:20]) > limit:
+    if length.isascii() and length.isdecimal() and int(length[:20]) > limit:
         raise too_large
     body = bytearray()
     try:

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from weft.common.errors import DeadlineExceeded, EngineDead, InvalidRequest, Overloaded
+from weft.common.errors import EngineDead, InvalidRequest, Overloaded
 from weft.front.context import Front
 from weft.front.head_client import HeadError
 from weft.front.metrics import RequestTimes
 from weft.front.responses import Usage, make_usage
+from weft.front.streaming import within
 from weft.text.choice import Choice, Delta
 from weft.text.submit import build_submits, minted_seed
 from weft.types.messages import Submit, ids_to_bytes
@@ -103,11 +104,8 @@ class Generation:
 
     async def next(self) -> list[Delta]:
         """What came since the last call; may be empty. Raises WeftError when the request has failed."""
-        try:
-            async with asyncio.timeout_at(self._deadline):
-                events = await self.flow.next()
-        except TimeoutError:
-            raise DeadlineExceeded("the request took longer than this server allows") from None
+        async with within(self._deadline):
+            events = await self.flow.next()
         deltas = []
         for event in events:
             choice = self._by_sequence[event.sequence]

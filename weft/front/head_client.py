@@ -125,7 +125,7 @@ class HeadClient:
     def submit(self, submits: Iterable[m.Submit], observe: Observer | None = None) -> Flow:
         """Sends one request's sequences and opens their flow. Raises WeftError; then nothing was sent."""
         if self.failure is not None:
-            raise self.failure
+            raise Unavailable("the engine has failed; the server is stopping")
         if self.welcome is None or self._closing:
             raise Unavailable("the engine is not ready yet")
         if len(self._outbox) >= OUTBOX_LIMIT:

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from enum import Enum
 
-from weft.common.errors import EngineDead, Overloaded, Unavailable
+from weft.common.errors import Overloaded, Unavailable
 
 
 class Phase(Enum):
@@ -47,7 +47,7 @@ class Lifecycle:
     def request(self) -> Iterator[None]:
         """Holds a place for one request. Raises Unavailable or Overloaded when it may not begin."""
         if self.phase is Phase.DEAD:
-            raise EngineDead("the engine has failed; the server is stopping")
+            raise Unavailable("the engine has failed; the server is stopping")
         if self.phase is Phase.DRAINING:
             raise Unavailable("the server is shutting down")
         if self.phase is Phase.STARTING:

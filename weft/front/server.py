@@ -21,6 +21,7 @@ from weft.common.errors import ConfigError, Unavailable, WeftError
 from weft.config.resolved import EngineConfig
 from weft.config.sections import FrontSection
 from weft.front.app import build_app
+from weft.front.connection import Connection
 from weft.front.context import Front
 from weft.front.generation import probe
 from weft.front.lifecycle import Phase
@@ -110,7 +111,7 @@ class Server:
         logging.getLogger("uvicorn").parent = logging.getLogger("weft")
         return uvicorn.Config(
             build_app(front),
-            http="httptools",
+            http=Connection,
             ws="none",
             lifespan="off",
             access_log=False,

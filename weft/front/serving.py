@@ -22,7 +22,7 @@ from weft.front.context import Front
 from weft.front.generation import Generation, Prompt
 from weft.front.metrics import RequestTimes
 from weft.front.responses import DONE, Usage, error_response, event, to_json
-from weft.front.streaming import EventStream, watched
+from weft.front.streaming import EventStream, watched, within
 from weft.text.choice import Delta
 from weft.types.sampling import SamplingParams
 
@@ -70,7 +70,8 @@ async def handle(front: Front, request: Request, prepare: Callable[[Front, bytes
             held.enter_context(front.lifecycle.request())
             body = await read_json(request, front.section.max_request_bytes)
             seed = front.seeds.mint()
-            job = await front.in_thread(prepare, front, body)
+            async with within(deadline):
+                job = await front.in_thread(prepare, front, body)
             generation = Generation(
                 front,
                 job.prompts,
@@ -87,8 +88,8 @@ async def handle(front: Front, request: Request, prepare: Callable[[Front, bytes
                 return await _answer(front, request.receive, generation, shape)
             async with watched(request.receive, generation.flow):
                 first = await _first(generation)
-        except WeftError as error:
-            times.failed(error.info().code)
+        except Exception as error:
+            times.failed(error.info().code if isinstance(error, WeftError) else "internal_error")
             raise
         events = _events(request.receive, generation, shape, first, times)
         return EventStream(events, deadline + SEND_GRACE, held.pop_all())

@@ -1,4 +1,4 @@
-"""Server-sent events, and noticing that a client went away."""
+"""Server-sent events, deadlines, and noticing that a client went away."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from weft.common.errors import Cancelled
+from weft.common.errors import Cancelled, DeadlineExceeded
 from weft.common.log import get_logger
 from weft.front.flow import Flow
 
@@ -52,6 +52,16 @@ class EventStream(Response):
         async for data in events:
             await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+@contextlib.asynccontextmanager
+async def within(deadline: float) -> AsyncIterator[None]:
+    """Raises DeadlineExceeded inside at ``deadline``, a time of the event loop's clock."""
+    try:
+        async with asyncio.timeout_at(deadline):
+            yield
+    except TimeoutError:
+        raise DeadlineExceeded("the request took longer than this server allows") from None
 
 
 @contextlib.asynccontextmanager

@@ -46,8 +46,9 @@ class SettingType(_ParamType):
 
 
 def _option(setting: Setting) -> click.Option:
-    default = setting.default_text
-    text = setting.description + (f"  [default: {default}]" if default != "-" else "")
+    default = f"default: {setting.default_text}" if setting.default_text != "-" else ""
+    notes = "; ".join(note for note in (setting.range_text, default) if note)
+    text = setting.description + (f"  [{notes}]" if notes else "")
     if setting.kind == "bool":
         return click.Option([f"{setting.flag}/--no-{setting.key}"], default=None, help=text)
     return click.Option(

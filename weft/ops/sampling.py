@@ -34,8 +34,7 @@ Tensor = torch.Tensor
 
 NEG_INF = float("-inf")
 BLOCK = 128
-DENSE = 1 << 18
-"""Tokens whose words are made at a time, for the CPU's cache."""
+DENSE = 1 << 18  # tokens whose words are made at a time, for the CPU's cache
 WIDTHS = (128, 2048, 16384)
 """Leading tokens that step 6 looks at before it sorts the whole row."""
 

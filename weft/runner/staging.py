@@ -90,7 +90,10 @@ class StagingRing:
         self._timeout = timeout
 
     def acquire(self) -> StagingBuffer:
-        """A buffer that no step uses; its user calls ``begin``. Raises EngineDead when more steps are in flight than the ring holds."""
+        """A buffer that no step uses; its user calls ``begin``.
+
+        Raises EngineDead when more steps are in flight than the ring holds.
+        """
         if not self._free:
             raise EngineDead("more steps in flight than staging buffers")
         buffer = self._free.popleft()

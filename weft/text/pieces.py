@@ -8,11 +8,11 @@ still equal the whole decode. A decoder of any other form is applied to the whol
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any, Literal
 
 import msgspec
-import tokenizers
 from tokenizers import decoders
 
 Join = Literal["level", "fallback", "plain", "whole"]
@@ -44,9 +44,9 @@ class DecoderForm(msgspec.Struct, frozen=True):
 _WHOLE = DecoderForm("whole")
 
 
-def read_decoder(tokenizer: tokenizers.Tokenizer) -> DecoderForm:
-    """The form of a tokenizer's decoder."""
-    spec = json.loads(tokenizer.to_str())["decoder"]
+def read_decoder(decoder: Any) -> DecoderForm:
+    """The form of a ``tokenizers`` decoder, or of None. Its state is its part of a tokenizer.json."""
+    spec = None if decoder is None else json.loads(decoder.__getstate__())
     if spec is None:
         return DecoderForm("plain", (lambda text, first: text if first else " " + text,))
     stages = _flatten(spec)
@@ -106,6 +106,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _ALPHABET = _byte_alphabet()
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def level_bytes(text: str) -> bytes:
@@ -118,12 +119,8 @@ def level_bytes(text: str) -> bytes:
 
 def fallback_byte(text: str) -> bytes | None:
     """The byte that ``<0xE4>`` stands for, or None for any other token."""
-    if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
-        try:
-            return bytes([int(text[3:5], 16)])
-        except ValueError:
-            return None
-    return None
+    found = _BYTE_TOKEN.fullmatch(text)
+    return None if found is None else bytes([int(found[1], 16)])
 
 
 def make_piece(form: DecoderForm, text: str) -> Piece:

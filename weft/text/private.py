@@ -32,15 +32,14 @@ def secret_digits() -> str:
 
 
 def build_private(
-    tokenizer: tokenizers.Tokenizer, special: dict[str, int]
+    data: dict[str, Any], special: dict[str, int]
 ) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     """(encoder, private name of each special token's text).
 
-    ``special`` maps the special tokens' texts to their ids. Raises ConfigError when the renamed tokenizer
-    would give other ids, which no known tokenizer does.
+    ``data`` is a parsed tokenizer.json, which is changed; ``special`` maps the special tokens' texts to their
+    ids. Raises ConfigError when the renamed tokenizer would give other ids, which no known tokenizer does.
     """
     names = {text: secret_digits() for text in special}
-    data = json.loads(tokenizer.to_str())
     for entry in data.get("added_tokens", ()):
         entry["content"] = names.get(entry["content"], entry["content"])
     _rename_model(data["model"], names)

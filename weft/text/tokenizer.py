@@ -7,6 +7,7 @@ configuration where that file exists). Thread-safe.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,7 +32,8 @@ class Tokenizer:
                 f"the model's tokenizer.json cannot be read: {error}", param="tokenizer"
             ) from None
         self.files = files
-        _add_named(self._public, files)
+        changed = _add_named(self._public, files)
+        data = json.loads(self._public.to_str() if changed else files.tokenizer_json)
         added = self._public.get_added_tokens_decoder()
         self.added: dict[str, int] = {token.content: number for number, token in added.items()}
         self.special: dict[str, int] = {
@@ -39,8 +41,8 @@ class Tokenizer:
         }
         """Text of each special token, to its id."""
         self._special_ids = frozenset(self.special.values())
-        self._private, self._names = build_private(self._public, self.special)
-        self.form: DecoderForm = read_decoder(self._public)
+        self._private, self._names = build_private(data, self.special)
+        self.form: DecoderForm = read_decoder(self._public.decoder)
         self._pieces: dict[int, Piece | None] = {}
         longest_first = sorted(self.special, key=lambda text: (-len(text), text))
         self._special_pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
@@ -117,8 +119,8 @@ def check_text(text: str, param: str | None = None) -> None:
         ) from None
 
 
-def _add_named(tokenizer: tokenizers.Tokenizer, files: TextFiles) -> None:
-    """Marks the tokens that the configuration calls special, where tokenizer.json does not.
+def _add_named(tokenizer: tokenizers.Tokenizer, files: TextFiles) -> bool:
+    """Marks the tokens that the configuration calls special, where tokenizer.json does not. True if it did.
 
     Tokens that the vocabulary does not have are left out: no model row belongs to them.
     """
@@ -131,3 +133,4 @@ def _add_named(tokenizer: tokenizers.Tokenizer, files: TextFiles) -> None:
     ]
     if missing:
         tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in missing])
+    return bool(missing)
