@@ -69,9 +69,8 @@ def test_content_never_adds_a_control_token(
     made, plain = chat.encode(turns(first, second)), chat.encode(turns("x", "x"))
     assert [i for i in made.ids if i in special] == [i for i in plain.ids if i in special]
     assert first.strip() in made.text
-    assert (
-        tokenizer.decode(made.ids, False) == made.text.replace("<s> [INST]", "<s>[INST]") or name == "unigram"
-    )
+    if name == "byte_level":
+        assert tokenizer.decode(made.ids, False) == made.text
 
 
 ADJACENT = (
@@ -120,10 +119,8 @@ def test_variables_cannot_take_a_reserved_name(chatml: ChatFormat, key: str) -> 
     assert caught.value.param == "chat_template_kwargs"
 
 
-@pytest.mark.parametrize("kwargs", ["x", [1], {"a": object()}, {"a": {1, 2}, "b": float}])
+@pytest.mark.parametrize("kwargs", ["x", [1], {"a": object()}, {"a": float}, {"a": "\ud800"}])
 def test_variables_must_be_json(chatml: ChatFormat, kwargs: Any) -> None:
-    if kwargs == {"a": {1, 2}, "b": float}:
-        kwargs = {"b": float}
     with pytest.raises(InvalidRequest):
         chatml.encode([user("x")], kwargs=kwargs)
 

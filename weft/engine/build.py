@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
 import torch
 
 from weft.attention.registry import choose
 from weft.common.errors import ConfigError
-from weft.config.resolved import EngineConfig
+from weft.config.memory import activation_bytes, pools_for
+from weft.config.resolved import EngineConfig, KVConfig
 from weft.models.loader import load_model
 from weft.runner.runner import Runner
 from weft.runner.trace import StepTrace
@@ -32,10 +34,13 @@ def build_runner(config: EngineConfig, *, progress: bool = True, poison: bool = 
     model = load_model(
         config.model_path, spec, dtype, device, config.model.load_format, config.model.seed or 0, progress
     )
+    kv = config.kv
+    if device.type == "cuda" and config.cache.kv_cache_memory is None:
+        kv = fit_pools(config, *torch.cuda.mem_get_info(device))
     return Runner(
         model,
         backend,
-        config.kv,
+        kv,
         vocab_size=spec.vocab_size,
         dtype=dtype,
         device=device,
@@ -43,3 +48,16 @@ def build_runner(config: EngineConfig, *, progress: bool = True, poison: bool = 
         trace=trace,
         poison=poison,
     )
+
+
+def fit_pools(config: EngineConfig, free: int, total: int) -> KVConfig:
+    """The pools that a GPU's memory holds now that the weights are there.
+
+    ``free``, ``total``: bytes of the device. The share that --gpu-memory-utilization leaves to others, and
+    a step's activations, stay free. Raises ConfigError when one full context does not fit.
+    """
+    spec, cache, scheduler = config.spec, config.cache, config.scheduler
+    others = int(total * (1 - cache.gpu_memory_utilization))
+    room = max(free - others - activation_bytes(spec, config.dtype, scheduler), 0)
+    pools = pools_for(spec, config.kv.block_size, config.dtype, room, config.kv.max_model_len, scheduler)
+    return msgspec.structs.replace(config.kv, pools=pools)

@@ -26,7 +26,7 @@ class Connection(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
-        self._in_head = True
+        self._in_head = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -40,14 +40,14 @@ class Connection(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self._in_head:
-            # Bytes of a body that came along count too: they are a part of one read, at most 256 KiB.
-            self._head_bytes += len(data)
+            self._head_bytes += len(data)  # reset below when the head ends in this piece
         super().data_received(data)
         if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
             self._refuse(HeaderTooLarge(f"the headers have more than {MAX_HEAD_BYTES} bytes"))
 
     def on_message_begin(self) -> None:
-        self._begin_head()
+        if not self._in_head:
+            self._begin_head()
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
@@ -58,7 +58,6 @@ class Connection(HttpToolsProtocol):
         self._refuse(InvalidRequest("this is not an HTTP request"))
 
     def _begin_head(self) -> None:
-        self._end_head()
         self._in_head = True
         self._head_timer = self.loop.call_later(HEAD_SECONDS, self._too_slow)
 
@@ -70,13 +69,18 @@ class Connection(HttpToolsProtocol):
             self._head_timer = None
 
     def _too_slow(self) -> None:
-        self._refuse(RequestTimeout("the request's headers did not arrive in time"))
+        if self._head_bytes:
+            self._refuse(RequestTimeout("the request's headers did not arrive in time"))
+        else:
+            self.transport.close()  # opened and never used
 
     def _refuse(self, error: WeftError) -> None:
         """Answers unless an answer to an earlier request is under way, and closes."""
         self._end_head()
         if self.cycle is None or self.cycle.response_complete:
             body = to_json(error_response(error.info()))
-            head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+            head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(
+                body
+            )
             self.transport.write(STATUS_LINE[error.http_status] + head + body)
         self.transport.close()

@@ -37,7 +37,7 @@ class Caches:
                     f"the cache holds {kind.num_blocks} blocks of {kind.block_size} tokens of one kind, and "
                     f"one sequence of {max_model_len} tokens takes {least}: raise --kv-cache-memory or lower "
                     "--max-model-len",
-                    param="kv_cache_memory",
+                    param="--kv-cache-memory",
                 )
 
     def hit(self, hashes: Sequence[bytes], limit: int) -> int:

@@ -302,5 +302,5 @@ def _check_budget(kv: KVConfig, section: SchedulerSection) -> None:
             f"--max-num-batched-tokens {section.max_num_batched_tokens} leaves prefill {max(left, 0)} tokens "
             f"beside --max-num-seqs {section.max_num_seqs} decoding sequences, less than a block of "
             f"{kv.block_size}: raise the first or lower the second",
-            param="max_num_batched_tokens",
+            param="--max-num-batched-tokens",
         )
