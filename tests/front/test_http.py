@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
+import random
 import re
 import socket
 import time
@@ -15,6 +16,7 @@ import pytest
 
 from weft.front.metrics import describe
 from weft.front.middleware import Keys
+from weft.front.protocol import ChatRequest, CompletionRequest
 
 ROOT = Path(__file__).parent.parent.parent
 ROUTES = ["/v1/models", "/v1/models/fake", "/metrics", "/version", "/docs", "/openapi.json", "/nowhere"]
@@ -263,6 +265,46 @@ def test_openapi(fake: Any) -> None:
     assert schemas["ChatRequest"]["required"] == ["model", "messages"]
     for reference in re.findall(r'"#/components/schemas/(\w+)"', json.dumps(document)):
         assert reference in schemas
+
+
+def test_no_request_makes_a_server_error(fake: Any) -> None:
+    """A client's mistake is never 5xx, whatever it is."""
+    rng = random.Random(3)
+    junk = [
+        None,
+        True,
+        -1,
+        0,
+        1,
+        3.5,
+        2**64,
+        "",
+        "x",
+        "\0",
+        [],
+        [""],
+        [1],
+        ["x", 1],
+        [[1]],
+        {},
+        {"1": 1},
+        {"a": [{}]},
+    ]
+    names = sorted(ChatRequest.__struct_fields__ + CompletionRequest.__struct_fields__)
+    seen = set()
+    for number in range(300):
+        fields = {rng.choice(names): rng.choice(junk) for _ in range(rng.choice([1, 1, 2]))}
+        ask = fake.chat if number % 2 else fake.complete
+        answer = ask(**{"max_tokens": 2, "model": "fake", **fields})
+        seen.add(answer.status_code)
+        assert answer.status_code in (200, 400, 404), (fields, answer.text)
+        if answer.status_code != 200:
+            error_of(answer)
+    assert {200, 400} <= seen
+    deep: Any = 1
+    for _ in range(400):
+        deep = [deep]
+    assert fake.chat(chat_template_kwargs={"a": deep}, max_tokens=1).status_code in (200, 400)
 
 
 def test_garbage_from_the_head_is_dropped_and_counted(fake: Any, script: Any) -> None:

@@ -7,7 +7,10 @@ import contextlib
 import json
 import signal
 import socket
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,6 +19,8 @@ import pytest
 from weft.common.errors import Overloaded, Unavailable
 from weft.front.lifecycle import Lifecycle, Phase
 from weft.front.server import bind, ready_text
+
+ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -139,3 +144,8 @@ def test_the_ready_text() -> None:
     assert first == f"weft is ready: http://127.0.0.1:{port} model=a'b"
     assert second.startswith(f"try: curl http://127.0.0.1:{port}/v1/chat/completions -H")
     assert "$WEFT_KEY" in second
+
+
+def test_the_front_never_imports_torch() -> None:
+    code = "import sys, weft.front.server; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=False).returncode == 0

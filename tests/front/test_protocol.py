@@ -6,6 +6,8 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from weft.common.errors import InvalidRequest
 from weft.front.protocol import NEUTRAL, UNSUPPORTED, ChatRequest, CompletionRequest, parse
@@ -259,3 +261,28 @@ def test_metadata_is_bounded() -> None:
 
 def test_prompt_logprobs_are_not_streamed() -> None:
     assert refused(chat, stream=True, prompt_logprobs=1).param == "prompt_logprobs"
+
+
+numbers = st.integers(-(2**70), 2**70) | st.floats(allow_nan=False, allow_infinity=False)
+scalars = (
+    st.none() | st.booleans() | numbers | st.text(max_size=5) | st.sampled_from([1, 0.5, "x", ["x"], [1]])
+)
+anything = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@pytest.mark.parametrize(("cls", "base"), [(ChatRequest, CHAT), (CompletionRequest, TEXT)])
+@given(data=st.data())
+def test_no_value_of_any_field_makes_anything_but_a_refusal(cls: Any, base: Any, data: st.DataObject) -> None:
+    names = sorted(cls.__struct_fields__) + sorted(UNSUPPORTED)
+    fields = data.draw(st.dictionaries(st.sampled_from(names), anything, min_size=1, max_size=3))
+    body = json.dumps({**base, **fields}).encode()
+    refusal = None
+    try:
+        parse(body, cls).sampling()
+    except InvalidRequest as error:
+        refusal = error
+    assert refusal is None or refusal.param in names or refusal.error_code == "invalid_json"

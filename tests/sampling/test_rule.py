@@ -218,10 +218,27 @@ def test_bad_words_look_at_prompt_and_output_and_nothing_beyond(make: SimpleName
     assert greedy([1, 2, 3], ((3, 4),)) == 3
     assert greedy([1, 2, 3], ((2, 3, 4),)) == 3
     assert greedy([1, 2, 3], ((1, 3, 4),)) == 4
+    assert greedy([2, 3], ((2, 3, 4), (2, 3, 3))) == 2
     assert greedy([3], ((2, 3, 4), (3, 3, 4))) == 4
     assert greedy([1, 2], ((3, 4), (2, 2, 4))) == 4
     assert greedy([1, 3], ((3, 4), (2, 4), (3,))) == 2
     assert greedy([1, 3], ((9, 9, 9, 9, 4), (3, 900))) == 4
+
+
+def test_penalties_see_neither_the_position_nor_what_follows(make: SimpleNamespace) -> None:
+    logits = torch.tensor([[2.0, 1.9], [2.0, 1.9], [2.0, 1.9]])
+    params = TokenParams(temperature=0, repetition_penalty=2.0, frequency_penalty=1.0)
+    rows = [plain_row(params, 0, history) for history in ([1], [1, 1, 1, 1], [0])]
+    for of in rows:
+        of.junk = 0
+    assert run(make, rows, logits, 2).tokens.tolist() == [0, 0, 1]
+
+
+def test_penalties_of_output_do_not_see_the_prompt(make: SimpleNamespace) -> None:
+    logits = torch.tensor([[2.0, 1.9], [2.0, 1.9]])
+    params = TokenParams(temperature=0, frequency_penalty=1.0, presence_penalty=1.0)
+    rows = [plain_row(params, 0, [0, 0], num_prompt=2), plain_row(params, 0, [0, 0], num_prompt=1)]
+    assert run(make, rows, logits, 2).tokens.tolist() == [0, 1]
 
 
 def test_min_tokens_counts_output_only(make: SimpleNamespace) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -295,6 +296,22 @@ def test_looking_at_few_tokens_first_changes_nothing(
     general = ops.sample_filtered(x, filters, noise(count), ())
     for widths in ((1, 8, 64), (32,), (200, 599)):
         assert ops.sample_filtered(x, filters, noise(count), widths).equal(general)
+
+
+def test_rows_with_and_without_top_k_may_be_filtered_together() -> None:
+    count, vocab = 60, 600
+    x = scene(count, vocab, seed=4).logits
+    filters = ops.Filters(
+        top_k=torch.tensor([5, 20, vocab] * 20),
+        top_p=torch.full((count,), 0.7, dtype=torch.float64),
+        min_p=torch.zeros(count, dtype=torch.float64),
+        all_top_k=False,
+    )
+    together = ops.sample_filtered(x, filters, noise(count), (64,))
+    for row in range(count):
+        one = slice(row, row + 1)
+        alone = replace(filters.at(one), all_top_k=int(filters.top_k[row]) < vocab)
+        assert ops.sample_filtered(x[one], alone, noise(count).at(one), (64,)).equal(together[one])
 
 
 @pytest.mark.parametrize("count", [1, 3, 64, 129, 299, 300])

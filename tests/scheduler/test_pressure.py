@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from tests.scheduler.harness import VOCAB, Rig, kv_config, submit
+from tests.scheduler.fake_runner import VOCAB, kv_config, submit
+from tests.scheduler.harness import Rig
 from weft.common.errors import ConfigError, EngineDead, Overloaded
 from weft.kv.caches import Caches
 from weft.scheduler.scheduler import MAX_EMPTY_PLANS

@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 
-from tests.scheduler.harness import BAD_SEED, ROW_ERROR, VOCAB, Rig, alone, kv_config, submit
+from tests.scheduler.fake_runner import BAD_SEED, ROW_ERROR, VOCAB, alone, kv_config, submit
+from tests.scheduler.harness import Rig
 from weft.common.errors import ContextLength, EngineDead, ErrorInfo, InvalidRequest
 from weft.scheduler.sequence import TRANSITIONS, Ended, Held, Running, Sequence, Waiting
 from weft.types.messages import Submit

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.scheduler.harness import Rig, kv_config, submit
+from tests.scheduler.fake_runner import kv_config, submit
+from tests.scheduler.harness import Rig
 from weft.common.errors import EngineDead
 from weft.types.plan import AllocSlot, FreeSlot, StepPlan
 

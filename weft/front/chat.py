@@ -12,6 +12,7 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
+from weft.common.errors import InvalidRequest
 from weft.front import responses as r
 from weft.front.context import Front
 from weft.front.generation import Generation, Prompt
@@ -35,12 +36,16 @@ def prepare(front: Front, body: bytes) -> Job:
     params = asked.sampling()
     continues = bool(asked.continue_final_message)
     opens = not continues if asked.add_generation_prompt is None else asked.add_generation_prompt
-    rendered = front.text.chat.encode(
-        asked.messages,
-        add_generation_prompt=opens,
-        continue_final_message=continues,
-        kwargs=asked.chat_template_kwargs,
-    )
+    try:
+        rendered = front.text.chat.encode(
+            asked.messages,
+            add_generation_prompt=opens,
+            continue_final_message=continues,
+            kwargs=asked.chat_template_kwargs,
+        )
+    except RecursionError:
+        message = "chat_template_kwargs are nested too deeply"
+        raise InvalidRequest(message, param="chat_template_kwargs") from None
     return Job(
         prompts=[Prompt(ids=rendered.ids)],
         params=params,

@@ -1,0 +1,299 @@
+"""A runner without a model, and the configurations and requests that go with it.
+
+The runner's model is a deterministic function of the whole history, seed and choice. It keeps slots, block
+tables and the content of every cache position (as a hash of the token prefix that wrote it) from plans and
+ops alone, and fails an assertion as soon as a plan breaks its contract.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from weft.common.errors import ErrorInfo
+from weft.config.resolved import KVConfig, PoolSpec
+from weft.config.spec import CacheSpec
+from weft.types.messages import Submit, ids_from_bytes, ids_to_bytes
+from weft.types.plan import (
+    EMPTY,
+    AllocSlot,
+    AppendBlocks,
+    FreeSlot,
+    LogprobRows,
+    Segment,
+    StepPlan,
+    StepResult,
+    column,
+)
+from weft.types.sampling import TokenParams
+
+VOCAB = 50
+BAD_SEED = 666
+"""A sequence with this seed fails with a row error at its third output token."""
+ROW_ERROR = ErrorInfo(code="non_finite_logits", message="planted")
+TOP = 3
+
+
+def kv_config(
+    *,
+    blocks: int = 64,
+    window: int | None = None,
+    window_blocks: int = 64,
+    max_model_len: int = 48,
+    slots: int = 12,
+    caching: bool = True,
+    block: int = 4,
+    window_block: int | None = None,
+    full: bool = True,
+) -> KVConfig:
+    """Pools of a full and, where asked for, a window kind."""
+    pools = []
+    if full:
+        spec = CacheSpec(kind="full", layers=(0,), kv_heads=1, head_dim=1)
+        pools.append(PoolSpec(cache=spec, block_size=block, num_blocks=blocks))
+    if window is not None:
+        spec = CacheSpec(kind="window", layers=(1,), window=window, kv_heads=1, head_dim=1)
+        pools.append(PoolSpec(cache=spec, block_size=window_block or block, num_blocks=window_blocks))
+    return KVConfig(
+        pools=tuple(pools),
+        block_size=block,
+        enable_prefix_caching=caching,
+        max_model_len=max_model_len,
+        num_slots=slots,
+    )
+
+
+def submit(
+    sequence: int,
+    prompt: list[int],
+    *,
+    request: int | None = None,
+    choice: int = 0,
+    seed: int = 1,
+    emitted: list[int] | None = None,
+    priority: int = 0,
+    salt: str = "",
+    **params: object,
+) -> Submit:
+    """A Submit; ``params`` are fields of TokenParams."""
+    params.setdefault("max_tokens", 6)
+    return Submit(
+        sequence=sequence,
+        request=sequence if request is None else request,
+        choice=choice,
+        seed=seed,
+        prompt_ids=ids_to_bytes(prompt),
+        emitted_ids=ids_to_bytes(emitted or []),
+        params=TokenParams(**params),  # type: ignore[arg-type]
+        priority=priority,
+        salt=salt,
+    )
+
+
+def prefix_hashes(tokens: list[int]) -> list[int]:
+    """h[p]: what position p's cache content depends on, tokens[0 .. p]."""
+    hashes, state = [], 7
+    for token in tokens:
+        state = hash((state, token))
+        hashes.append(state)
+    return hashes
+
+
+def next_token(prefix: int, seed: int, choice: int, made: int, params: TokenParams) -> int:
+    """The model: the output token number ``made`` (from 0) after a history of hash ``prefix``."""
+    token = hash((prefix, seed, choice)) % VOCAB
+    while made < params.min_tokens and token in params.stop_ids:
+        token = (token + 1) % VOCAB
+    return token
+
+
+def alone(request: Submit, max_model_len: int) -> tuple[list[int], str]:
+    """(output tokens after the emitted ones, finish) of a sequence that is by itself in the world."""
+    prompt = ids_from_bytes(request.prompt_ids).tolist()
+    tokens = prompt + ids_from_bytes(request.emitted_ids).tolist()
+    params, first = request.params, len(tokens)
+    while True:
+        made = len(tokens) - len(prompt)
+        if made > params.min_tokens and tokens[-1] in params.stop_ids:
+            return tokens[first:], "stop"
+        if made >= params.max_tokens or len(tokens) >= max_model_len:
+            return tokens[first:], "length"
+        if request.seed == BAD_SEED and made == 2:
+            return tokens[first:], "error"
+        tokens.append(next_token(prefix_hashes(tokens)[-1], request.seed, request.choice, made, params))
+
+
+@dataclass
+class Tenant:
+    gen: int
+    op: AllocSlot
+    history: list[int]
+    prefix: list[int]
+    num_computed: int
+    tables: list[list[int]]
+
+    def push(self, token: int) -> None:
+        self.prefix.append(hash((self.prefix[-1], token)))
+        self.history.append(token)
+
+
+@dataclass
+class FakeRunner:
+    """Applies plans in order, at launch. ``committed`` says which of them the scheduler has heard back of."""
+
+    kv: KVConfig
+    tenants: dict[int, Tenant] = field(default_factory=dict)
+    gens: dict[int, int] = field(default_factory=dict)
+    memory: list[dict[tuple[int, int], int]] = field(default_factory=list)
+    named: dict[int, tuple[dict[int, None], list[dict[int, None]]]] = field(default_factory=dict)
+    """Step in flight -> slots, and for each kind blocks, that its rows use."""
+    last_step: int = -1
+
+    def __post_init__(self) -> None:
+        self.memory = [{} for _ in self.kv.pools]
+
+    def launch(self, plan: StepPlan) -> StepResult:
+        assert plan.step == self.last_step + 1
+        self.last_step = plan.step
+        for op in plan.ops:
+            if isinstance(op, AllocSlot):
+                self._alloc(op)
+            elif isinstance(op, FreeSlot):
+                self._free(op)
+            else:
+                self._append(op)
+        self.named[plan.step] = ({}, [{} for _ in self.kv.pools])
+        rows = [*self._rows(plan.prefill), *self._rows(plan.decode)]
+        assert rows, "an empty plan"
+        assert len({r[0] for r in rows}) == len(rows), "a slot twice in a plan"
+        made: list[tuple[int, list[int], list[int], bool]] = []
+        for number, row in enumerate(rows):
+            sampled, prompt, error = self._run_row(plan.step, row, number >= plan.prefill.rows)
+            if row[4]:
+                made.append((number, sampled, prompt, error))
+        return _result(plan.step, made)
+
+    def committed(self, step: int) -> None:
+        del self.named[step]
+
+    # ---- ops
+
+    def _alloc(self, op: AllocSlot) -> None:
+        assert op.slot not in self.tenants, "AllocSlot of a slot that is not free"
+        assert 0 <= op.slot < self.kv.num_slots
+        assert op.gen > self.gens.get(op.slot, -1), "gen did not grow"
+        for slots, _ in self.named.values():
+            assert op.slot not in slots, "a slot was given away while a plan in flight names it"
+        history = op.token_ids.tolist()
+        assert 0 < op.num_prompt <= len(history)
+        assert 0 <= op.num_cached < len(history)
+        self.gens[op.slot] = op.gen
+        tables: list[list[int]] = [[] for _ in self.kv.pools]
+        prefix = prefix_hashes(history)
+        self.tenants[op.slot] = Tenant(op.gen, op, history, prefix, op.num_cached, tables)
+
+    def _free(self, op: FreeSlot) -> None:
+        assert self.tenants[op.slot].gen == op.gen
+        for slots, _ in self.named.values():
+            assert op.slot not in slots, "a slot was freed while a plan in flight names it"
+        del self.tenants[op.slot]
+
+    def _append(self, op: AppendBlocks) -> None:
+        tenant, pool = self.tenants[op.slot], self.kv.pools[op.kind]
+        assert len(op.blocks)
+        for block in op.blocks.tolist():
+            entry = len(tenant.tables[op.kind])
+            tenant.tables[op.kind].append(block)
+            assert 0 <= block <= pool.num_blocks
+            if block == 0:
+                assert pool.cache.kind == "window"
+            elif entry * pool.block_size >= tenant.op.num_cached:  # a block of its own
+                for _, blocks in self.named.values():
+                    assert block not in blocks[op.kind], "a block was reused while a plan in flight names it"
+
+    # ---- rows
+
+    def _rows(self, s: Segment) -> list[tuple[int, int, int, int, int, int]]:
+        lengths = {len(c) for c in (s.slot, s.gen, s.start, s.count, s.logits, s.sample, s.next_k)}
+        assert len(lengths) == 1
+        columns = (s.slot, s.gen, s.start, s.count, s.logits, s.sample)
+        assert not any(c.flags.writeable for c in columns)
+        return list(zip(*(c.tolist() for c in columns), strict=True))
+
+    def _run_row(
+        self, step: int, row: tuple[int, int, int, int, int, int], decode: bool
+    ) -> tuple[list[int], list[int], bool]:
+        slot, gen, start, count, logits, sample = row
+        tenant = self.tenants[slot]
+        assert tenant.gen == gen, "a row names another tenant"
+        assert count > 0
+        assert 0 <= sample <= logits <= count
+        assert start == tenant.num_computed
+        end = start + count
+        assert end <= len(tenant.history), "positions whose ids nobody knows"
+        known = len(tenant.op.token_ids)
+        if decode:
+            assert start >= known
+            assert (count, logits, sample) == (1, 1, 1)
+        else:
+            assert end <= known
+            assert sample == (end == known)
+        self._touch(step, slot, tenant, start, end)
+        tenant.num_computed = end
+        prompt = tenant.history[end - logits + 1 : end - sample + 1]
+        if not sample:
+            return [], prompt, False
+        made = len(tenant.history) - tenant.op.num_prompt
+        if tenant.op.seed == BAD_SEED and made == 2:
+            tenant.push(0)
+            return [0], prompt, True
+        op = tenant.op
+        assert made < op.params.max_tokens, "a row beyond max_tokens"
+        assert len(tenant.history) < self.kv.max_model_len, "a row beyond the context"
+        tenant.push(next_token(tenant.prefix[-1], op.seed, op.choice, made, op.params))
+        return [tenant.history[-1]], prompt, False
+
+    def _touch(self, step: int, slot: int, tenant: Tenant, start: int, end: int) -> None:
+        """Writes positions start .. end - 1, and reads what they attend to."""
+        slots, blocks = self.named[step]
+        slots[slot] = None
+        for kind, pool in enumerate(self.kv.pools):
+            table, memory, size = tenant.tables[kind], self.memory[kind], pool.block_size
+            first = max(0, start - pool.cache.window + 1) if pool.cache.kind == "window" else 0
+            assert len(table) * size >= end, "the block table does not cover the row"
+            for p in range(start, end):
+                assert table[p // size] != 0
+                memory[table[p // size], p % size] = tenant.prefix[p]
+            for p in range(first, end):
+                block = table[p // size]
+                assert block != 0, "attention reads a hole"
+                assert memory.get((block, p % size)) == tenant.prefix[p], "attention reads foreign content"
+                blocks[kind][block] = None
+
+
+def _result(step: int, made: list[tuple[int, list[int], list[int], bool]]) -> StepResult:
+    offsets = np.cumsum([0, *(len(m[1]) for m in made)])
+    prompt_offsets = np.cumsum([0, *(len(m[2]) for m in made)])
+    tokens = [t for m in made for t in m[1]]
+    prompt = [t for m in made for t in m[2]]
+    return StepResult(
+        step=step,
+        rows=column([m[0] for m in made]),
+        offsets=column(offsets),
+        tokens=column(tokens),
+        accepted=column([0] * len(made)),
+        row_error=tuple((i, ROW_ERROR) for i, m in enumerate(made) if m[3]),
+        logprobs=_logprobs(offsets, tokens),
+        prompt_logprobs=_logprobs(prompt_offsets, prompt),
+    )
+
+
+def _logprobs(offsets: np.ndarray, tokens: list[int]) -> LogprobRows:
+    ids = np.array([[t, *range(TOP)] for t in tokens], np.int32).reshape(-1, 1 + TOP)
+    return LogprobRows(
+        offsets=column(offsets),
+        ids=ids,
+        values=-(ids + 0.5).astype(np.float32),
+        rank=column([t + 1 for t in tokens]) if tokens else EMPTY,
+    )
