@@ -194,6 +194,21 @@ def make_rows(
     )
 
 
+def scene(count: int, vocab: int, seed: int = 0, ties: bool = False) -> SimpleNamespace:
+    """Random logits, history and positions of ``count`` slots; ``ties``: few distinct logits."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(count, vocab, generator=generator) * 3
+    if ties:
+        logits = (logits * 2).round() / 2
+    return SimpleNamespace(
+        logits=logits,
+        history=torch.randint(0, vocab, (count, 40), generator=generator, dtype=torch.int32),
+        num_prompt=torch.randint(1, 10, (count,), generator=generator),
+        positions=(torch.randint(10, 40, (count,), generator=generator)).tolist(),
+        seeds=[(1 << 63) + 977 * i for i in range(count)],
+    )
+
+
 @pytest.fixture(scope="session")
 def plain() -> SimpleNamespace:
     """The independent forms."""
@@ -210,4 +225,4 @@ def plain() -> SimpleNamespace:
 @pytest.fixture(scope="session")
 def make() -> SimpleNamespace:
     """Builders of real samplers and their arguments."""
-    return SimpleNamespace(sampler=build, rows=make_rows)
+    return SimpleNamespace(sampler=build, rows=make_rows, scene=scene)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +9,6 @@ import pytest
 import torch
 
 from weft.common.errors import EngineDead
-from weft.ops import sampling as ops
 from weft.runner import sampler as module
 from weft.types.plan import AllocSlot
 from weft.types.sampling import TokenParams
@@ -34,20 +31,6 @@ MANY = [
 ]
 
 
-def scene(count: int, vocab: int, seed: int = 0, ties: bool = False) -> SimpleNamespace:
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(count, vocab, generator=generator) * 3
-    if ties:
-        logits = (logits * 2).round() / 2
-    return SimpleNamespace(
-        logits=logits,
-        history=torch.randint(0, vocab, (count, 40), generator=generator, dtype=torch.int32),
-        num_prompt=torch.randint(1, 10, (count,), generator=generator),
-        positions=(torch.randint(10, 40, (count,), generator=generator)).tolist(),
-        seeds=[(1 << 63) + 977 * i for i in range(count)],
-    )
-
-
 def build(make: SimpleNamespace, of: SimpleNamespace, params: list[TokenParams], vocab: int, device="cpu"):
     return make.sampler(
         params, vocab=vocab, seeds=of.seeds, choices=[i % 5 for i in range(len(params))], device=device
@@ -68,7 +51,7 @@ def entry(made: module.SampleOutput, index: int) -> tuple:
 @pytest.mark.parametrize("threads", [1, 2])
 def test_an_entry_does_not_depend_on_the_others(make: SimpleNamespace, threads: int, ties: bool) -> None:
     count = len(MANY)
-    of = scene(count, VOCAB, seed=3, ties=ties)
+    of = make.scene(count, VOCAB, seed=3, ties=ties)
     sampler = build(make, of, MANY, VOCAB)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -94,7 +77,7 @@ def test_an_entry_does_not_depend_on_the_others(make: SimpleNamespace, threads: 
 
 def test_chunks_change_nothing(make: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     params = MANY * 3
-    of = scene(len(params), VOCAB, seed=5)
+    of = make.scene(len(params), VOCAB, seed=5)
     sampler = build(make, of, params, VOCAB)
     index = list(range(len(params)))
     prompt = [(i, i, of.positions[i]) for i in index]
@@ -111,7 +94,7 @@ def test_chunks_change_nothing(make: SimpleNamespace, monkeypatch: pytest.Monkey
 
 
 def test_several_entries_of_one_slot(make: SimpleNamespace) -> None:
-    of = scene(3, 50)
+    of = make.scene(3, 50)
     sampler = build(make, of, MANY[:3], 50)
     rows = make.rows([1, 1, 1], [0, 1, 2], [10, 11, 12])
     together = sampler.sample(of.logits, rows, of.history, of.num_prompt).tokens.tolist()
@@ -125,7 +108,7 @@ def test_several_entries_of_one_slot(make: SimpleNamespace) -> None:
 @pytest.mark.parametrize("params", [TokenParams(temperature=0, logprobs=2), *MANY], ids=str)
 @pytest.mark.parametrize("poison", [NAN, INF, -INF])
 def test_a_broken_row_breaks_nothing_else(make: SimpleNamespace, params: TokenParams, poison: float) -> None:
-    of = scene(3, VOCAB)
+    of = make.scene(3, VOCAB)
     sampler = build(make, of, [params] * 3, VOCAB)
     rows = make.rows([0, 1, 2], [0, 1, 2], of.positions)
     clean = sampler.sample(of.logits, rows, of.history, of.num_prompt)
@@ -144,7 +127,7 @@ def test_a_broken_row_breaks_nothing_else(make: SimpleNamespace, params: TokenPa
 
 
 def test_history_beyond_the_position_is_never_read(make: SimpleNamespace) -> None:
-    of = scene(len(MANY), VOCAB, seed=9)
+    of = make.scene(len(MANY), VOCAB, seed=9)
     sampler = build(make, of, MANY, VOCAB)
     index = list(range(len(MANY)))
     rows = make.rows(index, index, of.positions)
@@ -160,7 +143,7 @@ def test_history_beyond_the_position_is_never_read(make: SimpleNamespace) -> Non
 def test_logprobs(plain: SimpleNamespace, make: SimpleNamespace, dtype: torch.dtype, ties: bool) -> None:
     vocab, tops = 300, [0, 1, 5, 20, -1]
     params = [TokenParams(logprobs=top, temperature=2.0, logit_bias=((3, 5.0),)) for top in tops]
-    of = scene(5, vocab, ties=ties)
+    of = make.scene(5, vocab, ties=ties)
     padded = torch.nn.functional.pad(of.logits, (0, 4), value=99.0).to(dtype)
     sampler = build(make, of, params, vocab)
     made = sampler.sample(padded, make.rows(range(5), range(5), of.positions), of.history, of.num_prompt)
@@ -192,7 +175,7 @@ def test_more_top_logprobs_than_tokens(make: SimpleNamespace) -> None:
 def test_prompt_logprobs_read_the_history(plain: SimpleNamespace, make: SimpleNamespace) -> None:
     vocab = 40
     params = [TokenParams(prompt_logprobs=2), TokenParams(prompt_logprobs=0, logprobs=1)]
-    of = scene(2, vocab)
+    of = make.scene(2, vocab)
     logits = torch.randn(6, vocab, generator=torch.Generator().manual_seed(1))
     prompt = [(0, 0, 1), (0, 1, 2), (1, 3, 4), (1, 4, 5)]
     sampler = build(make, of, params, vocab)
@@ -212,7 +195,7 @@ def test_prompt_logprobs_read_the_history(plain: SimpleNamespace, make: SimpleNa
 
 
 def test_a_step_may_sample_nothing(make: SimpleNamespace) -> None:
-    of = scene(1, 40)
+    of = make.scene(1, 40)
     sampler = build(make, of, [TokenParams(prompt_logprobs=0)], 40)
     made = sampler.sample(of.logits, make.rows([], [], [], [(0, 0, 3)]), of.history, of.num_prompt)
     assert made.tokens.shape == made.error.shape == (0,)
@@ -254,128 +237,6 @@ def test_slots_forget_their_last_tenant(make: SimpleNamespace) -> None:
     assert made.logprobs is None
 
 
-# --- fast forms and distribution ---
-
-
-def noise(count: int, seed: int = 0) -> ops.Noise:
-    positions = torch.arange(count)
-    return ops.Noise(seed=torch.full((count,), seed), choice=positions % 3, position=positions)
-
-
-@pytest.mark.parametrize("ties", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("spread", [0.0, 0.3, 1.0, 6.0, 1e3, 1e15])
-def test_skipping_hopeless_tokens_changes_nothing(spread: float, dtype: torch.dtype, ties: bool) -> None:
-    of = scene(300, 700, seed=1, ties=ties)
-    x = of.logits.to(dtype) * spread
-    x[::7, 5:300] = -INF
-    assert ops.sample_open(x, None, noise(300)).equal(ops.sample_all(x, noise(300)))
-    for min_p in (0.0, 1e-8, 0.3, 1.0):
-        column = torch.full((300,), min_p, dtype=torch.float64)
-        weight = (x.double() - x.double().amax(1, keepdim=True)).exp()
-        kept = x.masked_fill(weight < min_p, -INF)
-        assert ops.sample_open(x, column, noise(300)).equal(ops.sample_all(kept, noise(300)))
-
-
-@pytest.mark.parametrize("ties", [False, True])
-@pytest.mark.parametrize("top_p", [1e-9, 0.3, 0.8, 0.999, 1.0])
-@pytest.mark.parametrize("top_k", [1, 2, 9, 60, 200, 600])
-@pytest.mark.parametrize("min_p", [0.0, 0.01])
-def test_looking_at_few_tokens_first_changes_nothing(
-    top_k: int, top_p: float, min_p: float, ties: bool
-) -> None:
-    count, vocab = 40, 600
-    x = scene(count, vocab, seed=2, ties=ties).logits / 2
-    x[::5, 50:] = -INF
-    filters = ops.Filters(
-        top_k=torch.full((count,), top_k),
-        top_p=torch.full((count,), top_p, dtype=torch.float64),
-        min_p=torch.full((count,), min_p, dtype=torch.float64),
-        all_top_k=top_k < vocab,
-    )
-    general = ops.sample_filtered(x, filters, noise(count), ())
-    for widths in ((1, 8, 64), (32,), (200, 599)):
-        assert ops.sample_filtered(x, filters, noise(count), widths).equal(general)
-
-
-def test_rows_with_and_without_top_k_may_be_filtered_together() -> None:
-    count, vocab = 60, 600
-    x = scene(count, vocab, seed=4).logits
-    filters = ops.Filters(
-        top_k=torch.tensor([5, 20, vocab] * 20),
-        top_p=torch.full((count,), 0.7, dtype=torch.float64),
-        min_p=torch.zeros(count, dtype=torch.float64),
-        all_top_k=False,
-    )
-    together = ops.sample_filtered(x, filters, noise(count), (64,))
-    for row in range(count):
-        one = slice(row, row + 1)
-        alone = replace(filters.at(one), all_top_k=int(filters.top_k[row]) < vocab)
-        assert ops.sample_filtered(x[one], alone, noise(count).at(one), (64,)).equal(together[one])
-
-
-@pytest.mark.parametrize("count", [1, 3, 64, 129, 299, 300])
-def test_top_ids_are_the_stable_order(count: int) -> None:
-    x = scene(50, 300, ties=True).logits
-    x[::3, 100:250] = -INF
-    expected = x.sort(dim=-1, descending=True, stable=True).indices[:, :count]
-    assert ops.top_ids(x, count).equal(expected)
-
-
-@pytest.mark.parametrize("vocab", [1, 2, 127, 128, 255, 256, 257, 300, 1000])
-def test_first_max_is_the_first(vocab: int) -> None:
-    x = torch.randint(0, 3, (200, vocab + 5), generator=torch.Generator().manual_seed(0)).float()
-    x[::2] = 0
-    x[::2, vocab // 2] = 2
-    expected = np.argmax(x[:, :vocab].numpy(), axis=1)
-    assert ops.first_max(x[:, :vocab]).tolist() == expected.tolist()
-    x[:, vocab - 1] = NAN
-    assert ops.first_max(x[:, :vocab]).tolist() == [vocab - 1] * 200
-
-
-@pytest.mark.parametrize(
-    "params",
-    [
-        TokenParams(temperature=1.0),
-        TokenParams(temperature=0.7),
-        TokenParams(top_k=5),
-        TokenParams(top_p=0.8, temperature=1.5),
-        TokenParams(min_p=0.1),
-        TokenParams(top_k=9, top_p=0.9, min_p=0.04, temperature=1.3),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("fixed", ["seed", "position"])
-def test_samples_follow_the_distribution(
-    plain: SimpleNamespace, make, params: TokenParams, fixed: str
-) -> None:
-    """Chi-square over 8,000 fixed draws, at the statistic's 99.9th percentile (Wilson and Hilferty)."""
-    vocab, draws = 12, 8_000
-    logits = torch.tensor([[1.3, -0.4, 2.0, 0.0, 0.7, -2.0, 1.9, 0.3, -1.0, 1.1, -0.2, 0.5]])
-    scaled = logits[0].double() / params.temperature
-    kept, _ = plain.kept(scaled.tolist(), params)
-    weights = torch.softmax(scaled[kept], dim=0)
-    if fixed == "seed":
-        slots, positions = [0] * draws, list(range(draws))
-        sampler = make.sampler([params], vocab=vocab, seeds=[12345])
-    else:
-        slots, positions = list(range(draws)), [17] * draws
-        sampler = make.sampler([params] * draws, vocab=vocab, seeds=list(range(draws)))
-    history = torch.zeros(len(set(slots)), 1, dtype=torch.int32)
-    rows = make.rows(slots, range(draws), positions)
-    tokens = sampler.sample(logits.expand(draws, -1), rows, history, history[:, 0].long()).tokens
-    counts = torch.bincount(tokens, minlength=vocab).double()
-    assert counts.sum() == counts[kept].sum()
-    expected = weights * draws
-    statistic = float(((counts[kept] - expected) ** 2 / expected).sum())
-    free = len(kept) - 1
-    limit = free * (1 - 2 / (9 * free) + 3.0902 * math.sqrt(2 / (9 * free))) ** 3
-    assert statistic < limit
-
-
-# --- devices ---
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("ties", [False, True])
@@ -383,7 +244,7 @@ def test_samples_follow_the_distribution(
 def test_cuda_draws_what_the_cpu_draws(make: SimpleNamespace, dtype: torch.dtype, ties: bool) -> None:
     params = MANY * 4
     count = len(params)
-    of = scene(count, VOCAB, seed=11, ties=ties)
+    of = make.scene(count, VOCAB, seed=11, ties=ties)
     of.logits[5, 77] = NAN
     index = list(range(count))
     prompt = [(i, i, of.positions[i] - 1) for i in index]
