@@ -9,10 +9,13 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from training.tokenizer import END_OF_TEXT, SYSTEM_PROMPTS, TURN_END, TURN_START
-from weft.eval.gsm_mini import Problem, problems
+from weft.eval.gsm_mini import Problem, is_held_out_pair, problems
+from weft.eval.gsm_story import MAX_VALUE, Step
 
 POOL_ROWS = 3000  # rows sorted by length together
 PLAIN_SHARE, TWO_TURN_SHARE, SYSTEM_SHARE = 0.12, 0.06, 0.15
+DRILL_SHARE = 0.35  # rows of worked lines without a story: most of their tokens teach arithmetic
+DRILL_LINES = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +24,26 @@ class Row:
 
     ids: list[int]
     weights: list[float]
+
+
+def draw_step(rng: random.Random) -> Step:
+    """A worked line of the kinds that stories need, its operands none of the held-out pairs."""
+    while True:
+        op = rng.choices("+-x/", (7, 7, 3, 3))[0]
+        if op == "+":
+            step = Step(
+                "+", rng.randint(2, rng.choice((30, 99, 300))), rng.randint(2, rng.choice((12, 60, 99)))
+            )
+        elif op == "-":
+            a = rng.randint(3, rng.choice((30, 99, 200, 400)))
+            step = Step("-", a, rng.randint(2, min(a - 1, rng.choice((12, 60, a)))) if a > 3 else 2)
+        else:
+            small, large = rng.randint(2, 9), rng.randint(2, rng.choice((10, 25, 40)))
+            pair = (small, large) if rng.random() < 0.5 else (large, small)
+            step = Step("x", *pair) if op == "x" else Step("/", small * large, small)
+        shown = (step, *step.parts())
+        if 0 < step.result <= MAX_VALUE and not any(is_held_out_pair(s.op, s.a, s.b) for s in shown):
+            return step
 
 
 class Encoder:
@@ -40,8 +63,18 @@ class Encoder:
         prompt += f"{TURN_START}assistant\n"
         return [(prompt, self.question_weight), (problem.solution + TURN_END, 1.0)]
 
+    def drill(self, rng: random.Random) -> Row:
+        """Worked lines below each other; operands cannot be predicted, so only what follows them counts."""
+        lines = [draw_step(rng).text() + "\n" for _ in range(DRILL_LINES)]
+        counts = [i >= line.index("=") for line in lines for i in range(len(line))]
+        encoded = self.tokenizer("".join(lines), add_special_tokens=False, return_offsets_mapping=True)
+        weights = [float(counts[begin]) for begin, _ in encoded["offset_mapping"]]
+        return Row(encoded["input_ids"], weights)
+
     def encode(self, source: Iterator[Problem], rng: random.Random) -> Row:
-        """One row: a chat of one turn, sometimes of two, or a plain completion."""
+        """One row: a chat of one turn, sometimes of two, a plain completion, or a drill."""
+        if rng.random() < DRILL_SHARE:
+            return self.drill(rng)
         if rng.random() < PLAIN_SHARE:
             problem = next(source)
             prompt = f"Question: {problem.question}\nAnswer:"
@@ -64,8 +97,8 @@ def batches(
     """Batches without end: ids [B, L] (int64) and weights [B, L] (float32, 0 on padding).
 
     B x L is at most ``batch_tokens``. Rows of like length go together, so little is padding, and every row
-    starts at position 0 of its own. Padding is on the right, where a causal model cannot see it. Each first pool
-    starts another sequence of problems: workers and resumed runs have their own.
+    starts at position 0 of its own. Padding is on the right, where a causal model cannot see it. Each first
+    pool starts another sequence of problems: workers and resumed runs have their own.
     """
     pad = encoder.tokenizer.convert_tokens_to_ids(END_OF_TEXT)
     for pool in itertools.count(first_pool):

@@ -31,6 +31,7 @@ from weft.eval.gsm_mini import Problem, problems, score, test_set
 
 DEV_SEED = 77  # the held-out sample watched during training; the 500 test problems have another seed
 MAX_NEW_TOKENS = 110  # the longest worked solution is shorter
+LOADING_NOTES = ("is_local", "local_files_only")  # say how the tokenizer was loaded, not what it is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +151,8 @@ def export(model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast, folde
         ("tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"}),
     ):
         known = json.loads((folder / name).read_text())
-        (folder / name).write_text(json.dumps(dict(sorted((known | extra).items())), indent=2) + "\n")
+        known = {key: value for key, value in (known | extra).items() if key not in LOADING_NOTES}
+        (folder / name).write_text(json.dumps(dict(sorted(known.items())), indent=2) + "\n")
     os.chmod(folder / "model.safetensors", 0o644)
 
 
@@ -223,7 +225,7 @@ class Run:
 def train(args: argparse.Namespace) -> None:
     """Run or resume a training run in ``args.out``, one process with one thread for each worker.
 
-    Processes that meet once a step lose much less to a busy neighbor than threads that meet in every operator.
+    Processes that meet once a step lose less to a busy neighbor than threads that meet in every operator.
     """
     recipe = Recipe(**{name: getattr(args, name) for name in asdict(Recipe())})
     Run(args.out, recipe)  # builds the tokenizer before the workers read it

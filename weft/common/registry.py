@@ -23,13 +23,13 @@ class Registry(Generic[T]):
         self._entries: dict[str, str] = {}
 
     def add(self, name: str, target: str) -> None:
-        """Registers ``target`` (``"package.module:attribute"``) under ``name``. A second tenant is an error."""
+        """Registers ``target`` (``"package.module:attribute"``). A second target of one name is an error."""
         if name in self._entries and self._entries[name] != target:
             raise ValueError(f"{self._what} {name!r} is registered already")
         self._entries[name] = target
 
     def get(self, name: str) -> T:
-        """The implementation called ``name``. Raises ConfigError that lists what exists and the nearest name."""
+        """The implementation called ``name``. Raises ConfigError that lists what exists and the nearest."""
         if name not in self._entries:
             near = difflib.get_close_matches(name, self._entries, 1)
             hint = f" Did you mean {near[0]!r}?" if near else ""

@@ -1,1 +1,1 @@
-"""The words that packages exchange: sampling parameters, plans, results, messages. Data only; numpy, no torch."""
+"""The words that packages exchange: sampling parameters, plans, results, messages. Data only, no torch."""

@@ -78,7 +78,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class TokenParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A request's sampling parameters in token ids, everything resolved. Text and choice counts are not here."""
+    """A request's sampling parameters in token ids, everything resolved; no text, no number of choices."""
 
     temperature: float = 1.0
     top_k: int = 0
