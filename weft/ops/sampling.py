@@ -14,7 +14,7 @@ logits are float64):
     7  argmax of float64(x) + Gumbel noise over what is kept    sample_filtered, sample_open
 
 All ties go to the lowest id. R is the number of rows, V the vocabulary. A row's result never depends on the
-other rows. Functions ending in ``_`` change x in place; no other function writes to an argument.
+other rows; a row that is ``broken`` gets an arbitrary number, which need not be an id. Functions ending in ``_`` change x in place; no other function writes to an argument.
 
 Exactness of the fast forms. Step 7 skips tokens that cannot win: g spans less than 26.01, and
 x + g <= x - log(1 - u) bounds a score before its logarithms are taken. Step 6 looks at the likeliest tokens
@@ -199,7 +199,7 @@ def sample_all(x: Tensor, noise: Noise) -> Tensor:
 
 
 def _sample_dense(x: Tensor, noise: Noise) -> Tensor:
-    """``sample_all`` of rows with finite maxima, on the CPU, with logarithms of few tokens.
+    """``sample_all`` on the CPU, with logarithms of few tokens.
 
     exp(x + g) = exp(x) / -log(u) <= exp(x) / (1 - u). The token where that bound is largest sets a score;
     only tokens whose bound, float32 rounding (below 1e-5) allowed for, reaches it can win.
@@ -222,7 +222,7 @@ def _sample_dense(x: Tensor, noise: Noise) -> Tensor:
 
 
 def sample_open(x: Tensor, min_p: Tensor | None, noise: Noise) -> Tensor:
-    """Steps 6 and 7 without top_k and top_p: [R, V] with finite maxima, min_p float64 [R] -> int64 [R]."""
+    """Steps 6 and 7 without top_k and top_p: [R, V], min_p float64 [R] -> int64 [R]."""
     top = x.amax(dim=-1, keepdim=True)
     if x.device.type != "cpu":
         if min_p is not None:
@@ -350,7 +350,7 @@ def keep_within(
 def sample_filtered(
     x: Tensor, filters: Filters, noise: Noise, widths: tuple[int, ...] = WIDTHS, whole: Tensor | None = None
 ) -> Tensor:
-    """Steps 6 and 7: [R, V] with finite maxima -> int64 [R].
+    """Steps 6 and 7: [R, V] -> int64 [R].
 
     ``widths`` (ascending) are tried in turn for the rows not settled before, then the whole row is sorted.
     Elsewhere than on the CPU the caller gives one width that settles every row, or none.

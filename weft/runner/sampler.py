@@ -292,10 +292,7 @@ class Sampler:
             tokens, wrong = ops.greedy(x)
             return tokens, error | wrong
         x = x / rows.real("temperature").to(x.dtype).unsqueeze(1)
-        error |= ops.broken(x)
-        if self._device.type == "cpu" and bool(error.any()):
-            x.masked_fill_(error.unsqueeze(1), 0.0)
-        return self._sample(x, rows, kind), error
+        return self._sample(x, rows, kind), error | ops.broken(x)
 
     def _sample(self, x: Tensor, rows: _Rows, kind: int) -> Tensor:
         """Steps 6 and 7 of rows of one class: [R, V] -> int64 [R]."""

@@ -1,0 +1,45 @@
+"""The bundled model on held-out problems, here and in transformers: a broken engine loses accuracy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from weft import LLM, SamplingParams
+from weft.config.flags import from_keywords
+from weft.eval.gsm_mini import score, test_set
+from weft.launch.answers import from_engine, from_reference
+from weft.launch.reference import Reference
+
+MAX_TOKENS = 128
+
+
+def settings(dtype: str) -> dict[str, Any]:
+    return {"model": "spool-text", "dtype": dtype, "device": "cpu"}
+
+
+@pytest.mark.timeout(600)
+def test_accuracy_in_float32_is_the_references() -> None:
+    """500 problems, greedy: at least 95% exact, and within one problem of transformers."""
+    problems = test_set(500)
+    questions = [problem.question for problem in problems]
+    config = from_keywords(settings("float32"))
+    _, ours = from_engine(config, questions, 64, MAX_TOKENS)
+    _, theirs = from_reference(config, questions, 100, MAX_TOKENS)
+    exact, reference = score(ours, problems), score(theirs, problems)
+    assert exact >= 475
+    assert abs(exact - reference) <= 1
+
+
+@pytest.mark.timeout(600)
+def test_fifty_problems_get_the_references_tokens_in_float64() -> None:
+    questions = [problem.question for problem in test_set(50)]
+    reference = Reference(from_keywords(settings("float64")))
+    with LLM(**settings("float64"), max_num_seqs=16, long_prefill_token_threshold=16) as llm:
+        params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+        outputs = llm.chat([[{"role": "user", "content": q}] for q in questions], params, use_tqdm=False)
+    assert len(outputs) == 50
+    for output in outputs:
+        tokens = list(output.outputs[0].token_ids)
+        assert reference.greedy(output.prompt_token_ids, len(tokens)) == tokens
