@@ -274,7 +274,7 @@ def evaluate(args: argparse.Namespace) -> None:
     began = time.time()
     answers = solve(model, tokenizer, asked)
     right = score(answers, asked)
-    result = {
+    result: dict[str, object] = {
         "task": "gsm-mini",
         "problems": len(asked),
         "exact": right,
@@ -284,7 +284,14 @@ def evaluate(args: argparse.Namespace) -> None:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": args.machine,
+        "command": "python -m training.spool_text evaluate --checkpoint weft/checkpoints/spool-text",
     }
+    if args.curve:
+        curve = json.loads(args.curve.read_text())
+        last = curve["curve"][-1]
+        result["training"] = curve["recipe"] | {key: last[key] for key in ("step", "tokens", "seconds")}
     for problem, answer in zip(asked, answers, strict=True):
         if args.show_errors and score([answer], [problem]) == 0:
             print(f"--- {problem.question}\nwanted: {problem.solution!r}\ngot:    {answer!r}")
@@ -316,6 +323,8 @@ def parser() -> argparse.ArgumentParser:
     check.add_argument("--checkpoint", type=Path, required=True, help="Hugging Face folder")
     check.add_argument("--n", type=int, default=500, help="problems")
     check.add_argument("--result", type=Path, help="write the numbers here as JSON")
+    check.add_argument("--curve", type=Path, help="curve.json of the run, to put its recipe into the result")
+    check.add_argument("--machine", default="", help="the machine in words, for the result")
     check.add_argument("--show-errors", action="store_true", help="print the problems that were missed")
     check.add_argument("--threads", type=int, default=2, help="CPU threads")
     return top

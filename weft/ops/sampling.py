@@ -14,7 +14,8 @@ logits are float64):
     7  argmax of float64(x) + Gumbel noise over what is kept    sample_filtered, sample_open
 
 All ties go to the lowest id. R is the number of rows, V the vocabulary. A row's result never depends on the
-other rows; a row that is ``broken`` gets an arbitrary number, which need not be an id. Functions ending in ``_`` change x in place; no other function writes to an argument.
+other rows; a ``broken`` row gets an arbitrary number, which need not be an id. Functions ending in ``_``
+change x in place; no other function writes to an argument.
 
 Exactness of the fast forms. Step 7 skips tokens that cannot win: g spans less than 26.01, and
 x + g <= x - log(1 - u) bounds a score before its logarithms are taken. Step 6 looks at the likeliest tokens
@@ -34,9 +35,8 @@ Tensor = torch.Tensor
 
 NEG_INF = float("-inf")
 BLOCK = 128
-DENSE = 1 << 18  # tokens whose words are made at a time, for the CPU's cache
-WIDTHS = (128, 2048, 16384)
-"""Leading tokens that step 6 looks at before it sorts the whole row."""
+DENSE = 1 << 18  # tokens whose words are made at a time, to stay in the CPU's cache
+WIDTHS = (128, 2048, 16384)  # leading tokens that step 6 looks at before it sorts the whole row
 
 
 def to_x(logits: Tensor, vocab_size: int) -> Tensor:
