@@ -29,7 +29,7 @@ class Row:
 def draw_step(rng: random.Random) -> Step:
     """A worked line of the kinds that stories need, its operands none of the held-out pairs."""
     while True:
-        op = rng.choices("+-x/", (7, 7, 3, 3))[0]
+        op = rng.choices("+-x/", (6, 6, 3, 5))[0]
         if op == "+":
             step = Step(
                 "+", rng.randint(2, rng.choice((30, 99, 300))), rng.randint(2, rng.choice((12, 60, 99)))

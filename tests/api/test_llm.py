@@ -12,6 +12,7 @@ import weft
 from weft import LLM, RequestOutput, SamplingParams
 from weft.common.errors import ConfigError, ContextLength, EngineDead, InvalidRequest
 from weft.engine.core import EngineCore
+from weft.runner.runner import Runner
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS: list[Any] = [
@@ -216,6 +217,22 @@ def test_an_interrupt_leaves_the_engine_usable(llm: LLM, monkeypatch: pytest.Mon
 
     with monkeypatch.context() as patch:
         patch.setattr(EngineCore, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert len(run(llm, ["a"])[0].outputs[0].token_ids) == 12
+
+
+def test_an_interrupt_while_a_step_is_waited_for(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, calls = Runner.read, []
+
+    def interrupted(runner: Runner, handle: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return read(runner, handle)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Runner, "read", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert len(run(llm, ["a"])[0].outputs[0].token_ids) == 12

@@ -103,6 +103,8 @@ def test_keywords_reach_their_sections() -> None:
         ("model", 7, "text"),
         ("served_model_name", [""], "text"),
         ("served_model_name", 7, "text"),
+        ("served_model_name", "", "text"),
+        ("api_key", " , ", "text"),
     ],
 )
 def test_a_wrong_value_is_refused_with_the_name_and_the_range(name: str, value: Any, told: str) -> None:

@@ -57,6 +57,7 @@ def make_engine(
     folder: Path,
     *,
     blocks: int = 256,
+    window_blocks: int | None = None,
     chunk: int = 0,
     depth: int = 1,
     policy: str = "mixed",
@@ -64,12 +65,11 @@ def make_engine(
     max_num_seqs: int = 24,
     model: Decoder | None = None,
 ) -> tuple[EngineCore, Recorder]:
-    """An engine over ``blocks`` blocks of each kind (windows get what they need), its caches full of NaN."""
+    """An engine over ``blocks`` blocks of each kind (windows get what they need, or ``window_blocks``), its
+    caches full of NaN."""
     spec = load_spec(str(folder), None)
-    pools = tuple(
-        PoolSpec(cache=c, block_size=BLOCK, num_blocks=blocks if c.kind == "full" else max(blocks, 64))
-        for c in spec.caches
-    )
+    sizes = {"full": blocks, "window": window_blocks or max(blocks, 64)}
+    pools = tuple(PoolSpec(cache=c, block_size=BLOCK, num_blocks=sizes[c.kind]) for c in spec.caches)
     kv = KVConfig(
         pools=pools,
         block_size=BLOCK,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 from pathlib import Path
 
@@ -12,9 +13,11 @@ import torch
 from tests.e0.rig import MAX_LEN, make_engine, model_of, run, submit
 from tests.support.checkpoints import VOCAB, make_checkpoint
 from weft.common.errors import EngineDead, InvalidRequest, Overloaded
+from weft.runner.runner import StepHandle
 from weft.runner.trace import StepTrace
 from weft.scheduler.sequence import Sequence
 from weft.types.messages import TokenEvent
+from weft.types.plan import StepResult
 from weft.types.sampling import TokenParams
 
 
@@ -79,6 +82,24 @@ def test_back_to_back_steps_over_poisoned_buffers(folder: Path) -> None:
     assert engine.stats().mixed_steps > 20
     for i in rng.sample(sorted(asked), 8):
         assert answers[i].tokens == alone(folder, asked[i], greedy(9), i)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("shape", ["mistral", "qwen2_windowed"])
+def test_windows_over_a_pool_of_hardly_more_than_one(tmp_path: Path, shape: str, depth: int) -> None:
+    """Blocks leave windows, are taken by others, found again by prefixes; nobody reads a stranger's."""
+    own = make_checkpoint(tmp_path, shape)
+    engine, _ = make_engine(own, blocks=30, window_blocks=6, chunk=7, depth=depth, max_num_seqs=4)
+    rng = random.Random(7)
+    prefix = [rng.randrange(1, VOCAB) for _ in range(24)]
+    asked = {i: (prefix if i % 2 else prefix[:16]) + prompt(rng, 1, 16) for i in range(1, 11)}
+    answers = run(engine, [[submit(i, ids, greedy(30), request=i)] for i, ids in asked.items()])
+    engine.close()
+    stats = engine.stats()
+    assert stats.preemptions > 0
+    assert stats.prefix_hits > 0
+    for i in rng.sample(sorted(asked), 4):
+        assert answers[i].tokens == alone(own, asked[i], greedy(30), i)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -182,6 +203,72 @@ def test_a_step_gap_stops_the_group(folder: Path) -> None:
     events = engine.fail(EngineDead("the group ends").info())
     assert [event.finish for event in events] == ["error"]
     engine.close()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_interrupted_wait_loses_nothing(folder: Path, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while a step is waited for: it is read again, and the stream is what it would have been."""
+    engine, runner = make_engine(folder, depth=depth)
+    read, calls = runner.read, []
+
+    def interrupted(handle: StepHandle) -> StepResult:
+        calls.append(handle.plan.step)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return read(handle)
+
+    monkeypatch.setattr(runner, "read", interrupted)
+    engine.submit(submit(1, [1, 2, 3], greedy(10), request=1))
+    tokens: list[int] = []
+    while engine.has_work():
+        try:
+            tokens += [token for event in engine.step() for token in event.token_ids]
+        except KeyboardInterrupt:
+            assert len(calls) == 4
+    assert len(calls) > len(set(calls))
+    assert tokens == alone(folder, [1, 2, 3], greedy(10), 1)
+    assert run(engine, []) == {}
+    engine.close()
+
+
+def test_an_interrupted_launch_ends_the_group(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inline work that an interrupt cut in half can't be resumed; nobody waits for it for ever."""
+    engine, runner = make_engine(folder, depth=1)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner._sampler, "sample", interrupted)
+    engine.submit(submit(1, [1, 2, 3], greedy(5), request=1))
+    with pytest.raises(EngineDead, match="interrupted") as found:
+        engine.step()
+    assert isinstance(found.value.__cause__, KeyboardInterrupt)
+    engine.close()
+
+
+def test_a_plan_that_was_never_launched_ends_the_group(folder: Path) -> None:
+    engine, _ = make_engine(folder)
+    engine.submit(submit(1, [1, 2, 3], greedy(5), request=1))
+    assert engine.scheduler.plan(0.0) is not None
+    engine.finish(1)
+    assert engine.has_work()
+    with pytest.raises(EngineDead, match="never launched"):
+        engine.step()
+    engine.close()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
+def test_a_full_disk_ends_the_trace_and_not_the_engine(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("weft"), "propagate", True)
+    engine, runner = make_engine(folder, chunk=1)
+    runner._trace = StepTrace("/dev/full")
+    asked = [submit(i, [1] * 40, greedy(40), request=i) for i in range(1, 3)]
+    answers = run(engine, [[one] for one in asked])
+    engine.close()
+    assert all(len(answer.tokens) == 40 for answer in answers.values())
+    assert [r.name for r in caplog.records if "trace ends" in r.message] == ["weft.runner.trace"]
 
 
 def test_models_are_shared_between_engines(folder: Path) -> None:

@@ -247,6 +247,27 @@ def test_shutdown_ends_the_loop(served: Served) -> None:
     assert not served.thread.is_alive()
 
 
+def test_fronts_hear_of_a_failure_that_broke_the_books_too(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    front = served.front()
+    front.send(ask(1, tokens=90))
+    front.receive()
+
+    def broken(*_: object) -> None:
+        raise KeyError(1)
+
+    monkeypatch.setattr(served.core.scheduler, "fail_all", broken)
+    monkeypatch.setattr(served.core.scheduler, "commit", broken)
+    answer = front.receive()
+    while isinstance(answer, m.Tokens):
+        answer = front.receive()
+    assert isinstance(answer, m.HeadFailed)
+    served.thread.join(DEADLINE)
+    assert not served.thread.is_alive()
+    assert isinstance(served.error, KeyError)
+
+
 def test_an_engine_failure_ends_every_request_and_the_head(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,6 +37,8 @@ STUCK = 109
 """Three tokens, then heartbeats say: busy, same step."""
 EARLY_STOP = 110
 """Ends with a stop id after two tokens."""
+HONEST = 111
+"""Ends at the first of its stop ids."""
 
 TICK = 0.002
 
@@ -71,6 +73,7 @@ class Sequence:
         params = self.submit.params
         token = self.prompt[self.sent % len(self.prompt)]
         self.sent += 1
+        stops = self.submit.seed == HONEST and token in params.stop_ids
         prompt_logprobs = None
         if (
             params.prompt_logprobs >= 0
@@ -85,7 +88,8 @@ class Sequence:
             logprobs=columns([token], 1 + params.logprobs) if params.logprobs >= 0 else None,
             prompt_logprobs=prompt_logprobs,
             num_cached=min(2, len(self.prompt) - 1),
-            finish="length" if self.sent >= params.max_tokens else None,
+            finish="stop" if stops else "length" if self.sent >= params.max_tokens else None,
+            stop_id=token if stops else None,
         )
 
 

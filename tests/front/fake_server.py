@@ -61,6 +61,7 @@ def engine_config(folder: Path, fields: dict[str, Any]) -> EngineConfig:
         rope=RopeSpec(dim=2),
         caches=(cache,),
         max_position=512,
+        eos_ids=tuple(fields.pop("eos_ids", ())),
     )
     scheduler = {name: fields.pop(name) for name in ("max_num_seqs", "max_queued_requests") if name in fields}
     return EngineConfig(

@@ -102,6 +102,13 @@ def test_what_the_model_does_not_have(fake: Any) -> None:
         assert answer.json()["error"]["param"] == param
 
 
+def test_the_models_own_ends_count_beside_the_tokenizers(start_fake: Any, script: Any) -> None:
+    """As with --tokenizer FOLDER, where only the model's folder knows every id that ends a turn."""
+    server = start_fake(eos_ids=[ord("c")])
+    choice = server.complete("abcd", seed=script.HONEST, max_tokens=8).json()["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("ab", "stop")
+
+
 def test_the_context_is_full(fake: Any) -> None:
     for fields, param in (({"prompt": "x" * 512}, "prompt"), ({"max_tokens": 508}, "max_tokens")):
         answer = fake.complete(**fields)

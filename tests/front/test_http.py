@@ -53,6 +53,7 @@ def test_routes(fake: Any) -> None:
         answer = fake.http.request(method, path)
         assert answer.status_code == 405
         assert error_of(answer)["code"] == "method_not_allowed"
+        assert answer.headers["allow"] == ("POST" if "chat" in path else "GET")
 
 
 def test_unknown_models(fake: Any) -> None:
@@ -210,6 +211,8 @@ def test_over_capacity(locked: Any, script: Any) -> None:
     assert httpx.post(url, json={**body, "seed": 1}, headers=headers).status_code == 200
     answer = httpx.post(url, json={**body, "n": 5}, headers=headers)
     assert (answer.status_code, error_of(answer)["param"]) == (400, "n"), "can never be served"
+    answer = httpx.post(url, json={**body, "n": 3}, headers=headers)
+    assert (answer.status_code, error_of(answer)["param"]) == (400, "n"), "more than the queue takes at once"
 
 
 def test_a_deadline(start_fake: Any, script: Any, sse: Any) -> None:

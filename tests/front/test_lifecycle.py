@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from weft.common.errors import Overloaded, Unavailable
+from weft.common.errors import ConfigError, Overloaded, Unavailable
 from weft.front.lifecycle import Lifecycle, Phase
 from weft.front.server import bind, ready_text
 
@@ -132,6 +132,14 @@ def test_phases() -> None:
     life.move(Phase.DEAD)
     with pytest.raises(Unavailable), life.request():
         pass
+
+
+def test_a_port_that_is_taken_is_said_plainly() -> None:
+    with bind("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError) as raised:
+            bind("127.0.0.1", port)
+    assert raised.value.message == f"can't listen on port {port} (address already in use); change --host or --port"
 
 
 def test_the_ready_text() -> None:

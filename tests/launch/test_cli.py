@@ -96,6 +96,13 @@ def test_unknown_commands_suggest_the_nearest(capsys: pytest.CaptureFixture[str]
     assert "no such command" in failed(capsys, "zzz").lower()
 
 
+@pytest.mark.parametrize("arguments", [[], ["eval"]], ids=["weft", "weft eval"])
+def test_no_command_shows_the_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(arguments)
+    assert "".join(capsys.readouterr()).startswith("Usage: weft")
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -105,6 +112,9 @@ def test_unknown_commands_suggest_the_nearest(capsys: pytest.CaptureFixture[str]
         (["serve", "no-such-model"], "no bundled model of that name"),
         (["serve", "a", "--model", "b"], "MODEL 'a' and --model 'b' differ"),
         (["serve", "--config", "/no/such.yaml"], "--config such.yaml"),
+        (["serve", str(Path(__file__).parent)], "no config.json"),
+        (["serve", "--chat-template", __file__], "--chat-template: the chat template does not compile"),
+        (["serve", "--api-key", ""], "--api-key must be text"),
         (["verify"], "--reference PATH, --self"),
         (["generate", "--top-p", "2", "hello"], "top_p must be"),
         (["eval", "gsm-mini", "--url", "ftp://x"], "--url must start with http"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,16 @@ def test_standard_input_is_a_prompt(
             monkeypatch.setattr("sys.stdin", stdin)
             out = printed(capsys, checkpoint, *words, "--no-chat", "--max-tokens", "12")
         assert out == expected["plain"] + "\n"
+
+
+def test_an_empty_standard_input_is_no_prompt(
+    checkpoint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open(os.devnull) as stdin, pytest.raises(SystemExit) as ended:
+        monkeypatch.setattr("sys.stdin", stdin)
+        main(["generate", checkpoint])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "weft: standard input is empty: give a PROMPT\n"
 
 
 def test_sampling_flags_take_effect(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:

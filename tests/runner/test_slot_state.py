@@ -18,6 +18,10 @@ from weft.types.sampling import TokenParams
 
 @pytest.fixture
 def state() -> SlotState:
+    return make_state(torch.device("cpu"))
+
+
+def make_state(device: torch.device) -> SlotState:
     cache = CacheSpec(kind="full", layers=(0,), kv_heads=1, head_dim=4)
     kv = KVConfig(
         pools=(PoolSpec(cache=cache, block_size=4, num_blocks=8),),
@@ -26,7 +30,7 @@ def state() -> SlotState:
         max_model_len=16,
         num_slots=2,
     )
-    return SlotState(kv, torch.device("cpu"))
+    return SlotState(kv, device)
 
 
 def alloc(slot: int = 0, gen: int = 1, **more: Any) -> AllocSlot:
@@ -112,3 +116,19 @@ def test_a_contradicting_row_stops_the_group(state: SlotState, segment: Segment,
     state.validate(row(0, 4))
     with pytest.raises(EngineDead, match=what):
         state.validate(segment)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_ops_do_not_wait_for_the_gpu() -> None:
+    state = make_state(torch.device("cuda"))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        state.apply(alloc(num_cached=2))
+        state.apply(AppendBlocks(slot=0, kind=0, blocks=column([3])))
+        state.apply(FreeSlot(slot=0, gen=1))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert state.history[0, :3].tolist() == [5, 6, 7]
+    assert state.tables[0][0, 0].item() == 3

@@ -59,6 +59,18 @@ def test_a_released_buffer_is_poisoned_when_asked() -> None:
     assert view.tolist() == [POISON, POISON]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_released_buffer_is_poisoned_on_the_device_too() -> None:
+    ring = StagingRing(torch.device("cuda"), 1, poison=True)
+    buffer = ring.acquire()
+    buffer.begin(2)
+    view = buffer.tensor(buffer.add(np.array([3, 4])))
+    buffer.upload()
+    ring.release(buffer)
+    assert view.tolist() == [POISON, POISON]
+
+
 def test_ragged_ranges() -> None:
     assert ragged(np.array([5, 0, 9]), np.array([2, 0, 3])).tolist() == [5, 6, 9, 10, 11]
     assert ragged(np.array([], np.int32), np.array([], np.int32)).tolist() == []

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.common.errors import EngineDead
 from weft.runner import sampler as module
@@ -235,6 +237,26 @@ def test_slots_forget_their_last_tenant(make: SimpleNamespace) -> None:
     )
     assert made.tokens.tolist() == [2]
     assert made.logprobs is None
+
+
+class _NoReadBack(TorchDispatchMode):
+    """Fails on what makes a GPU's host wait for one value."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default, "a value was read back"
+        return func(*args, **(kwargs or {}))
+
+
+def test_lists_are_applied_without_reading_a_value_back(make: SimpleNamespace) -> None:
+    of = make.scene(1, 40)
+    words = ((3,), (int(of.history[0, of.positions[0] - 1]), 4))
+    sampler = build(make, of, [TokenParams(temperature=0, bad=words, stop_ids=(6,), min_tokens=99)], 40)
+    rows = make.rows([0], [0], of.positions)
+    floats, ints = torch.from_numpy(sampler._floats), torch.from_numpy(sampler._ints)
+    step = module._Rows(rows.slot_host, rows.slot, rows.logits_row, rows.position, floats, ints)
+    with _NoReadBack():
+        sampler._apply_lists(of.logits, step, of.history, of.num_prompt)
+    assert (of.logits[0] == -INF).nonzero().flatten().tolist() == [3, 4, 6]
 
 
 @pytest.mark.gpu

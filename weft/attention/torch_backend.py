@@ -19,12 +19,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from weft.attention.base import AttentionBackend, SegmentInput
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec
+from weft.ops.upload import upload
 
 Tensor = torch.Tensor
 
@@ -163,9 +165,7 @@ def _write_rows(writes: Tensor, kv_heads: int, block_size: int) -> Tensor:
 
 
 def _column(values: list[int], device: torch.device) -> Tensor:
-    """int64 on the device. A GPU gets it from pinned memory, so that the host does not wait."""
-    made = torch.tensor(values, dtype=torch.int64)
-    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
+    return upload(np.array(values, np.int64), device)
 
 
 def _group(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 
-_FORMAT = "%(asctime)s %(levelname).1s %(processName)s %(name)s: %(message)s"
+_FORMAT = "%(asctime)s %(levelname).1s {process} %(name)s: %(message)s"
 
 
 def get_logger(name: str) -> logging.Logger:
@@ -13,12 +13,12 @@ def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(name)
 
 
-def configure(level: str = "info") -> None:
-    """Sends Weft's logs to stderr at ``level``. Safe to call twice."""
+def configure(level: str = "info", process: str = "main") -> None:
+    """Sends Weft's logs to stderr at ``level``; each line names ``process``, its role. Safe to call twice."""
     root = logging.getLogger("weft")
     root.setLevel(level.upper())
     root.propagate = False
     if not root.handlers:
         handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter(_FORMAT, datefmt="%H:%M:%S"))
+        handler.setFormatter(logging.Formatter(_FORMAT.format(process=process), datefmt="%H:%M:%S"))
         root.addHandler(handler)

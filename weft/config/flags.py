@@ -109,7 +109,8 @@ class Setting:
     def parse(self, value: Any, label: str | None = None) -> Any:
         """``value`` as the field's type. Text is converted; a text for many is split at commas and spaces.
 
-        Raises ConfigError that calls the setting ``label`` (its flag by default).
+        Raises ConfigError that calls the setting ``label`` (its flag by default). A text without any word is
+        wrong for many, too: ``--api-key "$KEY"`` with an unset variable must not open the server.
         """
         label = label or self.flag
         if value is None and (self.optional or self.many):
@@ -117,7 +118,7 @@ class Setting:
         if not self.many:
             return self._one(value, label)
         if isinstance(value, str):
-            value = [part for part in re.split(r"[,\s]+", value) if part]
+            value = [part for part in re.split(r"[,\s]+", value) if part] or [""]
         if not isinstance(value, list | tuple):
             raise self._refused(value, label)
         return tuple(self._one(item, label) for item in value)

@@ -119,7 +119,13 @@ def check_files(runner: RunnerSection, front: FrontSection) -> None:
 
 
 def check_checkpoint(model: ModelSection, path: str, tokenizer_path: str) -> None:
-    """Refuses code and pickles that a checkpoint brings, unless told otherwise."""
+    """Refuses code and pickles that a checkpoint brings, unless told otherwise, and what is no checkpoint."""
+    if not (Path(path) / "config.json").is_file():
+        raise ConfigError(
+            f"{model.model!r} is no checkpoint that Weft can read: it has no config.json beside "
+            "*.safetensors weights",
+            param="--model",
+        )
     if not model.trust_remote_code:
         for folder, name in ((path, "config.json"), (tokenizer_path, "tokenizer_config.json")):
             if _read_object(Path(folder) / name).get("auto_map"):

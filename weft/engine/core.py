@@ -16,7 +16,7 @@ from collections import deque
 import torch
 
 from weft.common.clock import Clock, SystemClock
-from weft.common.errors import ErrorInfo
+from weft.common.errors import EngineDead, ErrorInfo
 from weft.common.log import get_logger
 from weft.config.resolved import EngineConfig
 from weft.engine.build import build_runner
@@ -71,18 +71,27 @@ class EngineCore:
 
         Raises EngineDead (or whatever the device raised) when the group cannot go on.
         """
-        plan = self.scheduler.plan(self._clock.now())
+        plan = None
+        if len(self._in_flight) < self._depth:  # else an interrupt cut the last wait short: read first
+            plan = self.scheduler.plan(self._clock.now())
         if plan is not None:
             handle = self.runner.forward(plan)
             self.runner.sample(handle)
             self._in_flight.append(handle)
         if self._in_flight and (plan is None or len(self._in_flight) >= self._depth):
             return self._commit_oldest()
+        if plan is None and self.scheduler.in_flight:
+            raise EngineDead("a step was planned and never launched")
         return []
 
     def _commit_oldest(self) -> list[TokenEvent]:
-        handle = self._in_flight.popleft()
-        result = self.runner.read(handle)
+        handle = self._in_flight[0]  # it stays there when an interrupt cuts the wait short
+        try:
+            result = self.runner.read(handle)
+        except Exception:
+            self._in_flight.popleft()
+            raise
+        self._in_flight.popleft()
         return self.scheduler.commit(handle.plan, result, self._clock.now())
 
     def fail(self, error: ErrorInfo) -> list[TokenEvent]:

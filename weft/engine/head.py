@@ -177,7 +177,10 @@ class Head:
             error if isinstance(error, WeftError) else EngineDead("the engine failed; see the server's log")
         )
         log.error("the engine failed: %s", error, exc_info=not isinstance(error, WeftError))
-        self._dispatch(self._core.fail(known.info()))
+        try:
+            self._dispatch(self._core.fail(known.info()))
+        except Exception:  # its books may be what failed
+            log.exception("the sequences could not be ended one by one")
         for front in list(self._fronts):
             self._send(front, m.HeadFailed(error=known.info()))
 
@@ -188,6 +191,7 @@ def run_head(config: EngineConfig, endpoint: str) -> None:
     ``endpoint``: an ``ipc://`` path in a folder that only this user can enter, or loopback tcp.
     """
     core = EngineCore(config)
-    pools = ", ".join(f"{p.num_blocks} blocks of {p.block_size} ({p.cache.kind})" for p in config.kv.pools)
+    kinds = core.runner.kv.pools  # a GPU's are divided when the weights are there
+    pools = ", ".join(f"{p.num_blocks} blocks of {p.block_size} ({p.cache.kind})" for p in kinds)
     log.info("engine ready: %s, %s on %s", pools, config.dtype, config.device)
     Head(core, endpoint).run()

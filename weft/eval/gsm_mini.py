@@ -40,11 +40,18 @@ def pair_key(op: str, a: int, b: int) -> tuple[str, int, int]:
 
 
 def is_held_out_pair(op: str, a: int, b: int) -> bool:
-    """Whether an operand pair belongs to the test side; pairs of two one-digit numbers never do."""
-    if a < 10 and b < 10:
-        return False
+    """Whether an operand pair belongs to the test side.
+
+    What is known by heart rather than worked out never does: two one-digit numbers, the multiplication
+    table read backwards (42 / 6), and a round number plus a digit (40 + 2).
+    """
     op, a, b = pair_key(op, a, b)
-    return stable_hash(f"gsm-mini pair {op} {a} {b}") % HELD_OUT_PAIR_MODULUS == 0
+    by_heart = (
+        (a < 10 and b < 10)
+        or (op == "/" and b < 10 and a // b < 10)
+        or (op == "+" and a < 10 and b % 10 == 0)
+    )  # fmt: skip
+    return not by_heart and stable_hash(f"gsm-mini pair {op} {a} {b}") % HELD_OUT_PAIR_MODULUS == 0
 
 
 def _pairs(step: Step) -> Iterator[tuple[str, int, int]]:

@@ -107,7 +107,8 @@ async def _on_weft_error(request: Request, error: Exception) -> Response:
 async def _on_http_error(request: Request, error: Exception) -> Response:
     """The router's own errors: 404 for no such route, 405 for the wrong method."""
     if isinstance(error, HTTPException) and error.status_code == 405:
-        return error_answer(MethodNotAllowed("this route does not take this method").info())
+        info = MethodNotAllowed("this route does not take this method").info()
+        return error_answer(info, allow=(error.headers or {}).get("Allow"))
     return error_answer(NotFound("there is no such route").info())
 
 

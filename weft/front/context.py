@@ -51,8 +51,10 @@ class Front:
         load = functools.partial(TextModel.load, self.config.tokenizer_path, self.section.chat_template)
         text = await loop.run_in_executor(self._pool, load)
         welcome = await self.client.start()
+        # --tokenizer may name a folder that does not know the model's own ends.
+        ends = tuple(sorted({*text.end_ids, *self.config.spec.eos_ids}))
         self.limits = ModelLimits(
-            vocab_size=welcome.vocab_size, max_model_len=welcome.max_model_len, end_ids=text.end_ids
+            vocab_size=welcome.vocab_size, max_model_len=welcome.max_model_len, end_ids=ends
         )
         self._text = text
 

@@ -77,9 +77,9 @@ class Generation:
     def _build(self, param: str, seed: int) -> list[Submit]:
         front = self._front
         wanted = len(self.prompts) * self.params.n
-        if wanted > front.lifecycle.capacity:
-            message = f"prompts times n must be at most {front.lifecycle.capacity} on this server"
-            raise InvalidRequest(message, param="n")
+        # All of them reach the queue before the next step takes any out of it: more would get 429 for ever.
+        if wanted > (most := front.config.scheduler.max_queued_requests):
+            raise InvalidRequest(f"prompts times n must be at most {most} on this server", param="n")
         if front.client.open_sequences + wanted > front.lifecycle.capacity:
             raise Overloaded("the server's queue is full; try again later")
         submits: list[Submit] = []

@@ -49,9 +49,9 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def error_answer(error: ErrorInfo) -> Response:
-    """The HTTP answer to a request that failed before its first byte."""
-    headers = {}
+def error_answer(error: ErrorInfo, allow: str | None = None) -> Response:
+    """The HTTP answer to a request that failed before its first byte. ``allow``: methods the route takes."""
+    headers = {} if allow is None else {"allow": allow}
     if error.http_status in _RETRY_AFTER:
         headers["retry-after"] = _RETRY_AFTER[error.http_status]
     if error.http_status in _CLOSE:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import signal
 import socket
 import subprocess
@@ -54,7 +55,9 @@ def bind(host: str, port: int) -> socket.socket:
         )[0]
         return socket.create_server(address[:2], family=family, backlog=2048)
     except OSError as error:
-        reason = (error.strerror or "unknown reason").lower()
+        # Python words some of these errors itself, with the address in them; the system's words are plain.
+        system = os.strerror(error.errno) if (error.errno or 0) > 0 else error.strerror
+        reason = (system or "unknown reason").lower()
         raise ConfigError(
             f"can't listen on port {port} ({reason}); change --host or --port", param="port"
         ) from None

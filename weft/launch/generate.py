@@ -79,6 +79,8 @@ def generate(words: tuple[str, ...], chat: bool | None, **given: Any) -> int:
         raise ConfigError("give a PROMPT, or - to read one from standard input")
     if prompts in ([], ["-"]):
         prompts = [sys.stdin.read().rstrip("\n")]
+        if not prompts[0].strip():
+            raise ConfigError("standard input is empty: give a PROMPT")
     return asyncio.run(_answer(config, prompts, params, chat))
 
 

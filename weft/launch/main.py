@@ -22,6 +22,9 @@ _COMMANDS = {
     "models": "weft.launch.models:models",
 }
 
+#: What newer versions of click raise for a group without a command: its message is the help.
+_HELP = getattr(click.exceptions, "NoArgsIsHelpError", ())
+
 
 class _Weft(click.Group):
     """Imports commands lazily and suggests the nearest one."""
@@ -62,7 +65,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         click.echo(f"weft: {error.message}", err=True)
         status = 2
     except click.ClickException as error:
-        click.echo(f"weft: {error.format_message()}", err=True)
+        sign = "" if isinstance(error, _HELP) else "weft: "
+        click.echo(f"{sign}{error.format_message()}", err=True)
         status = error.exit_code
     except (click.Abort, KeyboardInterrupt):
         click.echo("weft: interrupted", err=True)

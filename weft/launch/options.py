@@ -47,7 +47,8 @@ class SettingType(_ParamType):
 
 def _option(setting: Setting) -> click.Option:
     default = f"default: {setting.default_text}" if setting.default_text != "-" else ""
-    notes = "; ".join(note for note in (setting.range_text, default) if note)
+    many = "separated by commas, or repeated" if setting.many else ""
+    notes = "; ".join(note for note in (setting.range_text, many, default) if note)
     text = setting.description + (f"  [{notes}]" if notes else "")
     if setting.kind == "bool":
         return click.Option([f"{setting.flag}/--no-{setting.key}"], default=None, help=text)

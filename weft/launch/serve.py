@@ -35,7 +35,7 @@ def serve(model_name: str | None, **given: Any) -> int:
     from weft.config.resolve import resolve
 
     config = options.build(given, model_name)
-    log.configure(config.front.log_level)
+    log.configure(config.front.log_level, "front")
     resolved = resolve(config)
 
     from weft.front.server import serve as run_front

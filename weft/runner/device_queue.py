@@ -7,9 +7,9 @@ step is planned and the last one's tokens are sent while it computes.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from weft.common.errors import EngineDead
@@ -22,14 +22,18 @@ class DeviceQueue:
         self._pool = ThreadPoolExecutor(1, "weft-device") if threaded else None
 
     def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Runs, or queues, ``work(*args)``. Its exception is the future's."""
+        """Runs, or queues, ``work(*args)``. Its exception is the future's; an interrupt of it, EngineDead."""
         if self._pool is not None:
             return self._pool.submit(work, *args)
         future: Future[Any] = Future()
         try:
             future.set_result(work(*args))
-        except BaseException as error:
+        except Exception as error:
             future.set_exception(error)
+        except BaseException as interrupt:  # the work is half done, and whoever comes next must know
+            lost = EngineDead("a step was interrupted")
+            lost.__cause__ = interrupt
+            future.set_exception(lost)
         return future
 
     def close(self) -> None:
@@ -38,9 +42,8 @@ class DeviceQueue:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
 
-def result_of(future: Future[Any], timeout: float) -> Any:
-    """The future's result. Raises EngineDead when it is not there after ``timeout`` seconds."""
-    try:
-        return future.result(timeout)
-    except FutureTimeout:
-        raise EngineDead(f"a step did not finish within {timeout:g} s") from None
+def result_of(future: Future[Any], deadline: float) -> Any:
+    """The future's result, or its exception. Raises EngineDead after ``deadline`` (monotonic seconds)."""
+    if not wait((future,), max(deadline - time.monotonic(), 0.0)).done:
+        raise EngineDead("a step did not finish in time")
+    return future.result()

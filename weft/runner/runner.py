@@ -95,11 +95,14 @@ class Runner:
         handle.sampled = self._queue.submit(self._sample, handle)
 
     def read(self, handle: StepHandle) -> StepResult:
-        """Waits for the step. Raises EngineDead past the deadline, or whatever the step raised."""
+        """Waits for the step. Raises EngineDead past the deadline, or whatever the step raised.
+
+        When an interrupt cut the wait short, it can be called again.
+        """
         assert handle.sampled is not None, "read before sample"
         deadline = time.monotonic() + self._timeout
-        result_of(handle.forwarded, self._timeout)
-        copy: HostCopy = result_of(handle.sampled, self._timeout)
+        result_of(handle.forwarded, deadline)
+        copy: HostCopy = result_of(handle.sampled, deadline)
         copy.wait(deadline)
         result = to_result(handle.plan, copy)
         assert handle.buffer is not None

@@ -20,6 +20,7 @@ import torch
 from weft.common.errors import EngineDead
 from weft.ops import sampling as ops
 from weft.ops.philox import signed_seed
+from weft.ops.upload import upload
 from weft.types.plan import AllocSlot
 from weft.types.sampling import TokenParams
 
@@ -247,10 +248,7 @@ class Sampler:
     # --- one class of rows ---
 
     def _to_device(self, array: np.ndarray) -> Tensor:
-        tensor = torch.from_numpy(array)
-        if self._device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self._device, non_blocking=True)
+        return upload(array, self._device)
 
     def _chunk(self) -> int:
         return max(1, CHUNK.get(self._device.type, CHUNK["cuda"]) // self._vocab)
@@ -337,9 +335,9 @@ class Sampler:
         for row, of in entries:
             if of.words is not None:
                 words = of.words
-                done = ops.completes(
-                    history[rows.slot[row]], rows.position[row], words.prefixes, words.lengths
-                )
+                # The host's slot: a tensor as the one index would be read back from the device.
+                ids = history[int(rows.slot_host[row])]
+                done = ops.completes(ids, rows.position[row], words.prefixes, words.lengths)
                 masks.append((torch.full_like(words.last, row), words.last, done))
         ops.mask_entries_(x, *(torch.cat(columns) for columns in zip(*masks, strict=True)))
         bias = self._pairs([(row, of.bias_ids) for row, of in entries])

@@ -14,6 +14,7 @@ import torch
 
 from weft.common.errors import EngineDead
 from weft.config.resolved import KVConfig
+from weft.ops.upload import upload
 from weft.types.plan import AllocSlot, AppendBlocks, FreeSlot, Segment
 
 Tensor = torch.Tensor
@@ -66,8 +67,7 @@ class SlotState:
             raise EngineDead(f"slot {op.slot} is allocated with lengths that cannot be")
         self._live[op.slot], self._gen[op.slot] = True, op.gen
         self._entries[:, op.slot] = 0
-        ids = torch.from_numpy(np.array(op.token_ids, dtype=np.int32))
-        self.history[op.slot, :known] = ids.to(self.history.device)
+        self.history[op.slot, :known] = self._upload(op.token_ids)
         self.num_computed[op.slot] = op.num_cached
         self.num_prompt[op.slot] = op.num_prompt
 
@@ -83,8 +83,11 @@ class SlotState:
         table = self.tables[op.kind]
         if end > table.shape[1]:
             raise EngineDead(f"the block table of slot {op.slot} overflows")
-        table[op.slot, at:end] = torch.from_numpy(np.array(op.blocks, dtype=np.int32)).to(table.device)
+        table[op.slot, at:end] = self._upload(op.blocks)
         self._entries[op.kind, op.slot] = end
+
+    def _upload(self, column: np.ndarray) -> Tensor:
+        return upload(np.array(column, dtype=np.int32), self.history.device)
 
     def _check(self, slot: int, gen: int) -> None:
         if not self._live[slot] or self._gen[slot] != gen:

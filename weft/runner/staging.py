@@ -75,8 +75,9 @@ class StagingBuffer:
             time.sleep(0.0001)
 
     def poison(self) -> None:
-        """Fills the buffer so that any later use shows."""
+        """Fills the buffer, on the device too, so that any later use shows."""
         self._host.fill_(POISON)
+        self._on_device.fill_(POISON)
 
 
 class StagingRing:

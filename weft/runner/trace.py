@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 from typing import TextIO
@@ -9,7 +10,10 @@ from typing import TextIO
 import msgspec
 
 from weft.common.errors import ConfigError
+from weft.common.log import get_logger
 from weft.types.plan import StepPlan
+
+log = get_logger(__name__)
 
 
 def composition(plan: StepPlan) -> str:
@@ -54,11 +58,25 @@ class StepTrace:
         }
         separator = "\n" if self._first else ",\n"
         self._first = False
-        self._file.write(separator + msgspec.json.encode(event).decode())
+        self._write(separator + msgspec.json.encode(event).decode())
 
     def close(self) -> None:
         """Ends the list. Safe to call twice."""
-        if self._file is not None:
-            self._file.write("\n]\n")
-            self._file.close()
+        self._write("\n]\n", last=True)
+
+    def _write(self, text: str, *, last: bool = False) -> None:
+        """A file that cannot be written to (a full disk) ends the trace, never the engine."""
+        file = self._file
+        if file is None:
+            return
+        if last:
             self._file = None
+        try:
+            file.write(text)
+            if last:
+                file.close()
+        except OSError as error:
+            self._file = None
+            log.warning("--trace: the file cannot be written to (%s); the trace ends", error.strerror)
+            with contextlib.suppress(OSError):
+                file.close()

@@ -87,6 +87,11 @@ class Scheduler:
         """Whether a sequence is live or a step awaits its commit."""
         return bool(self._book.live or self._book.in_flight)
 
+    @property
+    def in_flight(self) -> int:
+        """Plans that await their commit."""
+        return len(self._book.in_flight)
+
     # ---- steps
 
     def plan(self, now: float) -> StepPlan | None:

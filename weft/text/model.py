@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from weft.common.errors import ConfigError
+from weft.common.errors import ConfigError, InvalidRequest
 from weft.text.chat import ChatFormat
+from weft.text.template import ChatTemplate
 from weft.text.tokenizer import Tokenizer
 
 
@@ -34,4 +35,8 @@ class TextModel:
                 raise ConfigError(
                     "--chat-template must name a readable text file", param="chat_template"
                 ) from None
+            try:
+                ChatTemplate(source)
+            except InvalidRequest as error:
+                raise ConfigError(f"--chat-template: {error.message}", param="chat_template") from None
         return cls(tokenizer, ChatFormat(tokenizer, source))
