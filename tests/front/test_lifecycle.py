@@ -139,7 +139,8 @@ def test_a_port_that_is_taken_is_said_plainly() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError) as raised:
             bind("127.0.0.1", port)
-    assert raised.value.message == f"can't listen on port {port} (address already in use); change --host or --port"
+    told = f"can't listen on port {port} (address already in use); change --host or --port"
+    assert raised.value.message == told
 
 
 def test_the_ready_text() -> None:

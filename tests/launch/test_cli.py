@@ -113,7 +113,6 @@ def test_no_command_shows_the_help(arguments: list[str], capsys: pytest.CaptureF
         (["serve", "a", "--model", "b"], "MODEL 'a' and --model 'b' differ"),
         (["serve", "--config", "/no/such.yaml"], "--config such.yaml"),
         (["serve", str(Path(__file__).parent)], "no config.json"),
-        (["serve", "--chat-template", __file__], "--chat-template: the chat template does not compile"),
         (["serve", "--api-key", ""], "--api-key must be text"),
         (["verify"], "--reference PATH, --self"),
         (["generate", "--top-p", "2", "hello"], "top_p must be"),

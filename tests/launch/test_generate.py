@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import io
 from pathlib import Path
 
 import pytest
@@ -69,8 +69,8 @@ def test_standard_input_is_a_prompt(
 def test_an_empty_standard_input_is_no_prompt(
     checkpoint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with open(os.devnull) as stdin, pytest.raises(SystemExit) as ended:
-        monkeypatch.setattr("sys.stdin", stdin)
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
+    with pytest.raises(SystemExit) as ended:
         main(["generate", checkpoint])
     assert ended.value.code == 2
     assert capsys.readouterr().err == "weft: standard input is empty: give a PROMPT\n"

@@ -202,3 +202,26 @@ def test_steps_commit_in_order() -> None:
     plan, result = rig.in_flight[1]
     with pytest.raises(EngineDead, match="order"):
         rig.scheduler.commit(plan, result, 0.0)
+
+
+def test_a_step_computes_a_bounded_number_of_prompt_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of logits are wide: prompts that want logprobs share a limit, and all get theirs in the end."""
+    monkeypatch.setattr("weft.scheduler.draft.MAX_PROMPT_LOGITS", 10)
+    rig = Rig(kv_config(), 2)
+    for number in range(3):
+        rig.submit(submit(number, list(range(1, 25)), prompt_logprobs=1, max_tokens=3))
+    rig.submit(submit(9, list(range(1, 20)), max_tokens=3))
+    asked: list[int] = []
+    plan = rig.scheduler.plan
+
+    def watched(now: float) -> StepPlan | None:
+        made = plan(now)
+        if made is not None:
+            asked.append(sum(int((s.logits - s.sample).sum()) for s in (made.prefill, made.decode)))
+        return made
+
+    monkeypatch.setattr(rig.scheduler, "plan", watched)
+    rig.drain()
+    rig.check_told()
+    assert max(asked) == 10
+    assert sum(asked) == 3 * 23

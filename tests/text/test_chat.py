@@ -201,6 +201,12 @@ def test_a_missing_or_broken_template_says_so(all_tokenizers: dict[str, Tokenize
         ChatFormat(all_tokenizers["words"], "{% if %}").encode([user("x")])
 
 
+def test_a_broken_template_of_the_flag_ends_the_start(folders: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "broken.jinja").write_text("{% if %}")
+    with pytest.raises(ConfigError, match="--chat-template: the chat template does not compile"):
+        TextModel.load(folders["words"], tmp_path / "broken.jinja")
+
+
 def test_ends_of_turn_include_the_templates(folders: dict[str, Path], tmp_path: Path) -> None:
     from shutil import copytree
 

@@ -11,6 +11,7 @@ from weft.common.errors import ConfigError
 from weft.config.resolved import PoolSpec
 from weft.config.sections import SchedulerSection
 from weft.config.spec import DTYPE_BYTES, CacheSpec, ModelSpec
+from weft.types.plan import MAX_PROMPT_LOGITS
 
 GIB = 1 << 30
 
@@ -121,4 +122,5 @@ def activation_bytes(spec: ModelSpec, dtype: str, scheduler: SchedulerSection) -
     wide = max(spec.intermediate, spec.moe.intermediate * spec.moe.top_k if spec.moe else 0)
     row = 4 * spec.hidden + 2 * spec.head_dim * (spec.heads + spec.kv_heads) + 3 * wide
     logits = scheduler.max_num_seqs * spec.vocab_size * 4 * 4
-    return tokens * row * DTYPE_BYTES[dtype] * scheduler.steps_in_flight + logits * scheduler.steps_in_flight
+    logits += MAX_PROMPT_LOGITS * spec.vocab_size * DTYPE_BYTES[dtype]
+    return (tokens * row * DTYPE_BYTES[dtype] + logits) * scheduler.steps_in_flight

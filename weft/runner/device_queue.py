@@ -7,39 +7,57 @@ step is planned and the last one's tokens are sent while it computes.
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from typing import Any
 
 from weft.common.errors import EngineDead
 
 
 class DeviceQueue:
-    """Runs work in submission order. ``threaded`` gives it a thread."""
+    """Runs work in submission order. ``threaded`` gives it a thread, which a process does not wait for at
+    its end: work that hangs hangs nobody else.
+    """
 
     def __init__(self, threaded: bool) -> None:
-        self._pool = ThreadPoolExecutor(1, "weft-device") if threaded else None
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        if threaded:
+            self._thread = threading.Thread(target=self._run, name="weft-device", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        while (task := self._work.get()) is not None:
+            task()
 
     def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
         """Runs, or queues, ``work(*args)``. Its exception is the future's; an interrupt of it, EngineDead."""
-        if self._pool is not None:
-            return self._pool.submit(work, *args)
         future: Future[Any] = Future()
-        try:
-            future.set_result(work(*args))
-        except Exception as error:
-            future.set_exception(error)
-        except BaseException as interrupt:  # the work is half done, and whoever comes next must know
-            lost = EngineDead("a step was interrupted")
-            lost.__cause__ = interrupt
-            future.set_exception(lost)
+        if self._thread is not None:
+            self._work.put(lambda: _carry_out(future, work, args))
+        else:
+            _carry_out(future, work, args)
         return future
 
-    def close(self) -> None:
-        """Ends the thread when what is queued has run."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+    def close(self, timeout: float = 10.0) -> None:
+        """Ends the thread when what is queued has run, or gives it up after ``timeout`` seconds."""
+        if self._thread is not None:
+            self._work.put(None)
+            self._thread.join(timeout)
+
+
+def _carry_out(future: Future[Any], work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    try:
+        future.set_result(work(*args))
+    except Exception as error:
+        future.set_exception(error)
+    except BaseException as interrupt:  # the work is half done, and whoever comes next must know
+        lost = EngineDead("a step was interrupted")
+        lost.__cause__ = interrupt
+        future.set_exception(lost)
 
 
 def result_of(future: Future[Any], deadline: float) -> Any:

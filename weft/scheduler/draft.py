@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft.scheduler.sequence import Running, Sequence
-from weft.types.plan import EMPTY_SEGMENT, Op, Segment, StepPlan, column
+from weft.types.plan import EMPTY_SEGMENT, MAX_PROMPT_LOGITS, Op, Segment, StepPlan, column
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +30,8 @@ class Draft:
     def __init__(self, step: int, budget: int) -> None:
         self.step = step
         self.budget = budget
+        self.prompt_logits = MAX_PROMPT_LOGITS
+        """Positions that may still ask for prompt logprobs."""
         self.prefill: dict[int, Row] = {}
         self.decode: dict[int, Row] = {}
         self.lacking: tuple[int, int] | None = None
@@ -39,6 +41,7 @@ class Draft:
     def add_prefill(self, row: Row) -> None:
         self.prefill[row.sequence.id] = row
         self.budget -= row.count
+        self.prompt_logits -= row.logits - row.sample
 
     def add_decode(self, row: Row) -> None:
         self.decode[row.sequence.id] = row
@@ -50,6 +53,7 @@ class Draft:
             row = segment.pop(sequence.id, None)
             if row is not None:
                 self.budget += row.count
+                self.prompt_logits += row.logits - row.sample
 
     def lack(self, sequence: Sequence) -> None:
         """Notes that ``sequence`` sits out for want of blocks."""

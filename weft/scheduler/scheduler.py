@@ -182,7 +182,9 @@ class Scheduler:
             if draft.budget < 1:
                 return
             start = run.num_scheduled
-            end = self._chunk_end(start, run.known, draft.budget)
+            end = self._chunk_end(sequence, start, run.known, draft)
+            if end <= start:
+                continue
             ops = self._reserve(sequence, run, end, draft)
             if ops is not None:
                 self._add_chunk(draft, sequence, run, end, ops)
@@ -202,7 +204,9 @@ class Scheduler:
             needed = book.caches.needed(book.slots.peek(), known + 1, num_hit, hashes)
             if not book.caches.fits([n + p for n, p in zip(needed, promised, strict=True)]):
                 return
-            end = self._chunk_end(num_hit, known, draft.budget)
+            end = self._chunk_end(sequence, num_hit, known, draft)
+            if end <= num_hit:
+                return
             run, ops = book.admit(sequence, hashes, num_hit, end)
             self._add_chunk(draft, sequence, run, end, ops)
             rest = book.caches.needed(run.slot, known + 1)
@@ -222,9 +226,13 @@ class Scheduler:
 
     # ---- parts of the phases
 
-    def _chunk_end(self, start: int, known: int, budget: int) -> int:
-        """Where the chunk from ``start`` ends."""
-        return self._book.caches.cut(start, min(known, start + min(budget, self._threshold)))
+    def _chunk_end(self, sequence: Sequence, start: int, known: int, draft: Draft) -> int:
+        """Where the chunk from ``start`` ends; at ``start`` when the step has no room for its logits."""
+        end = min(known, start + min(draft.budget, self._threshold))
+        logits, sample = sequence.prefill_logits(start, end)
+        if logits - sample > draft.prompt_logits:
+            end = min(end, max(start, sequence.delivered) + draft.prompt_logits)
+        return self._book.caches.cut(start, end) if end > start else start
 
     def _add_chunk(self, draft: Draft, sequence: Sequence, run: Running, end: int, ops: list[Op]) -> None:
         start = run.num_scheduled

@@ -26,6 +26,10 @@ I32 = np.ndarray
 """A read-only int32 column."""
 
 
+MAX_PROMPT_LOGITS = 1024
+"""Prompt positions of one step whose logits are computed: a row of logits is as wide as the vocabulary."""
+
+
 def column(values: list[int] | np.ndarray) -> np.ndarray:
     """A read-only int32 column of ``values``."""
     array = np.asarray(values, dtype=np.int32)

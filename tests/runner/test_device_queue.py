@@ -1,0 +1,54 @@
+"""Work runs in order, its errors come with its results, and a hung piece of work hangs nobody."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from weft.common.errors import EngineDead
+from weft.runner.device_queue import DeviceQueue, result_of
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_work_runs_in_order_and_errors_stay_with_their_work(threaded: bool) -> None:
+    queue = DeviceQueue(threaded)
+    seen: list[int] = []
+
+    def work(number: int) -> int:
+        seen.append(number)
+        if number == 1:
+            raise ValueError("one")
+        return 10 * number
+
+    futures = [queue.submit(work, number) for number in range(4)]
+    deadline = time.monotonic() + 10
+    assert [result_of(futures[i], deadline) for i in (0, 2, 3)] == [0, 20, 30]
+    with pytest.raises(ValueError, match="one"):
+        result_of(futures[1], deadline)
+    assert seen == [0, 1, 2, 3]
+    queue.close()
+
+
+def test_a_hung_step_is_given_up() -> None:
+    queue = DeviceQueue(threaded=True)
+    release = threading.Event()
+    future = queue.submit(release.wait)
+    with pytest.raises(EngineDead, match="in time"):
+        result_of(future, time.monotonic() + 0.05)
+    began = time.monotonic()
+    queue.close(timeout=0.05)
+    assert time.monotonic() - began < 5
+    release.set()
+    assert result_of(future, time.monotonic() + 10) is True
+
+
+def test_an_interrupt_inside_a_step_ends_the_group() -> None:
+    queue = DeviceQueue(threaded=False)
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(EngineDead, match="interrupted"):
+        result_of(queue.submit(interrupted), time.monotonic() + 10)
