@@ -3,11 +3,6 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# PyPI's torch for Linux brings gigabytes of CUDA libraries. Where there is no GPU the CPU build of the pinned
-# version comes from PyTorch's own index; if that can't be reached, the next step takes what pip finds.
-CPU_TORCH = test "$$(uname)" != Linux || command -v nvidia-smi >/dev/null || \
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --retries 1 --timeout 20 \
-	--extra-index-url https://download.pytorch.org/whl/cpu $$(grep '^torch==' requirements/lock.txt) || true
 # The CPU threads of tests: several processes with many threads each fight.
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
@@ -27,7 +22,7 @@ $(READY): pyproject.toml requirements/lock.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if v >= (3, 11) else "Weft needs Python 3.11 or 3.12, this is %d.%d: make PYTHON=python3.12 ..." % v)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing the pinned dependencies into $(VENV); the first time this takes some minutes"
-	@$(CPU_TORCH)
+	@bash scripts/install_torch.sh $(BIN)/python
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements/lock.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	touch $(READY)

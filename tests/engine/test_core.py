@@ -159,7 +159,7 @@ def test_a_refused_submit_changes_nothing(folder: Path) -> None:
     with pytest.raises(InvalidRequest):
         engine.submit(submit(1, [], greedy(5), request=1))
     assert not engine.has_work()
-    for i in range(1024):
+    for i in range(1024 + engine.config.scheduler.max_num_seqs):
         engine.submit(submit(i, [1], greedy(1), request=i))
     with pytest.raises(Overloaded):
         engine.submit(submit(5000, [1], greedy(1), request=5000))

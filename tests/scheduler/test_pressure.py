@@ -106,15 +106,19 @@ def test_budget_that_leaves_prefill_less_than_a_block_is_refused() -> None:
 
 
 def test_full_queue_is_refused_and_the_admitted_finish() -> None:
-    rig = Rig(kv_config(), max_queued_requests=3)
-    for number in range(3):
+    """As many as can run at once, and the queue: also when they come before the first step."""
+    rig = Rig(kv_config(), max_num_seqs=2, max_queued_requests=3)
+    for number in range(5):
         rig.submit(submit(number, [1, 2, 3]))
     with pytest.raises(Overloaded) as caught:
-        rig.scheduler.add(submit(3, [1]), 0.0)
+        rig.scheduler.add(submit(5, [1]), 0.0)
     assert caught.value.retryable
+    rig.step()
+    with pytest.raises(Overloaded):
+        rig.scheduler.add(submit(5, [1]), 0.0)
     rig.drain()
     rig.check_told()
-    rig.submit(submit(3, [1]))
+    rig.submit(submit(5, [1]))
     rig.drain()
     rig.check_told()
 

@@ -12,8 +12,8 @@ from weft.api.engine_thread import EngineThread, Sink
 from weft.api.llm import load_text, model_limits
 from weft.api.outputs import RequestOutput
 from weft.api.request import Request, RequestMaker, client_error
+from weft.api.settings import read_settings
 from weft.common.errors import EngineDead, ErrorInfo, InvalidRequest, Overloaded, WeftError
-from weft.config.flags import from_keywords
 from weft.config.resolve import resolve
 from weft.engine.core import EngineCore
 from weft.types.messages import HeadStats, TokenEvent
@@ -29,7 +29,7 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str = "spool-text", **config: Any) -> None:
-        settings = from_keywords({"model": model, **config})
+        settings = read_settings(model, config)
         self.config = resolve(settings)
         self._text = load_text(self.config, settings.front.chat_template)
         core = EngineCore(self.config)

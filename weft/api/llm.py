@@ -12,9 +12,9 @@ from tqdm import tqdm
 
 from weft.api.outputs import RequestOutput
 from weft.api.request import Request, RequestMaker, client_error
+from weft.api.settings import read_settings
 from weft.common.errors import EngineDead, InvalidRequest, Overloaded, WeftError
 from weft.common.log import get_logger
-from weft.config.flags import from_keywords
 from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig
 from weft.engine.core import EngineCore
@@ -54,7 +54,7 @@ class LLM:
     """
 
     def __init__(self, model: str = "spool-text", **config: Any) -> None:
-        settings = from_keywords({"model": model, **config})
+        settings = read_settings(model, config)
         self.config = resolve(settings)
         self._text = load_text(self.config, settings.front.chat_template)
         self._core: EngineCore | None = EngineCore(self.config)

@@ -56,7 +56,8 @@ def bind(host: str, port: int) -> socket.socket:
         return socket.create_server(address[:2], family=family, backlog=2048)
     except OSError as error:
         # Python words some of these errors itself, with the address in them; the system's words are plain.
-        system = os.strerror(error.errno) if (error.errno or 0) > 0 else error.strerror
+        number = error.errno or 0
+        system = os.strerror(number) if number > 0 else error.strerror
         reason = (system or "unknown reason").lower()
         raise ConfigError(
             f"can't listen on port {port} ({reason}); change --host or --port", param="port"

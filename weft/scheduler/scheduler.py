@@ -55,7 +55,9 @@ class Scheduler:
         tokens, num_prompt = check_submit(submit, self._vocab_size, book.kv.max_model_len)
         if submit.sequence in book.live:
             raise InvalidRequest("a sequence of this id is live", param="sequence")
-        if len(book.waiting) + book.num_held >= self._section.max_queued_requests:
+        # Whom the next step can admit does not queue: a burst on an idle engine fills its slots first.
+        unused = self._section.max_num_seqs - len(book.running)
+        if len(book.waiting) + book.num_held >= self._section.max_queued_requests + unused:
             raise Overloaded(f"{self._section.max_queued_requests} sequences wait already; try again later")
         limit = min(num_prompt + submit.params.max_tokens, book.kv.max_model_len)
         sequence = Sequence(submit, tokens, num_prompt, limit, self._arrivals)

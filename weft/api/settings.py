@@ -1,0 +1,26 @@
+"""Keywords of ``LLM`` and ``AsyncLLM``: every flag of the server, by its name with underscores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from weft.common.log import get_logger
+from weft.config.flags import from_keywords
+from weft.config.sections import Config
+
+SERVER_ONLY = ("host", "port", "api_key", "max_request_bytes", "drain_timeout", "request_timeout")
+"""Settings that say something about an HTTP server, and nothing where there is none."""
+
+log = get_logger(__name__)
+
+
+def read_settings(model: str, keywords: Mapping[str, Any]) -> Config:
+    """The configuration of an engine in this process. Raises ConfigError for unknown or wrong keywords.
+
+    Settings that only a server heeds are valid, and named in a warning.
+    """
+    idle = [name for name in SERVER_ONLY if name in keywords]
+    if idle:
+        log.warning("without a server these settings have no effect: %s", ", ".join(idle))
+    return from_keywords({"model": model, **keywords})
