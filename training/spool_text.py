@@ -39,7 +39,7 @@ class Recipe:
     """What a run depends on. ``batch_tokens`` counts padding; ``router_aux`` weighs the balance loss."""
 
     seed: int = 1
-    steps: int = 6000
+    steps: int = 6800
     batch_tokens: int = 4096
     lr: float = 2e-3
     lr_end: float = 2e-5
