@@ -268,7 +268,9 @@ def test_a_full_disk_ends_the_trace_and_not_the_engine(
     answers = run(engine, [[one] for one in asked])
     engine.close()
     assert all(len(answer.tokens) == 40 for answer in answers.values())
-    assert [r.name for r in caplog.records if "trace ends" in r.message] == ["weft.runner.trace"]
+    # A record may be captured on the way up more than once.
+    warned = {id(r): r.name for r in caplog.records if "trace ends" in r.message}
+    assert list(warned.values()) == ["weft.runner.trace"]
 
 
 def test_models_are_shared_between_engines(folder: Path) -> None:

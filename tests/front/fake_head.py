@@ -151,8 +151,9 @@ class FakeHead:
             self.stop = True
 
     def step(self) -> None:
-        if not self.stuck:
-            self.steps += 1
+        if self.stuck:
+            return  # nobody gets anything any more; heartbeats go on
+        self.steps += 1
         for number, sequence in list(self.live.items()):
             seed = sequence.submit.seed
             if seed == GARBAGE:

@@ -60,20 +60,23 @@ def make(tokenizer: Tokenizer, **params: Any) -> Choice:
 def expected(
     tokenizer: Tokenizer, ids: list[int], stops: list[str], least: int
 ) -> tuple[int, str, str | None]:
-    """(tokens kept, text, stop) by definition: the first token with which decoding completes a stop."""
-    before = ""
+    """(tokens kept, text, stop) by definition: the first token with which decoding completes a stop.
+
+    What was readable once counts as there, also while an unfinished character hides it.
+    """
+    readable = 0
     for count in range(1, len(ids) + 1):
         text = tokenizer.decode(ids[:count]).rstrip("\ufffd")
         new = [
             (end, -len(stop), stop)
             for stop in stops
-            for end in range(len(before) + 1, len(text) + 1)
+            for end in range(readable + 1, len(text) + 1)
             if text[:end].endswith(stop)
         ]
         if new and count >= least:
             end, _, stop = min(new)
             return count, text[: end - len(stop)], stop
-        before = text
+        readable = max(readable, len(text))
     return len(ids), tokenizer.decode(ids), None
 
 
@@ -101,6 +104,20 @@ def test_deltas_add_up_and_stops_cut_at_their_token(
     assert [delta.finish_reason for delta in deltas].count(None) == len(deltas) - 1
     if stop is not None:
         assert deltas[-1].send_finish == (count < len(ids) and not _same_event(len(ids), sizes, count))
+
+
+def test_held_back_text_of_early_tokens_completes_no_stop(all_tokenizers: dict[str, Tokenizer]) -> None:
+    """A run of byte tokens is held back whole: what came before min_tokens stays exempt when it comes out."""
+    tokenizer = all_tokenizers["fallback_bpe"]
+    ids = tokenizer.encode("ccc.猫", add_special_tokens=False)
+    choice = make(tokenizer, stop=["c"], min_tokens=5)
+    feed(choice, ids, [])
+    assert (choice.text, choice.finish_reason) == (tokenizer.decode(ids), "length")
+    late = make(tokenizer, stop=["c"], min_tokens=3)
+    feed(late, ids, [])
+    count, text, stop = expected(tokenizer, ids, ["c"], 3)
+    assert (late.text, late.token_ids, late.stop_reason) == (text, ids[:count], stop)
+    assert stop == "c"
 
 
 def _same_event(total: int, sizes: list[int], count: int) -> bool:

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import logging
 import sys
+from typing import TextIO
 
 _FORMAT = "%(asctime)s %(levelname).1s {process} %(name)s: %(message)s"
+
+
+class _Stderr(logging.StreamHandler[TextIO]):
+    """Writes to what ``sys.stderr`` is when a record comes, which may have been replaced since."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
 
 
 def get_logger(name: str) -> logging.Logger:
@@ -19,6 +28,6 @@ def configure(level: str = "info", process: str = "main") -> None:
     root.setLevel(level.upper())
     root.propagate = False
     if not root.handlers:
-        handler = logging.StreamHandler(sys.stderr)
+        handler = _Stderr()
         handler.setFormatter(logging.Formatter(_FORMAT.format(process=process), datefmt="%H:%M:%S"))
         root.addHandler(handler)

@@ -81,6 +81,10 @@ class Choice:
             tokenizer, skip_special_tokens=params.skip_special_tokens, continues=continues
         )
         self._stops = StopFinder(params.stop)
+        self._searched = 0
+        """Characters that went through the stop finder."""
+        self._exempt = 0
+        """Characters of the text, held back ones included, that tokens before ``min_tokens`` made."""
         for token in emitted_ids:
             self.token_ids.append(token)
             kept = self._stops.push(self._detokenizer.push(token), ignore=True)
@@ -151,11 +155,17 @@ class Choice:
                 return
 
     def _take_text(self, text: str, fresh: _Fresh) -> None:
-        """Passes certain text through the stop finder."""
-        if not text:
-            return
+        """Passes certain text through the stop finder. What early tokens made completes no stop string, also
+        when it was held back and comes out with a later one."""
         early = len(self.token_ids) < self._params.min_tokens
-        kept = self._stops.push(text, ignore=early)
+        exempt = len(text) if early else min(max(self._exempt - self._searched, 0), len(text))
+        self._searched += len(text)
+        for piece, ignore in ((text[:exempt], True), (text[exempt:], False)):
+            if piece:
+                self._search(piece, ignore, fresh)
+
+    def _search(self, text: str, ignore: bool, fresh: _Fresh) -> None:
+        kept = self._stops.push(text, ignore=ignore)
         if isinstance(kept, StopMatch):
             fresh.match = kept
             stop = kept.stop if self._params.include_stop_str_in_output else ""
@@ -168,9 +178,10 @@ class Choice:
         no later token follows that could change them."""
         if fresh.match is not None or not self._stops.active:
             return
-        if len(self.token_ids) >= self._params.min_tokens and self._stops.would_match(
-            self._detokenizer.preview()
-        ):
+        held = self._detokenizer.preview()
+        if len(self.token_ids) < self._params.min_tokens:
+            self._exempt = max(self._exempt, self._searched + len(held))
+        elif self._stops.would_match(held, skip=max(self._exempt - self._searched, 0)):
             self._take_text(self._detokenizer.finish(), fresh)
 
     def _take_rest(self, fresh: _Fresh) -> None:

@@ -63,12 +63,13 @@ class StopFinder:
         state = self._states[number]
         return self._tables[number][-1] if state == len(self._stops[number]) else state
 
-    def would_match(self, piece: str) -> bool:
-        """Whether pushing ``piece`` would complete a match. Changes nothing."""
+    def would_match(self, piece: str, *, skip: int = 0) -> bool:
+        """Whether pushing ``piece`` would complete a match beyond its first ``skip`` characters. Changes
+        nothing."""
         states = list(self._states)
-        found = any(self._advance(char) is not None for char in piece)
+        matched = [self._advance(char) is not None for char in piece]
         self._states = states
-        return found
+        return any(matched[skip:])
 
     def finish(self) -> str:
         """The text still held back: the end came before a stop string did."""
