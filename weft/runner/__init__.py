@@ -1,0 +1,1 @@
+"""One step on the device: staging, slot state, KV memory, forward, sample."""
