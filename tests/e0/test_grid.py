@@ -54,6 +54,7 @@ def prompts() -> list[list[int]]:
 
 
 PROMPTS = prompts()
+FILLER = PROMPTS[15][:30]
 
 
 class Reference:
@@ -105,7 +106,7 @@ def plan_submits(case: dict[str, Any]) -> tuple[list[list[Submit]], dict[int, tu
     if case["preempt"]:
         # An older request (by priority) that grows into the blocks of the others.
         filler = TokenParams(temperature=0.0, max_tokens=60)
-        arrivals[0].append(submit(9999, PROMPTS[15][:30], filler, request=9999, priority=-1))
+        arrivals[0].append(submit(9999, FILLER, filler, request=9999, priority=-1))
     return arrivals, who
 
 
@@ -122,11 +123,10 @@ def check(case: dict[str, Any], reference: Reference) -> None:
     )
     try:
         if hit:
-            warm = [
-                submit(5000 + i, PROMPTS[i], TokenParams(max_tokens=1), request=5000 + i)
-                for i in range(case["batch"])
-            ]
-            run(engine, [warm])
+            # The filler too: else the others may end while it is still at its prompt, one token a step.
+            known = [*PROMPTS[: case["batch"]], FILLER]
+            once = TokenParams(max_tokens=1)
+            run(engine, [[submit(5000 + i, ids, once, request=5000 + i) for i, ids in enumerate(known)]])
         warmed = engine.stats()
         arrivals, who = plan_submits(case)
         answers = run(engine, arrivals)
