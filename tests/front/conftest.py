@@ -139,48 +139,57 @@ def script() -> ModuleType:
 Start = Callable[..., Running]
 
 
+class Servers:
+    """The server processes of a session."""
+
+    def __init__(self) -> None:
+        self._running: list[Running] = []
+
+    def start(self, command: list[str], seconds: float, **environment: str) -> Running:
+        """Starts one and waits until it is ready."""
+        variables = env.child_environment(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", **environment)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables)
+        try:
+            self._running.append(Running(process, seconds))
+        except BaseException:
+            process.kill()
+            raise
+        return self._running[-1]
+
+    def close(self) -> None:
+        for server in self._running:
+            server.close()
+
+
 @pytest.fixture(scope="session")
-def start_fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+def servers() -> Iterator[Servers]:
+    made = Servers()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def start_fake(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Start:
     """Starts fronts over fake heads; keywords are FrontSection fields, or ``max_num_seqs`` and the like."""
-    running: list[Running] = []
 
     def start(**fields: Any) -> Running:
         folder = tmp_path_factory.mktemp("front")
         command = [sys.executable, str(HERE / "fake_server.py"), str(folder), json.dumps(fields)]
-        environment = env.child_environment(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-        try:
-            running.append(Running(process, 60))
-        except BaseException:
-            process.kill()
-            raise
-        return running[-1]
+        return servers.start(command, 60)
 
-    yield start
-    for server in running:
-        server.close()
+    return start
 
 
 @pytest.fixture(scope="session")
-def start_weft() -> Iterator[Start]:
+def start_weft(servers: Servers) -> Start:
     """Starts ``weft serve`` on the bundled model, with the given flags."""
-    running: list[Running] = []
 
     def start(*flags: str) -> Running:
         program = "from weft.launch.main import main; main()"
         command = [sys.executable, "-c", program, "serve", "--port", "0", "--threads", "1", *flags]
-        environment = env.child_environment(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-        try:
-            running.append(Running(process, 120))
-        except BaseException:
-            process.kill()
-            raise
-        return running[-1]
+        return servers.start(command, 120, HF_HUB_OFFLINE="1")
 
-    yield start
-    for server in running:
-        server.close()
+    return start
 
 
 @pytest.fixture(scope="session")

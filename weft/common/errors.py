@@ -162,18 +162,3 @@ class ConfigError(WeftError):
     """A setting, or a pair of settings, that cannot work. Raised before anything starts; names the flags."""
 
     code, blame, http_status = "config_error", "client", 400
-
-
-BY_STATUS: dict[int, type[WeftError]] = {
-    401: Unauthorized,
-    403: Forbidden,
-    404: NotFound,
-    405: MethodNotAllowed,
-    408: RequestTimeout,
-    413: TooLarge,
-    415: UnsupportedMedia,
-    429: Overloaded,
-    431: HeaderTooLarge,
-    503: Unavailable,
-    504: DeadlineExceeded,
-}

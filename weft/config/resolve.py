@@ -12,6 +12,7 @@ from typing import Any
 
 from weft.common.errors import ConfigError
 from weft.config import devices, hub
+from weft.config.budget import check_budget
 from weft.config.families import load_spec
 from weft.config.flags import parse_size
 from weft.config.memory import (
@@ -42,7 +43,7 @@ _CPU_CACHE_SHARE = 0.5
 def resolve(config: Config) -> EngineConfig:
     """The configuration of one engine. Raises ConfigError; see the steps."""
     model, cache, scheduler, runner = config.model, config.cache, config.scheduler, config.runner
-    check_scheduler(scheduler, cache)
+    check_budget(scheduler, cache.block_size)
     check_files(runner, config.front)
     path = hub.resolve_model_path(model.model, model.revision, load_format=model.load_format)
     tokenizer_path = path
@@ -74,34 +75,6 @@ def resolve(config: Config) -> EngineConfig:
         runner=runner,
         kv=kv,
     )
-
-
-def check_scheduler(scheduler: SchedulerSection, cache: CacheSection) -> None:
-    """Decode is reserved first: what it can leave for prefill must be a block at least.
-
-    While a sequence is prefilled at most ``max_num_seqs - 1`` others decode. Under the exclusive policy
-    nothing is reserved, but every decoding sequence must have its token in a decode step.
-    """
-    tokens, sequences, block = scheduler.max_num_batched_tokens, scheduler.max_num_seqs, cache.block_size
-    if scheduler.step_policy == "exclusive":
-        if tokens < sequences:
-            raise ConfigError(
-                f"--max-num-batched-tokens {tokens} is less than one token for each of --max-num-seqs "
-                f"{sequences}: set --max-num-batched-tokens to at least {sequences} "
-                f"or --max-num-seqs to at most {tokens}",
-                param="--max-num-batched-tokens",
-            )
-        return
-    left = tokens - (sequences - 1)
-    if left < block:
-        most = tokens - block + 1
-        fewer = f" or --max-num-seqs to at most {most}" if most >= 1 else ""
-        raise ConfigError(
-            f"--max-num-batched-tokens {tokens} with --max-num-seqs {sequences} can leave prefill "
-            f"{max(left, 0)} tokens a step, less than one block (--block-size {block}): set "
-            f"--max-num-batched-tokens to at least {block + sequences - 1}{fewer}",
-            param="--max-num-batched-tokens",
-        )
 
 
 def check_files(runner: RunnerSection, front: FrontSection) -> None:

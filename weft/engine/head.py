@@ -142,9 +142,8 @@ class Head:
             by_front.setdefault(owner, []).append(event)
             if event.finish is not None:
                 del self._owner[event.sequence]
-        steps = self._core.stats().steps if by_front else 0
         for front, its in by_front.items():
-            self._send(front, m.Tokens(step=steps, events=tuple(its)))
+            self._send(front, m.Tokens(step=self._core.scheduler.steps, events=tuple(its)))
 
     def _send(self, front: bytes, message: m.ToFront) -> None:
         try:

@@ -6,8 +6,9 @@ on, then new sequences are admitted, all in FCFS order. ``plan`` may run one ste
 
 from __future__ import annotations
 
-from weft.common.errors import ConfigError, EngineDead, ErrorInfo, InvalidRequest, Overloaded
+from weft.common.errors import EngineDead, ErrorInfo, InvalidRequest, Overloaded
 from weft.common.log import get_logger
+from weft.config.budget import check_budget
 from weft.config.resolved import KVConfig
 from weft.config.sections import SchedulerSection
 from weft.scheduler.book import Book
@@ -33,7 +34,7 @@ class Scheduler:
     """
 
     def __init__(self, kv: KVConfig, section: SchedulerSection, vocab_size: int) -> None:
-        _check_budget(kv, section)
+        check_budget(section, kv.block_size)
         self._section = section
         self._vocab_size = vocab_size
         self._threshold = section.long_prefill_token_threshold or section.max_num_batched_tokens
@@ -118,6 +119,11 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenEvent]:
         """Applies the result of the oldest plan in flight. See ``weft.scheduler.commit``."""
         return commit(self._book, plan, result)
+
+    @property
+    def steps(self) -> int:
+        """Steps committed."""
+        return self._book.counts.steps
 
     def stats(self) -> HeadStats:
         """Counters and gauges."""
@@ -306,16 +312,3 @@ class Scheduler:
             )
             _log.error("no progress in %d plans while work waits: %s", self._empty_plans, state)
             raise EngineDead(f"the scheduler made no progress while work waited ({state})")
-
-
-def _check_budget(kv: KVConfig, section: SchedulerSection) -> None:
-    """Raises ConfigError when decode rows could leave prefill less than one block of tokens in a step."""
-    left = section.max_num_batched_tokens - (section.max_num_seqs - 1)
-    least = kv.block_size if section.step_policy == "mixed" else 1
-    if left < least:
-        raise ConfigError(
-            f"--max-num-batched-tokens {section.max_num_batched_tokens} leaves prefill {max(left, 0)} tokens "
-            f"beside --max-num-seqs {section.max_num_seqs} decoding sequences, less than a block of "
-            f"{kv.block_size}: raise the first or lower the second",
-            param="--max-num-batched-tokens",
-        )
