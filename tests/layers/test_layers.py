@@ -156,6 +156,7 @@ def test_routed_mlp_equals_each_expert_by_itself(tokens: int) -> None:
     moe = RoutedMLP(12, spec, "silu", _build(torch.float64))
     for weight in moe.parameters():
         weight.data.normal_()
+    moe.router.pack()
     x = torch.randn(tokens, 12, dtype=torch.float64)
     scores = torch.softmax(x @ moe.router.weight.T, -1)
     expected = torch.zeros_like(x)
@@ -173,6 +174,7 @@ def test_routed_mlp_takes_no_tokens() -> None:
     moe = RoutedMLP(8, spec, "silu", _build(torch.float32))
     for weight in moe.parameters():
         weight.data.normal_()
+    moe.router.pack()
     assert moe(torch.empty(0, 8)).shape == (0, 8)
 
 
@@ -193,9 +195,9 @@ def test_activations_equal_transformers(name: str) -> None:
 
 
 def test_ops_are_chosen_by_capability() -> None:
-    assert registry.choose("rms_norm", torch.bfloat16, CPU, invariant=True) is torch_ops.rms_norm
-    with pytest.raises(ConfigError, match=r"no invariant implementation of linear for float32 on cpu"):
-        registry.choose("linear", torch.float32, CPU, invariant=True)
+    assert registry.choose("rms_norm", torch.bfloat16, CPU, invariant=True).name in ("torch", "cpu")
+    with pytest.raises(ConfigError, match=r"no invariant implementation of experts for float64 on cpu"):
+        registry.choose("experts", torch.float64, CPU, invariant=True)
     with pytest.raises(ConfigError, match=r"no implementation of rms_norm for int8 on cpu"):
         registry.choose("rms_norm", torch.int8, CPU)
     with pytest.raises(ValueError, match="already"):
@@ -227,6 +229,8 @@ def test_row_linear_returns_a_partial_and_ranks_yield_once() -> None:
     here.bias.data.normal_()
     there = RowLinear(4, 3, _build(torch.float64, _Twice()), bias=True)
     there.load_state_dict(here.state_dict())
+    here.pack()
+    there.pack()
     x = torch.randn(2, 4, dtype=torch.float64)
     assert torch.allclose(here(x) - there(x), here.bias.expand(2, 3))
     steps = reduced(_Twice(), x)

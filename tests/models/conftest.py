@@ -17,7 +17,7 @@ from weft.attention.base import SegmentInput, StepInput
 from weft.attention.registry import choose
 from weft.config.families import load_spec
 from weft.models.base import Model
-from weft.models.loader import load_model
+from weft.models.loader import load_model, read_model
 from weft.overlap.drive import drive
 
 Tensor = torch.Tensor
@@ -137,6 +137,10 @@ class Checkpoint:
         spec = load_spec(self.folder, None)
         return load_model(self.folder, spec, dtype, device, progress=False, **more)
 
+    def read(self, dtype: torch.dtype = torch.float32) -> Model:
+        """With its weights as plain parameters: to look at, not to compute with."""
+        return read_model(self.folder, load_spec(self.folder, None), dtype, CPU, progress=False)
+
     def reference_in_float64(self) -> Any:
         """A float64 copy, with experts that accept doubles."""
         copy = type(self.reference)(self.reference.config).double().eval()
@@ -213,14 +217,16 @@ class Paged:
         rows = [*prefill, *decode]
         for sequence, count in rows:
             self._reserve(sequence, sequence.computed + count + bound)
-        segments = (self._segment(prefill, 0, bound), None)
-        segments = (segments[0], self._segment(decode, segments[0].tokens, bound))
+        first = self._segment(prefill, 0, bound)
+        segments = (first, self._segment(decode, first.tokens, bound))
         ids = [i for s, n in rows for i in s.ids[s.computed : s.computed + n]]
         positions = [p for s, n in rows for p in range(s.computed, s.computed + n)]
         step = StepInput(
             ids=self._column(ids),
             positions=self._column(positions),
+            writes=self._writes(rows),
             segments=segments,
+            prepared=tuple(map(self._prepare, segments)),
             logits_index=torch.arange(len(ids), device=self.model.device),
         )
         with torch.inference_mode():
@@ -241,20 +247,11 @@ class Paged:
     def _segment(self, rows: Seq[tuple[Sequence, int]], begin: int, bound: int) -> SegmentInput:
         counts = np.array([n for _, n in rows], np.int32)
         starts = np.array([s.computed for s, _ in rows], np.int32)
-        tables, writes = [], []
+        tables = []
         for kind in range(len(self.model.spec.caches)):
             width = max((len(s.tables[kind]) for s, _ in rows), default=0)
             table = [s.tables[kind] + [0] * (width - len(s.tables[kind])) for s, _ in rows]
             tables.append(self._column(table).view(len(rows), width))
-            writes.append(
-                self._column(
-                    [
-                        s.tables[kind][p // self.size] * self.size + p % self.size
-                        for s, n in rows
-                        for p in range(s.computed, s.computed + n)
-                    ]
-                )
-            )
         return SegmentInput(
             begin=begin,
             rows=len(rows),
@@ -264,7 +261,24 @@ class Paged:
             q_offsets=self._column([0, *np.cumsum(counts).tolist()]).int(),
             starts=self._column(starts.tolist()),
             tables=tuple(tables),
-            writes=tuple(writes),
+        )
+
+    def _writes(self, rows: Seq[tuple[Sequence, int]]) -> tuple[Tensor, ...]:
+        return tuple(
+            self._column(
+                [
+                    s.tables[kind][p // self.size] * self.size + p % self.size
+                    for s, n in rows
+                    for p in range(s.computed, s.computed + n)
+                ]
+            )
+            for kind in range(len(self.model.spec.caches))
+        )
+
+    def _prepare(self, segment: SegmentInput) -> tuple[object, ...]:
+        caches = enumerate(self.model.spec.caches)
+        return tuple(
+            self.backend.prepare(segment, kind, cache, self.size, self.model.dtype) for kind, cache in caches
         )
 
     def _reserve(self, sequence: Sequence, upto: int) -> None:

@@ -17,7 +17,7 @@ from weft.common.errors import ConfigError
 from weft.config.families import load_spec
 from weft.models import loader
 from weft.models.files import weight_files
-from weft.models.loader import build_model, load_model
+from weft.models.loader import build_model, load_model, read_model
 from weft.models.registry import WEIGHTS
 
 CPU = torch.device("cpu")
@@ -38,7 +38,7 @@ def _folder(checkpoint: Any, target: Path, change: Callable[[Tensors], None] | N
 
 def _load(folder: Path, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
     spec = load_spec(str(folder), more.pop("override", None))
-    return load_model(str(folder), spec, dtype, CPU, progress=False, **more)
+    return read_model(str(folder), spec, dtype, CPU, progress=False, **more)
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -58,7 +58,7 @@ def test_shards(name: str, checkpoints: Any, tmp_path: Path) -> None:
     checkpoint.reference.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
     assert (tmp_path / "model.safetensors.index.json").is_file()
-    assert _same(_load(tmp_path), checkpoint.load())
+    assert _same(_load(tmp_path), checkpoint.read())
 
 
 def test_broken_shards(checkpoints: Any, tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_fused_experts(name: str, checkpoints: Any, tmp_path: Path) -> None:
             tensors[f"{prefix}experts.gate_up_proj"] = torch.stack(gate_up)
             tensors[f"{prefix}experts.down_proj"] = torch.stack(parts[2])
 
-    assert _same(_load(_folder(checkpoint, tmp_path, fuse)), checkpoint.load())
+    assert _same(_load(_folder(checkpoint, tmp_path, fuse)), checkpoint.read())
 
 
 def test_missing_and_unexpected_are_listed_together(checkpoints: Any, tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_harmless_names_are_ignored(checkpoints: Any, tmp_path: Path) -> None:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
 
     checkpoint = checkpoints("llama-tied-mha")
-    assert _same(_load(_folder(checkpoint, tmp_path, change)), checkpoint.load())
+    assert _same(_load(_folder(checkpoint, tmp_path, change)), checkpoint.read())
 
 
 def test_a_tied_head_that_differs_is_refused(checkpoints: Any, tmp_path: Path) -> None:
@@ -134,9 +134,11 @@ def test_a_tied_head_that_differs_is_refused(checkpoints: Any, tmp_path: Path) -
 
 
 def test_tied_embeddings_share_memory(checkpoints: Any) -> None:
-    model = checkpoints("llama-tied-mha").load()
-    assert model.head.weight.data_ptr() == model.embedding.weight.data_ptr()
-    model = checkpoints("llama").load()
+    model = checkpoints("llama-tied-mha").read()
+    assert model.head.weight is None
+    model.pack()
+    assert model.head._packed is model.embedding.table
+    model = checkpoints("llama").read()
     assert model.head.weight.data_ptr() != model.embedding.weight.data_ptr()
 
 
@@ -167,7 +169,7 @@ def test_weights_are_converted(saved: torch.dtype, checkpoints: Any, tmp_path: P
             tensors[name] = tensors[name].to(saved)
 
     folder = _folder(checkpoint, tmp_path, change)
-    model, exact = _load(folder), checkpoint.load()
+    model, exact = _load(folder), checkpoint.read()
     for (name, a), (_, b) in zip(model.named_parameters(), exact.named_parameters(), strict=True):
         assert a.dtype == torch.float32, name
         assert torch.equal(a, b.to(saved).float()), name
@@ -183,13 +185,13 @@ def test_pickles_are_refused_unless_asked_for(checkpoints: Any, tmp_path: Path) 
     torch.save(state, tmp_path / "pytorch_model.bin")
     for asked in ("auto", "safetensors"):
         assert "--load-format pickle" in _message(tmp_path, load_format=asked)
-    assert _same(_load(tmp_path, load_format="pickle"), checkpoint.load())
+    assert _same(_load(tmp_path, load_format="pickle"), checkpoint.read())
     names = {n: f"pytorch_model-{i % 2}.bin" for i, n in enumerate(sorted(state))}
     (tmp_path / "pytorch_model.bin").unlink()
     for shard in set(names.values()):
         torch.save({n: state[n] for n in names if names[n] == shard}, tmp_path / shard)
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": names}))
-    assert _same(_load(tmp_path, load_format="pickle"), checkpoint.load())
+    assert _same(_load(tmp_path, load_format="pickle"), checkpoint.read())
     assert "--load-format auto" in _message(Path(checkpoint.folder), load_format="pickle")
 
 
@@ -212,7 +214,7 @@ def test_safetensors_beside_pickles_win(checkpoints: Any, tmp_path: Path) -> Non
     folder = _folder(checkpoints("qwen2"), tmp_path)
     (folder / "pytorch_model.bin").write_bytes(b"never opened")
     assert [path.name for path in weight_files(folder, "auto")] == ["model.safetensors"]
-    assert _same(_load(folder), checkpoints("qwen2").load())
+    assert _same(_load(folder), checkpoints("qwen2").read())
 
 
 def test_no_weights_at_all(checkpoints: Any, tmp_path: Path) -> None:
@@ -239,7 +241,7 @@ def test_parameters_are_filled_in_place(checkpoints: Any, monkeypatch: pytest.Mo
     loader.fill(model, WEIGHTS.get(spec.family)(spec), files, spec.layers, False)
     assert len(alive) > 50
     assert before == {name: p.data_ptr() for name, p in model.named_parameters()}
-    assert _same(model, checkpoint.load())
+    assert _same(model, checkpoint.read())
 
 
 def test_only_the_first_layers(checkpoints: Any, paged: Any) -> None:
@@ -249,6 +251,7 @@ def test_only_the_first_layers(checkpoints: Any, paged: Any) -> None:
     assert len(cut.blocks) == 2
     kept = dict(whole.named_parameters())
     assert all(torch.equal(p, kept[name]) for name, p in cut.named_parameters())
+    cut.pack()
     harness = paged(cut)
     sequence = harness.sequence([1, 2, 3])
     harness.step([(sequence, 3)])
@@ -261,14 +264,15 @@ def test_dummy_weights(name: str, dtype: torch.dtype, checkpoints: Any, paged: A
     checkpoint = checkpoints(name)
     (tmp_path / "config.json").write_text(Path(checkpoint.folder, "config.json").read_text())
     model = _load(tmp_path, dtype, load_format="dummy", seed=5)
+    assert _same(model, _load(tmp_path, dtype, load_format="dummy", seed=5))
+    assert not _same(model, _load(tmp_path, dtype, load_format="dummy", seed=6))
+    model.pack()
     harness = paged(model)
     sequence = harness.sequence(list(range(40)))
     harness.step([(sequence, 40)])
     logits = torch.stack(sequence.logits)
     assert torch.isfinite(logits).all()
     assert logits.std() > 0.1
-    assert _same(model, _load(tmp_path, dtype, load_format="dummy", seed=5))
-    assert not _same(model, _load(tmp_path, dtype, load_format="dummy", seed=6))
 
 
 def test_progress_goes_to_stderr_and_can_be_off(checkpoints: Any, capfd: pytest.CaptureFixture[str]) -> None:
@@ -284,7 +288,7 @@ def test_progress_goes_to_stderr_and_can_be_off(checkpoints: Any, capfd: pytest.
 
 def test_every_parameter_is_named_by_its_family(checkpoint: Any) -> None:
     """No weight could be left uninitialized: placements cover every element of every parameter once."""
-    model = checkpoint.load()
+    model = checkpoint.read()
     weights = WEIGHTS.get(model.spec.family)(model.spec)
     optional = {name for forms in weights.choices for name in forms[1]}
     counts = {name: torch.zeros(p.shape, dtype=torch.int8) for name, p in model.named_parameters()}

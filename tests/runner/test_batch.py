@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tests.runner.test_slot_state import alloc
+from weft.attention.torch_backend import TorchAttention
 from weft.config.resolved import KVConfig, PoolSpec
 from weft.config.spec import CacheSpec
 from weft.runner.batch import Batch, BatchBuilder
@@ -15,16 +16,21 @@ from weft.types.plan import AppendBlocks, Segment, StepPlan, column
 CPU = torch.device("cpu")
 
 
+KV = KVConfig(
+    pools=(
+        PoolSpec(
+            cache=CacheSpec(kind="full", layers=(0,), kv_heads=1, head_dim=4), block_size=4, num_blocks=9
+        ),
+    ),
+    block_size=4,
+    enable_prefix_caching=True,
+    max_model_len=16,
+    num_slots=4,
+)
+
+
 def make_state() -> SlotState:
-    cache = CacheSpec(kind="full", layers=(0,), kv_heads=1, head_dim=4)
-    kv = KVConfig(
-        pools=(PoolSpec(cache=cache, block_size=4, num_blocks=9),),
-        block_size=4,
-        enable_prefix_caching=True,
-        max_model_len=16,
-        num_slots=4,
-    )
-    state = SlotState(kv, CPU)
+    state = SlotState(KV, CPU)
     for slot in range(4):
         ids = [10 * slot + i for i in range(8)]
         state.apply(alloc(slot=slot, num_prompt=8, token_ids=column(ids)))
@@ -50,7 +56,7 @@ def segment(*rows: tuple[int, int, int, int, int]) -> Segment:
 
 def build(state: SlotState, prefill: Segment, decode: Segment) -> Batch:
     plan = StepPlan(step=0, prefill=prefill, decode=decode)
-    return BatchBuilder(state, (4,)).build(plan, StagingRing(CPU, 1).acquire())
+    return BatchBuilder(state, KV, TorchAttention(), torch.float32).build(plan, StagingRing(CPU, 1).acquire())
 
 
 def test_one_logits_row_for_each_sampling_row() -> None:
@@ -98,10 +104,8 @@ def test_writes_follow_the_block_tables() -> None:
     state = make_state()
     state.num_computed[:] = torch.tensor([3, 0, 0, 7])
     batch = build(state, segment((0, 3, 3, 1, 1)), segment((3, 7, 1, 1, 1)))
-    prefill, decode = batch.step.segments
-    assert prefill.writes[0].tolist() == [1 * 4 + 3, 2 * 4 + 0, 2 * 4 + 1]
-    assert decode.writes[0].tolist() == [8 * 4 + 3]
-    assert prefill.tables[0].tolist() == [[1, 2]]
+    assert batch.step.writes[0].tolist() == [1 * 4 + 3, 2 * 4 + 0, 2 * 4 + 1, 8 * 4 + 3]
+    assert batch.step.segments[0].tables[0].tolist() == [[1, 2]]
 
 
 def test_the_device_decides_positions_where_the_plan_only_bounds_them() -> None:
@@ -111,7 +115,7 @@ def test_the_device_decides_positions_where_the_plan_only_bounds_them() -> None:
     exact = build(state, segment(), segment((1, 4, 1, 1, 1)))
     bounded = build(state, segment(), segment((1, 6, 1, 1, 1)))
     assert exact.step.positions.tolist() == bounded.step.positions.tolist() == [4]
-    assert exact.step.segments[1].writes[0].tolist() == bounded.step.segments[1].writes[0].tolist()
+    assert exact.step.writes[0].tolist() == bounded.step.writes[0].tolist()
 
 
 def test_both_segments_may_be_empty_of_rows() -> None:

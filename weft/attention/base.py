@@ -39,8 +39,6 @@ class SegmentInput:
     """int64 [R]: the true ``num_computed`` of each row before the step."""
     tables: tuple[Tensor, ...]
     """For each cache kind, int64 [R, W]: block ids; entry i holds positions i * block .. ; padded with 0."""
-    writes: tuple[Tensor, ...]
-    """For each cache kind, int64 [T]: where each token's key and value go, ``block id * block + offset``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,14 +49,18 @@ class StepInput:
     """int64 [T]."""
     positions: Tensor
     """int64 [T]: absolute, derived on the device."""
+    writes: tuple[Tensor, ...]
+    """For each cache kind, int64 [T]: where each token's key and value go, ``block id * block + offset``."""
     segments: tuple[SegmentInput, SegmentInput]
     """(prefill, decode)."""
+    prepared: tuple[tuple[object, ...], ...]
+    """For each segment and cache kind, what the attention backend prepared."""
     logits_index: Tensor
     """int64 [L]: merged rows whose logits are wanted, in plan order."""
 
 
 class AttentionBackend(ABC):
-    """Core attention of one segment over the paged cache.
+    """Core attention of one segment over the paged cache, which holds the segment's own keys and values.
 
     One instance serves all layers of a model. A backend that lacks a form (dtype, head size, window)
     says so in ``check``, when the model is loaded.
@@ -86,19 +88,18 @@ class AttentionBackend(ABC):
     def attend(
         self,
         q: Tensor,  # [T, heads, head_dim] of this segment
-        k: Tensor,  # [T, kv_heads, head_dim]
-        v: Tensor,  # [T, kv_heads, head_dim]
+        out: Tensor,  # [T, heads, head_dim], written
         cache: Tensor,  # [blocks, 2, kv_heads, block, head_dim] of this layer
         segment: SegmentInput,
         kind: int,
         spec: CacheSpec,
         scale: float,
         prepared: object = None,
-    ) -> Tensor:
-        """Writes k and v at ``segment.writes[kind]``, then attends causally (and within ``spec.window``).
+    ) -> None:
+        """Attends causally (and within ``spec.window``) to keys and values that are all in the cache.
 
-        Returns [T, heads, head_dim] in q's dtype. Entries of the block table that lie wholly outside the
-        window may have other tenants: never let their values (NaN included) reach an output. Block 0 is the
-        null block. Must accept a segment with no rows. ``prepared`` is ``prepare``'s answer for this segment
-        and kind; without it the backend prepares by itself.
+        Entries of the block table that lie wholly outside the window, and positions beyond a row's end, may
+        have other tenants: never let their values (NaN included) reach an output. Block 0 is the null block.
+        Must accept a segment with no rows. ``prepared`` is ``prepare``'s answer for this segment and kind;
+        without it the backend prepares by itself.
         """

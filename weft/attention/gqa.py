@@ -15,7 +15,6 @@ from weft.config.spec import CacheSpec, ModelSpec
 from weft.layers.build import Build
 from weft.layers.linear import Linear, RowLinear
 from weft.layers.norm import RMSNorm
-from weft.ops.registry import choose
 
 Tensor = torch.Tensor
 
@@ -28,8 +27,6 @@ class AttentionInput:
     angles: tuple[Tensor, Tensor]
     """cos and sin of the step's positions."""
     backend: AttentionBackend
-    prepared: tuple[tuple[object, ...], ...]
-    """For each segment and cache kind, what the backend prepared."""
 
 
 class Attention(nn.Module):
@@ -48,33 +45,35 @@ class Attention(nn.Module):
         self.out = RowLinear(spec.heads * spec.head_dim, spec.hidden, build, bias=spec.o_bias)
         self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps, build) if spec.qk_norm else None
         self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps, build) if spec.qk_norm else None
-        self._rotate = choose("rotate", build.dtype, build.device)
+        self._eps = spec.norm_eps
+        self._rotate_and_cache = build.op("qkv_rope_cache").run
 
-    def forward(self, x: Tensor, shared: AttentionInput, cache: Tensor) -> Tensor:
-        """x: [T, hidden]; cache: this layer's, written and read."""
-        heads, kv_heads, dim = self._heads, self._kv_heads, self._dim
-        rows = self.qkv(x).view(x.shape[0], heads + 2 * kv_heads, dim)
-        q, k, v = rows.split((heads, kv_heads, kv_heads), dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = self._rotate(q, *shared.angles), self._rotate(k, *shared.angles)
-        return self.out(self._core(q, k, v, shared, cache).reshape(x.shape[0], heads * dim))
-
-    def _core(self, q: Tensor, k: Tensor, v: Tensor, shared: AttentionInput, cache: Tensor) -> Tensor:
-        parts = []
-        for segment, prepared in zip(shared.step.segments, shared.prepared, strict=True):
+    def forward(self, x: Tensor, shared: AttentionInput, cache: Tensor, keep: Tensor | None = None) -> Tensor:
+        """x: [T, hidden]; cache: this layer's, written and read; keep: rows that are wanted, or all."""
+        step = shared.step
+        q = self._rotate_and_cache(
+            self.qkv(x),
+            self._heads,
+            self._kv_heads,
+            None if self.q_norm is None else self.q_norm.weight,
+            None if self.k_norm is None else self.k_norm.weight,
+            self._eps,
+            *shared.angles,
+            cache,
+            step.writes[self._kind],
+        )
+        out = torch.empty_like(q)
+        for segment, prepared in zip(step.segments, step.prepared, strict=True):
             rows = slice(segment.begin, segment.begin + segment.tokens)
-            parts.append(
-                shared.backend.attend(
-                    q[rows],
-                    k[rows],
-                    v[rows],
-                    cache,
-                    segment,
-                    self._kind,
-                    self._cache_spec,
-                    self._dim**-0.5,
-                    prepared[self._kind],
-                )
+            shared.backend.attend(
+                q[rows],
+                out[rows],
+                cache,
+                segment,
+                self._kind,
+                self._cache_spec,
+                self._dim**-0.5,
+                prepared[self._kind],
             )
-        return torch.cat(parts)
+        out = out.view(x.shape[0], self._heads * self._dim)
+        return self.out(out if keep is None else out[keep])

@@ -11,15 +11,24 @@ from weft.config.spec import ModelSpec
 
 #: Name to class; ``auto`` takes the first of ``PREFERRED`` that can serve the model.
 BACKENDS: Registry[type[AttentionBackend]] = Registry("attention backend")
+BACKENDS.add("cpu", "weft.attention.cpu_backend:CpuAttention")
 BACKENDS.add("torch", "weft.attention.torch_backend:TorchAttention")
 
-PREFERRED = ("torch",)
+PREFERRED = ("torch",)  # becomes cpu, torch
 
 
 def choose(
-    name: str, spec: ModelSpec, dtype: torch.dtype, device: torch.device, block_size: int
+    name: str,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    block_size: int,
+    *,
+    invariant: bool = False,
 ) -> AttentionBackend:
     """The backend called ``name`` (or the best that fits, for ``auto``), checked against every cache kind.
+
+    ``invariant`` demands that capability.
 
     Raises ConfigError that names the backend and what it lacks, or lists the backends there are.
     """
@@ -28,6 +37,11 @@ def choose(
     for candidate in candidates:
         backend = BACKENDS.get(candidate)()
         try:
+            if invariant and not backend.invariant:
+                raise ConfigError(
+                    f"attention backend {candidate!r} depends on what is computed beside a row",
+                    param="--attention-backend",
+                )
             for cache in spec.caches:
                 backend.check(cache, spec.heads, block_size, dtype, device)
         except ConfigError as error:

@@ -75,8 +75,6 @@ class _Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Prepared:
-    writes: Tensor
-    """int64 [2 * T * kv_heads]: rows of the cache as [blocks * 2 * kv_heads * block, head_dim]."""
     groups: tuple[_Group, ...]
 
 
@@ -99,33 +97,27 @@ class TorchAttention(AttentionBackend):
         pieces = _cut(segment, spec.window, block_size)
         limit = GATHER // (2 * spec.kv_heads * block_size * spec.head_dim)
         return _Prepared(
-            writes=_write_rows(segment.writes[kind], spec.kv_heads, block_size),
             groups=tuple(_group(g, segment, kind, spec, block_size, dtype) for g in _batches(pieces, limit)),
         )
 
     def attend(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        out: Tensor,
         cache: Tensor,
         segment: SegmentInput,
         kind: int,
         spec: CacheSpec,
         scale: float,
         prepared: object = None,
-    ) -> Tensor:
+    ) -> None:
         if not isinstance(prepared, _Prepared):
             prepared = self.prepare(segment, kind, spec, cache.shape[3], cache.dtype)
-        out = torch.empty_like(q)
         if not segment.tokens:
-            return out
-        new = torch.stack((k, v)).view(-1, spec.head_dim)  # [2 * T * kv_heads, head_dim]
-        cache.view(-1, spec.head_dim).index_copy_(0, prepared.writes, new.to(cache.dtype))
+            return
         lines = cache.view(-1, cache.shape[3] * spec.head_dim)
         for group in prepared.groups:
             out[group.tokens] = _attend(q[group.tokens], lines, group, spec, scale)
-        return out
 
 
 def _cut(segment: SegmentInput, window: int, block_size: int) -> list[_Piece]:
@@ -155,13 +147,6 @@ def _batches(pieces: list[_Piece], limit: int) -> Iterator[list[_Piece]]:
         most = max(1, limit // max(piece.width for piece in batch))
         for i in range(0, len(batch), most):
             yield batch[i : i + most]
-
-
-def _write_rows(writes: Tensor, kv_heads: int, block_size: int) -> Tensor:
-    block, offset = writes // block_size, writes % block_size
-    heads = torch.arange(2 * kv_heads, device=writes.device).view(2, 1, kv_heads)
-    line = block.view(1, -1, 1) * (2 * kv_heads) + heads  # [2, T, kv_heads]
-    return (line * block_size + offset.view(1, -1, 1)).reshape(-1)
 
 
 def _column(values: list[int], device: torch.device) -> Tensor:

@@ -46,6 +46,10 @@ class ModelSection(_Section, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=1)] | None,
         Meta(description="Keep only the first N layers (for tests and benchmarks)."),
     ] = None
+    quantization: Annotated[
+        Literal["none", "int8"],
+        Meta(description="int8: keep the matrices of linear layers in 8 bits, one scale an output channel."),
+    ] = "none"
     trust_remote_code: Annotated[bool, Meta(description="Allow code that a checkpoint brings.")] = False
     served_model_name: Annotated[
         tuple[str, ...], Meta(description="Name(s) that requests may use; the first is reported back.")
@@ -96,6 +100,14 @@ class SchedulerSection(_Section, frozen=True, kw_only=True):
     steps_in_flight: Annotated[
         Literal[1, 2], Meta(description="2 plans the next step before the last one's tokens are read.")
     ] = 2
+    itl_target_ms: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1e6,
+            description="Chunk prompts so that running requests wait this long for a token; 0: no target.",
+        ),
+    ] = 0.0
 
 
 class RunnerSection(_Section, frozen=True, kw_only=True):
@@ -107,6 +119,13 @@ class RunnerSection(_Section, frozen=True, kw_only=True):
     attention_backend: Annotated[
         str, Meta(description="Name of an attention backend; auto chooses by capability.")
     ] = "auto"
+    deterministic: Annotated[
+        bool,
+        Meta(
+            description="Bitwise equal results whatever is computed beside a request; refused where an "
+            "operation has no such form. Dense models on a CPU are so by default."
+        ),
+    ] = False
     threads: Annotated[
         int, Meta(ge=0, le=4096, description="CPU threads for compute; 0 leaves it to torch.")
     ] = 0

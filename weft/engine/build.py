@@ -29,10 +29,21 @@ def build_runner(config: EngineConfig, *, progress: bool = True, poison: bool = 
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: this torch sees no GPU; use --device cpu", param="device")
     device, dtype, spec = torch.device(config.device), DTYPES[config.dtype], config.spec
-    backend = choose(config.runner.attention_backend, spec, dtype, device, config.kv.block_size)
+    invariant = config.runner.deterministic
+    backend = choose(
+        config.runner.attention_backend, spec, dtype, device, config.kv.block_size, invariant=invariant
+    )
     trace = StepTrace(config.runner.trace) if config.runner.trace else None
     model = load_model(
-        config.model_path, spec, dtype, device, config.model.load_format, config.model.seed or 0, progress
+        config.model_path,
+        spec,
+        dtype,
+        device,
+        config.model.load_format,
+        config.model.seed or 0,
+        progress,
+        quantization=config.model.quantization,
+        invariant=invariant,
     )
     kv = config.kv
     if device.type == "cuda" and config.cache.kv_cache_memory is None:

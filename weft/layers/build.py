@@ -1,4 +1,4 @@
-"""What every layer is built with: where its weights live and which rank it is part of."""
+"""What every layer is built with: where its weights live, how they are computed with, and its rank."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from weft.ops import torch_ops
+from weft.ops.registry import Implementation, choose
 from weft.parallel.comm import Comm
 
 
@@ -18,6 +19,19 @@ class Build:
     dtype: torch.dtype
     device: torch.device
     comm: Comm
+    quantization: str = "none"
+    """``int8``: the matrices of linear layers are kept in 8 bits; not the embedding and the head."""
+    invariant: bool = False
+    """Demand ops whose bits do not depend on the other rows."""
+
+    def op(self, name: str, *, wide: bool = False) -> Implementation:
+        """How ``name`` is computed in this model. Raises ConfigError when nothing here can."""
+        return choose(name, self.wide if wide else self.dtype, self.device, invariant=self.invariant)
+
+    def matrix_op(self, name: str, *, wide: bool = False) -> Implementation:
+        """``op`` for a matrix that quantization applies to (wide ones are never quantized)."""
+        quantized = self.quantization != "none" and not wide
+        return self.op(f"{name}_{self.quantization}" if quantized else name, wide=wide)
 
     @property
     def wide(self) -> torch.dtype:
@@ -28,3 +42,24 @@ class Build:
         """Uninitialized memory for one weight; the loader fills it in place."""
         dtype = self.wide if wide else self.dtype
         return nn.Parameter(torch.empty(shape, dtype=dtype, device=self.device), requires_grad=False)
+
+
+class Packs(nn.Module):
+    """A layer that hands its loaded weights to an op in the op's own layout.
+
+    ``pack`` is called once, after loading and before the first forward; plain weights that nothing reads
+    any more are dropped then, layer by layer, so that no model is in memory twice.
+    """
+
+    def pack(self) -> None:
+        """Makes the layouts that ``forward`` reads."""
+        raise NotImplementedError
+
+    def _give(self, weight: str, op: Implementation) -> object:
+        """What ``op`` takes for the parameter called ``weight``, which is dropped if it is not that."""
+        plain = getattr(self, weight)
+        if op.pack is None:
+            return plain
+        packed = op.pack(plain.data)
+        setattr(self, weight, None)
+        return packed

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+from typing import Any
 
-from weft.layers.build import Build
-from weft.ops.registry import choose
+import torch
+
+from weft.layers.build import Build, Packs
+from weft.ops import torch_ops
 
 Tensor = torch.Tensor
 
 
-class Linear(nn.Module):
+class Linear(Packs):
     """``x @ weight.T + bias``; its outputs are what ranks divide (column-parallel).
 
     x: [T, inputs]; returns [T, outputs] in the model's dtype. ``wide`` keeps weight and computation in
@@ -24,10 +25,14 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = build.weight(outputs, inputs, wide=wide)
         self.bias = build.weight(outputs, wide=wide) if bias else None
-        self._run = choose("linear", self.weight.dtype, build.device)
+        self._op = build.matrix_op("linear", wide=wide)
+        self._packed: object = None
+
+    def pack(self) -> None:
+        self._packed = self._give("weight", self._op)
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self._run(x, self.weight, self.bias)
+        made: Tensor = self._op.run(x, self._packed, self.bias)
         return made
 
 
@@ -42,22 +47,40 @@ class RowLinear(Linear):
         self._adds_bias = build.comm.rank == 0
 
     def forward(self, x: Tensor) -> Tensor:
-        partial: Tensor = self._run(x, self.weight, self.bias if self._adds_bias else None)
+        partial: Tensor = self._op.run(x, self._packed, self.bias if self._adds_bias else None)
         return partial
 
 
-class Embedding(nn.Module):
-    """Rows of a table. ids: int64 [T]; returns [T, hidden]."""
+class Embedding(Packs):
+    """Rows of a table. ids: int64 [T]; returns [T, hidden].
 
-    def __init__(self, vocab_size: int, hidden: int, build: Build) -> None:
+    With ``tied`` the table is the head's matrix too. Where the op that computes logits has a layout of its
+    own and can read rows from it, both share that one; else the head makes its own copy of the table.
+    """
+
+    def __init__(self, vocab_size: int, hidden: int, build: Build, *, tied: bool = False) -> None:
         super().__init__()
         self.weight = build.weight(vocab_size, hidden)
+        matrix, rows = build.op("linear"), build.op("embedding")
+        self._matrix = matrix if tied and rows.name == matrix.name else None
+        self._rows = rows.run if self._matrix is not None else torch_ops.embedding
+        self.table: Any = None
+        """What ``forward`` reads."""
+
+    @property
+    def shared(self) -> bool:
+        """Whether ``table`` is in the layout of the head's op."""
+        return self._matrix is not None
+
+    def pack(self) -> None:
+        self.table = self.weight if self._matrix is None else self._give("weight", self._matrix)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return torch.nn.functional.embedding(ids, self.weight)
+        made: Tensor = self._rows(ids, self.table)
+        return made
 
 
-class Head(nn.Module):
+class Head(Packs):
     """Logits of hidden states [L, hidden]: [L, vocab] in the model's dtype.
 
     A tied head uses the embedding's table and owns no weight.
@@ -65,9 +88,21 @@ class Head(nn.Module):
 
     def __init__(self, embedding: Embedding, build: Build, *, tied: bool) -> None:
         super().__init__()
-        self.weight = embedding.weight if tied else build.weight(*embedding.weight.shape)
-        self._run = choose("linear", build.dtype, build.device)
+        self._tied_to = (embedding,) if tied else ()  # in a tuple: its parameters are not the head's
+        self.weight = None if tied else build.weight(*embedding.weight.shape)
+        self._op = build.op("linear")
+        self._packed: object = None
+
+    def pack(self) -> None:
+        """After the embedding's."""
+        if not self._tied_to:
+            self._packed = self._give("weight", self._op)
+            return
+        table = self._tied_to[0].table
+        if self._op.pack is not None and not self._tied_to[0].shared:
+            table = self._op.pack(table.data)
+        self._packed = table
 
     def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self._run(x, self.weight)
+        logits: Tensor = self._op.run(x, self._packed, None)
         return logits

@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from weft.layers.build import Build
-from weft.ops.registry import choose
 
 Tensor = torch.Tensor
 
@@ -18,8 +17,14 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = build.weight(size)
         self._eps = eps
-        self._run = choose("rms_norm", build.dtype, build.device)
+        self._norm = build.op("rms_norm").run
+        self._add_norm = build.op("add_rms_norm").run
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self._run(x, self.weight, self._eps)
+        made: Tensor = self._norm(x, self.weight, self._eps)
+        return made
+
+    def add(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(x + delta, its norm): the residual stream, which may take x's memory, and what a layer reads."""
+        made: tuple[Tensor, Tensor] = self._add_norm(x, delta, self.weight, self._eps)
         return made

@@ -10,7 +10,7 @@ from torch import nn
 
 from weft.attention.base import AttentionBackend, StepInput
 from weft.config.spec import ModelSpec
-from weft.layers.build import Build
+from weft.layers.build import Build, Packs
 from weft.parallel.comm import Pending
 
 Tensor = torch.Tensor
@@ -24,6 +24,12 @@ class Model(nn.Module, ABC):
         self.spec = spec
         self.dtype = build.dtype
         self.device = build.device
+
+    def pack(self) -> None:
+        """Hands every loaded weight to the op that reads it. Once, before the first ``steps``."""
+        for module in self.modules():  # in order of definition: an embedding before the head tied to it
+            if isinstance(module, Packs):
+                module.pack()
 
     @abstractmethod
     def steps(

@@ -24,7 +24,10 @@ Tensor = torch.Tensor
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each on a normalized copy of the residual stream (pre-norm)."""
+    """Attention and feed-forward, each on a normalized copy of the residual stream (pre-norm).
+
+    What a layer adds to the stream is added where the stream is normalized next: one pass over memory.
+    """
 
     def __init__(self, spec: ModelSpec, build: Build, attention: nn.Module, feed_forward: nn.Module) -> None:
         super().__init__()
@@ -34,12 +37,26 @@ class Block(nn.Module):
         self.feed_forward = feed_forward
         self._comm = build.comm
 
-    def steps(self, x: Tensor, shared: AttentionInput, cache: Tensor) -> Generator[Pending, None, Tensor]:
-        """x: [T, hidden]; writes this layer's cache; returns [T, hidden]."""
-        partial = self.attention(self.attention_norm(x), shared, cache)
-        x = x + (yield from reduced(self._comm, partial))
-        partial = self.feed_forward(self.feed_forward_norm(x))
-        return x + (yield from reduced(self._comm, partial))
+    def steps(
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        shared: AttentionInput,
+        cache: Tensor,
+        keep: Tensor | None = None,
+    ) -> Generator[Pending, None, tuple[Tensor, Tensor]]:
+        """x: [T, hidden], the stream, may be overwritten; delta: [T, hidden] still to be added to it.
+
+        Writes this layer's cache. Returns stream and delta of the rows ``keep`` (int64 [L]), or of all.
+        """
+        x, normed = self.attention_norm.add(x, delta)
+        partial = self.attention(normed, shared, cache, keep)
+        if keep is not None:
+            x = x[keep]
+        delta = yield from reduced(self._comm, partial)
+        x, normed = self.feed_forward_norm.add(x, delta)
+        delta = yield from reduced(self._comm, self.feed_forward(normed))
+        return x, delta
 
 
 class Decoder(Model):
@@ -49,7 +66,7 @@ class Decoder(Model):
         self, spec: ModelSpec, build: Build, make_block: Callable[[ModelSpec, int, Build], Block]
     ) -> None:
         super().__init__(spec, build)
-        self.embedding = Embedding(spec.vocab_size, spec.hidden, build)
+        self.embedding = Embedding(spec.vocab_size, spec.hidden, build, tied=spec.tied)
         self.blocks = nn.ModuleList(make_block(spec, layer, build) for layer in range(spec.layers))
         self.norm = RMSNorm(spec.hidden, spec.norm_eps, build)
         self.head = Head(self.embedding, build, tied=spec.tied)
@@ -58,24 +75,12 @@ class Decoder(Model):
     def steps(
         self, step: StepInput, kv: Sequence[Tensor], backend: AttentionBackend
     ) -> Generator[Pending, None, Tensor]:
-        shared = self._share(step, kv, backend)
-        x = self.embedding(step.ids)
-        for block, cache in zip(self.blocks, kv, strict=True):
+        shared = AttentionInput(step=step, angles=self._rope.angles(step.positions), backend=backend)
+        x, delta = self.embedding(step.ids), None
+        last = len(self.blocks) - 1
+        for layer, (block, cache) in enumerate(zip(self.blocks, kv, strict=True)):
             assert isinstance(block, Block)
-            x = yield from block.steps(x, shared, cache)
-        return self.head(self.norm(x[step.logits_index]))
-
-    def _share(self, step: StepInput, kv: Sequence[Tensor], backend: AttentionBackend) -> AttentionInput:
-        kinds = [(cache, kv[cache.layers[0]].shape[3]) for cache in self.spec.caches]
-        return AttentionInput(
-            step=step,
-            angles=self._rope.angles(step.positions),
-            backend=backend,
-            prepared=tuple(
-                tuple(
-                    backend.prepare(segment, kind, cache, block_size, self.dtype)
-                    for kind, (cache, block_size) in enumerate(kinds)
-                )
-                for segment in step.segments
-            ),
-        )
+            # After the last layer's keys and values nothing is needed but the rows whose logits are wanted.
+            keep = step.logits_index if layer == last else None
+            x, delta = yield from block.steps(x, delta, shared, cache, keep)
+        return self.head(self.norm.add(x, delta)[1])

@@ -26,15 +26,32 @@ from weft.models.registry import BLOCKS, WEIGHTS
 from weft.models.weights import WeightMap
 from weft.parallel.comm import Comm, LocalComm
 
-__all__ = ["Model", "build_model", "load_model"]
+__all__ = ["Model", "build_model", "load_model", "read_model"]
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _SHOWN = 8
 
 
-def build_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device, comm: Comm | None = None) -> Model:
-    """The model with its weights unset. Raises ConfigError for a family that does not exist."""
-    build = Build(dtype=dtype, device=device, comm=comm or LocalComm())
+def build_model(
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    comm: Comm | None = None,
+    *,
+    quantization: str = "none",
+    invariant: bool = False,
+) -> Model:
+    """The model with its weights unset. ``pack`` it when they are set.
+
+    Raises ConfigError for a family that does not exist, or an op that nothing here can compute as asked.
+    """
+    build = Build(
+        dtype=dtype,
+        device=device,
+        comm=comm or LocalComm(),
+        quantization=quantization,
+        invariant=invariant,
+    )
     return Decoder(spec, build, BLOCKS.get(spec.family))
 
 
@@ -47,25 +64,53 @@ def load_model(
     seed: int = 0,
     progress: bool = True,
     comm: Comm | None = None,
+    *,
+    quantization: str = "none",
+    invariant: bool = False,
 ) -> Model:
-    """The model of ``folder`` with its weights, converted to ``dtype``.
+    """``read_model``, packed: ready to compute."""
+    model = read_model(
+        folder,
+        spec,
+        dtype,
+        device,
+        load_format,
+        seed,
+        progress,
+        comm,
+        quantization=quantization,
+        invariant=invariant,
+    )
+    model.pack()
+    return model
+
+
+def read_model(
+    folder: str,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    load_format: str = "auto",
+    seed: int = 0,
+    progress: bool = True,
+    comm: Comm | None = None,
+    *,
+    quantization: str = "none",
+    invariant: bool = False,
+) -> Model:
+    """The model of ``folder`` with its weights, converted to ``dtype``, as plain parameters.
 
     load_format: "auto" and "safetensors" read safetensors; "pickle" reads torch files (tensors only);
     "dummy" reads nothing and makes random weights from ``seed``. ``progress`` shows a bar on stderr.
     Raises ConfigError that lists missing, unexpected and misshaped weights.
     """
-    model = build_model(spec, dtype, device, comm)
+    model = build_model(spec, dtype, device, comm, quantization=quantization, invariant=invariant)
     if load_format == "dummy":
         fill_randomly(model, seed)
-        return model
-    path = Path(folder)
-    fill(
-        model,
-        WEIGHTS.get(spec.family)(spec),
-        weight_files(path, load_format),
-        _saved_layers(path, spec),
-        progress,
-    )
+    else:
+        path = Path(folder)
+        files = weight_files(path, load_format)
+        fill(model, WEIGHTS.get(spec.family)(spec), files, _saved_layers(path, spec), progress)
     return model
 
 

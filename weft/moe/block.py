@@ -11,7 +11,6 @@ from torch import nn
 from weft.config.spec import MoESpec
 from weft.layers.build import Build
 from weft.layers.linear import Linear
-from weft.ops.registry import choose
 
 Tensor = torch.Tensor
 
@@ -24,7 +23,7 @@ class Experts(nn.Module):
         self.gate_up = build.weight(count, 2 * intermediate, hidden)
         self.down = build.weight(count, hidden, intermediate)
         self._activation = activation
-        self._run = choose("experts", build.dtype, build.device)
+        self._run = build.op("experts").run
 
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
         """x: [T, hidden], ids: int64 [T, k]; returns [T, k, hidden]."""
@@ -44,8 +43,8 @@ class RoutedMLP(nn.Module):
         self.experts = Experts(spec.experts, hidden, spec.intermediate, activation, build)
         self._top_k = spec.top_k
         self._renormalize = spec.renormalize
-        self._route = choose("route", build.dtype, build.device)
-        self._combine = choose("combine", build.dtype, build.device)
+        self._route = build.op("route").run
+        self._combine = build.op("combine").run
 
     def forward(self, x: Tensor) -> Tensor:
         ids, weights = self._route(

@@ -3,6 +3,9 @@
 An op is a name with one signature. Each implementation declares where it runs and whether it is
 ``invariant``: a row's bits do not depend on the other rows or their number. Layers choose when they are
 built, so that a missing form is known when the model is loaded.
+
+Ops on weights may want them in a layout of their own: ``pack`` makes it once, after loading, and what it
+returns takes the weight's place in every call.
 """
 
 from __future__ import annotations
@@ -29,6 +32,10 @@ class Implementation:
     invariant: bool = False
     priority: int = 0
     """The highest that fits is chosen; the torch reference has 0."""
+    pack: Callable[[torch.Tensor], Any] | None = None
+    """From a plain weight to what ``run`` takes in its place; None: ``run`` takes the plain weight."""
+    available: Callable[[], bool] = lambda: True
+    """Whether it can run in this process (an extension that was built, a library that is installed)."""
 
 
 _OPS: dict[str, list[Implementation]] = {}
@@ -42,9 +49,7 @@ def register(op: str, implementation: Implementation) -> None:
     known.append(implementation)
 
 
-def choose(
-    op: str, dtype: torch.dtype, device: torch.device, *, invariant: bool = False
-) -> Callable[..., Any]:
+def choose(op: str, dtype: torch.dtype, device: torch.device, *, invariant: bool = False) -> Implementation:
     """The implementation of ``op`` with the highest priority that serves ``dtype`` on ``device``.
 
     ``invariant`` demands the capability. Raises ConfigError that names what is lacking.
@@ -54,9 +59,10 @@ def choose(
         for found in _OPS.get(op, [])
         if device.type in found.devices and dtype in found.dtypes and (found.invariant or not invariant)
     ]
+    fitting = [found for found in fitting if found.available()]
     if not fitting:
         wanted = f"{str(dtype).removeprefix('torch.')} on {device.type}"
         raise ConfigError(
             f"no {'invariant ' if invariant else ''}implementation of {op} for {wanted}", param="--dtype"
         )
-    return max(fitting, key=lambda found: found.priority).run
+    return max(fitting, key=lambda found: found.priority)

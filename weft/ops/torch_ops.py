@@ -7,6 +7,7 @@ float32 where sums or exponentials are taken, and rounded once at the end. Impor
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (y * weight.to(y.dtype)).to(x.dtype)
 
 
+def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(x + delta, its RMS norm), each [T, n] in x's dtype; the norm is of the rounded sum.
+
+    The sum may take x's memory. Without a delta it is x itself.
+    """
+    if delta is not None:
+        x = x + delta
+    return x, rms_norm(x, weight, eps)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of x [T, heads, dim] by cos, sin [T, dim / 2] (wide); i is paired with i + dim / 2.
 
@@ -39,6 +50,49 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.to(cos.dtype).chunk(2, dim=-1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def qkv_rope_cache(
+    qkv: Tensor,
+    heads: int,
+    kv_heads: int,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    cache: Tensor,
+    writes: Tensor,
+) -> Tensor:
+    """Normalizes and rotates queries and keys, writes keys and values to the cache; returns the queries.
+
+    qkv: [T, (heads + 2 * kv_heads) * dim], queries first. q_weight, k_weight: [dim], RMS norm of each head,
+    or None. cos, sin: [T, rotated / 2] (wide); dims beyond ``rotated`` pass. cache: [blocks, 2, kv_heads,
+    block, dim] of one layer, written at ``writes``, int64 [T]: block id * block + offset. Returns
+    [T, heads, dim].
+    """
+    dim, rotated = cache.shape[4], 2 * cos.shape[1]
+    q, k, v = qkv.view(qkv.shape[0], heads + 2 * kv_heads, dim).split((heads, kv_heads, kv_heads), dim=1)
+    if q_weight is not None:
+        q = rms_norm(q, q_weight, eps)
+    if k_weight is not None:
+        k = rms_norm(k, k_weight, eps)
+    if rotated == dim:
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    else:
+        q = torch.cat((rotate(q[..., :rotated], cos, sin), q[..., rotated:]), dim=-1)
+        k = torch.cat((rotate(k[..., :rotated], cos, sin), k[..., rotated:]), dim=-1)
+    _write(cache, writes, k, v)
+    return q
+
+
+def _write(cache: Tensor, writes: Tensor, k: Tensor, v: Tensor) -> None:
+    kv_heads, block, dim = cache.shape[2:]
+    heads = torch.arange(2 * kv_heads, device=writes.device).view(2, 1, kv_heads)
+    line = (writes // block).view(1, -1, 1) * (2 * kv_heads) + heads  # [2, T, kv_heads]
+    rows = (line * block + (writes % block).view(1, -1, 1)).view(-1)
+    new = torch.stack((k, v)).view(-1, dim)  # [2 * T * kv_heads, dim]
+    cache.view(-1, dim).index_copy_(0, rows, new.to(cache.dtype))
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -53,6 +107,45 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
     """``activation(gate) * up`` of gate_up [..., 2 n], the two halves; [..., n] in the same dtype."""
     gate, up = gate_up.chunk(2, dim=-1)
     return _ACTIVATIONS[activation](gate) * up
+
+
+def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    """``gated(x @ weight.T + bias)``: x [T, K], weight [2 n, K], gate rows first; [T, n] in x's dtype."""
+    return gated(F.linear(x, weight, bias), activation)
+
+
+def embedding(ids: Tensor, weight: Tensor) -> Tensor:
+    """Rows of a table. ids: int64 [T], weight: [V, n]; [T, n]."""
+    return F.embedding(ids, weight)
+
+
+class Int8Weight(NamedTuple):
+    """A matrix in 8 bits: ``values * scales``, one scale an output channel."""
+
+    values: Tensor
+    """int8 [N, K]."""
+    scales: Tensor
+    """Wide [N, 1]."""
+
+
+def to_int8(weight: Tensor) -> Int8Weight:
+    """Symmetric, by the largest magnitude of each row of weight [N, K]; halves round to even."""
+    exact = weight.to(wide(weight.dtype))
+    scales = (exact.abs().amax(dim=1, keepdim=True) / 127).clamp(min=torch.finfo(exact.dtype).tiny)
+    return Int8Weight((exact / scales).round().to(torch.int8), scales)
+
+
+def linear_int8(x: Tensor, weight: Int8Weight, bias: Tensor | None = None) -> Tensor:
+    """``x @ (values * scales).T + bias``: x [T, K]; [T, N] in x's dtype. The scale is applied to the sum."""
+    made = F.linear(x, weight.values.to(x.dtype)).to(weight.scales.dtype) * weight.scales.view(1, -1)
+    if bias is not None:
+        made = made + bias
+    return made.to(x.dtype)
+
+
+def gated_linear_int8(x: Tensor, weight: Int8Weight, bias: Tensor | None, activation: str) -> Tensor:
+    """``gated(linear_int8(x, weight, bias))``."""
+    return gated(linear_int8(x, weight, bias), activation)
 
 
 def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
@@ -105,10 +198,10 @@ def combine(expert_out: Tensor, weights: Tensor) -> Tensor:
 
 
 register("linear", Implementation(name="torch", run=F.linear))
-# Every output element of these is a function of its own row alone, computed in one fixed order.
-register("rms_norm", Implementation(name="torch", run=rms_norm, invariant=True))
-register("rotate", Implementation(name="torch", run=rotate, invariant=True))
-register("gated", Implementation(name="torch", run=gated, invariant=True))
-register("route", Implementation(name="torch", run=route, invariant=True))
+register("gated_linear", Implementation(name="torch", run=gated_linear))
+register("linear_int8", Implementation(name="torch", run=linear_int8, pack=to_int8))
+register("gated_linear_int8", Implementation(name="torch", run=gated_linear_int8, pack=to_int8))
 register("experts", Implementation(name="torch", run=experts))
-register("combine", Implementation(name="torch", run=combine, invariant=True))
+# Every output element of these is a function of its own row alone, computed in one fixed order.
+for _op in (embedding, rms_norm, add_rms_norm, qkv_rope_cache, gated, route, combine):
+    register(_op.__name__, Implementation(name="torch", run=_op, invariant=True))

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from weft.attention.base import SegmentInput, StepInput
+from weft.attention.base import AttentionBackend, SegmentInput, StepInput
+from weft.config.resolved import KVConfig
 from weft.runner.sampler import SampleRows
 from weft.runner.slot_state import SlotState
 from weft.runner.staging import StagingBuffer
@@ -80,9 +81,11 @@ def _logits_columns(plan: StepPlan) -> tuple[np.ndarray, list[np.ndarray]]:
 class BatchBuilder:
     """Stages plans over one ``SlotState``."""
 
-    def __init__(self, state: SlotState, block_sizes: tuple[int, ...]) -> None:
+    def __init__(self, state: SlotState, kv: KVConfig, backend: AttentionBackend, dtype: torch.dtype) -> None:
         self._state = state
-        self._block_sizes = block_sizes
+        self._pools = kv.pools
+        self._backend = backend
+        self._dtype = dtype
 
     def build(self, plan: StepPlan, buffer: StagingBuffer) -> Batch:
         """Uploads the plan's columns through ``buffer`` and derives the rest on the device."""
@@ -93,14 +96,16 @@ class BatchBuilder:
         buffer.upload()
         on_device = [buffer.tensor(w) for w in where]
 
-        prefill, ids0, positions0 = self._segment(plan.prefill, 0, on_device[:5])
-        decode, ids1, positions1 = self._segment(plan.decode, plan.prefill.tokens, on_device[5:10])
+        prefill, ids0, positions0, writes0 = self._segment(plan.prefill, 0, on_device[:5])
+        decode, ids1, positions1, writes1 = self._segment(plan.decode, plan.prefill.tokens, on_device[5:10])
         positions = torch.cat([positions0, positions1])
         logits_index, s_slot, s_row, p_slot, p_row = on_device[10:]
         step = StepInput(
             ids=torch.cat([ids0, ids1]),
             positions=positions,
+            writes=tuple(torch.cat(both) for both in zip(writes0, writes1, strict=True)),
             segments=(prefill, decode),
+            prepared=(self._prepare(prefill), self._prepare(decode)),
             logits_index=logits_index,
         )
         predicted = positions[logits_index] + 1
@@ -122,8 +127,8 @@ class BatchBuilder:
 
     def _segment(
         self, segment: Segment, begin: int, columns: list[Tensor]
-    ) -> tuple[SegmentInput, Tensor, Tensor]:
-        """(the segment, its ids int64 [T], its positions int64 [T])."""
+    ) -> tuple[SegmentInput, Tensor, Tensor, list[Tensor]]:
+        """(the segment; its ids, its positions and for each cache kind its writes, int64 [T] each)."""
         state = self._state
         slots, _, q_offsets, row, within = columns
         starts = state.num_computed[slots]
@@ -132,7 +137,8 @@ class BatchBuilder:
         ids = state.history[token_slots, positions].long()
         tables, writes = [], []
         longest = int((segment.start + segment.count).max()) if segment.rows else 0
-        for table, size in zip(state.tables, self._block_sizes, strict=True):
+        for table, pool in zip(state.tables, self._pools, strict=True):
+            size = pool.block_size
             tables.append(table[slots, : -(-longest // size)].long())
             block = table[token_slots, positions // size].long()
             writes.append(block * size + positions % size)
@@ -145,6 +151,11 @@ class BatchBuilder:
             q_offsets=q_offsets.int(),
             starts=starts,
             tables=tuple(tables),
-            writes=tuple(writes),
         )
-        return made, ids, positions
+        return made, ids, positions, writes
+
+    def _prepare(self, segment: SegmentInput) -> tuple[object, ...]:
+        return tuple(
+            self._backend.prepare(segment, kind, pool.cache, pool.block_size, self._dtype)
+            for kind, pool in enumerate(self._pools)
+        )

@@ -73,7 +73,7 @@ class Runner:
         self._cache = allocate(kv, dtype, device)
         self._sampler = Sampler(kv.num_slots, vocab_size, device)
         self._ring = StagingRing(device, depth, poison=poison)
-        self._builder = BatchBuilder(self._state, tuple(pool.block_size for pool in kv.pools))
+        self._builder = BatchBuilder(self._state, kv, backend, dtype)
         self._queue = DeviceQueue(threaded=device.type == "cpu" and depth > 1)
         self._trace = trace
         self._timeout = step_timeout
