@@ -1,7 +1,8 @@
 """From a plan to what a model and the sampler see, without asking the device anything.
 
 The host knows which slots run, how many tokens each and which rows want logits; ids, positions and cache
-indices are gathered on the device from ``SlotState``. All host columns of a step go up in one copy.
+indices are gathered on the device from ``SlotState``. All host columns of a step go up in one copy, and rows
+of both segments, prefill first, are derived together.
 """
 
 from __future__ import annotations
@@ -50,17 +51,6 @@ class Batch:
     sample_rows: SampleRows
 
 
-def _columns(segment: Segment) -> list[np.ndarray]:
-    count = segment.count
-    return [
-        segment.slot,
-        count,
-        offsets_of(count),
-        np.repeat(np.arange(segment.rows), count),
-        ragged(np.zeros(segment.rows), count),
-    ]
-
-
 def _logits_columns(plan: StepPlan) -> tuple[np.ndarray, list[np.ndarray]]:
     """(merged rows with logits; for sampled and for prompt entries: slot, row of the logits)."""
     both = (plan.prefill, plan.decode)
@@ -89,30 +79,48 @@ class BatchBuilder:
 
     def build(self, plan: StepPlan, buffer: StagingBuffer) -> Batch:
         """Uploads the plan's columns through ``buffer`` and derives the rest on the device."""
+        prefill, decode = plan.prefill, plan.decode
+        count = np.concatenate([prefill.count, decode.count])
         index, entry_columns = _logits_columns(plan)
-        columns = [*_columns(plan.prefill), *_columns(plan.decode), index, *entry_columns]
+        columns = [
+            np.concatenate([prefill.slot, decode.slot]),
+            count,
+            np.repeat(np.arange(len(count)), count),
+            ragged(np.zeros(len(count)), count),
+            offsets_of(prefill.count),
+            offsets_of(decode.count),
+            index,
+            *entry_columns,
+        ]
         buffer.begin(sum(len(c) for c in columns))
         where = [buffer.add(c) for c in columns]
         buffer.upload()
-        on_device = [buffer.tensor(w) for w in where]
+        slots, counts, row, within, *q_offsets = (buffer.tensor(w) for w in where[:6])
+        logits_index, s_slot, s_row, p_slot, p_row = (buffer.tensor(w) for w in where[6:])
 
-        prefill, ids0, positions0, writes0 = self._segment(plan.prefill, 0, on_device[:5])
-        decode, ids1, positions1, writes1 = self._segment(plan.decode, plan.prefill.tokens, on_device[5:10])
-        positions = torch.cat([positions0, positions1])
-        logits_index, s_slot, s_row, p_slot, p_row = on_device[10:]
+        state = self._state
+        starts = state.num_computed[slots]
+        positions = starts[row] + within
+        token_slots = slots[row]
+        segments = (
+            self._segment(prefill, 0, slots[: prefill.rows], starts[: prefill.rows], q_offsets[0]),
+            self._segment(
+                decode, prefill.tokens, slots[prefill.rows :], starts[prefill.rows :], q_offsets[1]
+            ),
+        )
         step = StepInput(
-            ids=torch.cat([ids0, ids1]),
+            ids=state.history[token_slots, positions].long(),
             positions=positions,
-            writes=tuple(torch.cat(both) for both in zip(writes0, writes1, strict=True)),
-            segments=(prefill, decode),
-            prepared=(self._prepare(prefill), self._prepare(decode)),
+            writes=self._writes(token_slots, positions),
+            segments=segments,
+            prepared=(self._prepare(segments[0]), self._prepare(segments[1])),
             logits_index=logits_index,
         )
         predicted = positions[logits_index] + 1
         return Batch(
             step=step,
-            slots=torch.cat([on_device[0], on_device[5]]),
-            counts=torch.cat([on_device[1], on_device[6]]),
+            slots=slots,
+            counts=counts,
             sample_rows=SampleRows(
                 slot_host=entry_columns[0],
                 slot=s_slot,
@@ -125,24 +133,20 @@ class BatchBuilder:
             ),
         )
 
-    def _segment(
-        self, segment: Segment, begin: int, columns: list[Tensor]
-    ) -> tuple[SegmentInput, Tensor, Tensor, list[Tensor]]:
-        """(the segment; its ids, its positions and for each cache kind its writes, int64 [T] each)."""
-        state = self._state
-        slots, _, q_offsets, row, within = columns
-        starts = state.num_computed[slots]
-        positions = starts[row] + within
-        token_slots = slots[row]
-        ids = state.history[token_slots, positions].long()
-        tables, writes = [], []
-        longest = int((segment.start + segment.count).max()) if segment.rows else 0
-        for table, pool in zip(state.tables, self._pools, strict=True):
+    def _writes(self, token_slots: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        """For each cache kind where each token's key and value go."""
+        writes = []
+        for table, pool in zip(self._state.tables, self._pools, strict=True):
             size = pool.block_size
-            tables.append(table[slots, : -(-longest // size)].long())
             block = table[token_slots, positions // size].long()
             writes.append(block * size + positions % size)
-        made = SegmentInput(
+        return tuple(writes)
+
+    def _segment(
+        self, segment: Segment, begin: int, slots: Tensor, starts: Tensor, q_offsets: Tensor
+    ) -> SegmentInput:
+        longest = int((segment.start + segment.count).max()) if segment.rows else 0
+        return SegmentInput(
             begin=begin,
             rows=segment.rows,
             tokens=segment.tokens,
@@ -150,9 +154,11 @@ class BatchBuilder:
             host_starts=segment.start,
             q_offsets=q_offsets.int(),
             starts=starts,
-            tables=tuple(tables),
+            tables=tuple(
+                table[slots, : -(-longest // pool.block_size)].long()
+                for table, pool in zip(self._state.tables, self._pools, strict=True)
+            ),
         )
-        return made, ids, positions, writes
 
     def _prepare(self, segment: SegmentInput) -> tuple[object, ...]:
         return tuple(
