@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
 from weft.common.errors import ConfigError
@@ -13,7 +14,7 @@ from weft.config.spec import CacheSpec
 from weft.kv.caches import Caches, make_kinds
 from weft.kv.hashing import HashChain, salted_root
 from weft.kv.kinds import CacheKind, FullKind, WindowKind
-from weft.types.plan import AppendBlocks, Op
+from weft.types.plan import AppendBlocks, AppendEach, Op
 
 BLOCK = 4
 
@@ -217,3 +218,45 @@ def test_guarantee_counts_whole_lengths() -> None:
     assert caches.guaranteed([40])
     assert caches.guaranteed([40, 20])
     assert not caches.guaranteed([40, 21])
+
+
+def test_many_slots_grow_at_once() -> None:
+    kind = full()
+    for slot, length in ((2, 4), (5, 12), (7, 8)):
+        kind.acquire(slot, [], 0, length)
+    assert kind.short([2, 5, 7], [9, 12, 9]) == [2, 0, 1]
+    ops = kind.grow([2, 5, 7], [2, 0, 1])
+    assert [(op.slots.tolist(), op.blocks.tolist()) for op in ops if isinstance(op, AppendEach)] == [
+        ([2, 7], [7, 8]),
+        ([2], [9]),
+    ]
+    assert kind.short([2, 5, 7], [9, 12, 9]) == [0, 0, 0]
+    assert kind.grow([2, 5, 7], [0, 0, 0]) == []
+
+
+def test_caches_grow_all_or_nothing() -> None:
+    caches = make((pool(blocks=20), pool("window", blocks=5, window=6)))
+    for slot in range(2):
+        caches.acquire(slot, [], 0, 8)
+    slots, upto = np.array([0, 1]), np.array([9, 9])
+    assert caches.grow(slots, upto) is None
+    assert caches.free_blocks() == (16, 1)
+    grown = caches.grow(slots[1:], upto[1:])
+    assert grown is not None
+    assert len(grown[0]) == 2
+    assert grown[1].tolist() == [12]
+    assert caches.free_blocks() == (15, 0)
+
+
+def test_windows_slide_together_as_they_do_alone() -> None:
+    one, many = windowed(6, blocks=30), windowed(6, blocks=30)
+    for kind in (one, many):
+        for slot in range(4):
+            kind.acquire(slot, [], 0, 20)
+    for committed in range(1, 20):
+        lengths = np.arange(4) + committed - 3
+        for slot, length in enumerate(lengths.tolist()):
+            one.slide(slot, max(length, 0), committed)
+        many.slide_each(np.arange(4), np.maximum(lengths, 0), np.full(4, committed))
+        assert one.pending() == many.pending()
+        assert {s: t.blocks for s, t in one._tables.items()} == {s: t.blocks for s, t in many._tables.items()}

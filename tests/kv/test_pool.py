@@ -97,3 +97,13 @@ def test_only_held_blocks_are_published_and_only_published_ones_shared() -> None
     block = pool.take()
     with pytest.raises(EngineDead):
         pool.share(block)
+
+
+def test_leading_and_held_keys() -> None:
+    pool = BlockPool(4)
+    pool.committed(0)
+    for key in (b"a", b"b", b"c"):
+        pool.publish(pool.take(), key)
+    pool.release(pool.find(b"b"), 0)
+    assert [pool.leading(keys) for keys in ([], [b"a", b"b"], [b"a", b"x", b"b"], [b"x"])] == [0, 2, 1, 0]
+    assert pool.held([b"a", b"b", b"c"]) == 2

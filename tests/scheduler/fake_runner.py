@@ -19,6 +19,7 @@ from weft.types.plan import (
     EMPTY,
     AllocSlot,
     AppendBlocks,
+    AppendEach,
     FreeSlot,
     LogprobRows,
     Segment,
@@ -161,8 +162,10 @@ class FakeRunner:
                 self._alloc(op)
             elif isinstance(op, FreeSlot):
                 self._free(op)
-            else:
+            elif isinstance(op, AppendBlocks):
                 self._append(op)
+            else:
+                self._append_each(op)
         self.named[plan.step] = ({}, [{} for _ in self.kv.pools])
         rows = [*self._rows(plan.prefill), *self._rows(plan.decode)]
         assert rows, "an empty plan"
@@ -211,6 +214,15 @@ class FakeRunner:
             elif entry * pool.block_size >= tenant.op.num_cached:  # a block of its own
                 for _, blocks in self.named.values():
                     assert block not in blocks[op.kind], "a block was reused while a plan in flight names it"
+
+    def _append_each(self, op: AppendEach) -> None:
+        slots, blocks = op.slots.tolist(), op.blocks.tolist()
+        assert not op.slots.flags.writeable
+        assert 0 < len(slots) == len(blocks)
+        assert len(set(slots)) == len(slots), "a slot twice in an op"
+        assert 0 not in blocks
+        for slot, block in zip(slots, blocks, strict=True):
+            self._append(AppendBlocks(slot=slot, kind=op.kind, blocks=column([block])))
 
     # ---- rows
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 import pytest
 
 from tests.scheduler.fake_runner import kv_config, submit
 from tests.scheduler.harness import Rig
 from weft.common.errors import EngineDead
 from weft.scheduler.commit import commit
-from weft.scheduler.draft import Draft, Row
+from weft.scheduler.draft import Draft
 from weft.scheduler.sequence import Running
 from weft.types.messages import TokenEvent
 from weft.types.plan import EMPTY, StepPlan, StepResult, column
@@ -22,11 +23,11 @@ def verify_step(rig: Rig, drafts: int) -> tuple[StepPlan, Running]:
     run = sequence.state
     assert isinstance(run, Running)
     count = 1 + drafts
-    ops = book.caches.reserve(run.slot, run.num_scheduled + count)
-    draft = Draft(book.last_commit + 1, 16)
-    draft.add_decode(Row(sequence, run, run.num_scheduled, count, count, count, ops))
+    draft = Draft(book.last_commit + 1, 16, book.columns)
+    draft.grow(book.caches.reserve(run.slot, run.num_scheduled + count))
+    draft.add_decode(np.array([run.slot]), np.array([count]))
     plan = draft.seal([])
-    book.launched(plan, draft.rows())
+    book.launched(plan)
     return plan, run
 
 

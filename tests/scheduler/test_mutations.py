@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from tests.scheduler.harness import random_run
@@ -12,7 +13,9 @@ from weft.kv import hashing
 from weft.kv.kinds import FullKind, WindowKind
 from weft.kv.pool import BlockPool
 from weft.kv.slots import SlotTable
+from weft.scheduler import commit
 from weft.scheduler.book import Book
+from weft.scheduler.columns import Columns
 from weft.scheduler.sequence import Sequence
 
 SEEDS = range(40)
@@ -65,6 +68,22 @@ def run_past_the_limit(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Sequence, "ending", lambda self: None)
 
 
+def miss_an_end(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Columns, "may_end", lambda self, slots, tokens: np.zeros(len(slots), bool))
+
+
+def commit_the_dead(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(commit, "_alive", lambda book, segment: np.ones(segment.rows, bool))
+
+
+def grow_without_asking(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(FullKind, "short", lambda self, slots, upto: [0] * len(slots))
+
+
+def tell_of_quiet_rows_only(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(commit, "_merge", lambda quiet, plain, told: plain)
+
+
 DEPTH_2 = [free_blocks_at_once, free_slots_at_once]
 ANY_DEPTH = [
     slide_too_far,
@@ -74,6 +93,10 @@ ANY_DEPTH = [
     forget_to_free,
     share_what_is_written,
     run_past_the_limit,
+    miss_an_end,
+    commit_the_dead,
+    grow_without_asking,
+    tell_of_quiet_rows_only,
 ]
 
 
@@ -91,6 +114,6 @@ def test_nothing_is_seen_without_one() -> None:
 def _fails(seed: int) -> bool:
     try:
         random_run(seed, 2)
-    except (AssertionError, WeftError, KeyError, IndexError):
+    except (AssertionError, AttributeError, WeftError, KeyError, IndexError):
         return True
     return False

@@ -9,6 +9,7 @@ import pytest
 from tests.scheduler.fake_runner import BAD_SEED, ROW_ERROR, VOCAB, alone, kv_config, submit
 from tests.scheduler.harness import Rig
 from weft.common.errors import ContextLength, EngineDead, ErrorInfo, InvalidRequest
+from weft.scheduler.columns import Columns
 from weft.scheduler.sequence import TRANSITIONS, Ended, Held, Running, Sequence, Waiting
 from weft.types.messages import Submit
 
@@ -274,7 +275,7 @@ def test_states_change_by_the_table_alone() -> None:
     states = [
         Held(),
         Waiting(),
-        Running(slot=0, gen=1, known=1, num_cached=0, num_computed=0, num_scheduled=0, reserved=4),
+        Running(columns=Columns(1), slot=0, gen=1, known=1),
         Ended("stop"),
     ]
     from array import array

@@ -11,10 +11,16 @@ def check_budget(scheduler: SchedulerSection, block: int) -> None:
 
     While a sequence is prefilled at most ``max_num_seqs - 1`` others decode. Under the exclusive policy
     nothing is reserved, but every decoding sequence must have its token in a decode step. Raises ConfigError
-    naming both flags, with values that work.
+    naming both flags, with values that work; also for a target that the policy could not keep.
     """
     tokens, sequences = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
     if scheduler.step_policy == "exclusive":
+        if scheduler.itl_target_ms:
+            raise ConfigError(
+                "--itl-target-ms sizes the prompt chunks of steps that also decode, and --step-policy "
+                "exclusive has none: set --step-policy mixed or --itl-target-ms 0",
+                param="--itl-target-ms",
+            )
         if tokens < sequences:
             raise ConfigError(
                 f"--max-num-batched-tokens {tokens} is less than one token for each of --max-num-seqs "

@@ -126,6 +126,10 @@ class RunnerSection(_Section, frozen=True, kw_only=True):
             "operation has no such form. Dense models on a CPU are so by default."
         ),
     ] = False
+    cuda_graphs: Annotated[
+        bool,
+        Meta(description="On a GPU: capture decode steps at start, where the model can, and replay them."),
+    ] = True
     threads: Annotated[
         int, Meta(ge=0, le=4096, description="CPU threads for compute; 0 leaves it to torch.")
     ] = 0

@@ -11,6 +11,7 @@ Not thread-safe: one thread submits, steps and finishes.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 import torch
@@ -49,7 +50,21 @@ class EngineCore:
         self.runner = runner or build_runner(config, progress=progress)
         self.scheduler = Scheduler(self.runner.kv, config.scheduler, config.spec.vocab_size)
         self._depth = config.scheduler.steps_in_flight
-        self._in_flight: deque[StepHandle] = deque()
+        self._in_flight: deque[tuple[StepHandle, float]] = deque()
+        """Steps in flight, and when the planning of each began."""
+        self._completed = -math.inf
+        """When the last result was read."""
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether a sequence's logits are bitwise equal whatever its batch, chunks, cache hits, preemptions and
+        steps in flight are (E1): with --deterministic always, else where every operation has that property."""
+        return not self.runner.varying
+
+    def describe_determinism(self) -> str:
+        """``deterministic: yes``, or no and because of what."""
+        varying = self.runner.varying
+        return f"deterministic: no, by {', '.join(varying)}" if varying else "deterministic: yes"
 
     def submit(self, submit: Submit) -> list[TokenEvent]:
         """Queues a sequence. An event means that its emitted ids had ended it already.
@@ -73,11 +88,12 @@ class EngineCore:
         """
         plan = None
         if len(self._in_flight) < self._depth:  # else an interrupt cut the last wait short: read first
-            plan = self.scheduler.plan(self._clock.now())
+            now = self._clock.now()
+            plan = self.scheduler.plan(now)
         if plan is not None:
             handle = self.runner.forward(plan)
             self.runner.sample(handle)
-            self._in_flight.append(handle)
+            self._in_flight.append((handle, now))
         if self._in_flight and (plan is None or len(self._in_flight) >= self._depth):
             return self._commit_oldest()
         if plan is None and self.scheduler.in_flight:
@@ -85,14 +101,20 @@ class EngineCore:
         return []
 
     def _commit_oldest(self) -> list[TokenEvent]:
-        handle = self._in_flight[0]  # it stays there when an interrupt cuts the wait short
+        handle, began = self._in_flight[0]  # it stays there when an interrupt cuts the wait short
         try:
             result = self.runner.read(handle)
         except Exception:
             self._in_flight.popleft()
             raise
         self._in_flight.popleft()
-        return self.scheduler.commit(handle.plan, result, self._clock.now())
+        # A step that was launched behind another one starts when that one ends.
+        now = self._clock.now()
+        seconds = now - max(began, self._completed)
+        self._completed = now
+        events = self.scheduler.commit(handle.plan, result, now)
+        self.scheduler.observe(handle.plan, seconds)
+        return events
 
     def fail(self, error: ErrorInfo) -> list[TokenEvent]:
         """The terminal event of everything that is live: the group ends with ``error``."""
@@ -118,7 +140,7 @@ class EngineCore:
         """Waits for what is in flight (its results are dropped) and ends the device thread and trace."""
         while self._in_flight:
             try:
-                self.runner.read(self._in_flight.popleft())
+                self.runner.read(self._in_flight.popleft()[0])
             except Exception as error:
                 log.warning("a step in flight failed while closing: %s", error)
         self.runner.close()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from weft.common.errors import ConfigError
 from weft.config.resolved import KVConfig
 from weft.kv.kinds import CacheKind, FullKind, WindowKind
@@ -72,6 +74,21 @@ class Caches:
         """How far the tables of a slot reach when ``upto`` is the furthest that was reserved."""
         return min((-(-upto // kind.block_size) * kind.block_size for kind in self.kinds), default=1 << 62)
 
+    def grow(self, slots: np.ndarray, upto: np.ndarray) -> tuple[list[Op], np.ndarray] | None:
+        """``reserve`` of many slots at once: (ops, how far each slot's tables reach now).
+
+        None, and nothing is changed, when some kind has too few blocks for all of them.
+        """
+        each, ends = slots.tolist(), upto.tolist()
+        short = [kind.short(each, ends) for kind in self.kinds]
+        if not self.fits([sum(lacks) for lacks in short]):
+            return None
+        ops = [op for kind, lacks in zip(self.kinds, short, strict=True) for op in kind.grow(each, lacks)]
+        reach = np.full(len(upto), 1 << 62, np.int64)
+        for kind in self.kinds:
+            np.minimum(reach, -(-upto // kind.block_size) * kind.block_size, out=reach)
+        return ops, reach
+
     def cut(self, start: int, end: int) -> int:
         """Where a chunk from ``start`` must end for every kind, at most ``end``."""
         while True:
@@ -89,6 +106,11 @@ class Caches:
         """``CacheKind.slide`` of each kind."""
         for kind in self._sliding:
             kind.slide(slot, committed, after_step)
+
+    def slide_each(self, slots: np.ndarray, committed: np.ndarray, after_step: np.ndarray) -> None:
+        """``CacheKind.slide_each`` of each kind."""
+        for kind in self._sliding:
+            kind.slide_each(slots, committed, after_step)
 
     def release(self, slot: int, after_step: int) -> None:
         """``CacheKind.release`` of each kind."""

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 
 DIGEST_BYTES = 16
+_NO_MEDIA = bytes(8)  # their number, 0
 
 
 def _sized(data: bytes) -> bytes:
@@ -33,12 +34,9 @@ def request_root(request: int, salt: str) -> bytes:
 
 def block_hash(parent: bytes, tokens: bytes, media: Sequence[bytes] = ()) -> bytes:
     """The hash of a block after ``parent``; ``tokens`` are its ids as int32 bytes."""
-    state = blake2b(parent, digest_size=DIGEST_BYTES)
-    state.update(_sized(tokens))
-    state.update(len(media).to_bytes(8, "little"))
-    for key in media:
-        state.update(_sized(key))
-    return state.digest()
+    rest = len(media).to_bytes(8, "little") + b"".join(map(_sized, media)) if media else _NO_MEDIA
+    data = parent + len(tokens).to_bytes(8, "little") + tokens + rest
+    return blake2b(data, digest_size=DIGEST_BYTES).digest()
 
 
 class HashChain:
@@ -63,10 +61,12 @@ class HashChain:
 
         ``tokens`` is an int32 array that holds the sequence from its start and only ever grows.
         """
-        hashes = self.hashes
-        for number in range(len(hashes), upto // self._block):
-            begin = number * self._block
-            ids = tokens[begin : begin + self._block].tobytes()
+        hashes, block, media = self.hashes, self._block, self._media
+        have, full = len(hashes), upto // block
+        if have < full:
             parent = hashes[-1] if hashes else self._root
-            hashes.append(block_hash(parent, ids, self._media.get(number, ())))
+            for number in range(have, full):
+                ids = tokens[number * block : (number + 1) * block].tobytes()
+                parent = block_hash(parent, ids, media.get(number, ()) if media else ())
+                hashes.append(parent)
         return hashes

@@ -12,10 +12,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+
 from weft.common.errors import ConfigError
 from weft.config.resolved import PoolSpec
 from weft.kv.pool import NULL_BLOCK, BlockPool
-from weft.types.plan import AppendBlocks, Op, column
+from weft.types.plan import AppendBlocks, AppendEach, Op, column
 
 
 class CacheKind(Protocol):
@@ -52,6 +54,12 @@ class CacheKind(Protocol):
     def reserve(self, slot: int, upto: int) -> list[Op]:
         """Extends the slot's table to ``upto``."""
 
+    def short(self, slots: Sequence[int], upto: Sequence[int]) -> list[int]:
+        """How many blocks the table of each slot lacks to reach its ``upto``."""
+
+    def grow(self, slots: Sequence[int], short: Sequence[int]) -> list[Op]:
+        """``reserve`` of many slots at once: as many blocks for each as it is ``short`` of."""
+
     def cut(self, start: int, end: int) -> int:
         """Where a chunk from ``start`` must end: ``end``, or earlier (but after ``start``)."""
 
@@ -60,6 +68,9 @@ class CacheKind(Protocol):
 
     def slide(self, slot: int, committed: int, after_step: int) -> None:
         """Gives up blocks that no position from ``committed`` on will read, after ``after_step``."""
+
+    def slide_each(self, slots: np.ndarray, committed: np.ndarray, after_step: np.ndarray) -> None:
+        """``slide`` of many slots, each of which has committed one position since it last slid."""
 
     def release(self, slot: int, after_step: int) -> None:
         """Drops the table; its blocks are available again when ``after_step`` has committed."""
@@ -108,10 +119,7 @@ class FullKind:
 
     def hit(self, hashes: Sequence[bytes], limit: int) -> int:
         most = min(limit // self.block_size, len(hashes) // self._ratio)
-        found = 0
-        while found < most and self._find(hashes, found):
-            found += 1
-        return found * self.block_size
+        return self._pool.leading(self._keys(hashes, 0, most)) * self.block_size
 
     def needed(self, slot: int, upto: int, num_hit: int = 0, hashes: Sequence[bytes] = ()) -> int:
         table = self._tables.get(slot)
@@ -121,7 +129,7 @@ class FullKind:
 
     def acquire(self, slot: int, hashes: Sequence[bytes], num_hit: int, upto: int) -> list[Op]:
         first, hits = self._first_read(num_hit), num_hit // self.block_size
-        blocks = [NULL_BLOCK] * first + [self._find(hashes, entry) for entry in range(first, hits)]
+        blocks = [NULL_BLOCK] * first + [self._pool.find(key) for key in self._keys(hashes, first, hits)]
         for block in blocks[first:]:  # all hits leave the LRU before anything can be evicted from it
             self._pool.share(block)
         self._tables[slot] = _Table(blocks, first, hits)
@@ -138,17 +146,37 @@ class FullKind:
         table.blocks += new
         return [AppendBlocks(slot=slot, kind=self.number, blocks=column(new))]
 
+    def short(self, slots: Sequence[int], upto: Sequence[int]) -> list[int]:
+        tables, size = self._tables, self.block_size
+        each = zip(slots, upto, strict=True)
+        return [max(0, -(-end // size) - len(tables[slot].blocks)) for slot, end in each]
+
+    def grow(self, slots: Sequence[int], short: Sequence[int]) -> list[Op]:
+        tables, ops = self._tables, list[Op]()
+        for have in range(max(short, default=0)):  # an op gives a slot one block
+            named = [slot for slot, lacks in zip(slots, short, strict=True) if lacks > have]
+            new = [self._pool.take() for _ in named]
+            for slot, block in zip(named, new, strict=True):
+                tables[slot].blocks.append(block)
+            ops.append(AppendEach(kind=self.number, slots=column(named), blocks=column(new)))
+        return ops
+
     def cut(self, start: int, end: int) -> int:
         return end
 
     def publish(self, slot: int, committed: int, hashes: Sequence[bytes]) -> None:
-        table = self._tables[slot]
-        upto = min(committed // self.block_size, len(hashes) // self._ratio)
+        table, ratio = self._tables[slot], self._ratio
+        upto = min(committed // self.block_size, len(hashes) // ratio)
+        if upto <= table.published:
+            return
         for entry in range(max(table.published, table.live), upto):
-            self._pool.publish(table.blocks[entry], hashes[(entry + 1) * self._ratio - 1])
-        table.published = max(table.published, upto)
+            self._pool.publish(table.blocks[entry], hashes[(entry + 1) * ratio - 1])
+        table.published = upto
 
     def slide(self, slot: int, committed: int, after_step: int) -> None:
+        return
+
+    def slide_each(self, slots: np.ndarray, committed: np.ndarray, after_step: np.ndarray) -> None:
         return
 
     def release(self, slot: int, after_step: int) -> None:
@@ -168,16 +196,17 @@ class FullKind:
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
-    def _find(self, hashes: Sequence[bytes], entry: int) -> int:
-        return self._pool.find(hashes[(entry + 1) * self._ratio - 1])
+    def _keys(self, hashes: Sequence[bytes], first: int, end: int) -> Sequence[bytes]:
+        """Names of the table entries ``first .. end - 1``: a block's is the hash of its last base block."""
+        return hashes[(first + 1) * self._ratio - 1 : end * self._ratio : self._ratio]
 
     def _first_read(self, position: int) -> int:
         """The first table entry that a token at ``position`` reads."""
         return 0
 
     def _held(self, hashes: Sequence[bytes], num_hit: int) -> int:
-        entries = range(self._first_read(num_hit), num_hit // self.block_size)
-        return sum(1 for entry in entries if self._pool.is_held(self._find(hashes, entry)))
+        first, end = self._first_read(num_hit), num_hit // self.block_size
+        return self._pool.held(self._keys(hashes, first, end))
 
 
 class WindowKind(FullKind):
@@ -200,10 +229,10 @@ class WindowKind(FullKind):
         length = min(limit // self.block_size, len(hashes) // self._ratio)
         while length > 0:
             first = self._first_read(length * self.block_size)
-            missing = next((e for e in range(length - 1, first - 1, -1) if not self._find(hashes, e)), None)
-            if missing is None:
+            found = self._pool.leading(self._keys(hashes, first, length)[::-1])
+            if found == length - first:
                 break
-            length = missing  # every hit that is longer than this, and shorter than the last, reads it too
+            length -= found + 1  # every hit that is longer than this, and shorter than the last, reads it too
         return max(length, 0) * self.block_size
 
     def needed(self, slot: int, upto: int, num_hit: int = 0, hashes: Sequence[bytes] = ()) -> int:
@@ -222,6 +251,11 @@ class WindowKind(FullKind):
             self._pool.release(table.blocks[entry], after_step)
             table.blocks[entry] = NULL_BLOCK
         table.live = max(table.live, first)
+
+    def slide_each(self, slots: np.ndarray, committed: np.ndarray, after_step: np.ndarray) -> None:
+        left = committed - self._window + 1  # the oldest position still read
+        for row in np.flatnonzero((left > 0) & (left % self.block_size == 0)).tolist():
+            self.slide(int(slots[row]), int(committed[row]), int(after_step[row]))
 
     def most(self, upto: int) -> int:
         return min(self._blocks(upto), self._peak())

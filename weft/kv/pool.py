@@ -12,6 +12,9 @@ A reference given back while plans in flight still name the block lasts until th
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Sequence
+
 from weft.common.errors import EngineDead
 
 NULL_BLOCK = 0
@@ -23,7 +26,7 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._free = list(range(num_blocks, 0, -1))  # the last is taken first
-        self._cached: dict[int, None] = {}  # insertion order is the LRU order, oldest first
+        self._cached: OrderedDict[int, None] = OrderedDict()  # the LRU order, oldest first
         self._references = [0] * (num_blocks + 1)
         self._key: list[bytes | None] = [None] * (num_blocks + 1)
         self._index: dict[bytes, int] = {}
@@ -46,9 +49,18 @@ class BlockPool:
         """The block whose content is ``key``, or the null block. Changes nothing."""
         return self._index.get(key, NULL_BLOCK)
 
-    def is_held(self, block: int) -> bool:
-        """Whether sharing ``block`` would leave ``available`` as it is."""
-        return self._references[block] > 0
+    def leading(self, keys: Sequence[bytes]) -> int:
+        """How many of ``keys``, counted up to the first that is in no block, are there."""
+        index = self._index
+        for count, key in enumerate(keys):
+            if key not in index:
+                return count
+        return len(keys)
+
+    def held(self, keys: Sequence[bytes]) -> int:
+        """How many of ``keys`` are in held blocks, whose sharing leaves ``available`` as it is."""
+        index, references = self._index, self._references
+        return sum([references[index.get(key, NULL_BLOCK)] > 0 for key in keys])
 
     def take(self) -> int:
         """A block of unknown content, held once by the caller. Evicts the least recently used if it must.
@@ -58,8 +70,7 @@ class BlockPool:
         if self._free:
             block = self._free.pop()
         elif self._cached:
-            block = next(iter(self._cached))
-            del self._cached[block]
+            block, _ = self._cached.popitem(last=False)
             self._forget(block)
         else:
             raise EngineDead("a block was taken from a pool that has none")

@@ -15,7 +15,7 @@ import torch
 from weft.common.errors import EngineDead
 from weft.config.resolved import KVConfig
 from weft.ops.upload import upload
-from weft.types.plan import AllocSlot, AppendBlocks, FreeSlot, Segment
+from weft.types.plan import AllocSlot, AppendBlocks, AppendEach, FreeSlot, Op, Segment
 
 Tensor = torch.Tensor
 
@@ -23,14 +23,17 @@ Tensor = torch.Tensor
 class SlotState:
     """Per-slot tensors, preallocated for the whole life of the group.
 
-    history       int32 [slots, max_len + 1]; beyond a slot's known length its content is arbitrary
-    num_computed  int64 [slots]: positions whose cache is written
-    num_prompt    int64 [slots]
-    tables        for each cache kind, int32 [slots, entries]: block ids, 0 beyond what was appended
+    history       int32 [slots + 1, max_len + 1]; beyond a slot's known length its content is arbitrary
+    num_computed  int64 [slots + 1]: positions whose cache is written
+    num_prompt    int64 [slots + 1]
+    tables        for each cache kind, int32 [slots + 1, entries]: block ids, 0 beyond what was appended
+
+    The last line, ``spare``, has no tenant ever and stays 0: what pads a step to a fixed number of rows names
+    it, and computes token 0 at position 0 in the null block.
     """
 
     def __init__(self, kv: KVConfig, device: torch.device) -> None:
-        slots, length = kv.num_slots, kv.max_model_len + 1
+        slots, length = kv.num_slots + 1, kv.max_model_len + 1
         self.history = torch.zeros(slots, length, dtype=torch.int32, device=device)
         self.num_computed = torch.zeros(slots, dtype=torch.int64, device=device)
         self.num_prompt = torch.zeros(slots, dtype=torch.int64, device=device)
@@ -40,16 +43,24 @@ class SlotState:
         )
         self._block_sizes = tuple(pool.block_size for pool in kv.pools)
         # Host mirrors: who lives in a slot, and how far its tables reach. Only for checks and offsets.
-        self._gen = np.zeros(slots, np.int64)
-        self._live = np.zeros(slots, bool)
-        self._entries = np.zeros((len(kv.pools), slots), np.int64)
+        self._gen = np.zeros(kv.num_slots, np.int64)
+        self._live = np.zeros(kv.num_slots, bool)
+        self._entries = np.zeros((len(kv.pools), kv.num_slots), np.int64)
 
     @property
     def num_slots(self) -> int:
         return len(self._live)
 
-    def apply(self, op: AllocSlot | FreeSlot | AppendBlocks) -> None:
+    @property
+    def spare(self) -> int:
+        """The line that no tenant has."""
+        return len(self._live)
+
+    def apply(self, op: Op) -> None:
         """Carries out one op. Raises EngineDead when it contradicts the table (a diverged group)."""
+        if isinstance(op, AppendEach):
+            self._append_each(op)
+            return
         if not 0 <= op.slot < self.num_slots:
             raise EngineDead(f"step names slot {op.slot}, the table has {self.num_slots}")
         if isinstance(op, AllocSlot):
@@ -85,6 +96,19 @@ class SlotState:
             raise EngineDead(f"the block table of slot {op.slot} overflows")
         table[op.slot, at:end] = self._upload(op.blocks)
         self._entries[op.kind, op.slot] = end
+
+    def _append_each(self, op: AppendEach) -> None:
+        slots = op.slots.astype(np.int64)
+        if slots.min() < 0 or slots.max() >= self.num_slots or len(np.unique(slots)) != len(slots):
+            raise EngineDead("blocks are appended to slots outside the table, or twice to one")
+        if not self._live[slots].all():
+            raise EngineDead("blocks are appended to a slot that is free")
+        table, at = self.tables[op.kind], self._entries[op.kind, slots]
+        if at.max() >= table.shape[1]:
+            raise EngineDead("the block table of a slot overflows")
+        where = upload(np.stack([slots, at, op.blocks]), table.device)  # one copy for all three
+        table[where[0], where[1]] = where[2].int()
+        self._entries[op.kind, slots] = at + 1
 
     def _upload(self, column: np.ndarray) -> Tensor:
         return upload(np.array(column, dtype=np.int32), self.history.device)

@@ -15,7 +15,7 @@ from weft.config.resolved import KVConfig
 from weft.kv.caches import Caches, make_kinds
 from weft.kv.hashing import HashChain, request_root, salted_root
 from weft.kv.slots import SlotTable
-from weft.scheduler.draft import Row
+from weft.scheduler.columns import Columns
 from weft.scheduler.queue import SequenceQueue
 from weft.scheduler.sequence import Ended, Held, Running, Sequence, Waiting
 from weft.types.plan import AllocSlot, Op, StepPlan, column
@@ -30,14 +30,6 @@ class Request:
     prompt_computed: bool = False
     shared: bool = False
     """Whether it ever had two members: its prompt's blocks are shared, prefix caching or not."""
-
-
-@dataclass(slots=True, eq=False)
-class InFlight:
-    """A plan that has not committed, and the tenancy that each of its rows belongs to."""
-
-    plan: StepPlan
-    rows: list[Row]
 
 
 @dataclass(slots=True)
@@ -61,12 +53,17 @@ class Book:
         self.kv = kv
         self.caches = Caches(make_kinds(kv, max_chunk), kv.max_model_len)
         self.slots = SlotTable(kv.num_slots)
+        self.columns = Columns(kv.num_slots)
+        self.tenants = np.full(kv.num_slots, None, object)
+        """The running sequence of each slot; None where there is none."""
         self.live: dict[int, Sequence] = {}
         self.requests: dict[int, Request] = {}
         self.waiting = SequenceQueue()
         self.running = SequenceQueue()
         self.num_held = 0
-        self.in_flight: deque[InFlight] = deque()
+        self._order: np.ndarray | None = None
+        self.in_flight: deque[StepPlan] = deque()
+        """Plans that have not committed, oldest first."""
         self.last_commit = -1
         self.counts = Counts()
 
@@ -123,15 +120,7 @@ class Book:
         self.waiting.remove(sequence)
         slot, gen = self.slots.take()
         known = len(sequence.tokens)
-        run = Running(
-            slot=slot,
-            gen=gen,
-            known=known,
-            num_cached=num_hit,
-            num_computed=num_hit,
-            num_scheduled=num_hit,
-            reserved=self.caches.reserved(end),
-        )
+        run = Running(columns=self.columns, slot=slot, gen=gen, known=known)
         alloc = AllocSlot(
             slot=slot,
             gen=gen,
@@ -146,6 +135,9 @@ class Book:
         sequence.move(run)
         self.running.add(sequence)
         self._count_admission(sequence, known, num_hit)
+        self._enter(sequence, run)
+        run.num_computed = run.num_scheduled = num_hit
+        run.reserved = self.caches.reserved(end)
         return run, ops
 
     def guaranteed(self, sequence: Sequence) -> bool:
@@ -170,11 +162,11 @@ class Book:
             sequence.chain = HashChain(root, self.kv.block_size)
         return sequence.chain.grow(sequence.tokens, upto)
 
-    def publish(self, sequence: Sequence, run: Running) -> None:
-        """Lets others find the sequence's full, committed blocks."""
-        hashes = self.hashes(sequence, run.num_computed)
+    def publish(self, sequence: Sequence, slot: int, committed: int) -> None:
+        """Lets others find the sequence's full blocks among its ``committed`` positions."""
+        hashes = self.hashes(sequence, committed)
         if hashes:
-            self.caches.publish(run.slot, run.num_computed, hashes)
+            self.caches.publish(slot, committed, hashes)
 
     def prompt_computed(self, sequence: Sequence) -> None:
         """A commit has computed the prompt of ``sequence``: whoever is held for it joins the queue."""
@@ -188,12 +180,19 @@ class Book:
 
     # ---- steps
 
-    def launched(self, plan: StepPlan, rows: list[Row]) -> None:
-        """``plan`` is out: its rows' tenancies are named by it, and scheduled as far as it goes."""
-        for row in rows:
-            row.run.num_scheduled += row.count
-            row.run.last_step = plan.step
-        self.in_flight.append(InFlight(plan, rows))
+    def order(self) -> np.ndarray:
+        """Slots of the running sequences in FCFS order."""
+        if self._order is None:
+            slots = [s.state.slot for s in self.running if isinstance(s.state, Running)]
+            self._order = np.array(slots, np.intp)
+        return self._order
+
+    def launched(self, plan: StepPlan) -> None:
+        """``plan`` is out: its rows' slots are named by it, and scheduled as far as it goes."""
+        for segment in (plan.prefill, plan.decode):
+            self.columns.num_scheduled[segment.slot] += segment.count
+            self.columns.last_step[segment.slot] = plan.step
+        self.in_flight.append(plan)
 
     def committed(self, step: int) -> None:
         """Everything that waited for ``step`` is free."""
@@ -204,10 +203,27 @@ class Book:
 
     # ----
 
+    def _enter(self, sequence: Sequence, run: Running) -> None:
+        """Fills the columns of what does not change during a tenancy."""
+        columns, slot = self.columns, run.slot
+        columns.gen[slot] = run.gen
+        columns.sequence[slot] = sequence.id
+        columns.limit[slot] = sequence.limit
+        columns.known[slot] = run.known
+        columns.num_cached[slot] = sequence.num_cached
+        columns.set_stops(slot, sequence.stop_ids, quiet=sequence.params.logprobs < 0)
+        columns.last_step[slot] = -1
+        self.tenants[slot] = sequence
+        self._order = None
+
     def _release(self, sequence: Sequence, run: Running) -> None:
+        last_step = run.last_step
         self.running.remove(sequence)
-        self.caches.release(run.slot, run.last_step)
-        self.slots.release(run.slot, run.last_step)
+        self.caches.release(run.slot, last_step)
+        self.slots.release(run.slot, last_step)
+        self.columns.gen[run.slot] = 0
+        self.tenants[run.slot] = None
+        self._order = None
 
     def _share(self, request: Request) -> None:
         if request.shared:
@@ -215,7 +231,7 @@ class Book:
         request.shared = True
         for member in request.members.values():
             if isinstance(member.state, Running):  # what it has computed alone can be shared from now on
-                self.publish(member, member.state)
+                self.publish(member, member.state.slot, member.state.num_computed)
 
     def _unhold(self, sequence: Sequence) -> None:
         sequence.move(Waiting())

@@ -1,44 +1,38 @@
-"""Commit: what a step's result changes. Rows of tenancies that ended since the plan was made are dropped."""
+"""Commit: what a step's result changes. Rows of tenancies that ended since the plan was made are dropped.
+
+Most rows are quiet: a decode row whose one token ends nothing, and that has nothing else to tell. Those
+commit together, as columns; every other row by itself.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 
 from weft.common.errors import EngineDead, ErrorInfo
 from weft.scheduler.book import Book
-from weft.scheduler.draft import Row
-from weft.scheduler.sequence import Sequence
+from weft.scheduler.sequence import Running, Sequence
 from weft.types.messages import LogprobColumns, TokenEvent
-from weft.types.plan import LogprobRows, StepPlan, StepResult
+from weft.types.plan import LogprobRows, Segment, StepPlan, StepResult
 
 
-class _Answers:
-    """A result, row by row, as Python values."""
+@dataclass(slots=True)
+class _Row:
+    """A plan's row that is alive, as Python values."""
 
-    def __init__(self, result: StepResult) -> None:
-        self.rows: list[int] = result.rows.tolist()
-        self._offsets: list[int] = result.offsets.tolist()
-        self._tokens: list[int] = result.tokens.tolist()
-        self._accepted: list[int] = result.accepted.tolist()
-        self._errors = dict(result.row_error)
-        self._logprobs = result.logprobs
-        self._prompt_logprobs = result.prompt_logprobs
-
-    def error(self, index: int) -> ErrorInfo | None:
-        return self._errors.get(index)
-
-    def tokens(self, index: int) -> list[int]:
-        """The valid tokens of a sampling row."""
-        begin = self._offsets[index]
-        return self._tokens[begin : begin + self._accepted[index] + 1]
-
-    def logprobs(self, index: int, count: int, top: int) -> LogprobColumns:
-        """Of the row's first ``count`` sampled tokens."""
-        return _columns(self._logprobs, index, count, top)
-
-    def prompt_logprobs(self, index: int, count: int, top: int) -> LogprobColumns:
-        """Of the row's ``count`` prompt positions."""
-        return _columns(self._prompt_logprobs, index, count, top)
+    sequence: Sequence
+    run: Running
+    computed: int
+    """``num_computed`` before this commit."""
+    count: int
+    logits: int
+    sample: int
+    answer: int
+    """Its row of the result; -1 of a row without logits."""
+    error: ErrorInfo | None
+    tokens: list[int]
+    """The valid ones; none of a row that does not sample."""
 
 
 def commit(book: Book, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
@@ -46,45 +40,158 @@ def commit(book: Book, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
 
     Raises EngineDead when plan or result is another step's.
     """
-    if not book.in_flight or book.in_flight[0].plan.step != plan.step or result.step != plan.step:
+    if not book.in_flight or book.in_flight[0].step != plan.step or result.step != plan.step:
         raise EngineDead("steps must commit in the order they were planned, each with its own result")
-    answers = _Answers(result)
-    events: list[TokenEvent] = []
-    index = -1
-    for number, row in enumerate(book.in_flight[0].rows):
-        if row.logits:
-            index += 1
-            if index >= len(answers.rows) or answers.rows[index] != number:
-                raise EngineDead("a step's result has other rows than its plan")
-        if row.sequence.state is row.run:
-            event = _commit_row(book, row, answers, index)
-            if event is not None:
-                events.append(event)
+    _check_rows(plan, result)
+    prefill, decode = plan.prefill, plan.decode
+    alive, tokens = _alive(book, decode), _first_tokens(decode, result)
+    calm = alive & _quiet(book, decode, tokens, result)
+    told: list[tuple[int, TokenEvent]] = []  # with the number of decode rows before
+    for _, row in _rows(book, prefill, _alive(book, prefill), 0, result):
+        event = _commit_row(book, row, result)
+        told += [(0, event)] if event is not None else []
+    quiet = np.flatnonzero(calm)
+    plain = _commit_quiet(book, decode.slot[quiet], tokens[quiet])
+    for number, row in _rows(book, decode, alive & ~calm, prefill.rows, result):
+        event = _commit_row(book, row, result)
+        told += [(number, event)] if event is not None else []
     book.committed(plan.step)
     book.counts.steps += 1
-    book.counts.mixed_steps += bool(plan.prefill.rows and plan.decode.rows)
-    return events
+    book.counts.mixed_steps += bool(prefill.rows and decode.rows)
+    return _merge(quiet, plain, told)
 
 
-def _commit_row(book: Book, row: Row, answers: _Answers, index: int) -> TokenEvent | None:
-    sequence, run = row.sequence, row.run
-    error = answers.error(index) if row.logits else None
+def _check_rows(plan: StepPlan, result: StepResult) -> None:
+    logits = plan.decode.logits
+    if plan.prefill.rows:
+        logits = np.concatenate([plan.prefill.logits, logits])
+    wanted = np.flatnonzero(logits)
+    if len(wanted) != len(result.rows) or (wanted != result.rows).any():
+        raise EngineDead("a step's result has other rows than its plan")
+
+
+def _alive(book: Book, segment: Segment) -> np.ndarray:
+    """bool: the rows whose tenancies have not ended since the plan was made."""
+    alive: np.ndarray = book.columns.gen[segment.slot] == segment.gen
+    return alive
+
+
+# ---- quiet rows
+
+
+def _first_tokens(decode: Segment, result: StepResult) -> np.ndarray:
+    """The first token of each decode row: all of them have logits, and they are the last of the result."""
+    tokens: np.ndarray = result.tokens[result.offsets[len(result.rows) - decode.rows : -1]]
+    return tokens
+
+
+def _quiet(book: Book, decode: Segment, tokens: np.ndarray, result: StepResult) -> np.ndarray:
+    """bool: the decode rows that are certainly quiet.
+
+    It is for ``Sequence.ending`` to say what ends a sequence, here only that nothing can have.
+    """
+    columns, first = book.columns, len(result.rows) - decode.rows
+    quiet: np.ndarray = columns.quiet[decode.slot] & (decode.sample == 1)
+    quiet &= ~columns.may_end(decode.slot, tokens)
+    for answer, _ in result.row_error:
+        if answer >= first:
+            quiet[answer - first] = False
+    return quiet
+
+
+def _commit_quiet(book: Book, slots: np.ndarray, tokens: np.ndarray) -> list[TokenEvent]:
+    """Advances each of ``slots`` by one position and one token: an event for each."""
+    columns, told, each = book.columns, tokens.tolist(), slots.tolist()
+    sequences: list[Sequence] = book.tenants[slots].tolist()
+    committed = columns.num_computed[slots] + 1
+    columns.num_computed[slots] = committed
+    for row in np.flatnonzero(committed % book.kv.block_size == 0).tolist():
+        book.publish(sequences[row], each[row], int(committed[row]))
+    book.caches.slide_each(slots, committed, columns.last_step[slots])
+    for sequence, token in zip(sequences, told, strict=True):
+        sequence.tokens.append(token)
+    book.counts.generation_tokens += len(told)
+    ids, cached = columns.sequence[slots].tolist(), columns.num_cached[slots].tolist()
+    return [
+        TokenEvent(sequence=sequence, token_ids=(token,), num_cached=num_cached)
+        for sequence, token, num_cached in zip(ids, told, cached, strict=True)
+    ]
+
+
+def _merge(
+    quiet: np.ndarray, plain: list[TokenEvent], told: list[tuple[int, TokenEvent]]
+) -> list[TokenEvent]:
+    """``plain``, of the decode rows ``quiet``, and what other rows ``told``, in the order of the plan."""
+    if not told:
+        return plain
+    places = np.searchsorted(quiet, [number for number, _ in told]).tolist()
+    events: list[TokenEvent] = []
+    begin = 0
+    for place, (_, event) in zip(places, told, strict=True):
+        events += plain[begin:place]
+        events.append(event)
+        begin = place
+    return events + plain[begin:]
+
+
+# ---- every other row
+
+
+def _rows(
+    book: Book, segment: Segment, which: np.ndarray, first: int, result: StepResult
+) -> list[tuple[int, _Row]]:
+    """The rows ``which`` (bool) of ``segment``, all alive, each with its number in the segment.
+
+    ``first``: rows of the plan before the segment.
+    """
+    numbers = np.flatnonzero(which)
+    if not len(numbers):
+        return []
+    slots, logits, sample = segment.slot[numbers], segment.logits[numbers], segment.sample[numbers]
+    answers = np.where(logits > 0, np.searchsorted(result.rows, numbers + first), -1)
+    begins = result.offsets[answers]
+    ends = begins + np.where(sample > 0, np.append(result.accepted, 0)[answers] + 1, 0)
+    errors = dict(result.row_error)
+    columns = (
+        [_running(sequence) for sequence in book.tenants[slots].tolist()],
+        book.columns.num_computed[slots].tolist(),
+        segment.count[numbers].tolist(),
+        logits.tolist(),
+        sample.tolist(),
+        answers.tolist(),
+        [errors.get(answer) for answer in answers.tolist()],
+        [result.tokens[i:j].tolist() for i, j in zip(begins.tolist(), ends.tolist(), strict=True)],
+    )
+    rows = [_Row(*who, *values) for who, *values in zip(*columns, strict=True)]
+    return list(zip(numbers.tolist(), rows, strict=True))
+
+
+def _running(sequence: Sequence) -> tuple[Sequence, Running]:
+    """A tenant, and its tenancy."""
+    run = sequence.state
+    if not isinstance(run, Running):
+        raise EngineDead("a slot has a tenant that does not run")
+    return sequence, run
+
+
+def _commit_row(book: Book, row: _Row, result: StepResult) -> TokenEvent | None:
+    sequence, tokens, error = row.sequence, row.tokens, row.error
     if error is not None:
         book.counts.row_errors += 1
         book.end(sequence, "error")
         return TokenEvent(sequence=sequence.id, num_cached=sequence.num_cached, finish="error", error=error)
-    tokens = answers.tokens(index) if row.sample else []
     rejected = max(row.sample - len(tokens), 0)
-    run.num_scheduled -= rejected
-    _advance(book, row, run.num_computed + row.count - rejected)
-    prompt_logprobs = _deliver_prompt_logprobs(row, answers, index)
+    if rejected:
+        row.run.num_scheduled -= rejected
+    _advance(book, row, row.computed + row.count - rejected)
+    prompt_logprobs = _deliver_prompt_logprobs(row, result)
     made, ending = _append(sequence, tokens)
     book.counts.generation_tokens += len(made)
     if not made and prompt_logprobs is None:
         return None
     logprobs = None
     if made and sequence.params.logprobs >= 0:
-        logprobs = answers.logprobs(index, len(made), sequence.params.logprobs)
+        logprobs = _columns(result.logprobs, row.answer, len(made), sequence.params.logprobs)
     finish, stop_id = ending or (None, None)
     if finish is not None:
         book.end(sequence, finish)
@@ -99,13 +206,13 @@ def _commit_row(book: Book, row: Row, answers: _Answers, index: int) -> TokenEve
     )
 
 
-def _advance(book: Book, row: Row, num_computed: int) -> None:
+def _advance(book: Book, row: _Row, num_computed: int) -> None:
     """Moves the committed length; at block boundaries publishes what is full and slides windows."""
     sequence, run, block = row.sequence, row.run, book.kv.block_size
-    before, run.num_computed = run.num_computed, num_computed
-    if num_computed // block > before // block:
-        book.publish(sequence, run)
-    if num_computed >= sequence.num_prompt and before < run.known:
+    run.num_computed = num_computed
+    if num_computed // block > row.computed // block:
+        book.publish(sequence, run.slot, num_computed)
+    if num_computed >= sequence.num_prompt and row.computed < run.known:
         book.prompt_computed(sequence)
     book.caches.slide(run.slot, num_computed, run.last_step)
 
@@ -120,12 +227,12 @@ def _append(sequence: Sequence, tokens: list[int]) -> tuple[list[int], tuple[str
     return tokens, None
 
 
-def _deliver_prompt_logprobs(row: Row, answers: _Answers, index: int) -> LogprobColumns | None:
+def _deliver_prompt_logprobs(row: _Row, result: StepResult) -> LogprobColumns | None:
     sequence, count = row.sequence, row.logits - row.sample
     if count <= 0:
         return None
     sequence.delivered += count
-    return answers.prompt_logprobs(index, count, sequence.params.prompt_logprobs)
+    return _columns(result.prompt_logprobs, row.answer, count, sequence.params.prompt_logprobs)
 
 
 def _columns(rows: LogprobRows | None, index: int, count: int, top: int) -> LogprobColumns:

@@ -6,12 +6,15 @@ on, then new sequences are admitted, all in FCFS order. ``plan`` may run one ste
 
 from __future__ import annotations
 
+import numpy as np
+
 from weft.common.errors import EngineDead, ErrorInfo, InvalidRequest, Overloaded
 from weft.common.log import get_logger
 from weft.config.budget import check_budget
 from weft.config.resolved import KVConfig
 from weft.config.sections import SchedulerSection
 from weft.scheduler.book import Book
+from weft.scheduler.chunk import ChunkPolicy
 from weft.scheduler.commit import commit
 from weft.scheduler.draft import Draft, Row
 from weft.scheduler.sequence import Running, Sequence
@@ -40,6 +43,8 @@ class Scheduler:
         self._threshold = section.long_prefill_token_threshold or section.max_num_batched_tokens
         self._book = Book(kv, min(self._threshold, section.max_num_batched_tokens))
         self._exclusive = section.step_policy == "exclusive"
+        self.chunks = ChunkPolicy(section.itl_target_ms / 1e3) if section.itl_target_ms else None
+        """Sizes prompt chunks by time; None without ``--itl-target-ms``."""
         self._step = 0
         self._arrivals = 0
         self._lacked = False  # whether the last plan left out a row for want of blocks
@@ -106,12 +111,12 @@ class Scheduler:
         if len(self._book.in_flight) >= MAX_IN_FLIGHT:
             raise EngineDead(f"{MAX_IN_FLIGHT} steps are in flight already")
         while True:
-            draft = Draft(self._step, self._section.max_num_batched_tokens)
+            draft = Draft(self._step, self._section.max_num_batched_tokens, self._book.columns)
             if self._exclusive:
                 self._fill_exclusive(draft)
             else:
                 self._fill_mixed(draft)
-            if draft.prefill or draft.decode or not draft.preempted:
+            if draft.rows or not draft.preempted:
                 break  # else the blocks of whoever was preempted may be free at once: try again
         self._lacked = draft.lacking is not None
         return self._seal(draft)
@@ -119,6 +124,11 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenEvent]:
         """Applies the result of the oldest plan in flight. See ``weft.scheduler.commit``."""
         return commit(self._book, plan, result)
+
+    def observe(self, plan: StepPlan, seconds: float) -> None:
+        """``plan`` took the device ``seconds``, from the end of the step before it if that was later."""
+        if self.chunks is not None:
+            self.chunks.observe(plan, seconds)
 
     @property
     def steps(self) -> int:
@@ -148,6 +158,8 @@ class Scheduler:
 
     def _fill_mixed(self, draft: Draft) -> None:
         self._decode(draft)
+        if self.chunks is not None:
+            self.chunks.begin(draft.decode_starts)
         self._resume(draft)
         self._admit(draft)
 
@@ -158,34 +170,28 @@ class Scheduler:
             self._admit(draft)
         if not draft.prefill:
             self._decode(draft)
-        if self._lacked and not draft.decode:
+        if self._lacked and not len(draft.decode):
             self._resume(draft)
             self._admit(draft)
 
     def _decode(self, draft: Draft) -> None:
         """One row for every sequence past its known ids. One that may have reached its limit sits out."""
-        for sequence in self._book.running.snapshot():
-            run = sequence.state
-            if (
-                not isinstance(run, Running) or run.num_scheduled < run.known
-            ):  # preempted just now; prefilling
-                continue
-            start = run.num_scheduled
-            if draft.budget < 1:
-                return
-            if start + 1 >= sequence.limit:
-                continue
-            ops: list[Op] | None = []
-            if start + 1 > run.reserved:
-                ops = self._reserve(sequence, run, start + 1, draft)
-            if ops is not None:
-                draft.add_decode(Row(sequence, run, start, 1, 1, 1, ops))
+        book, columns = self._book, self._book.columns
+        slots = book.order()
+        ready = ~columns.prefilling(slots) & (columns.num_scheduled[slots] + 1 < columns.limit[slots])
+        slots = slots[ready][: max(draft.budget, 0)]
+        short = slots[columns.num_scheduled[slots] + 1 > columns.reserved[slots]]
+        if len(short):
+            slots = self._grow(slots, short, draft)
+        draft.add_decode(slots, np.ones(len(slots), np.int32))
 
     def _resume(self, draft: Draft) -> None:
         """The next chunk of every prefill under way."""
-        for sequence in self._book.running.snapshot():
+        book = self._book
+        slots = book.order()
+        for sequence in book.tenants[slots[book.columns.prefilling(slots)]].tolist():
             run = sequence.state
-            if not isinstance(run, Running) or run.num_scheduled >= run.known:
+            if not isinstance(run, Running):  # preempted just now
                 continue
             if draft.budget < 1:
                 return
@@ -222,13 +228,12 @@ class Scheduler:
 
     def _seal(self, draft: Draft) -> StepPlan | None:
         book = self._book
-        rows = draft.rows()
-        if not rows:
+        if not draft.rows:
             self._watch_progress()
             return None
         self._empty_plans = 0
         plan = draft.seal(book.slots.announce())
-        book.launched(plan, rows)
+        book.launched(plan)
         self._step += 1
         return plan
 
@@ -236,7 +241,10 @@ class Scheduler:
 
     def _chunk_end(self, sequence: Sequence, start: int, known: int, draft: Draft) -> int:
         """Where the chunk from ``start`` ends; at ``start`` when the step has no room for its logits."""
-        end = min(known, start + min(draft.budget, self._threshold))
+        most = min(draft.budget, self._threshold, known - start)
+        if self.chunks is not None:
+            most = self.chunks.room(start, most)
+        end = start + most
         logits, sample = sequence.prefill_logits(start, end)
         if logits - sample > draft.prompt_logits:
             end = min(end, max(start, sequence.delivered) + draft.prompt_logits)
@@ -244,18 +252,44 @@ class Scheduler:
 
     def _add_chunk(self, draft: Draft, sequence: Sequence, run: Running, end: int, ops: list[Op]) -> None:
         start = run.num_scheduled
+        if self.chunks is not None:
+            self.chunks.took(start, end - start)
         logits, sample = sequence.prefill_logits(start, end)
         draft.add_prefill(Row(sequence, run, start, end - start, logits, sample, ops))
 
     def _promised(self) -> list[int]:
         """Blocks of each kind that the prefills under way will still take: not there for admission."""
-        total = [0] * len(self._book.caches.kinds)
-        for sequence in self._book.running:
-            run = sequence.state
-            if isinstance(run, Running) and run.prefilling:
-                needed = self._book.caches.needed(run.slot, run.known + 1)
-                total = [t + n for t, n in zip(total, needed, strict=True)]
+        book = self._book
+        total = [0] * len(book.caches.kinds)
+        slots = book.order()
+        for slot in slots[book.columns.prefilling(slots)].tolist():
+            needed = book.caches.needed(slot, int(book.columns.known[slot]) + 1)
+            total = [t + n for t, n in zip(total, needed, strict=True)]
         return total
+
+    def _grow(self, slots: np.ndarray, short: np.ndarray, draft: Draft) -> np.ndarray:
+        """Makes the tables of the decode rows ``short``, of ``slots``, reach one position further.
+
+        All at once when blocks are there; else one by one, in order, which may preempt. Returns the slots
+        that can run.
+        """
+        book, columns = self._book, self._book.columns
+        ends = columns.num_scheduled[short] + 1
+        grown = book.caches.grow(short, ends) if draft.lacking is None else None
+        if grown is not None:
+            ops, columns.reserved[short] = grown
+            draft.grow(ops)
+            return slots
+        out = np.zeros(len(columns.gen), bool)
+        for slot, end in zip(short.tolist(), ends.tolist(), strict=True):
+            sequence = book.tenants[slot]
+            if sequence is None:  # preempted just now
+                continue
+            reserved = self._reserve(sequence, sequence.state, end, draft)
+            out[slot] = reserved is None
+            draft.grow(reserved or [])
+        kept: np.ndarray = slots[(columns.gen[slots] > 0) & ~out[slots]]
+        return kept
 
     def _reserve(self, sequence: Sequence, run: Running, end: int, draft: Draft) -> list[Op] | None:
         """Makes the tables reach ``end``: the ops, or None when the sequence must sit out."""
@@ -291,7 +325,7 @@ class Scheduler:
             held = victim.state
             if not isinstance(held, Running):
                 raise EngineDead("a sequence is in the running queue that does not run")
-            draft.drop(victim)
+            draft.drop(victim, held)
             draft.preempted = True
             self._book.preempt(victim, held)
             if victim is sequence:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from weft.common.errors import EngineDead
 from weft.kv.hashing import HashChain
+from weft.scheduler.columns import Columns
 from weft.types.messages import Submit
 from weft.types.sampling import TokenParams
 
@@ -29,26 +30,43 @@ class Waiting:
     """In the queue, for the first time or again."""
 
 
+class _Entry:
+    """An attribute that lives in the column of its name, at the object's slot."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: Running, owner: type) -> int:
+        return int(getattr(run.columns, self._name)[run.slot])
+
+    def __set__(self, run: Running, value: int) -> None:
+        getattr(run.columns, self._name)[run.slot] = value
+
+
 @dataclass(slots=True, eq=False)
 class Running:
     """One tenancy of a slot, from admission to preemption or end. Compared by identity.
 
-    0 ... num_cached ... num_computed ... num_scheduled ... known        prefill rows, then
-    0 ...................... known ... num_computed ... num_scheduled    decode rows
+    0 ... num_computed ... num_scheduled ... known        prefill rows, then
+    0 ... known ... num_computed ... num_scheduled        decode rows
+
+    What changes is in ``columns``, and the slot's next tenant will write over it: once the tenancy has
+    ended, nobody may ask.
     """
 
+    columns: Columns
     slot: int
     gen: int
     known: int
     """Ids that AllocSlot wrote; the later ones are on the device before they are here."""
-    num_cached: int
-    num_computed: int
+
+    num_computed = _Entry()
     """By committed steps."""
-    num_scheduled: int
+    num_scheduled = _Entry()
     """By all steps planned."""
-    reserved: int
+    reserved = _Entry()
     """How far the block tables reach."""
-    last_step: int = -1
+    last_step = _Entry()
     """The last plan that names the slot; what the tenancy holds is free when it has committed."""
 
     @property

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable
+from collections.abc import Sequence
+
+import numpy as np
 
 from weft.common.errors import ContextLength, InvalidRequest
 from weft.types.messages import Submit
@@ -53,8 +55,11 @@ def _ids(name: str, data: bytes) -> array[int]:
     return array("i", data)
 
 
-def _within(name: str, ids: Iterable[int], vocab_size: int) -> None:
-    low, high = min(ids, default=0), max(ids, default=0)
+def _within(name: str, ids: array[int] | Sequence[int], vocab_size: int) -> None:
+    if not len(ids):
+        return
+    values = np.asarray(ids)  # a prompt's array is not copied
+    low, high = int(values.min()), int(values.max())
     if low < 0 or high >= vocab_size:
         wrong = low if low < 0 else high
         raise InvalidRequest(

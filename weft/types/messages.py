@@ -97,7 +97,7 @@ class LogprobColumns(_Message, frozen=True, kw_only=True):
         )
 
 
-class TokenEvent(_Message, frozen=True, kw_only=True):
+class TokenEvent(_Message, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """Head to front: new tokens of one sequence, its end, or both. The last one has ``finish``."""
 
     sequence: int

@@ -79,7 +79,27 @@ class AppendBlocks(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     blocks: np.ndarray
 
 
-Op: TypeAlias = AllocSlot | FreeSlot | AppendBlocks
+class AppendEach(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """AppendBlocks of one block for many slots at once: ``blocks[i]`` goes to the table of ``slots[i]``.
+
+    Columns of one length, at least 1; no slot is named twice, no block is the null block.
+    """
+
+    kind: int
+    slots: np.ndarray
+    blocks: np.ndarray
+
+    def without(self, slot: int) -> AppendEach | None:
+        """The op without its entry for ``slot``; None when that leaves nothing."""
+        keep = self.slots != slot
+        if keep.all():
+            return self
+        if not keep.any():
+            return None
+        return AppendEach(kind=self.kind, slots=column(self.slots[keep]), blocks=column(self.blocks[keep]))
+
+
+Op: TypeAlias = AllocSlot | FreeSlot | AppendBlocks | AppendEach
 
 
 class Segment(msgspec.Struct, frozen=True, kw_only=True):

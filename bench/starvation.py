@@ -1,0 +1,168 @@
+"""What long prompts do to sequences that decode: requirement B7 by the clock, on a real engine.
+
+python -m bench.starvation --model spool-text --decodes 32 --prompts 100
+
+Decodes run alone for a while, then the prompts come at once. Three engines, in turn, every round:
+mixed steps with the default budget, mixed steps with an inter-token target, and exclusive steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+from tqdm import tqdm
+
+from bench.load import engine, model_flags, request
+from weft.engine.core import EngineCore
+from weft.sim.metrics import Latency, Stream, gaps, prompt_window, rate
+from weft.sim.workload import Arrival, background
+
+
+@dataclass
+class Row:
+    """One run: inter-token times of the decodes, alone and beside prompts, and prompt tokens a second."""
+
+    alone: Latency
+    beside: Latency
+    prompt_rate: float
+
+
+class Run:
+    """One engine under the load."""
+
+    def __init__(self, core: EngineCore, args: argparse.Namespace, seed: int) -> None:
+        self.core, self.args = core, args
+        self.rng = random.Random(seed)
+        self.streams: list[Stream] = []
+        self.origin = time.perf_counter()
+
+    def now(self) -> float:
+        return time.perf_counter() - self.origin
+
+    def submit(self, arrival: Arrival) -> None:
+        number = len(self.streams)
+        self.streams.append(Stream(arrival))
+        vocabulary = self.core.config.spec.vocab_size
+        made = request(number, arrival.prompt, arrival.output, vocabulary, self.rng)
+        # A decode that takes an ended one's place does not queue behind the prompts.
+        priority = -1 if arrival.background else 0
+        self.core.submit(msgspec.structs.replace(made, priority=priority))
+
+    def turn(self) -> None:
+        events, now = self.core.step(), self.now()
+        for event in events:
+            stream = self.streams[event.sequence]
+            stream.times += [now] * len(event.token_ids)
+            if event.finish is not None:
+                stream.finish = event.finish
+                if stream.arrival.background:
+                    self.submit(replace(stream.arrival, at=now, output=stream.arrival.again))
+
+    def measure(self) -> Row:
+        args = self.args
+        for arrival in background(args.decodes, args.decode_context, args.decode_tokens, self.rng):
+            self.submit(arrival)
+        while self.now() < args.warm_up + args.alone:
+            self.turn()
+        come = self.now()
+        for _ in range(args.prompts):
+            self.submit(Arrival(come, args.prompt_tokens, args.output_tokens))
+        requests = [stream for stream in self.streams if not stream.arrival.background]
+        with tqdm(total=args.prompts, unit="prompt", leave=False) as bar:
+            while not all(stream.times for stream in requests):
+                self.turn()
+                bar.n = sum(stream.finish is not None for stream in requests)
+                bar.update(0)
+        for _ in range(8):  # whoever waited for the prompts has its next token now
+            self.turn()
+        decodes = [stream for stream in self.streams if stream.arrival.background]
+        begin, end = prompt_window(requests)
+        return Row(
+            alone=Latency.of(gaps(decodes, come - args.alone, come)),
+            beside=Latency.of(gaps(decodes, begin, end)),
+            prompt_rate=rate(args.prompts * args.prompt_tokens, end - begin),
+        )
+
+
+def run(args: argparse.Namespace, seed: int, **settings: Any) -> Row:
+    """One row of the table. The engine has seats for all decodes and as many prompts."""
+    core = engine(
+        args.model,
+        args.threads,
+        max_num_seqs=2 * args.decodes,
+        steps_in_flight=args.steps_in_flight,
+        max_model_len=max(args.prompt_tokens + args.output_tokens, args.decode_context + args.decode_tokens),
+        **settings,
+    )
+    try:
+        return Run(core, args, seed).measure()
+    finally:
+        core.close()
+
+
+HEADER = (
+    f"{'':24}{'alone p50':>10}{'p99':>8}{'beside p50':>12}{'p99':>9}{'p50 ratio':>11}{'p99 ratio':>11}"
+    f"{'prompt tok/s':>14}   p99 ratio each round"
+)
+
+
+def show(name: str, rows: list[Row]) -> None:
+    """One line below ``HEADER``: medians over rounds, times in milliseconds."""
+    alone, beside = [row.alone for row in rows], [row.beside for row in rows]
+    ratios = [(b.p50 / a.p50, b.p99 / a.p99) for a, b in zip(alone, beside, strict=True)]
+
+    def ms(values: list[float]) -> float:
+        return statistics.median(values) * 1e3
+
+    print(
+        f"{name:24}{ms([a.p50 for a in alone]):10.1f}{ms([a.p99 for a in alone]):8.1f}"
+        f"{ms([b.p50 for b in beside]):12.1f}{ms([b.p99 for b in beside]):9.1f}"
+        f"{statistics.median(r for r, _ in ratios):11.2f}{statistics.median(r for _, r in ratios):11.2f}"
+        f"{statistics.median(row.prompt_rate for row in rows):14.0f}   "
+        f"{' '.join(f'{ratio:.2f}' for _, ratio in ratios)}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    model_flags(parser)
+    parser.add_argument("--decodes", type=int, default=32, help="sequences that decode all along")
+    parser.add_argument("--decode-context", type=int, default=64, help="prompt tokens of those")
+    parser.add_argument("--decode-tokens", type=int, default=256, help="tokens until one is replaced")
+    parser.add_argument("--prompts", type=int, default=100, help="prompts that come at once")
+    parser.add_argument("--prompt-tokens", type=int, default=1500, help="tokens of each")
+    parser.add_argument("--output-tokens", type=int, default=16, help="tokens made after each")
+    parser.add_argument("--warm-up", type=float, default=2.0, help="seconds of decoding before measuring")
+    parser.add_argument("--alone", type=float, default=5.0, help="seconds of decoding alone")
+    parser.add_argument(
+        "--itl-target-ms", type=float, default=0.0, help="0: 1.6 times the decodes' median time alone"
+    )
+    parser.add_argument("--steps-in-flight", type=int, default=2, help="1 or 2")
+    parser.add_argument("--rounds", type=int, default=3, help="times that each variant runs")
+    args = parser.parse_args()
+    rows: dict[str, list[Row]] = {"mixed, default budget": [], "mixed, target": [], "exclusive": []}
+    target = args.itl_target_ms
+    for turn in range(args.rounds):
+        rows["mixed, default budget"].append(run(args, args.seed + turn))
+        target = target or 1.6e3 * rows["mixed, default budget"][0].alone.p50
+        rows["mixed, target"].append(run(args, args.seed + turn, itl_target_ms=target))
+        rows["exclusive"].append(run(args, args.seed + turn, step_policy="exclusive"))
+    print(
+        f"{args.prompts} prompts of {args.prompt_tokens} tokens against {args.decodes} decodes; "
+        f"target {target:.1f} ms; medians of {args.rounds} rounds; inter-token times in ms"
+    )
+    print(HEADER)
+    for name, found in rows.items():
+        show(name, found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""Which part of a decode step is not the model: scheduling, staging, sampling, results and messages.
+
+python -m bench.step_overhead --model FOLDER --batch 32 --load-format dummy
+
+One step is in flight, so that every part runs by itself, one after the other; with two in flight the parts
+of the control thread overlap the model on a CPU, and the share printed here is an upper bound. The model is
+``model.steps``; everything else that ``EngineCore.step`` does, and encoding its events, counts as overhead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import weft.runner.runner as runner_module
+from weft.config.resolve import resolve
+from weft.config.sections import Config, ModelSection, RunnerSection, SchedulerSection
+from weft.engine.core import EngineCore
+from weft.types.messages import Submit, Tokens, encode, ids_to_bytes
+from weft.types.sampling import TokenParams
+
+
+class Meter:
+    """Adds up how long named calls take."""
+
+    def __init__(self) -> None:
+        self.spent: dict[str, float] = {}
+
+    def wrap(self, owner: Any, attribute: str, name: str) -> None:
+        """Replaces ``owner.attribute`` by itself, timed as ``name``."""
+        work: Callable[..., Any] = getattr(owner, attribute)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return work(*args, **kwargs)
+            finally:
+                self.spent[name] = self.spent.get(name, 0.0) + 1e3 * (time.perf_counter() - began)
+
+        setattr(owner, attribute, timed)
+
+    def take(self) -> dict[str, float]:
+        """Milliseconds by name since the last time."""
+        spent, self.spent = self.spent, {}
+        return spent
+
+
+def instrument(core: EngineCore) -> Meter:
+    """Times the parts of ``core``'s steps."""
+    meter, runner = Meter(), core.runner
+    meter.wrap(core.scheduler, "plan", "plan")
+    meter.wrap(core.scheduler, "commit", "commit")
+    meter.wrap(runner, "forward", "forward")
+    meter.wrap(runner, "sample", "sample")
+    meter.wrap(runner, "read", "result")
+    meter.wrap(runner._state, "apply", "ops")
+    meter.wrap(runner._state, "validate", "validate")
+    meter.wrap(runner._builder, "build", "build")
+    meter.wrap(runner._sampler, "sample", "sampler")
+    meter.wrap(runner_module, "drive", "model")
+    return meter
+
+
+def make_core(args: argparse.Namespace) -> EngineCore:
+    """An engine with room for the batch."""
+    config = Config(
+        model=ModelSection(
+            model=args.model,
+            load_format=args.load_format,
+            dtype=args.dtype,
+            max_model_len=args.prompt + args.steps + 64,
+        ),
+        scheduler=SchedulerSection(
+            max_num_seqs=args.batch, max_num_batched_tokens=max(2048, args.batch + 64), steps_in_flight=1
+        ),
+        runner=RunnerSection(device=args.device, threads=args.threads),
+    )
+    return EngineCore(resolve(config), progress=False)
+
+
+def submit_all(core: EngineCore, args: argparse.Namespace) -> None:
+    """``batch`` sequences that decode for ``steps`` steps at least."""
+    rng = np.random.default_rng(0)
+    params = TokenParams(
+        temperature=args.temperature,
+        top_p=args.top_p,
+        max_tokens=args.steps + 40,
+        min_tokens=0,
+        stop_ids=(0,) if args.stop else (),
+    )
+    for number in range(args.batch):
+        ids = rng.integers(1, core.config.spec.vocab_size, args.prompt)
+        core.submit(
+            Submit(sequence=number, request=number, seed=number, prompt_ids=ids_to_bytes(ids), params=params)
+        )
+
+
+def measure(core: EngineCore, batch: int, steps: int) -> list[dict[str, float]]:
+    """Milliseconds of each part, in each step that decodes the whole batch and nothing else."""
+    meter, rows = instrument(core), []
+    while len(rows) < steps and core.has_work():
+        meter.take()
+        began = time.perf_counter()
+        events = core.step()
+        stepped = time.perf_counter()
+        encode(Tokens(step=1, events=tuple(events)))
+        ended = time.perf_counter()
+        spent = meter.take()
+        if len(events) == batch and all(len(event.token_ids) == 1 for event in events):
+            within = sum(spent.get(name, 0.0) for name in ("ops", "validate", "build", "model"))
+            spent["rest of forward"] = spent.pop("forward") - within
+            spent["rest of sample"] = spent.pop("sample") - spent["sampler"]
+            spent["encode"] = 1e3 * (ended - stepped)
+            spent["step"] = 1e3 * (ended - began)
+            spent["loop"] = spent["step"] - sum(spent[name] for name in spent if name != "step")
+            rows.append(spent)
+    return rows[2:]  # the first ones warm up
+
+
+def report(rows: list[dict[str, float]]) -> dict[str, Any]:
+    """Prints and returns what each part takes, and the share of a step that is not the model.
+
+    Parts are added up by their medians (and minima): on a busy machine some part of nearly every step is
+    interrupted, and it is another one each time.
+    """
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {name: np.array([row.get(name, 0.0) for row in rows]) for name in names}
+    step = columns.pop("step")
+    made: dict[str, Any] = {"steps": len(rows), "step_ms": float(np.median(step))}
+    print(f"{len(rows)} steps, median {np.median(step):.3f} ms, fastest {step.min():.3f} ms")
+    print(f"  {'':18}{'median':>10}{'fastest':>10}")
+    for name in sorted(columns, key=lambda name: -float(np.median(columns[name]))):
+        print(f"  {name:18}{np.median(columns[name]):10.3f}{columns[name].min():10.3f}")
+    for label, of in (("median", np.median), ("fastest", np.min)):
+        parts = {name: float(of(column)) for name, column in columns.items()}
+        overhead = sum(parts.values()) - parts["model"]
+        share = overhead / (overhead + parts["model"])
+        print(f"not the model, by {label} parts: {overhead:.3f} ms, {100 * share:.1f} % of a step")
+        made[label] = {"parts_ms": parts, "overhead_ms": overhead, "overhead_share": share}
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="spool-text", help="bundled name, folder or hub name")
+    parser.add_argument("--load-format", default="auto", help="dummy: random weights")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--batch", type=int, default=32, help="sequences that decode together")
+    parser.add_argument("--prompt", type=int, default=64, help="prompt tokens of each")
+    parser.add_argument("--steps", type=int, default=100, help="timed steps")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--stop", action="store_true", help="give the sequences a stop id, as real ones have")
+    parser.add_argument(
+        "--threads", type=int, default=0, help="CPU threads of the model; 0 leaves it to torch"
+    )
+    parser.add_argument("--json", type=Path, help="write the numbers to this file")
+    args = parser.parse_args()
+    core = make_core(args)
+    submit_all(core, args)
+    made = report(measure(core, args.batch, args.steps))
+    core.close()
+    if args.json:
+        args.json.write_text(json.dumps(made, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""A device without a model: a step takes what the cost model says, and samples arbitrary ids."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+
+from weft.scheduler.cost import CostModel, shape_of
+from weft.types.plan import StepPlan, StepResult, column
+
+
+class FakeDevice:
+    """Computes one step after another, in launch order."""
+
+    def __init__(self, cost: CostModel, vocabulary: int, noise: float = 0.0, seed: int = 0) -> None:
+        """``noise``: standard deviation of the logarithm of a step's time; the median is the model's."""
+        self.busy = 0.0
+        """Seconds computed so far."""
+        self._cost = cost
+        self._vocabulary = vocabulary
+        self._noise = noise
+        self._rng = random.Random(seed)
+        self._free_at = 0.0
+
+    def launch(self, plan: StepPlan, now: float) -> float:
+        """When ``plan`` will be complete; it starts when what was launched before it is."""
+        seconds = self._cost.predict(shape_of(plan))
+        if self._noise:
+            seconds *= self._rng.lognormvariate(0.0, self._noise)
+        self.busy += seconds
+        self._free_at = max(now, self._free_at) + seconds
+        return self._free_at
+
+    def result(self, plan: StepPlan) -> StepResult:
+        """What the step sampled: ids that depend on the step's number and the row alone."""
+        both = (plan.prefill, plan.decode)
+        logits = np.concatenate([segment.logits for segment in both])
+        sample = np.concatenate([segment.sample for segment in both])
+        rows = np.flatnonzero(logits)
+        sampled = sample[rows]
+        offsets = np.concatenate([[0], np.cumsum(sampled)])
+        numbers = np.arange(int(sampled.sum()), dtype=np.int64)
+        return StepResult(
+            step=plan.step,
+            rows=column(rows),
+            offsets=column(offsets),
+            tokens=column((numbers * 2654435761 + plan.step * 40503) % self._vocabulary),
+            accepted=column(np.maximum(sampled - 1, 0)),
+        )

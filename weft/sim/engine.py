@@ -1,0 +1,237 @@
+"""The discrete-event loop: ``EngineCore``'s, with virtual time and a device that only takes time.
+
+It drives the very ``Scheduler`` that serves. Between two events nothing happens, so a run costs the
+scheduler's own time and no more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from weft.common.errors import ConfigError, Overloaded
+from weft.config.resolved import KVConfig, PoolSpec
+from weft.config.sections import SchedulerSection
+from weft.config.spec import CacheSpec
+from weft.scheduler import Scheduler
+from weft.scheduler.cost import CostModel
+from weft.sim.clock import VirtualClock
+from weft.sim.device import FakeDevice
+from weft.sim.metrics import Latency, Report, Stream, gaps, prompt_window, rate
+from weft.sim.workload import Arrival, Prompts, in_order
+from weft.types.messages import Submit, TokenEvent, ids_to_bytes
+from weft.types.plan import StepPlan
+from weft.types.sampling import TokenParams
+
+VOCABULARY = 32000
+
+Progress = Callable[[int, int, float], None]
+"""Called now and then with (requests done or refused, requests, virtual seconds)."""
+
+
+def kv_config(
+    section: SchedulerSection,
+    max_model_len: int,
+    *,
+    tokens: int = 0,
+    block_size: int = 64,
+    caching: bool = True,
+) -> KVConfig:
+    """One pool of full attention that holds ``tokens`` positions; by default all that can be asked of it."""
+    each = -(-max_model_len // block_size)
+    blocks = tokens // block_size if tokens else each * section.max_num_seqs
+    cache = CacheSpec(kind="full", layers=(0,), kv_heads=1, head_dim=1)
+    return KVConfig(
+        pools=(PoolSpec(cache=cache, block_size=block_size, num_blocks=blocks),),
+        block_size=block_size,
+        enable_prefix_caching=caching,
+        max_model_len=max_model_len,
+        num_slots=section.max_num_seqs * section.steps_in_flight,
+    )
+
+
+@dataclass(slots=True)
+class _Launched:
+    plan: StepPlan
+    began: float
+    complete: float
+
+
+class Simulation:
+    """One run of one workload. Raises ConfigError for what a server would refuse to start with."""
+
+    def __init__(
+        self,
+        kv: KVConfig,
+        section: SchedulerSection,
+        cost: CostModel,
+        arrivals: Sequence[Arrival],
+        *,
+        seed: int = 0,
+        noise: float = 0.0,
+        host: float = 0.0,
+        shared: int = 0,
+    ) -> None:
+        """``host``: seconds that planning and committing a step take, in which a device with one step in
+        flight idles. ``shared``: leading prompt tokens that all requests have in common."""
+        longest = max((a.prompt + max(a.output, a.again) for a in arrivals), default=0)
+        if longest > kv.max_model_len:
+            raise ConfigError(
+                f"the longest request has {longest} tokens, output included, and --max-model-len is "
+                f"{kv.max_model_len}: raise it, or shorten --prompt-tokens or --output-tokens",
+                param="--max-model-len",
+            )
+        self.clock = VirtualClock()
+        self.scheduler = Scheduler(kv, section, VOCABULARY)
+        self.device = FakeDevice(cost, VOCABULARY, noise, seed)
+        self.streams: list[Stream] = []
+        self.refused = 0
+        self.ended = 0
+        """Requests that were done; background sequences are not counted."""
+        self._host = host
+        self._depth = section.steps_in_flight
+        self._arrivals = deque(in_order(arrivals))
+        self._requests = sum(not a.background for a in arrivals)
+        self._prompts = Prompts(VOCABULARY, shared, seed)
+        self._again: list[Arrival] = []
+        """Background sequences that found the queue full."""
+        self._in_flight: deque[_Launched] = deque()
+        self._completed = 0.0
+        self._began = time.perf_counter()
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing but background sequences is left to run."""
+        gone = self.ended + self.refused >= self._requests
+        return gone and (self._requests > 0 or not self.has_work())
+
+    def run(self, most_seconds: float = float("inf"), progress: Progress | None = None) -> Report:
+        """Runs until every request ended (background sequences need not), or virtual ``most_seconds``.
+
+        Raises ConfigError when there is neither, and the run would have no end.
+        """
+        if not self._requests and self._arrivals and most_seconds == float("inf"):
+            raise ConfigError("background sequences alone run for ever: give requests or a number of seconds")
+        turns, more = 0, 2 + 2 * self._depth if self._requests else 0
+        while (not self.finished or more) and self.clock.now() < most_seconds and self.has_work():
+            more -= self.finished  # background sequences that waited for the last request get their token
+            self.turn()
+            turns += 1
+            if progress is not None and turns % 64 == 0:
+                progress(self.ended + self.refused, self._requests, self.clock.now())
+        if progress is not None:
+            progress(self.ended + self.refused, self._requests, self.clock.now())
+        return self.report()
+
+    def has_work(self) -> bool:
+        """Whether anything runs, waits or will arrive."""
+        return bool(self._arrivals or self._again or self._in_flight or self.scheduler.has_work())
+
+    def turn(self) -> None:
+        """One turn of the engine's loop: take in who arrived, launch a step, commit the oldest if due."""
+        now = self.clock.now()
+        again, self._again = self._again, []
+        for arrival in again:
+            self._submit(arrival)
+        while self._arrivals and self._arrivals[0].at <= now:
+            self._submit(self._arrivals.popleft())
+        plan = self.scheduler.plan(now) if len(self._in_flight) < self._depth else None
+        if plan is not None:
+            self.clock.advance_to(now + self._host)
+            complete = self.device.launch(plan, self.clock.now())
+            self._in_flight.append(_Launched(plan, now, complete))
+        if self._in_flight and (plan is None or len(self._in_flight) >= self._depth):
+            self._commit_oldest()
+        elif plan is None and self._arrivals:
+            self.clock.advance_to(self._arrivals[0].at)
+
+    def report(self) -> Report:
+        """What was seen so far."""
+        requests = [s for s in self.streams if not s.arrival.background]
+        beside = [s for s in self.streams if s.arrival.background]
+        begin, end = prompt_window(requests)
+        stats, now = self.scheduler.stats(), self.clock.now()
+        started = [s for s in requests if s.times]
+        return Report(
+            seconds=now,
+            requests=self._requests,
+            done=sum(s.done for s in requests),
+            refused=self.refused,
+            ttft=Latency.of([s.times[0] - s.arrival.at for s in started]),
+            itl=Latency.of(gaps(requests)),
+            background_itl=Latency.of(gaps(beside, begin, end)) if requests else Latency.of(gaps(beside)),
+            quiet_itl=Latency.of(gaps(beside, begin / 2, begin)),
+            prompt_rate=rate(sum(s.arrival.prompt for s in started), end - begin),
+            output_rate=rate(sum(len(s.times) for s in self.streams), now),
+            steps=stats.steps,
+            mixed_steps=stats.mixed_steps,
+            preemptions=stats.preemptions,
+            prefix_hits=stats.prefix_hits,
+            device_share=min(self.device.busy / now, 1.0) if now > 0 else 0.0,
+            wall_seconds=time.perf_counter() - self._began,
+        )
+
+    def _submit(self, arrival: Arrival) -> None:
+        number = len(self.streams)
+        submit = Submit(
+            sequence=number,
+            request=number,
+            seed=number,
+            prompt_ids=ids_to_bytes(self._prompts.make(arrival.prompt)),
+            params=TokenParams(max_tokens=arrival.output),
+            priority=-1 if arrival.background else 0,
+        )
+        try:
+            events = self.scheduler.add(submit, self.clock.now())
+        except Overloaded:
+            if arrival.background:  # it keeps trying
+                self._again.append(arrival)
+            else:
+                self.refused += 1
+            return
+        self.streams.append(Stream(arrival))
+        self._hear(events)
+
+    def _commit_oldest(self) -> None:
+        step = self._in_flight.popleft()
+        self.clock.advance_to(step.complete)
+        now = self.clock.now()
+        seconds = now - max(step.began, self._completed)
+        self._completed = now
+        self._hear(self.scheduler.commit(step.plan, self.device.result(step.plan), now))
+        self.scheduler.observe(step.plan, seconds)
+
+    def _hear(self, events: list[TokenEvent]) -> None:
+        now = self.clock.now()
+        for event in events:
+            stream = self.streams[event.sequence]
+            stream.times += [now] * len(event.token_ids)
+            if event.finish is not None:
+                stream.finish = event.finish
+                self._end(stream.arrival)
+
+    def _end(self, arrival: Arrival) -> None:
+        if arrival.background:
+            self._submit(replace(arrival, at=self.clock.now(), output=arrival.again))
+        else:
+            self.ended += 1
+
+
+def simulate(
+    kv: KVConfig,
+    section: SchedulerSection,
+    cost: CostModel,
+    arrivals: Sequence[Arrival],
+    *,
+    most_seconds: float = float("inf"),
+    progress: Progress | None = None,
+    seed: int = 0,
+    noise: float = 0.0,
+    host: float = 0.0,
+    shared: int = 0,
+) -> Report:
+    """Runs a workload to its end; see ``Simulation``."""
+    simulation = Simulation(kv, section, cost, arrivals, seed=seed, noise=noise, host=host, shared=shared)
+    return simulation.run(most_seconds, progress)

@@ -1,0 +1,48 @@
+"""Cost models that were measured, by name. ``python -m bench.cost_model`` measures another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from weft.common.errors import ConfigError
+from weft.scheduler.cost import NAMES, CostModel
+
+_MEASURED: dict[str, tuple[str, tuple[float, ...]]] = {
+    "spool-text-cpu": (
+        "spool-text in float32, one thread of a 2-core CPU machine, November 2026",
+        (
+            3.69e-3,
+            1.22e-4,
+            2.36e-5,
+            3.01e-5,
+            3.66e-5,
+            3.67e-5,
+            4.78e-4,
+            6.84e-8,
+            1.61e-7,
+            1.03e-4,
+            5.47e-7,
+        ),
+    ),
+}
+
+PRESETS: dict[str, CostModel] = {
+    name: CostModel.of(dict(zip(NAMES, seconds, strict=True)), about)
+    for name, (about, seconds) in _MEASURED.items()
+}
+
+
+def load(name: str) -> CostModel:
+    """A preset by name, or a model from a JSON file. Raises ConfigError naming what there is."""
+    if name in PRESETS:
+        return PRESETS[name]
+    path = Path(name)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"--cost-model {path.name}: {error.strerror}; it is a file that bench/cost_model.py wrote, or "
+            f"one of {', '.join(PRESETS)}",
+            param="--cost-model",
+        ) from error
+    return CostModel.from_json(data, f"--cost-model {path.name}")
