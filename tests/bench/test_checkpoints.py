@@ -1,0 +1,145 @@
+"""Checkpoints made on the spot: complete, right in size, understood by transformers, and varied in output."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.bench import checkpoints
+from weft.bench.tokenizer import SPECIAL, write_tokenizer
+from weft.common.errors import ConfigError
+from weft.config.families import load_spec
+
+MILLIONS = {"qwen3-dense-s": 108, "deepseek-moe-s": 117, "deepseek-moe-k576": 122, "qwen3next-s": 103}
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every recipe with two layers (qwen3-next: four, the last attends) and fewer, smaller experts."""
+    for name, recipe in checkpoints.RECIPES.items():
+        layers = 4 if recipe.model_type == "qwen3_next" else 2
+        less = {"num_hidden_layers": layers, "intermediate_size": 64, "moe_intermediate_size": 16}
+        config = {**recipe.config, **less}
+        changed = checkpoints.Recipe(name, recipe.about, recipe.model_type, config, recipe.extra)
+        monkeypatch.setitem(checkpoints.RECIPES, name, changed)
+
+
+def header(folder: Path) -> dict[str, Any]:
+    with (folder / "model.safetensors").open("rb") as file:
+        size = struct.unpack("<Q", file.read(8))[0]
+        found: dict[str, Any] = json.loads(file.read(size))
+    found.pop("__metadata__")
+    return found
+
+
+def test_the_dense_one_has_its_size_and_is_one_that_weft_serves(tmp_path: Path) -> None:
+    folder = checkpoints.make("qwen3-dense-s", tmp_path / "dense", progress=False)
+    tensors = header(folder)
+    assert {one["dtype"] for one in tensors.values()} == {"BF16"}
+    numbers = 0
+    for one in tensors.values():
+        size = 1
+        for side in one["shape"]:
+            size *= side
+        numbers += size
+    assert round(numbers / 1e6) == MILLIONS["qwen3-dense-s"]
+    spec = load_spec(str(folder))
+    assert (spec.vocab_size, spec.layers, spec.hidden, spec.eos_ids) == (16_384, 12, 768, (16_382,))
+    assert spec.max_position >= 32_768 + 256
+
+
+@pytest.mark.parametrize("name", ["deepseek-moe-s", "deepseek-moe-k576", "qwen3next-s"])
+def test_sizes_of_the_others(name: str) -> None:
+    import torch
+    import transformers
+
+    recipe = checkpoints.RECIPES[name]
+    config = transformers.AutoConfig.for_model(recipe.model_type, **checkpoints._COMMON, **recipe.config)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    assert abs(millions - MILLIONS[name]) < 1
+
+
+@pytest.mark.parametrize("name", list(MILLIONS))
+def test_transformers_runs_them_and_tokens_vary(name: str, small: None, tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = checkpoints.make(name, tmp_path / name, progress=False)
+    config = json.loads((folder / "config.json").read_text())
+    if config["model_type"] == "deepseek_v3":
+        assert (config["topk_method"], config["scoring_func"]) == ("noaux_tc", "sigmoid")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    assert model.dtype == torch.bfloat16
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert (len(tokenizer), tokenizer.eos_token_id) == (16_384, 16_382)
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+    assert text.startswith("<|im_start|>user\nhi")
+    ids = torch.randint(512, 15_000, (1, 16), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logits = model(ids).logits
+        made = model.generate(ids, max_new_tokens=8, do_sample=False)[0, 16:].tolist()
+    assert torch.isfinite(logits).all()
+    assert len(set(logits.argmax(-1)[0].tolist())) > 4
+    assert len(set(made)) > 1
+
+
+def test_it_is_made_once_and_is_the_same_from_the_same_seed(small: None, tmp_path: Path) -> None:
+    one = checkpoints.make("qwen3-dense-s", tmp_path / "one", progress=False)
+    stamp = (one / "model.safetensors").stat().st_mtime_ns
+    assert checkpoints.make("qwen3-dense-s", one, progress=False) == one
+    assert (one / "model.safetensors").stat().st_mtime_ns == stamp
+    same = checkpoints.make("qwen3-dense-s", tmp_path / "same", progress=False)
+    other = checkpoints.make("qwen3-dense-s", tmp_path / "other", seed=1, progress=False)
+    data = [(folder / "model.safetensors").read_bytes() for folder in (one, same, other)]
+    assert data[0] == data[1] != data[2]
+    with pytest.raises(ConfigError, match="something else"):
+        checkpoints.make("qwen3-dense-s", one, seed=1, progress=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "other", "same"]
+    (one / "weft_bench.json").write_text('{"name": "qwen3-dense-s", "seed": 0, "format": 0}')
+    with pytest.raises(ConfigError, match="another version"):
+        checkpoints.make("qwen3-dense-s", one, progress=False)
+
+
+def test_a_failure_leaves_nothing(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(checkpoints, "write_tokenizer", fail)
+    with pytest.raises(OSError, match="full"):
+        checkpoints.make("qwen3-dense-s", tmp_path / "one", progress=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="something else"):
+        checkpoints.make("qwen3-dense-s", tmp_path, progress=False)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_without_transformers_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    with pytest.raises(ConfigError, match=r"weft\[reference\]"):
+        checkpoints.make("qwen3next-s", tmp_path / "x", progress=False)
+
+
+def test_the_tokenizer_reads_back_any_text(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    write_tokenizer(tmp_path, 16_384, 1024)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert tokenizer.get_vocab_size() == 16_384
+    assert [tokenizer.token_to_id(token) for token in SPECIAL] == [16_381, 16_382, 16_383]
+    text = "Tom has 12 apples, naïve 漢字 🙂\n"
+    encoded = tokenizer.encode(text)
+    assert tokenizer.decode(encoded.ids) == text
+    assert len(encoded.ids) < len(text.encode())
+    assert all(tokenizer.decode([number]) for number in range(256, 16_381))
+    with pytest.raises(ConfigError, match="vocabulary of 100"):
+        write_tokenizer(tmp_path, 100, 1024)

@@ -1,0 +1,64 @@
+"""bench.gpu's arithmetic, and as much of its course as runs without a GPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import gpu
+from tests.e0.rig import make_engine
+from tests.support.checkpoints import make_checkpoint
+from weft.config.families import load_spec
+from weft.config.spec import ModelSpec
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> ModelSpec:
+    return load_spec(str(gpu.write_llama(tmp_path)), None)
+
+
+def test_bytes_of_a_decode_step(llama: ModelSpec) -> None:
+    """8.03e9 parameters without the input embedding, and 128 KiB of keys and values a token."""
+    weights = gpu.decode_bytes(llama, "bfloat16", 0, 1024)
+    assert weights == pytest.approx(2 * (8.03e9 - 128256 * 4096), rel=0.001)
+    assert gpu.decode_bytes(llama, "bfloat16", 3, 1000) - weights == 3 * 1000 * (128 << 10)
+
+
+def test_operations_of_prompts(llama: ModelSpec) -> None:
+    """Twice the layers' parameters a token; attention as scores and values over all earlier positions."""
+    layers = 8.03e9 - 2 * 128256 * 4096
+    one = gpu.prefill_flops(llama, 1, 2048)
+    attention = 2 * 2 * 32 * 4096 * 2048 * 2049 / 2
+    assert one == pytest.approx(2 * layers * 2048 + attention + 2 * 128256 * 4096, rel=0.001)
+    assert gpu.prefill_flops(llama, 8, 2048) == 8 * one
+
+
+def test_the_driver_makes_as_many_tokens_as_asked(tmp_path: Path) -> None:
+    core, _ = make_engine(make_checkpoint(tmp_path, "llama"), caching=False)
+    driver = gpu.Driver(core)
+    made = driver.generate([[3, 4, 5], [6, 7]], 5)
+    assert [len(one) for one in made] == [5, 5]
+    assert driver.generate([[6, 7]], 5) == made[1:]
+    assert gpu.decode_seconds(driver, 2, 4, 3, 1) != 0
+    core.close()
+
+
+def test_help_and_settings() -> None:
+    made = subprocess.run([sys.executable, "-m", "bench.gpu", "--help"], capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    assert "--transformers" in made.stdout
+    args = gpu.parser().parse_args(["--set", "cuda-graphs=false", "--model", "llama-3-8b"])
+    assert dict(args.set) == {"cuda_graphs": "false"}
+    with pytest.raises(SystemExit):
+        gpu.parser().parse_args(["--set", "nothing"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA GPU")
+def test_without_a_gpu_it_says_so() -> None:
+    made = subprocess.run([sys.executable, "-m", "bench.gpu"], capture_output=True, text=True)
+    assert made.returncode == 1
+    assert "needs a CUDA GPU" in made.stderr

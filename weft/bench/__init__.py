@@ -1,0 +1,1 @@
+"""Load, checkpoints and workloads to measure an engine with: ``weft bench``."""

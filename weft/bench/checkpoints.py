@@ -1,0 +1,309 @@
+"""Checkpoints with random weights in Hugging Face's format, made on the spot: speed needs no training."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from weft.bench.tokenizer import SPECIAL, write_tokenizer
+from weft.common.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+VOCAB = 16_384
+MAX_POSITION = 40_960
+_MARK = "weft_bench.json"
+"""Written last; says what made the folder."""
+_FORMAT = 2
+"""Raised when the same name and seed give other files."""
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "max_position_embeddings": MAX_POSITION,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "attention_bias": False,
+    "bos_token_id": None,
+    "eos_token_id": VOCAB - len(SPECIAL) + 1,
+    "pad_token_id": VOCAB - 1,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """One checkpoint: its architecture and what its config.json says beside the common part."""
+
+    name: str
+    about: str
+    model_type: str
+    config: dict[str, Any]
+    extra: dict[str, Any]
+    """Written into config.json after saving: ``transformers`` leaves these out, other engines need them."""
+
+    @property
+    def needs_transformers(self) -> bool:
+        return self.model_type != "qwen3"
+
+
+#: The standard deviations (initializer_range) are those at which greedy answers don't fall into a loop of a
+#: few tokens, which would send everything to the same experts.
+_QWEN3_DENSE = {
+    "initializer_range": 0.04,
+    "num_hidden_layers": 12,
+    "hidden_size": 768,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "intermediate_size": 2304,
+}
+_DEEPSEEK_MOE = {
+    "initializer_range": 0.06,
+    "num_hidden_layers": 8,
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "q_lora_rank": 256,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "n_routed_experts": 32,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 256,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "intermediate_size": 1536,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.0,
+    "norm_topk_prob": True,
+    "num_nextn_predict_layers": 0,
+}
+_QWEN3_NEXT = {
+    "initializer_range": 0.02,
+    "num_hidden_layers": 8,
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 192,
+    "shared_expert_intermediate_size": 192,
+    "intermediate_size": 512,
+    "norm_topk_prob": True,
+}
+_NOAUX = {
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "moe_layer_freq": 1,
+    "rope_theta": 10_000.0,
+}
+
+RECIPES: dict[str, Recipe] = {
+    recipe.name: recipe
+    for recipe in (
+        Recipe("qwen3-dense-s", "Qwen3, dense, 108M parameters", "qwen3", _QWEN3_DENSE, {}),
+        Recipe(
+            "deepseek-moe-s",
+            "DeepSeek-V3 (latent attention 128 + 32, 32 experts), 117M",
+            "deepseek_v3",
+            _DEEPSEEK_MOE,
+            _NOAUX,
+        ),
+        Recipe(
+            "deepseek-moe-k576",
+            "the same with a latent of 512 + 64 (DeepSeek's own size), 122M",
+            "deepseek_v3",
+            {**_DEEPSEEK_MOE, "kv_lora_rank": 512, "qk_rope_head_dim": 64},
+            _NOAUX,
+        ),
+        Recipe(
+            "qwen3next-s",
+            "Qwen3-Next (gated delta net, every fourth layer attends, 32 experts), 103M",
+            "qwen3_next",
+            _QWEN3_NEXT,
+            {
+                "full_attention_interval": 4,
+                "decoder_sparse_step": 1,
+                "rope_theta": 10_000.0,
+                "partial_rotary_factor": 0.25,
+            },
+        ),
+    )
+}
+
+
+def make(name: str, folder: str | Path, seed: int = 0, *, progress: bool = True) -> Path:
+    """Writes the checkpoint ``name`` (bfloat16) to ``folder`` unless it is there, and returns the folder.
+
+    The folder appears complete or not at all. Raises ConfigError for an unknown name, for a folder that
+    holds something else, and where ``transformers`` is needed but not installed.
+    """
+    recipe = _recipe(name)
+    target = Path(folder).expanduser().absolute()
+    mark = {"name": name, "seed": seed, "format": _FORMAT}
+    if _is_there(target, mark):
+        return target
+    writer: Callable[[Recipe, Path, int, Any], None] = _with_torch
+    if recipe.needs_transformers:
+        _require_transformers(name)
+        writer = _with_transformers
+    target.parent.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        with tqdm(desc=name, unit="tensor", disable=None if progress else True, dynamic_ncols=True) as bar:
+            writer(recipe, made, seed, bar)
+        _finish(recipe, made)
+        (made / _MARK).write_text(json.dumps(mark) + "\n", encoding="utf-8")
+        made.chmod(0o755)
+        for file in made.iterdir():
+            file.chmod(0o644)
+        _publish(made, target, mark)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+    return target
+
+
+def _recipe(name: str) -> Recipe:
+    if name not in RECIPES:
+        raise ConfigError(f"no checkpoint called {name!r} can be made; there are: {', '.join(RECIPES)}")
+    return RECIPES[name]
+
+
+def _is_there(target: Path, mark: dict[str, Any]) -> bool:
+    """Whether ``target`` is the checkpoint. Raises ConfigError when it is anything else but empty."""
+    try:
+        if not any(target.iterdir()):
+            return False
+        found = json.loads((target / _MARK).read_text(encoding="utf-8"))
+    except NotADirectoryError:
+        found = None
+    except FileNotFoundError:
+        if not target.exists():
+            return False
+        found = None
+    except ValueError:
+        found = None
+    if isinstance(found, dict) and {**found, "format": _FORMAT} == mark != found:
+        raise ConfigError(f"the folder {target.name!r} was made by another version of Weft: remove it")
+    if found != mark:
+        raise ConfigError(f"the folder {target.name!r} holds something else: name another, or remove it")
+    return True
+
+
+def _publish(made: Path, target: Path, mark: dict[str, Any]) -> None:
+    try:
+        os.replace(made, target)
+    except OSError:
+        # Another process was faster; what it made is the same.
+        if not _is_there(target, mark):
+            raise
+
+
+def _finish(recipe: Recipe, folder: Path) -> None:
+    """The files beside the weights, and the parts of config.json that engines expect."""
+    write_tokenizer(folder, VOCAB, MAX_POSITION)
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    _write_json(path, {**config, **recipe.extra, "torch_dtype": "bfloat16"})
+    generation = {"eos_token_id": _COMMON["eos_token_id"], "pad_token_id": _COMMON["pad_token_id"]}
+    _write_json(folder / "generation_config.json", {**generation, "do_sample": False})
+
+
+def _write_json(path: Path, data: dict[str, Any]) -> None:
+    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+def _require_transformers(name: str) -> None:
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        raise ConfigError(
+            f"{name} is made with transformers: pip install 'weft[reference]' (qwen3-dense-s needs nothing)"
+        ) from None
+
+
+def _with_transformers(recipe: Recipe, folder: Path, seed: int, bar: Any) -> None:
+    import torch
+    import transformers
+
+    library: Any = transformers
+    library.utils.logging.disable_progress_bar()
+    config = library.AutoConfig.for_model(recipe.model_type, **{**_COMMON, **recipe.config})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        # Made in float32, so that the draws don't depend on how bfloat16 is drawn.
+        model = library.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    bar.total = sum(1 for _ in model.parameters())
+    bar.refresh()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+        bar.update()
+    model.config.dtype = torch.bfloat16
+    model.save_pretrained(folder)
+
+
+def _with_torch(recipe: Recipe, folder: Path, seed: int, bar: Any) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    config = {**_COMMON, **recipe.config}
+    std = config["initializer_range"]
+    shapes = qwen3_shapes(config)
+    bar.total = len(shapes)
+    bar.refresh()
+    source = torch.Generator().manual_seed(seed)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, shape in shapes.items():
+        tensor = torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=source) * std
+        tensors[name] = tensor.to(torch.bfloat16)
+        bar.update()
+    save_file(tensors, str(folder / "model.safetensors"), {"format": "pt"})
+    about = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "dtype": "bfloat16",
+        "rope_theta": 1_000_000.0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+        "use_cache": True,
+        "use_sliding_window": False,
+    }
+    _write_json(folder / "config.json", {**config, **about})
+
+
+def qwen3_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of a dense Qwen3, in the order of its layers."""
+    hidden, middle, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm": (hidden,),
+        "self_attn.q_proj": (queries, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, queries),
+        "self_attn.q_norm": (head,),
+        "self_attn.k_norm": (head,),
+        "post_attention_layernorm": (hidden,),
+        "mlp.gate_proj": (middle, hidden),
+        "mlp.up_proj": (middle, hidden),
+        "mlp.down_proj": (hidden, middle),
+    }
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
+    for number in range(config["num_hidden_layers"]):
+        shapes |= {f"model.layers.{number}.{part}.weight": shape for part, shape in layer.items()}
+    return {**shapes, "model.norm.weight": (hidden,), "lm_head.weight": (config["vocab_size"], hidden)}

@@ -1,0 +1,166 @@
+"""The load itself: sends planned requests when their time comes or a place is free, and waits for the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import resource
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from tqdm import tqdm
+
+from weft.bench.client import Target, send
+from weft.bench.records import Record
+from weft.bench.schedule import Planned
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What bounds a run. Times in seconds."""
+
+    concurrency: int | None
+    """Requests at once; None for no limit (only with arrival times)."""
+    requests: int | None
+    """Requests to send; None: until ``duration``."""
+    duration: float | None
+    """Nothing is sent after this; what was sent may end."""
+    request_timeout: float = 600.0
+    run_timeout: float | None = None
+    """The whole run ends after this, whatever is still under way."""
+
+
+@dataclass(slots=True)
+class Run:
+    """What a run left: a record for every request that was sent, in that order."""
+
+    records: list[Record] = field(default_factory=list)
+    interrupted: bool = False
+    """By the user."""
+    timed_out: bool = False
+    seconds: float = 0.0
+    client_cpu: float = 0.0
+    """CPU seconds of this process: near ``seconds``, the load generator itself is the limit."""
+
+
+async def run_load(
+    client: httpx.AsyncClient,
+    target: Target,
+    plan: Iterator[Planned],
+    limits: Limits,
+    *,
+    key: str,
+    title: str = "requests",
+    progress: bool = True,
+) -> Run:
+    """Sends ``plan`` within ``limits``. ``key`` makes the random prompts: another one shares no prefix.
+
+    Ctrl-C ends the run at once and leaves what was measured until then.
+    """
+    run = Run()
+    total = limits.requests
+    bar = tqdm(total=total, desc=title, unit="req", disable=None if progress else True, dynamic_ncols=True)
+    began, cpu = time.monotonic(), _cpu_seconds()
+    driver = asyncio.create_task(_Driver(client, target, limits, run, key, bar).drive(plan, began))
+    with bar, _interrupting(driver, run):
+        done, _ = await asyncio.wait([driver], timeout=limits.run_timeout)
+        if not done:
+            run.timed_out = True
+            driver.cancel()
+            await asyncio.wait([driver])
+    run.seconds, run.client_cpu = time.monotonic() - began, _cpu_seconds() - cpu
+    if not driver.cancelled():
+        driver.result()
+    return run
+
+
+def _cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+@contextlib.contextmanager
+def _interrupting(driver: asyncio.Task[None], run: Run) -> Iterator[None]:
+    """While inside, the first Ctrl-C cancels ``driver``; a second one works as ever."""
+    loop = asyncio.get_running_loop()
+
+    def interrupt() -> None:
+        run.interrupted = True
+        loop.remove_signal_handler(signal.SIGINT)
+        driver.cancel()
+
+    try:
+        loop.add_signal_handler(signal.SIGINT, interrupt)
+    except (RuntimeError, ValueError):  # not the main thread: whoever owns it interrupts
+        yield
+        return
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+
+
+class _Driver:
+    def __init__(
+        self,
+        client: httpx.AsyncClient,
+        target: Target,
+        limits: Limits,
+        run: Run,
+        key: str,
+        bar: Any,
+    ) -> None:
+        self._client, self._target, self._limits, self._run = client, target, limits, run
+        self._key, self._bar = key, bar
+        self._places = asyncio.Semaphore(limits.concurrency) if limits.concurrency is not None else None
+        self._failed = 0
+
+    async def drive(self, plan: Iterator[Planned], began: float) -> None:
+        """Returns when all that was sent has ended. Cancelling it leaves records that are unfinished."""
+        stop = None if self._limits.duration is None else began + self._limits.duration
+        async with asyncio.TaskGroup() as group:
+            for number, planned in enumerate(itertools.islice(plan, self._limits.requests)):
+                due = None if planned.at is None else began + planned.at
+                # Made before its time, so that making it delays nothing.
+                body = self._target.body(planned, f"{self._key} {number}")
+                if not await self._may_send(due, stop):
+                    return
+                record = Record(
+                    number=number,
+                    planned=due,
+                    sent=time.monotonic(),
+                    prompt_tokens=planned.input_len,
+                    asked_tokens=planned.output_len,
+                )
+                self._run.records.append(record)
+                group.create_task(self._one(body, record))
+
+    async def _may_send(self, due: float | None, stop: float | None) -> bool:
+        """Waits for the time and for a place. False when the time to send is over."""
+        if due is not None:
+            if stop is not None and due >= stop:
+                return False
+            await asyncio.sleep(max(due - time.monotonic(), 0))
+        if self._places is not None:
+            try:
+                async with asyncio.timeout(None if stop is None else max(stop - time.monotonic(), 0)):
+                    await self._places.acquire()
+            except TimeoutError:
+                return False
+        return stop is None or time.monotonic() < stop
+
+    async def _one(self, body: bytes, record: Record) -> None:
+        try:
+            await send(self._client, self._target, body, record, self._limits.request_timeout)
+        finally:
+            if self._places is not None:
+                self._places.release()
+        self._failed += record.outcome != "ok"
+        if self._failed:
+            self._bar.set_postfix_str(f"{self._failed} failed", refresh=False)
+        self._bar.update(1)

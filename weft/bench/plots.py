@@ -1,0 +1,77 @@
+"""PNG plots of reports, through matplotlib (the extra ``bench``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from weft.common.errors import ConfigError
+
+
+def require_matplotlib() -> None:
+    """Raises ConfigError where matplotlib is missing: before a run, not after it."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ConfigError(
+            "--plot needs matplotlib: pip install 'weft[bench]', or leave --plot out", param="--plot"
+        ) from None
+
+
+def _figure(width: float, height: float, panels: int) -> tuple[Any, Sequence[Any]]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, panels, squeeze=False)[0]
+    for one in axes:
+        one.grid(True, alpha=0.3)
+    return figure, list(axes)
+
+
+def plot_serving(report: dict[str, Any], path: Path) -> None:
+    """Bars of p50, p90 and p99 of each latency, a panel each."""
+    found = {name: values for name, values in report["latency_ms"].items() if values}
+    figure, axes = _figure(2.6 * max(len(found), 1), 3.2, max(len(found), 1))
+    for panel, (name, values) in zip(axes, found.items(), strict=False):
+        shares = [share for share in values if share.startswith("p")]
+        bars = panel.bar(shares, [values[share] for share in shares], color="tab:blue")
+        panel.bar_label(bars, fmt="%.4g", fontsize=8)
+        panel.set_title(name.upper())
+        panel.set_ylabel("ms")
+        panel.grid(False, axis="x")
+    rate = report["output_token_throughput"]
+    figure.suptitle(f"{report['setup']['model']}: {rate or 0:,.0f} output tok/s", fontsize=10)
+    figure.savefig(path, dpi=130, format="png")
+
+
+def plot_sweep(result: dict[str, Any], title: str, path: Path) -> None:
+    """Two panels: throughput, TTFT and TPOT against concurrency; prefill time and TPOT against context."""
+    figure, (left, right) = _figure(11, 4.2, 2)
+    _panel(left, result["concurrency"], "concurrency", "TTFT")
+    _panel(right, result["context"], "context", "prefill (TTFT)")
+    left.set_xlabel("requests at once")
+    right.set_xlabel("prompt tokens")
+    twin = left.twinx()
+    points = [p for p in result["concurrency"] if p.get("output_token_throughput")]
+    rates = [p["output_token_throughput"] for p in points]
+    twin.plot([p["concurrency"] for p in points], rates, "s--", color="tab:green", label="output tok/s")
+    twin.set_ylabel("output tok/s", color="tab:green")
+    twin.set_ylim(bottom=0)
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=130, format="png")
+
+
+def _panel(panel: Any, points: Sequence[dict[str, Any]], axis: str, first: str) -> None:
+    for name, label, style in (("ttft_ms", first, "o-"), ("tpot_ms", "TPOT", "^-")):
+        good = [point for point in points if point.get(name)]
+        values = [point[name]["p50"] for point in good]
+        panel.plot([point[axis] for point in good], values, style, label=f"{label} p50")
+    panel.set_xscale("log", base=2)
+    panel.set_yscale("log")
+    panel.set_ylabel("ms")
+    if panel.lines and any(len(line.get_xdata()) for line in panel.lines):
+        panel.set_xticks([point[axis] for point in points], [str(point[axis]) for point in points])
+    panel.legend(loc="upper left", fontsize=8)

@@ -1,0 +1,143 @@
+"""From the records of a run to one report: JSON for programs, a table for people."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from weft.bench.client import failures
+from weft.bench.load import Run
+from weft.bench.records import Record
+from weft.bench.stats import PERCENTILES, meets, percentile, ratio, rounded, summary
+
+_TITLES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2EL"}
+_BUSY = 0.8
+"""Share of a CPU from which the load generator may be what limits the numbers."""
+
+
+def make_report(run: Run, levels: dict[str, float], facts: dict[str, Any]) -> dict[str, Any]:
+    """The whole result of a run; ``facts`` (what was asked) are its ``setup``.
+
+    Latencies are in ms, of successful requests; rates a second, from the first sending to the last end of
+    what succeeded. ``levels`` are the limits of goodput in ms.
+    """
+    good = [record for record in run.records if record.outcome == "ok"]
+    seconds = max(r.ended for r in good) - min(r.sent for r in run.records) if good else 0.0
+    output, prompt = sum(r.output_tokens for r in good), sum(r.prompt_tokens for r in good)
+    report: dict[str, Any] = {
+        "setup": facts,
+        "requests": _requests(run.records, good),
+        "failures": failures(run.records),
+        "seconds": seconds,
+        "interrupted": run.interrupted,
+        "timed_out": run.timed_out,
+        "prompt_tokens": prompt,
+        "output_tokens": output,
+        "request_throughput": ratio(len(good), seconds),
+        "output_token_throughput": ratio(output, seconds),
+        "total_token_throughput": ratio(output + prompt, seconds),
+        "latency_ms": latencies(good),
+        "goodput": _goodput(good, levels, seconds) if levels else None,
+        "client": _client(run),
+        "notes": _notes(run, good),
+    }
+    first = next((r for r in run.records if r.outcome not in ("ok", "unfinished")), None)
+    report["first_failure"] = None if first is None else f"{first.outcome}: {first.message}"
+    result: dict[str, Any] = rounded(report)
+    return result
+
+
+def _requests(records: Sequence[Record], good: Sequence[Record]) -> dict[str, int]:
+    unfinished = sum(record.outcome == "unfinished" for record in records)
+    return {
+        "sent": len(records),
+        "ok": len(good),
+        "failed": len(records) - len(good) - unfinished,
+        "unfinished": unfinished,
+    }
+
+
+def latencies(good: Sequence[Record]) -> dict[str, dict[str, float] | None]:
+    """Summaries in ms of TTFT, TPOT, ITL and E2EL."""
+    values: dict[str, list[float | None]] = {
+        "ttft": [r.ttft for r in good],
+        "tpot": [r.tpot for r in good],
+        "itl": [*itertools.chain.from_iterable(r.itl for r in good)],
+        "e2el": [r.e2el for r in good],
+    }
+    return {name: summary([1e3 * one for one in many if one is not None]) for name, many in values.items()}
+
+
+def _goodput(good: Sequence[Record], levels: dict[str, float], seconds: float) -> dict[str, Any]:
+    kept = 0
+    for record in good:
+        times = {"ttft": record.ttft, "tpot": record.tpot, "e2el": record.e2el}
+        kept += meets(levels, {name: None if one is None else 1e3 * one for name, one in times.items()})
+    return {"levels_ms": levels, "requests": kept, "per_second": ratio(kept, seconds)}
+
+
+def _client(run: Run) -> dict[str, Any]:
+    """How far the load generator itself kept up."""
+    late = [1e3 * (r.sent - r.planned) for r in run.records if r.planned is not None]
+    return {
+        "cpu_share": ratio(run.client_cpu, run.seconds),
+        "late_ms_p99": percentile(late, 99) if late else None,
+    }
+
+
+def _notes(run: Run, good: Sequence[Record]) -> list[str]:
+    """What a reader of the numbers must know."""
+    notes = []
+    unknown = sum(record.counted == "chunks" for record in good)
+    if unknown:
+        notes.append(f"{unknown} answers came without a token count: their chunks were counted")
+    short = sum(record.output_tokens < record.asked_tokens for record in good)
+    if short:
+        notes.append(f"{short} answers ended before the tokens asked for")
+    chunks, tokens = sum(len(r.arrivals) for r in good), sum(r.output_tokens for r in good)
+    if chunks and tokens > 1.1 * chunks:
+        notes.append(f"a chunk held {tokens / chunks:.1f} tokens on average: ITL is between chunks")
+    if run.seconds > 1 and run.client_cpu > _BUSY * run.seconds:
+        notes.append(
+            f"the load generator used {run.client_cpu / run.seconds:.0%} of a CPU: it may be the limit"
+        )
+    if run.interrupted or run.timed_out:
+        notes.append(
+            "interrupted: what is below was measured until then" if run.interrupted else "out of time"
+        )
+    return notes
+
+
+def table(report: dict[str, Any]) -> str:
+    """The report in lines for a terminal."""
+    counts, goodput = report["requests"], report["goodput"]
+    failed = ", ".join(f"{kind} {count}" for kind, count in report["failures"].items())
+    rows = [
+        ("requests", f"{counts['ok']} ok of {counts['sent']} sent in {report['seconds']:.2f} s"),
+        *([("failed", f"{counts['failed']} ({failed})")] if failed else []),
+        *([("unfinished", str(counts["unfinished"]))] if counts["unfinished"] else []),
+        ("tokens", f"{report['prompt_tokens']} prompt, {report['output_tokens']} output"),
+        ("requests/s", _number(report["request_throughput"])),
+        ("output tok/s", _number(report["output_token_throughput"])),
+        ("total tok/s", _number(report["total_token_throughput"])),
+    ]
+    if goodput:
+        levels = ", ".join(f"{name} {limit:g} ms" for name, limit in goodput["levels_ms"].items())
+        rows.append(
+            ("goodput", f"{_number(goodput['per_second'])} requests/s: {goodput['requests']} kept {levels}")
+        )
+    lines = [f"{name:<14}{value}" for name, value in rows]
+    heads = ["mean", *(f"p{share}" for share in PERCENTILES), "max"]
+    lines += ["", f"{'ms':<6}" + "".join(f"{head:>11}" for head in heads)]
+    for name, values in report["latency_ms"].items():
+        cells = [_number(values[head]) if values else "-" for head in heads]
+        lines.append(f"{_TITLES[name]:<6}" + "".join(f"{cell:>11}" for cell in cells))
+    if report["first_failure"]:
+        lines += ["", f"first failure: {report['first_failure']}"]
+    lines += [f"note: {note}" for note in report["notes"]]
+    return "\n".join(lines)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.2f}"

@@ -1,0 +1,129 @@
+"""When requests are sent and how long they are. Pure functions of a seed; times in seconds from the start."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weft.common.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Tokens, drawn evenly from ``low`` to ``high`` inclusive."""
+
+    low: int
+    high: int
+
+    def draw(self, source: random.Random) -> int:
+        """One length."""
+        return self.low + int(source.random() * (self.high - self.low + 1))
+
+
+def parse_lengths(text: str, flag: str) -> Lengths:
+    """``512`` or ``128:1024``. Raises ConfigError naming ``flag``."""
+    low, colon, high = text.partition(":")
+    try:
+        found = Lengths(int(low), int(high) if colon else int(low))
+    except ValueError:
+        found = Lengths(0, 0)
+    if not 1 <= found.low <= found.high <= 1 << 24:
+        raise ConfigError(
+            f"{flag} takes a number of tokens or LOW:HIGH, e.g. 128:1024, not {text!r}", param=flag
+        )
+    return found
+
+
+def arrivals(rate: float, burstiness: float, source: random.Random) -> Iterator[float]:
+    """Endless arrival times at ``rate`` a second on average.
+
+    The gaps are gamma distributed with shape ``burstiness``: 1 is a Poisson process, below 1 comes in
+    bursts, large is even, infinite exactly even. The first request comes after the first gap.
+    """
+    now = 0.0
+    while True:
+        if math.isinf(burstiness):
+            now += 1 / rate
+        else:
+            now += source.gammavariate(burstiness, 1 / (rate * burstiness))
+        yield now
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """One request to send. Exactly one of ``ids`` and ``text`` is there, unless only the length is known."""
+
+    at: float | None
+    """Seconds from the start; None: as soon as a place is free."""
+    input_len: int
+    output_len: int
+    ids: list[int] | None = None
+    text: str | None = None
+
+
+def read_trace(path: Path, speed: float, output_len: Lengths) -> list[Planned]:
+    """The requests of a JSONL trace, by time.
+
+    A line is ``{"at": seconds, "input_len": n, "output_len": m}``, with ``"prompt"`` (a text or token ids) in
+    place of ``input_len`` where the prompt itself was kept. ``output_len`` is the default for lines without.
+    Times are divided by ``speed``. Raises ConfigError naming the line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--dataset: can't read {path.name!r}", param="--dataset") from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                found.append(_traced(json.loads(line), speed, output_len.low))
+            except (ValueError, TypeError, KeyError) as error:
+                raise ConfigError(
+                    f"--dataset: line {number} needs at (seconds), input_len or prompt, and output_len",
+                    param="--dataset",
+                ) from error
+    if not found:
+        raise ConfigError("--dataset: the trace holds no request", param="--dataset")
+    return sorted(found, key=lambda planned: planned.at or 0.0)
+
+
+def _traced(entry: Any, speed: float, output_len: int) -> Planned:
+    """One line. Raises ValueError, TypeError or KeyError."""
+    at = float(entry["at"]) / speed
+    output = entry.get("output_len", output_len)
+    prompt = entry.get("prompt")
+    if isinstance(prompt, list):
+        ids = [token for token in prompt if type(token) is int and token >= 0]
+        planned = Planned(at, len(ids), output, ids=ids)
+        if len(ids) != len(prompt):
+            raise ValueError("not token ids")
+    elif isinstance(prompt, str):
+        planned = Planned(at, max(len(prompt), 1), output, text=prompt)
+    else:
+        planned = Planned(at, entry["input_len"], output)
+    counts = (planned.input_len, planned.output_len)
+    if not all(type(count) is int and count >= 1 for count in counts) or not 0 <= at < math.inf:
+        raise ValueError("a length below 1 or a time below 0")
+    return planned
+
+
+def random_plan(
+    input_len: Lengths, output_len: Lengths, rate: float | None, burstiness: float, seed: int
+) -> Iterator[Planned]:
+    """Endless requests of drawn lengths: at drawn times with a ``rate``, else as places are free."""
+    source = random.Random(f"lengths {seed}")
+    times: Iterable[float | None] = _no_times()
+    if rate is not None:
+        times = arrivals(rate, burstiness, random.Random(f"arrivals {seed}"))
+    for at in times:
+        yield Planned(at, input_len.draw(source), output_len.draw(source))
+
+
+def _no_times() -> Iterator[None]:
+    while True:
+        yield None

@@ -1,0 +1,143 @@
+"""``weft bench serve`` without its command line: one run of load against a server, and its report."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from weft.bench.client import Endpoint, Target, base_url, http_client, prepare
+from weft.bench.load import Limits, Run, run_load
+from weft.bench.report import make_report
+from weft.bench.schedule import Lengths, Planned, random_plan
+from weft.bench.workloads import Workload, prompts
+from weft.common.errors import WeftError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """Everything that decides a run."""
+
+    url: str
+    model: str | None = None
+    endpoint: Endpoint = "completions"
+    prompts: Literal["auto", "ids", "text"] = "auto"
+    vocab_size: int = 16_384
+    key: str | None = None
+    limits: Limits
+    rate: float | None = None
+    burstiness: float = 1.0
+    input_len: Lengths = field(default_factory=lambda: Lengths(256, 256))
+    output_len: Lengths = field(default_factory=lambda: Lengths(64, 64))
+    trace: Sequence[Planned] = ()
+    workload: Workload | None = None
+    repetition: int = 0
+    ignore_eos: bool = True
+    extra: dict[str, Any] = field(default_factory=dict)
+    warmup: int = 1
+    levels: dict[str, float] = field(default_factory=dict)
+    progress: bool = True
+
+    def plan(self) -> Iterator[Planned]:
+        """The requests, in the order in which they are sent."""
+        if self.trace:
+            return iter(self.trace)
+        if self.workload is not None:
+            made = prompts(self.workload, self.repetition, self.vocab_size)
+            output = self.workload.output_tokens
+            return iter([Planned(None, len(ids), output, ids=ids) for ids in made])
+        return random_plan(self.input_len, self.output_len, self.rate, self.burstiness, self.repetition)
+
+    def facts(self, target: Target) -> dict[str, Any]:
+        """What the report says about the set-up."""
+        return {
+            "model": target.model,
+            "endpoint": self.endpoint,
+            "prompts": target.prompts,
+            "workload": None if self.workload is None else self.workload.name,
+            "trace_requests": len(self.trace) or None,
+            "request_rate": self.rate,
+            "burstiness": self.burstiness if self.rate is not None else None,
+            "concurrency": self.limits.concurrency,
+            "input_len": [self.input_len.low, self.input_len.high],
+            "output_len": [self.output_len.low, self.output_len.high],
+            "ignore_eos": self.ignore_eos,
+            "repetition": self.repetition,
+            "warmup": self.warmup,
+        }
+
+
+def measure(asked: Asked) -> dict[str, Any]:
+    """Runs the load and returns its report. Raises WeftError when the server can't be asked at all."""
+    return asyncio.run(measure_async(asked))
+
+
+async def measure_async(asked: Asked, title: str = "requests") -> dict[str, Any]:
+    """The same, inside a running event loop."""
+    base = base_url(asked.url)
+    connections = None if asked.limits.concurrency is None else asked.limits.concurrency
+    async with http_client(base, asked.key, connections) as client:
+        timeout = asked.limits.request_timeout
+        model, kind, words = await prepare(
+            client, base, asked.model, asked.endpoint, asked.prompts, asked.vocab_size, timeout
+        )
+        target = Target(
+            base_url=base,
+            model=model,
+            endpoint=asked.endpoint,
+            prompts=kind,
+            vocab_size=asked.vocab_size,
+            words_per_token=words,
+            ignore_eos=asked.ignore_eos,
+            extra=asked.extra,
+        )
+        plan = _sendable(asked, target)
+        if asked.warmup:
+            await _warm_up(client, asked, target)
+        key = f"load {asked.repetition}"
+        run: Run = await run_load(
+            client, target, plan, asked.limits, key=key, title=title, progress=asked.progress
+        )
+    return make_report(run, asked.levels, asked.facts(target))
+
+
+def _sendable(asked: Asked, target: Target) -> Iterator[Planned]:
+    """The plan. Raises WeftError where it has token ids and the server takes none."""
+    plan = asked.plan()
+    if target.prompts == "ids" and target.endpoint == "completions":
+        return plan
+    first = next(plan, None)
+    if first is not None and first.ids is not None:
+        if asked.workload is None:
+            raise WeftError("the trace holds token ids, and this endpoint takes text only")
+        # The same lengths; the words are made for the server.
+        rest = itertools.chain([first], plan)
+        return (dataclasses.replace(one, ids=None) for one in rest)
+    return itertools.chain([] if first is None else [first], plan)
+
+
+async def _warm_up(client: Any, asked: Asked, target: Target) -> None:
+    """Sends requests like those measured, as many at once, and forgets them. Raises WeftError if all fail."""
+    like = next(asked.plan())
+    planned = Planned(None, like.input_len, min(like.output_len, 16))
+    count = asked.warmup
+    limits = dataclasses.replace(
+        asked.limits, requests=count, duration=None, concurrency=min(count, asked.limits.concurrency or count)
+    )
+    run = await run_load(
+        client,
+        target,
+        itertools.repeat(planned, count),
+        limits,
+        key=f"warm-up {asked.repetition}",
+        title="warm-up",
+        progress=asked.progress,
+    )
+    if run.interrupted:
+        raise KeyboardInterrupt
+    failed = [record for record in run.records if record.outcome != "ok"]
+    if len(failed) == len(run.records):
+        raise WeftError(f"the warm-up failed: {failed[0].outcome}: {failed[0].message}")
