@@ -3,12 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+OPS := $(VENV)/.ops
 # The CPU threads of tests: several processes with many threads each fight.
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
-.PHONY: serve test setup lint types imports unit test-grid test-gpu wheel clean help
+.PHONY: serve test setup ops lint types imports unit test-grid test-gpu bench bench-peers wheel clean help
 
-serve: setup  ## serve the bundled model on http://127.0.0.1:8000
+serve: setup ops  ## serve the bundled model on http://127.0.0.1:8000
 	$(BIN)/weft serve $(ARGS)
 
 test: lint types imports unit  ## lint, types, import contracts and the default tests
@@ -18,6 +19,8 @@ help:  ## list the targets
 
 setup: $(READY)  ## make .venv with pinned dependencies
 
+ops: $(OPS)  ## compile the C++ operations for this CPU
+
 $(READY): pyproject.toml requirements/lock.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if v >= (3, 11) else "Weft needs Python 3.11 or 3.12, this is %d.%d: make PYTHON=python3.12 ..." % v)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -26,6 +29,10 @@ $(READY): pyproject.toml requirements/lock.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements/lock.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	touch $(READY)
+
+# Optional: without a compiler everything runs on torch's operations, slower.
+$(OPS): $(READY) $(wildcard weft/ops/cpu/csrc/*)
+	$(BIN)/weft build-ops && touch $(OPS) || echo "going on without the C++ operations"
 
 lint: setup
 	$(BIN)/ruff check .
@@ -37,16 +44,22 @@ types: setup
 imports: setup
 	$(BIN)/lint-imports
 
-unit: setup
+unit: setup ops
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
-test-grid: setup  ## every combination of the E0 grid (slow)
+test-grid: setup ops  ## every combination of the E0 grid (slow)
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 -m grid $(ARGS)
 
 test-gpu: setup  ## the tests that need a CUDA GPU
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
-wheel: setup  ## build the wheel and try it in an environment of its own
+bench-peers:  ## make the environments of the engines that Weft is compared with, outside the repository
+	PYTHON=$(PYTHON) bash bench/peers/setup.sh $(ARGS)
+
+bench: setup ops  ## compare Weft with the engines that are set up
+	$(BIN)/python -m bench.compare $(ARGS)
+
+wheel: setup ops  ## build the wheel and try it in an environment of its own
 	bash scripts/wheel_smoke.sh $(BIN)/python
 
 clean:  ## remove what the targets above made

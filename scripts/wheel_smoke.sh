@@ -16,6 +16,8 @@ cd "$work"
 import pathlib, sys
 import weft
 assert pathlib.Path(weft.__file__).is_relative_to(sys.prefix), weft.__file__
+from weft.ops.cpu import build
+assert list(build.SOURCES.glob("*.cpp")) and list(build.SOURCES.glob("*.h")), "the C++ sources are not in the wheel"
 PY
 "$work/venv/bin/weft" --version
 "$work/venv/bin/weft" models

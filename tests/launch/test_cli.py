@@ -14,7 +14,7 @@ from weft.config.flags import SETTINGS
 from weft.launch import main as cli
 from weft.launch import options
 
-COMMANDS = ["serve", "generate", "eval", "verify", "models"]
+COMMANDS = ["serve", "generate", "eval", "verify", "models", "sim"]
 
 
 def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:

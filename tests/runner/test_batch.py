@@ -62,7 +62,7 @@ def build(state: SlotState, prefill: Segment, decode: Segment) -> Batch:
 def test_one_logits_row_for_each_sampling_row() -> None:
     """Prefill: unfinished (no logits), finishing (its last token), with prompt logprobs; and a decode row."""
     state = make_state()
-    state.num_computed[:] = torch.tensor([0, 2, 0, 7])
+    state.num_computed[:4] = torch.tensor([0, 2, 0, 7])
     batch = build(state, segment((0, 0, 3, 0, 0), (1, 2, 6, 1, 1), (2, 0, 4, 4, 0)), segment((3, 7, 1, 1, 1)))
     assert batch.step.logits_index.tolist() == [8, 9, 10, 11, 12, 13]
     rows = batch.sample_rows
@@ -88,7 +88,7 @@ def test_a_row_that_sat_out_reads_its_true_last_token() -> None:
 
 def test_offsets_are_relative_to_their_segment() -> None:
     state = make_state()
-    state.num_computed[:] = torch.tensor([0, 0, 5, 6])
+    state.num_computed[:4] = torch.tensor([0, 0, 5, 6])
     batch = build(state, segment((0, 0, 3, 1, 1), (1, 0, 2, 1, 1)), segment((2, 5, 1, 1, 1), (3, 6, 1, 1, 1)))
     prefill, decode = batch.step.segments
     assert (prefill.begin, prefill.rows, prefill.tokens) == (0, 2, 5)
@@ -102,7 +102,7 @@ def test_offsets_are_relative_to_their_segment() -> None:
 
 def test_writes_follow_the_block_tables() -> None:
     state = make_state()
-    state.num_computed[:] = torch.tensor([3, 0, 0, 7])
+    state.num_computed[:4] = torch.tensor([3, 0, 0, 7])
     batch = build(state, segment((0, 3, 3, 1, 1)), segment((3, 7, 1, 1, 1)))
     assert batch.step.writes[0].tolist() == [1 * 4 + 3, 2 * 4 + 0, 2 * 4 + 1, 8 * 4 + 3]
     assert batch.step.segments[0].tables[0].tolist() == [[1, 2]]

@@ -68,6 +68,9 @@ class AttentionBackend(ABC):
 
     #: Whether a row's output bits are independent of the other rows, chunking and batch size.
     invariant: bool = False
+    #: Whether ``prepare`` and ``attend`` of rows of one token each can be captured in a CUDA graph: no copy
+    #: from the host, shapes from the host's upper bounds alone.
+    capturable: bool = False
 
     @abstractmethod
     def check(

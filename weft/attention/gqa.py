@@ -64,6 +64,8 @@ class Attention(nn.Module):
         )
         out = torch.empty_like(q)
         for segment, prepared in zip(step.segments, step.prepared, strict=True):
+            if not segment.tokens:
+                continue
             rows = slice(segment.begin, segment.begin + segment.tokens)
             shared.backend.attend(
                 q[rows],

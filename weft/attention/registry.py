@@ -9,12 +9,20 @@ from weft.common.errors import ConfigError
 from weft.common.registry import Registry
 from weft.config.spec import ModelSpec
 
-#: Name to class; ``auto`` takes the first of ``PREFERRED`` that can serve the model.
+#: Name to class; ``auto`` takes the first of the device's ``PREFERRED`` that can serve the model.
 BACKENDS: Registry[type[AttentionBackend]] = Registry("attention backend")
 BACKENDS.add("cpu", "weft.attention.cpu_backend:CpuAttention")
 BACKENDS.add("torch", "weft.attention.torch_backend:TorchAttention")
+BACKENDS.add("invariant", "weft.attention.invariant_backend:InvariantAttention")
+BACKENDS.add("triton", "weft.attention.triton_backend:TritonAttention")
+BACKENDS.add("triton-invariant", "weft.attention.triton_backend:TritonInvariant")
+BACKENDS.add("flashinfer", "weft.attention.flashinfer_backend:FlashInferAttention")
 
-PREFERRED = ("torch",)  # becomes cpu, torch
+#: By device, the best first. FlashInfer is taken only by name.
+PREFERRED = {
+    "cpu": ("cpu", "torch", "invariant"),
+    "cuda": ("triton", "triton-invariant", "torch"),
+}
 
 
 def choose(
@@ -32,15 +40,16 @@ def choose(
 
     Raises ConfigError that names the backend and what it lacks, or lists the backends there are.
     """
-    candidates = PREFERRED if name == "auto" else (name,)
+    candidates = PREFERRED.get(device.type, ("torch",)) if name == "auto" else (name,)
     lacking = []
     for candidate in candidates:
         backend = BACKENDS.get(candidate)()
         try:
             if invariant and not backend.invariant:
                 raise ConfigError(
-                    f"attention backend {candidate!r} depends on what is computed beside a row",
-                    param="--attention-backend",
+                    f"--deterministic: attention backend {candidate!r} has no invariant form; "
+                    "what is computed beside a row changes its bits",
+                    param="--deterministic",
                 )
             for cache in spec.caches:
                 backend.check(cache, spec.heads, block_size, dtype, device)

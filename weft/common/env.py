@@ -8,6 +8,9 @@ import os
 VARIABLES = {
     "WEFT_LOG_LEVEL": "debug, info, warning or error; the default of --log-level",
     "WEFT_CORE_DUMPS": "1 leaves core dumps on in child processes",
+    "WEFT_OPS_CACHE": "where weft build-ops keeps the C++ operations; ~/.cache/weft/ops by default",
+    "WEFT_DISABLE_CPU_OPS": "1 runs torch's operations in place of the C++ ones",
+    "CXX": "the C++ compiler of weft build-ops",
     "HF_HUB_OFFLINE": "1 forbids the hub client to use the network",
 }
 

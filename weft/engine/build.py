@@ -5,13 +5,18 @@ from __future__ import annotations
 import msgspec
 import torch
 
+from weft.attention.base import AttentionBackend
 from weft.attention.registry import choose
 from weft.common.errors import ConfigError
+from weft.common.log import get_logger
 from weft.config.memory import activation_bytes, pools_for
 from weft.config.resolved import EngineConfig, KVConfig
-from weft.models.loader import load_model
+from weft.models.loader import Model, load_model
+from weft.runner.graphs import CudaCapture, GraphOptions, obstacle
 from weft.runner.runner import Runner
 from weft.runner.trace import StepTrace
+
+log = get_logger(__name__)
 
 DTYPES = {
     "float64": torch.float64,
@@ -58,6 +63,24 @@ def build_runner(config: EngineConfig, *, progress: bool = True, poison: bool = 
         depth=config.scheduler.steps_in_flight,
         trace=trace,
         poison=poison,
+        graphs=graph_options(config, model, backend, progress),
+    )
+
+
+def graph_options(
+    config: EngineConfig, model: Model, backend: AttentionBackend, progress: bool
+) -> GraphOptions | None:
+    """How decode steps are captured; None (and a line in the log) where they cannot be, or must not."""
+    if config.device != "cuda" or not config.runner.cuda_graphs:
+        return None
+    why = obstacle(model, backend)
+    if why is not None:
+        log.info("decode steps are launched op by op, without CUDA graphs: %s", why)
+        return None
+    return GraphOptions(
+        max_rows=config.scheduler.max_num_seqs,
+        capture=CudaCapture(torch.device(config.device)),
+        progress=progress,
     )
 
 

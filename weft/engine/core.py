@@ -57,8 +57,9 @@ class EngineCore:
 
     @property
     def deterministic(self) -> bool:
-        """Whether a sequence's logits are bitwise equal whatever its batch, chunks, cache hits, preemptions and
-        steps in flight are (E1): with --deterministic always, else where every operation has that property."""
+        """Whether a sequence's logits are bitwise equal whatever its batch, chunks, cache hits, preemptions
+        and steps in flight are (E1): always with --deterministic, else where every operation is invariant.
+        """
         return not self.runner.varying
 
     def describe_determinism(self) -> str:

@@ -20,6 +20,9 @@ _COMMANDS = {
     "eval": "weft.launch.evaluate:evaluate",
     "verify": "weft.launch.verify:verify",
     "models": "weft.launch.models:models",
+    "sim": "weft.launch.sim:sim",
+    "bench": "weft.launch.bench:bench",
+    "build-ops": "weft.launch.build_ops:build_ops",
 }
 
 #: What newer versions of click raise for a group without a command: its message is the help.

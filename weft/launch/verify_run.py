@@ -94,6 +94,7 @@ def against_self(config: Config, count: int, tokens: int, say: Say) -> bool:
     prompts = make_prompts(base, count, tokens)
     alone, *others = variants(base, prompts, tokens)
     expected, _ = run(alone, prompts, tokens)
+    say(determinism(config))
     good = True
     for variant in others:
         found, stats = run(variant, prompts, tokens)
@@ -110,6 +111,15 @@ def against_self(config: Config, count: int, tokens: int, say: Say) -> bool:
             ids = (found[number][at], expected[number][at])
             good = _report(say, place, ids, (row, row), (variant.name, "alone")) and good
     return good
+
+
+def determinism(config: Config) -> str:
+    """Whether logits are bitwise equal whatever is computed beside a request, with the settings as given."""
+    core = EngineCore(_with(resolve(config), steps_in_flight=1), progress=False)
+    try:
+        return f"in {core.config.dtype} on {core.config.device}, {core.describe_determinism()}"
+    finally:
+        core.close()
 
 
 def variants(base: EngineConfig, prompts: Prompts, tokens: int) -> list[Variant]:

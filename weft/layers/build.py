@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-from weft.ops import torch_ops
+from weft.ops import (
+    implementations,  # noqa: F401 (registers every implementation)
+    torch_ops,
+)
 from weft.ops.registry import Implementation, choose
 from weft.parallel.comm import Comm
 
@@ -23,10 +26,14 @@ class Build:
     """``int8``: the matrices of linear layers are kept in 8 bits; not the embedding and the head."""
     invariant: bool = False
     """Demand ops whose bits do not depend on the other rows."""
+    ops: dict[tuple[str, torch.dtype], Implementation] = field(default_factory=dict)
+    """What was chosen, by op and dtype."""
 
     def op(self, name: str, *, wide: bool = False) -> Implementation:
         """How ``name`` is computed in this model. Raises ConfigError when nothing here can."""
-        return choose(name, self.wide if wide else self.dtype, self.device, invariant=self.invariant)
+        dtype = self.wide if wide else self.dtype
+        made = self.ops[name, dtype] = choose(name, dtype, self.device, invariant=self.invariant)
+        return made
 
     def matrix_op(self, name: str, *, wide: bool = False) -> Implementation:
         """``op`` for a matrix that quantization applies to (wide ones are never quantized)."""

@@ -105,5 +105,7 @@ class Rope:
         length = (positions + 1).clamp(min=spec.max_position).to(torch.float64)
         stretch = spec.factor * length / spec.max_position - (spec.factor - 1)
         pairs = torch.arange(spec.dim // 2, dtype=torch.float64, device=positions.device)
-        # base * stretch^(dim / (dim - 2)), to the power of -2 i / dim
-        return (self._exact * stretch.unsqueeze(1) ** (-2 * pairs / (spec.dim - 2))).to(self._wide)
+        # base * stretch^(dim / (dim - 2)), to the power of -2 i / dim. By exp and log, of which torch
+        # computes every element alike; of pow the last ones of a loop by another function (E1).
+        scaled = (stretch.log().unsqueeze(1) * (-2 * pairs / (spec.dim - 2))).exp()
+        return (self._exact * scaled).to(self._wide)

@@ -24,12 +24,19 @@ class Model(nn.Module, ABC):
         self.spec = spec
         self.dtype = build.dtype
         self.device = build.device
+        self._ops = build.ops
 
     def pack(self) -> None:
         """Hands every loaded weight to the op that reads it. Once, before the first ``steps``."""
         for module in self.modules():  # in order of definition: an embedding before the head tied to it
             if isinstance(module, Packs):
                 module.pack()
+
+    @property
+    def varying(self) -> tuple[str, ...]:
+        """The ops whose rows can depend on what is computed beside them, each with its implementation."""
+        found = {f"{op} ({made.name})" for (op, _), made in self._ops.items() if not made.invariant}
+        return tuple(sorted(found))
 
     @abstractmethod
     def steps(

@@ -41,14 +41,13 @@ class RoutedMLP(nn.Module):
         super().__init__()
         self.router = Linear(hidden, spec.experts, build, wide=True)
         self.experts = Experts(spec.experts, hidden, spec.intermediate, activation, build)
+        self._wide = build.wide
         self._top_k = spec.top_k
         self._renormalize = spec.renormalize
         self._route = build.op("route").run
         self._combine = build.op("combine").run
 
     def forward(self, x: Tensor) -> Tensor:
-        ids, weights = self._route(
-            self.router(x.to(self.router.weight.dtype)), self._top_k, self._renormalize
-        )
+        ids, weights = self._route(self.router(x.to(self._wide)), self._top_k, self._renormalize)
         partial: Tensor = self._combine(self.experts(x, ids), weights)
         return partial

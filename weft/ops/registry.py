@@ -52,7 +52,7 @@ def register(op: str, implementation: Implementation) -> None:
 def choose(op: str, dtype: torch.dtype, device: torch.device, *, invariant: bool = False) -> Implementation:
     """The implementation of ``op`` with the highest priority that serves ``dtype`` on ``device``.
 
-    ``invariant`` demands the capability. Raises ConfigError that names what is lacking.
+    ``invariant`` (``--deterministic``) demands the capability. Raises ConfigError that names what is lacking.
     """
     fitting = [
         found
@@ -61,8 +61,10 @@ def choose(op: str, dtype: torch.dtype, device: torch.device, *, invariant: bool
     ]
     fitting = [found for found in fitting if found.available()]
     if not fitting:
-        wanted = f"{str(dtype).removeprefix('torch.')} on {device.type}"
-        raise ConfigError(
-            f"no {'invariant ' if invariant else ''}implementation of {op} for {wanted}", param="--dtype"
-        )
+        wanted = f"{op} for {str(dtype).removeprefix('torch.')} on {device.type}"
+        if invariant:
+            raise ConfigError(
+                f"--deterministic: there is no invariant implementation of {wanted}", param="--deterministic"
+            )
+        raise ConfigError(f"no implementation of {wanted}", param="--dtype")
     return max(fitting, key=lambda found: found.priority)

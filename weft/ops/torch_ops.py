@@ -202,6 +202,15 @@ register("gated_linear", Implementation(name="torch", run=gated_linear))
 register("linear_int8", Implementation(name="torch", run=linear_int8, pack=to_int8))
 register("gated_linear_int8", Implementation(name="torch", run=gated_linear_int8, pack=to_int8))
 register("experts", Implementation(name="torch", run=experts))
+register("gated", Implementation(name="torch", run=gated))
 # Every output element of these is a function of its own row alone, computed in one fixed order.
-for _op in (embedding, rms_norm, add_rms_norm, qkv_rope_cache, gated, route, combine):
+for _op in (embedding, route, combine):
     register(_op.__name__, Implementation(name="torch", run=_op, invariant=True))
+# Likewise on the CPU; a GPU sums a row in an order that the number of rows has a part in.
+for _name, _run in (
+    ("rms_norm", rms_norm),
+    ("add_rms_norm", add_rms_norm),
+    ("qkv_rope_cache", qkv_rope_cache),
+):
+    register(_name, Implementation(name="torch", run=_run, invariant=True, devices=("cpu",)))
+    register(_name, Implementation(name="torch-cuda", run=_run, devices=("cuda",)))

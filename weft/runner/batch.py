@@ -17,7 +17,7 @@ from weft.config.resolved import KVConfig
 from weft.runner.sampler import SampleRows
 from weft.runner.slot_state import SlotState
 from weft.runner.staging import StagingBuffer
-from weft.types.plan import Segment, StepPlan
+from weft.types.plan import EMPTY_SEGMENT, Segment, StepPlan, column
 
 Tensor = torch.Tensor
 
@@ -40,15 +40,21 @@ def offsets_of(lengths: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """One step, staged."""
+class StepRows:
+    """What is left to do for a step's rows once its logits are there."""
 
-    step: StepInput
     slots: Tensor
     """int64 [rows]."""
     counts: Tensor
     """int64 [rows]."""
     sample_rows: SampleRows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch(StepRows):
+    """One step, staged."""
+
+    step: StepInput
 
 
 def _logits_columns(plan: StepPlan) -> tuple[np.ndarray, list[np.ndarray]]:
@@ -131,6 +137,29 @@ class BatchBuilder:
                 prompt_logits_row=p_row,
                 prompt_position=predicted[p_row],
             ),
+        )
+
+    def decode(self, slots: Tensor, context: int) -> StepInput:
+        """A step of one token of each of ``slots`` (int64 [R]), all of whose logits are wanted.
+
+        It is derived on the device from the slots alone; ``context`` bounds the length of every row, its new
+        token included. So it can be captured.
+        """
+        rows = len(slots)
+        bound = Segment(slot=column([0] * rows), start=column([context - 1] * rows), count=column([1] * rows))
+        order = torch.arange(rows + 1, device=slots.device)
+        starts = self._state.num_computed[slots]
+        segments = (
+            self._segment(EMPTY_SEGMENT, 0, slots[:0], starts[:0], order[:1]),
+            self._segment(bound, 0, slots, starts, order),
+        )
+        return StepInput(
+            ids=self._state.history[slots, starts].long(),
+            positions=starts,
+            writes=self._writes(slots, starts),
+            segments=segments,
+            prepared=(self._prepare(segments[0]), self._prepare(segments[1])),
+            logits_index=order[:rows],
         )
 
     def _writes(self, token_slots: Tensor, positions: Tensor) -> tuple[Tensor, ...]:

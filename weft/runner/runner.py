@@ -23,8 +23,9 @@ from weft.common.errors import EngineDead
 from weft.config.resolved import KVConfig
 from weft.models.base import Model
 from weft.overlap.drive import drive
-from weft.runner.batch import Batch, BatchBuilder
+from weft.runner.batch import BatchBuilder, StepRows
 from weft.runner.device_queue import DeviceQueue, result_of
+from weft.runner.graphs import DecodeGraphs, GraphOptions
 from weft.runner.kv_tensors import allocate
 from weft.runner.result import HostCopy, to_result
 from weft.runner.sampler import Sampler
@@ -63,8 +64,12 @@ class Runner:
         trace: StepTrace | None = None,
         step_timeout: float = 600.0,
         poison: bool = False,
+        graphs: GraphOptions | None = None,
     ) -> None:
-        """``depth``: steps that may be in flight. ``poison`` spoils recycled staging buffers (tests)."""
+        """``depth``: steps that may be in flight. ``poison`` spoils recycled staging buffers (tests).
+
+        With ``graphs`` decode steps are captured now.
+        """
         self.kv = kv
         self._model = model
         self._backend = backend
@@ -78,11 +83,22 @@ class Runner:
         self._trace = trace
         self._timeout = step_timeout
         self._next_step: int | None = None
+        self.graphs: DecodeGraphs | None = None
+        if graphs is not None:
+            self.graphs = DecodeGraphs(
+                model, self._cache, backend, self._builder, self._state, kv.max_model_len, graphs
+            )
 
     @property
     def cache(self) -> Sequence[Tensor]:
         """Each layer's KV tensor. Tests poison them; nobody else writes."""
         return self._cache
+
+    @property
+    def varying(self) -> tuple[str, ...]:
+        """What keeps logits from being bitwise equal whatever is computed beside a row; empty: they are."""
+        attention = () if self._backend.invariant else (f"attention ({type(self._backend).__name__})",)
+        return (*attention, *self._model.varying)
 
     def forward(self, plan: StepPlan) -> StepHandle:
         """Launches a step up to its logits. Raises EngineDead, at ``read``, when the plan cannot be right."""
@@ -118,7 +134,7 @@ class Runner:
             self._trace.close()
 
     @torch.inference_mode()
-    def _forward(self, handle: StepHandle) -> tuple[Batch, Tensor]:
+    def _forward(self, handle: StepHandle) -> tuple[StepRows, Tensor]:
         plan = handle.plan
         if plan.constrained:
             raise EngineDead("the plan has constrained rows, and this engine has no grammar backend")
@@ -134,11 +150,17 @@ class Runner:
         self._state.validate(plan.prefill)
         self._state.validate(plan.decode)
         handle.buffer = self._ring.acquire()
-        batch = self._builder.build(plan, handle.buffer)
-        logits = drive(self._model.steps(batch.step, self._cache, self._backend))
+        rows, logits = self._compute(plan, handle.buffer)
         # Every row's positions are in the cache now (no drafts: all of them count).
-        self._state.num_computed.index_add_(0, batch.slots, batch.counts)
-        return batch, logits
+        self._state.num_computed.index_add_(0, rows.slots, rows.counts)
+        return rows, logits
+
+    def _compute(self, plan: StepPlan, buffer: StagingBuffer) -> tuple[StepRows, Tensor]:
+        """The step's logits, as a graph where one was captured for such steps."""
+        if self.graphs is not None and (key := self.graphs.find(plan)) is not None:
+            return self.graphs.run(key, plan, buffer)
+        batch = self._builder.build(plan, buffer)
+        return batch, drive(self._model.steps(batch.step, self._cache, self._backend))
 
     @torch.inference_mode()
     def _sample(self, handle: StepHandle) -> HostCopy:

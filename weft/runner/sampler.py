@@ -19,6 +19,7 @@ import torch
 
 from weft.common.errors import EngineDead
 from weft.ops import sampling as ops
+from weft.ops.cpu import sampling as direct
 from weft.ops.philox import signed_seed
 from weft.ops.upload import upload
 from weft.types.plan import AllocSlot
@@ -34,6 +35,7 @@ INTS = ("top_k", "min_tokens", "logprobs", "prompt_logprobs", "seed", "choice")
 
 # What a row needs, as bits of its class; rows are worked on class by class.
 GREEDY, LISTS, PENALTY, TOP_K, TOP_P, MIN_P = (1 << bit for bit in range(6))
+DIRECT = (0, GREEDY, MIN_P)  # classes that need neither changed logits nor an order of the tokens
 STAGE = 6
 """The bits from here on number the first of ``ops.WIDTHS`` that holds the row's top_k."""
 
@@ -182,19 +184,19 @@ class Sampler:
         classes = self._classes[rows.slot_host]
         order = np.argsort(classes, kind="stable")
         slots = rows.slot_host[order]
-        permuted = self._to_device(order) if (order[1:] < order[:-1]).any() else None
+        permuted = upload(order, self._device) if (order[1:] < order[:-1]).any() else None
         place = slice(None) if permuted is None else permuted
         step = _Rows(
             slots,
             rows.slot[place],
             rows.logits_row[place],
             rows.position[place],
-            self._to_device(self._floats[slots]),
-            self._to_device(self._ints[slots]),
+            upload(self._floats[slots], self._device),
+            upload(self._ints[slots], self._device),
         )
         tokens = torch.zeros(entries, dtype=torch.int64, device=self._device)
         error = torch.zeros(entries, dtype=torch.bool, device=self._device)
-        for kind, part in self._parts(classes[order]):
+        for kind, part in self._parts(classes[order], direct.serves(logits)):
             drawn, wrong = self._draw(logits, step.at(part), int(kind), history, num_prompt)
             tokens[part], error[part] = drawn.masked_fill(wrong, 0), wrong
         if permuted is not None:
@@ -231,7 +233,7 @@ class Sampler:
         for row, word in enumerate(words):
             prefixes[row, prefixes.shape[1] - len(word) + 1 :] = word[:-1]
         last = np.array([word[-1] for word in words], dtype=np.int64)
-        return _Words(*(self._to_device(column) for column in (prefixes, lengths, last)))
+        return _Words(*(upload(column, self._device) for column in (prefixes, lengths, last)))
 
     def _class(self, params: TokenParams, top_k: int, lists: _Lists | None) -> int:
         kind = 0 if lists is None else LISTS
@@ -247,19 +249,17 @@ class Sampler:
 
     # --- one class of rows ---
 
-    def _to_device(self, array: np.ndarray) -> Tensor:
-        return upload(array, self._device)
-
     def _chunk(self) -> int:
         return max(1, CHUNK.get(self._device.type, CHUNK["cuda"]) // self._vocab)
 
-    def _parts(self, classes: np.ndarray) -> Iterator[tuple[int, slice]]:
-        """Runs of equal (sorted) classes, cut into chunks."""
+    def _parts(self, classes: np.ndarray, whole: bool) -> Iterator[tuple[int, slice]]:
+        """Runs of equal (sorted) classes, cut into chunks; ``whole``: but for those drawn directly."""
         kinds, starts = np.unique(classes, return_index=True)
         ends = np.append(starts, len(classes))[1:]
         for kind, start, end in zip(kinds, starts, ends, strict=True):
-            for begin in range(start, end, self._chunk()):
-                yield int(kind), slice(begin, min(begin + self._chunk(), end))
+            size = end - start if whole and kind in DIRECT else self._chunk()
+            for begin in range(start, end, size):
+                yield int(kind), slice(begin, min(begin + size, end))
 
     def _take(self, logits: Tensor, rows: Tensor) -> Tensor:
         """Rows of the logits without padded columns: [R, V]. A view where that costs nothing to find out."""
@@ -274,6 +274,8 @@ class Sampler:
         self, logits: Tensor, rows: _Rows, kind: int, history: Tensor, num_prompt: Tensor
     ) -> tuple[Tensor, Tensor]:
         """(tokens int64 [R], error bool [R]) of rows of one class; tokens of error rows are arbitrary."""
+        if (fast := direct.serves(logits)) and kind in DIRECT:
+            return self._draw_directly(logits, rows.logits_row, rows, kind)
         raw = self._take(logits, rows.logits_row)
         if kind == GREEDY:
             return ops.greedy(raw)
@@ -286,11 +288,19 @@ class Sampler:
             self._apply_lists(x, rows, history, num_prompt)
         if kind & PENALTY:
             self._apply_penalties(x, rows, history, num_prompt)
-        if kind & GREEDY:
-            tokens, wrong = ops.greedy(x)
+        if kind & GREEDY or (fast and not kind & (TOP_K | TOP_P)):
+            tokens, wrong = self._draw_directly(x, None, rows, kind) if fast else ops.greedy(x)
             return tokens, error | wrong
         x = x / rows.real("temperature").to(x.dtype).unsqueeze(1)
         return self._sample(x, rows, kind), error | ops.broken(x)
+
+    def _draw_directly(self, x: Tensor, at: Tensor | None, rows: _Rows, kind: int) -> tuple[Tensor, Tensor]:
+        """Steps 4 to 7 without top_k and top_p, of x's rows ``at`` (or all), by the CPU extension."""
+        place = torch.arange(len(x)) if at is None else at
+        if kind & GREEDY:
+            return direct.greedy(x, place, self._vocab)
+        columns = (rows.real("temperature"), rows.real("min_p"), rows.whole("seed"), rows.whole("choice"))
+        return direct.sample(x, place, self._vocab, *columns, rows.position)
 
     def _sample(self, x: Tensor, rows: _Rows, kind: int) -> Tensor:
         """Steps 6 and 7 of rows of one class: [R, V] -> int64 [R]."""
@@ -326,7 +336,7 @@ class Sampler:
         if allowed:
             chosen = np.zeros(len(lists), dtype=bool)
             chosen[[row for row, _ in allowed]] = True
-            ops.allow_only_(x, self._to_device(chosen), *self._pairs(allowed))
+            ops.allow_only_(x, upload(chosen, self._device), *self._pairs(allowed))
         banned = self._pairs([(row, of.banned) for row, of in entries])
         always = torch.ones(len(banned[0]), dtype=torch.bool, device=self._device)
         stop = self._pairs([(row, of.stop) for row, of in entries])
@@ -343,13 +353,13 @@ class Sampler:
         bias = self._pairs([(row, of.bias_ids) for row, of in entries])
         if len(bias[0]):
             values = np.concatenate([of.bias for _, of in entries])
-            ops.add_bias_(x, *bias, self._to_device(values))
+            ops.add_bias_(x, *bias, upload(values, self._device))
 
     def _pairs(self, lists: list[tuple[int, np.ndarray]]) -> tuple[Tensor, Tensor]:
         """(row, id), int64 [N] each, of all ids of (row, ids)."""
         ids = np.concatenate([ids for _, ids in lists]) if lists else np.empty(0, np.int64)
         owner = np.repeat([row for row, _ in lists], [len(ids) for _, ids in lists]).astype(np.int64)
-        pairs = self._to_device(np.stack([owner, ids]))
+        pairs = upload(np.stack([owner, ids]), self._device)
         return pairs[0], pairs[1]
 
     # --- logprobs ---
@@ -361,7 +371,7 @@ class Sampler:
             return None
         if len(entries) == len(asked):
             return self._logprobs(logits, rows.logits_row, tokens, entries, asked)
-        index = self._to_device(entries)
+        index = upload(entries, self._device)
         return self._logprobs(logits, rows.logits_row[index], tokens[index], entries, asked[entries])
 
     def _prompt_logprobs(self, logits: Tensor, rows: SampleRows, history: Tensor) -> LogprobTensors | None:
@@ -385,6 +395,6 @@ class Sampler:
             parts.append((*made, ops.broken(untouched)))
         ids, values, rank, error = (torch.cat(column) for column in zip(*parts, strict=True))
         if (asked < top).any():
-            beyond = torch.arange(1 + top, device=self._device) > self._to_device(asked).unsqueeze(1)
+            beyond = torch.arange(1 + top, device=self._device) > upload(asked, self._device).unsqueeze(1)
             ids, values = ids.masked_fill(beyond, -1), values.masked_fill(beyond, ops.NEG_INF)
         return LogprobTensors(entries=entries, ids=ids, values=values, rank=rank, error=error)

@@ -74,6 +74,7 @@ class StagingBuffer:
                 raise EngineDead("a staging copy did not finish in time")
             time.sleep(0.0001)
 
+    @torch.inference_mode()  # a buffer that grew did so in this mode, and can be written in no other
     def poison(self) -> None:
         """Fills the buffer, on the device too, so that any later use shows."""
         self._host.fill_(POISON)

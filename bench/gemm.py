@@ -1,0 +1,143 @@
+"""Milliseconds of all matrix products of one forward pass: torch's against the CPU extension's.
+
+python -m bench.gemm --rows 1,8,32,64,512,2048 --threads 2 --json gemm.json
+
+A pass is every matrix of qwen3-dense-s (12 layers and the head) in a model's order, so that nothing stays in
+the cache but what a model would find there. Variants take turns. What is printed is the sum over the matrices
+of each one's shortest time: on a shared machine whole passes measure the neighbours, and single products slip
+between them. GB/s count each weight once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from bench import machine
+from weft.ops import cpu, torch_ops
+from weft.ops.cpu import linear as ops
+
+Tensor = torch.Tensor
+Call = Callable[[], object]
+
+#: (outputs, inputs, whether it is the gated one) of one layer of qwen3-dense-s, and its head.
+LAYER = ((1280, 768, False), (768, 768, False), (4608, 768, True), (768, 2304, False))
+LAYERS = 12
+HEAD = (16384, 768, False)
+SHAPES = (*LAYER * LAYERS, HEAD)
+PARAMETERS = sum(outputs * inputs for outputs, inputs, _ in SHAPES)
+
+BYTES = {"torch bf16": 2, "bf16": 2, "int8": 1, "torch f32": 4, "f32": 4}
+
+
+def make(name: str) -> Callable[[int], list[Call]]:
+    """For a variant of ``BYTES``: from a number of rows to the products of one pass, over its own weights."""
+    dtype = torch.float32 if name.endswith("f32") else torch.bfloat16
+    layers: list[Callable[[Tensor], Tensor]] = []
+    for outputs, inputs, gated in SHAPES:
+        weight = (torch.randn(outputs, inputs) * 0.02).to(dtype)
+        layers.append(_torch(weight, gated) if name.startswith("torch") else _packed(weight, gated, name))
+
+    def of_rows(rows: int) -> list[Call]:
+        xs = {inputs: torch.randn(rows, inputs).to(dtype) for _, inputs, _ in SHAPES}
+        return [
+            functools.partial(layer, xs[inputs]) for layer, (_, inputs, _) in zip(layers, SHAPES, strict=True)
+        ]
+
+    return of_rows
+
+
+def _torch(weight: Tensor, gated: bool) -> Callable[[Tensor], Tensor]:
+    if gated:
+        return lambda x: torch_ops.gated_linear(x, weight, None, "silu")
+    return lambda x: F.linear(x, weight)
+
+
+def _packed(weight: Tensor, gated: bool, name: str) -> Callable[[Tensor], Tensor]:
+    if gated:
+        packed = ops.pack_gated_int8(weight) if name == "int8" else ops.pack_gated(weight)
+        return lambda x: ops.gated_linear(x, packed, None, "silu")
+    packed = ops.pack_int8(weight) if name == "int8" else ops.pack(weight)
+    return lambda x: ops.linear(x, packed)
+
+
+def least(passes: dict[str, list[Call]], turns: int) -> dict[str, float]:
+    """Seconds of each pass, if each of its calls took as long as in its best turn; the passes take turns."""
+    best = {name: [float("inf")] * len(calls) for name, calls in passes.items()}
+    for _ in range(turns):
+        for name, calls in passes.items():
+            for number, call in enumerate(calls):
+                began = time.perf_counter()
+                call()
+                best[name][number] = min(best[name][number], time.perf_counter() - began)
+    return {name: sum(seconds) for name, seconds in best.items()}
+
+
+def limits(turns: int) -> dict[str, float]:
+    """What this machine reaches: GB/s read from and copied in memory, GFLOP/s of torch's square products."""
+    big = torch.ones(64 << 20)  # 256 MiB, in calls of 8
+    other = torch.empty_like(big)
+    parts = list(zip(big.split(2 << 20), other.split(2 << 20), strict=True))
+    square = torch.randn(1024, 1024)
+    narrow = square.bfloat16()
+    passes: dict[str, list[Call]] = {
+        "read GB/s": [functools.partial(torch.sum, part) for part, _ in parts],
+        "copy GB/s": [functools.partial(copy.copy_, part) for part, copy in parts],
+        "bf16 GFLOP/s": [lambda: F.linear(narrow, narrow)],
+        "f32 GFLOP/s": [lambda: F.linear(square, square)],
+    }
+    work = {"read GB/s": big.nbytes, "copy GB/s": 2 * big.nbytes}
+    best = least(passes, turns)
+    return {name: work.get(name, 2 * 1024**3) / seconds / 1e9 for name, seconds in best.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", default="1,8,32,64,512,2048", help="rows of x, separated by commas")
+    parser.add_argument("--variants", default=",".join(BYTES), help="which, separated by commas")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves it to torch")
+    parser.add_argument("--turns", type=int, default=40, help="turns of each variant with few rows")
+    parser.add_argument("--json", type=Path, help="a file for the numbers")
+    args = parser.parse_args()
+    names = args.variants.split(",")
+    if unknown := set(names) - set(BYTES):
+        parser.error(f"no variant {', '.join(sorted(unknown))}; there are {', '.join(BYTES)}")
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    if not cpu.load():
+        parser.error("the C++ operations are not built: weft build-ops")
+    bounds = limits(args.turns)
+    print("   ".join(f"{name} {value:.0f}" for name, value in bounds.items()))
+    made = {name: make(name) for name in names}
+    results = []
+    print(f"{'rows':>5}  {'variant':11} {'ms a pass':>9} {'GB/s':>7} {'GFLOP/s':>8}")
+    for rows in (int(number) for number in args.rows.split(",")):
+        turns = max(3, args.turns // max(1, rows // 16))
+        best = least({name: of_rows(rows) for name, of_rows in made.items()}, turns)
+        for name, seconds in best.items():
+            rates = (BYTES[name] * PARAMETERS / seconds / 1e9, 2 * rows * PARAMETERS / seconds / 1e9)
+            print(f"{rows:5}  {name:11} {seconds * 1e3:9.2f} {rates[0]:7.1f} {rates[1]:8.0f}", flush=True)
+            results.append({"rows": rows, "variant": name, "seconds": seconds})
+    if args.json:
+        record = {
+            "machine": machine.describe(),
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "limits": bounds,
+            "parameters": PARAMETERS,
+            "results": results,
+        }
+        args.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

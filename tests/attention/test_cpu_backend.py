@@ -1,0 +1,265 @@
+"""The CPU extension's attention: close to float64, every row's bits its own, nothing foreign enters."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from weft.attention.base import SegmentInput
+from weft.attention.cpu_backend import CpuAttention
+from weft.common.errors import ConfigError
+from weft.config.spec import CacheSpec
+from weft.ops import cpu
+from weft.ops.cpu import build
+
+Tensor = torch.Tensor
+
+NAN = float("nan")
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 3e-6}
+#: Engines of csrc/attention.cpp that serve bf16 everywhere: the machine's own, float products, ATen's.
+ENGINES = (0, 1, 3)
+#: (start, count): first tokens, decodes at edges of tiles (64) and splits (512), chunks across both.
+ROWS = [(0, 1), (0, 70), (1200, 3), (5, 140), (639, 1), (64, 64), (63, 1), (511, 2), (1023, 1)]
+#: (heads, kv heads, head size, block)
+SHAPES = ((12, 4, 64, 64), (12, 4, 64, 16), (5, 5, 80, 1), (8, 1, 128, 48), (6, 2, 256, 32), (7, 1, 16, 4))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _extension() -> None:
+    try:
+        build.find_compiler()
+    except build.BuildError as error:
+        pytest.skip(error.message)
+    build.build()
+    cpu.load.cache_clear()
+    assert cpu.load()
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@dataclass
+class Scene:
+    """Sequences in a cache whose every other entry is NaN, with queries for their last tokens."""
+
+    rows: list[tuple[int, int]]
+    shape: tuple[int, int, int, int] = (12, 4, 64, 64)
+    window: int = 0
+    dtype: torch.dtype = torch.bfloat16
+
+    def __post_init__(self) -> None:
+        rng, block = random.Random(0), self.shape[3]
+        torch.manual_seed(0)
+        self.heads, self.kv_heads, self.dim, self.block = self.shape
+        widths = [-(-(start + count) // block) for start, count in self.rows]
+        ids = rng.sample(range(1, sum(widths) + 1), sum(widths))
+        self.cache = torch.full((sum(widths) + 1, 2, self.kv_heads, block, self.dim), NAN, dtype=self.dtype)
+        self.table = torch.zeros(len(self.rows), max(widths), dtype=torch.int64)
+        self.kv = []
+        for row, (start, count) in enumerate(self.rows):
+            self.table[row, : widths[row]] = torch.tensor([ids.pop() for _ in range(widths[row])])
+            low = max(0, start - self.window + 1) if self.window else 0
+            kv = torch.randn(start + count, 2, self.kv_heads, self.dim).to(self.dtype)
+            for p in range(low, start + count):
+                self.cache[self.table[row, p // block], :, :, p % block] = kv[p]
+            self.kv.append(kv)
+        tokens = sum(count for _, count in self.rows)
+        self.q = torch.randn(tokens, self.heads, self.dim).to(self.dtype)
+        self.scale = self.dim**-0.5
+
+    def run(self, rows: list[tuple[int, int, int]] | None = None, engine: int = 0) -> Tensor:
+        """(row, first, count) of the segment's rows, ``first`` counted from the row's first query."""
+        rows = [(r, 0, count) for r, (_, count) in enumerate(self.rows)] if rows is None else rows
+        begins = np.cumsum([0, *(count for _, count in self.rows)])
+        q = torch.cat([self.q[begins[r] + first : begins[r] + first + count] for r, first, count in rows])
+        out = torch.full_like(q, NAN)
+        offsets = torch.tensor([0, *np.cumsum([count for *_, count in rows])], dtype=torch.int32)
+        starts = torch.tensor([self.rows[r][0] + first for r, first, _ in rows])
+        table = self.table[[r for r, *_ in rows]]
+        torch.ops.weft_cpu.attend.default(
+            q, out, self.cache, offsets, starts, table, self.window, self.scale, engine
+        )
+        return out
+
+    def expected(self) -> Tensor:
+        """In float64, a row at a time."""
+        made, group, begin = [], self.heads // self.kv_heads, 0
+        for (start, count), kv in zip(self.rows, self.kv, strict=True):
+            k, v = kv.double().repeat_interleave(group, dim=2).permute(1, 2, 0, 3)  # [heads, keys, dim]
+            q = self.q[begin : begin + count].double().transpose(0, 1)
+            queries, keys = torch.arange(start, start + count)[:, None], torch.arange(start + count)[None]
+            seen = keys <= queries
+            if self.window:
+                seen &= keys > queries - self.window
+            scores = (q @ k.transpose(1, 2) * self.scale).masked_fill(~seen, -torch.inf)
+            made.append((scores.softmax(-1) @ v).transpose(0, 1))
+            begin += count
+        return torch.cat(made)
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.view(torch.int16 if x.dtype == torch.bfloat16 else torch.int32)
+
+
+@pytest.mark.parametrize("window", [0, 1, 50, 64, 600])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("dtype", "engine"), [(torch.float32, 0), *((torch.bfloat16, e) for e in ENGINES)])
+def test_close_to_float64_and_nothing_foreign_enters(
+    dtype: torch.dtype, engine: int, shape: tuple[int, int, int, int], window: int
+) -> None:
+    scene = Scene(ROWS, shape, window, dtype)
+    made = scene.run(engine=engine)
+    assert (made.double() - scene.expected()).abs().max() < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("window", [0, 50, 600])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("dtype", "engine"), [(torch.float32, 0), *((torch.bfloat16, e) for e in ENGINES)])
+def test_bits_do_not_depend_on_company_chunks_or_threads(
+    dtype: torch.dtype, engine: int, shape: tuple[int, int, int, int], window: int
+) -> None:
+    scene = Scene(ROWS, shape, window, dtype)
+    torch.set_num_threads(1)
+    whole = bits(scene.run(engine=engine))
+    torch.set_num_threads(2)
+    assert torch.equal(bits(scene.run(engine=engine)), whole)
+    for size in (1, 7, 16, 64, 256):
+        pieces = [
+            (r, first, min(size, count - first))
+            for r, (_, count) in enumerate(scene.rows)
+            for first in range(0, count, size)
+        ]
+        assert torch.equal(bits(scene.run(pieces, engine)), whole), size
+        alone = torch.cat([scene.run([piece], engine) for piece in pieces[:40]])
+        assert torch.equal(bits(alone), whole[: len(alone)]), size
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_long_row_divided_among_threads_has_the_same_bits(engine: int) -> None:
+    """Few pieces and many keys: splits are items of their own. Prefill's last query equals the decode row."""
+    scene = Scene([(4095, 1), (2900, 150)], (6, 1, 64, 64))
+    torch.set_num_threads(1)
+    alone = scene.run(engine=engine)
+    torch.set_num_threads(2)
+    assert torch.equal(bits(scene.run(engine=engine)), bits(alone))
+    assert torch.equal(bits(scene.run([(0, 0, 1)], engine)), bits(alone[:1]))
+    assert torch.equal(bits(scene.run([(1, 149, 1)], engine)), bits(alone[-1:]))
+
+
+def test_a_query_with_nan_spoils_its_own_row_alone() -> None:
+    scene = Scene([(100, 9)])
+    before = scene.run()
+    scene.q[4, 3, 7] = NAN
+    after = scene.run()
+    spoiled = after.isnan().any(-1)
+    assert spoiled.nonzero().tolist() == [[4, 3]]
+    assert after[4, 3].isnan().all()
+    assert torch.equal(bits(after)[~spoiled], bits(before)[~spoiled])
+
+
+@pytest.mark.parametrize("value", [NAN, float("inf")])
+@pytest.mark.parametrize("plane", [0, 1])
+@pytest.mark.parametrize("window", [0, 20])
+def test_a_broken_key_or_value_reaches_only_queries_that_see_it(
+    window: int, plane: int, value: float
+) -> None:
+    scene = Scene([(30, 90)], (12, 4, 64, 16), window)
+    before = scene.run()
+    scene.cache[scene.table[0, 70 // 16], plane, :, 70 % 16] = value
+    after = scene.run()
+    unseen = torch.tensor([p < 70 or bool(window and p >= 70 + window) for p in range(30, 120)])
+    assert torch.equal(bits(after)[unseen], bits(before)[unseen])
+    assert not after[~unseen].isfinite().all()
+
+
+def test_zeros_are_positive_and_tiny_values_vanish() -> None:
+    scene = Scene([(130, 3)])
+    scene.cache[:, 1] = torch.where(scene.cache[:, 1].isnan(), scene.cache[:, 1], -1e-39)
+    assert not bits(scene.run()).any()
+
+
+def test_wild_scores_stay_finite() -> None:
+    scene = Scene([(700, 40)], dtype=torch.float32)
+    scene.q *= 1e4
+    made = scene.run()
+    assert made.isfinite().all()
+    assert (made.double() - scene.expected()).abs().max() < 1e-2
+
+
+def segment(scene: Scene) -> SegmentInput:
+    counts = np.array([count for _, count in scene.rows], np.int32)
+    starts = np.array([start for start, _ in scene.rows], np.int32)
+    return SegmentInput(
+        begin=0,
+        rows=len(scene.rows),
+        tokens=int(counts.sum()),
+        host_counts=counts,
+        host_starts=starts,
+        q_offsets=torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32),
+        starts=torch.tensor(starts.astype(np.int64)),
+        tables=(scene.table,),
+    )
+
+
+@pytest.mark.parametrize("rows", [ROWS, []])
+def test_as_a_backend_on_slices_of_merged_rows(rows: list[tuple[int, int]]) -> None:
+    scene = Scene(rows or [(0, 1)])
+    whole = scene.run()
+    if not rows:
+        scene.rows, scene.table, whole = [], scene.table[:0], whole[:0]
+    spec = CacheSpec(kind="full", layers=(0,), window=0, kv_heads=4, head_dim=64)
+    tokens = len(whole)
+    merged = torch.zeros(tokens + 5, 12, 64, dtype=torch.bfloat16)
+    merged[3 : 3 + tokens] = scene.q[:tokens]
+    out = torch.zeros_like(merged)
+    CpuAttention().attend(
+        merged[3 : 3 + tokens], out[3 : 3 + tokens], scene.cache, segment(scene), 0, spec, scene.scale
+    )
+    assert torch.equal(out[3 : 3 + tokens], whole)
+    assert not out[:3].any()
+    assert not out[3 + tokens :].any()
+
+
+@pytest.mark.parametrize(
+    ("dim", "dtype", "device", "heads", "lacking"),
+    [
+        (64, torch.float64, "cpu", 4, "float64"),
+        (64, torch.float16, "cpu", 4, "float16"),
+        (64, torch.float32, "cuda", 4, "cuda"),
+        (72, torch.float32, "cpu", 4, "heads of 72"),
+        (272, torch.float32, "cpu", 4, "heads of 272"),
+        (64, torch.float32, "cpu", 5, "5 query heads"),
+    ],
+)
+def test_what_is_not_served_is_refused(
+    dim: int, dtype: torch.dtype, device: str, heads: int, lacking: str
+) -> None:
+    spec = CacheSpec(kind="full", layers=(0,), window=0, kv_heads=2, head_dim=dim)
+    with pytest.raises(ConfigError, match=lacking):
+        CpuAttention().check(spec, heads, 64, dtype, torch.device(device))
+
+
+def test_what_is_served_passes_the_check() -> None:
+    spec = CacheSpec(kind="window", layers=(0,), window=7, kv_heads=2, head_dim=80)
+    for dtype in (torch.bfloat16, torch.float32):
+        CpuAttention().check(spec, 4, 1, dtype, torch.device("cpu"))
+
+
+def test_tables_that_do_not_reach_are_refused() -> None:
+    scene = Scene([(100, 1)], (4, 4, 64, 16))
+    scene.table = scene.table[:, :-1].contiguous()
+    with pytest.raises(RuntimeError, match="reaches block 6"):
+        scene.run()
+    scene = Scene([(100, 1)], (4, 4, 64, 16))
+    scene.table[0, 2] = 10**6
+    with pytest.raises(RuntimeError, match="names block 1000000"):
+        scene.run()

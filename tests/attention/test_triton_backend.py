@@ -1,0 +1,291 @@
+"""The Triton backends against attention written out: in the interpreter on the CPU, or on a GPU.
+
+The interpreter rounds bfloat16 towards zero, so that has more room.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.attention.test_torch_backend import Scene
+from weft.attention import triton_backend
+from weft.attention.registry import choose
+from weft.attention.torch_backend import TorchAttention
+from weft.attention.triton_backend import TritonAttention, TritonInvariant
+from weft.common.errors import ConfigError
+from weft.config.spec import CacheSpec, ModelSpec, RopeSpec
+from weft.ops import triton as kernels
+
+Tensor = torch.Tensor
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+READY = importlib.util.find_spec("triton") is not None and (DEVICE == "cuda" or kernels.interpreting())
+runs = pytest.mark.skipif(not READY, reason="needs Triton, and a CUDA GPU or TRITON_INTERPRET=1")
+BOTH = [TritonAttention, TritonInvariant]
+#: Decodes, chunks, both. The interpreter takes some 10 ms a program, so they are as short as they can be.
+ROWS = [
+    [(0, 1)],
+    [(70, 1), (0, 1), (290, 1), (3, 1)],
+    [(5, 9), (0, 4), (64, 30)],
+    [(130, 20), (0, 3)],
+]
+
+
+def moved(scene: Scene, device: str) -> Scene:
+    """The scene's tensors on ``device``; what it expects stays where it is computed."""
+    segment = scene.segment
+    scene.q, scene.cache = scene.q.to(device), scene.cache.to(device)
+    scene.segment = replace(
+        segment,
+        q_offsets=segment.q_offsets.to(device),
+        starts=segment.starts.to(device),
+        tables=tuple(table.to(device) for table in segment.tables),
+    )
+    return scene
+
+
+def attend(backend: TritonAttention, scene: Scene, prepared: object = None) -> Tensor:
+    moved(scene, DEVICE)
+    out = torch.full_like(scene.q, float("nan"))
+    backend.attend(scene.q, out, scene.cache, scene.segment, 0, scene.spec, 0.3, prepared)
+    return out.cpu()
+
+
+def expected(scene: Scene) -> Tensor:
+    scene.q = scene.q.cpu()
+    return scene.expected()
+
+
+def check(backend: TritonAttention, scene: Scene, tolerance: float) -> None:
+    made = attend(backend, scene)
+    assert (made.double() - expected(scene)).abs().max() < tolerance
+
+
+@runs
+@pytest.mark.parametrize("backend", BOTH)
+@pytest.mark.parametrize("window", [0, 7, 100])
+@pytest.mark.parametrize("block", [4, 64])
+@pytest.mark.parametrize("rows", ROWS)
+def test_equals_attention_written_out(rows: Any, block: int, window: int, backend: Any) -> None:
+    """Over a cache that holds NaN wherever no position of the row is: it must not reach an output."""
+    scene = Scene(rows, window=window, block=block, heads=2, kv_heads=1, dim=16, dtype=torch.float32)
+    check(backend(), scene, 1e-5)
+
+
+@runs
+@pytest.mark.parametrize("backend", BOTH)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(1, 1, 16), (6, 1, 20), (6, 2, 48), (3, 3, 32)])
+def test_head_groups_and_sizes(heads: int, kv_heads: int, dim: int, backend: Any) -> None:
+    rows = [(5, 3), (0, 9), (71, 1)]
+    check(
+        backend(), Scene(rows, block=16, heads=heads, kv_heads=kv_heads, dim=dim, dtype=torch.float32), 1e-5
+    )
+
+
+@runs
+@pytest.mark.parametrize("backend", BOTH)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 4e-2), (torch.float16, 4e-3)])
+def test_narrow_types(dtype: torch.dtype, tolerance: float, backend: Any) -> None:
+    for rows in ([(70, 1), (190, 1)], [(5, 9), (64, 30)]):
+        scene = Scene(rows, window=90, block=16, heads=2, kv_heads=1, dim=32, dtype=dtype)
+        check(backend(), scene, tolerance)
+
+
+@runs
+@pytest.mark.parametrize("rows", [[(300, 1), (2, 1)], [(100, 17), (0, 5), (40, 3)]])
+@pytest.mark.parametrize("window", [0, 80])
+def test_splits_of_every_kind_give_the_same(rows: Any, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short splits, many groups of them in the merge, and launches in parts."""
+    for name in ("SHORT_SPLIT", "LONG_SPLIT"):
+        monkeypatch.setattr(triton_backend, name, 32)  # a step of float32
+    monkeypatch.setattr(triton_backend, "MOST_SPLITS", 1000)
+    monkeypatch.setattr(triton_backend, "FEW_TILES", 1000)
+    monkeypatch.setattr(triton_backend, "NARROW", 8)
+    scene = Scene(rows, window=window, block=16, heads=2, kv_heads=1, dim=16, dtype=torch.float32)
+    check(TritonAttention(), scene, 1e-5)
+    monkeypatch.setattr(triton_backend, "STATES", 1500)
+    for backend in BOTH:
+        check(backend(), scene, 1e-5)
+
+
+@runs
+@pytest.mark.parametrize("backend", BOTH)
+def test_upper_bounds_of_the_context_do_not_show(backend: Any) -> None:
+    scene = Scene([(6, 1), (9, 1), (3, 1)], window=5, bound=77, dim=16, dtype=torch.float32)
+    check(backend(), scene, 1e-5)
+
+
+@runs
+def test_a_querys_bits_depend_on_its_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The invariant form: a prompt whole, in chunks, token by token, beside others; splits and windows."""
+    monkeypatch.setattr(triton_backend, "LONG_SPLIT", 32)
+    for window in (0, 50):
+        whole, part = (
+            Scene([(0, 90)], window=window, block=16, heads=2, kv_heads=1, dim=16, dtype=torch.float32)
+            for _ in range(2)
+        )
+        made = attend(TritonInvariant(), whole)
+        segment, table, q = moved(part, DEVICE).segment, part.segment.tables[0], part.q
+        for begin, count in ((0, 1), (31, 2), (64, 20), (89, 1)):
+            other = 40  # a shorter row beside it, over the same blocks
+            columns: dict[str, Any] = {
+                "rows": 2,
+                "tokens": 1 + count,
+                "host_counts": np.array([1, count], np.int32),
+                "host_starts": np.array([other, begin], np.int32),
+                "q_offsets": torch.tensor([0, 1, 1 + count], dtype=torch.int32, device=DEVICE),
+                "starts": torch.tensor([other, begin], device=DEVICE),
+                "tables": (table.expand(2, -1),),
+            }
+            part.q = torch.cat([q[other : other + 1], q[begin : begin + count]])
+            part.segment = replace(segment, **columns)
+            chunk = attend(TritonInvariant(), part)
+            assert torch.equal(chunk[1:], made[begin : begin + count])
+            assert torch.equal(chunk[0], made[other])
+
+
+@runs
+def test_merging_empty_states_gives_zero_and_minus_infinity() -> None:
+    """B13: the guard is in the merge; a state that is empty may hold anything."""
+    from weft.ops.triton.attention import merge
+
+    inf = float("inf")
+    part = torch.full((2, 3, 9, 16), float("nan"), device=DEVICE)
+    lse = torch.full((2, 3, 9), -inf, device=DEVICE)
+    part[1, 2, 4], lse[1, 2, 4] = 2.5, -900.0
+    part[1, 0, 8], lse[1, 0, 8] = 1.0, 3.0
+    part[1, 0, 2], lse[1, 0, 2] = 4.0, 4.0
+    out = torch.full((2, 3, 16), float("nan"), device=DEVICE)
+    out_lse = torch.full((2, 3), float("nan"), device=DEVICE)
+    merge(part, lse, out, out_lse)
+    assert torch.equal(out[0], torch.zeros_like(out[0]))
+    assert out_lse[0].tolist() == [-inf] * 3
+    assert (out[1, 1].tolist(), out_lse[1, 1].item()) == ([0.0] * 16, -inf)
+    assert (out[1, 2].tolist(), out_lse[1, 2].item()) == ([2.5] * 16, -900.0)
+    assert torch.allclose(out[1, 0], torch.full_like(out[1, 0], 3.0))  # (8 * 1 + 16 * 4) / 24
+    assert out_lse[1, 0].item() == pytest.approx(np.log2(24))
+
+
+@runs
+@pytest.mark.parametrize("backend", BOTH)
+def test_no_rows_and_prepared_once(backend: Any) -> None:
+    assert attend(backend(), Scene([], dim=16, dtype=torch.float32)).shape == (0, 4, 16)
+    scene = moved(Scene([(5, 3), (2, 1)], dim=16, dtype=torch.float32), DEVICE)
+    prepared = backend().prepare(scene.segment, 0, scene.spec, 4, torch.float32)
+    assert torch.equal(attend(backend(), scene, prepared), attend(backend(), scene, prepared))
+    assert torch.equal(attend(backend(), scene, prepared), attend(backend(), scene))
+
+
+@runs
+def test_an_output_that_is_not_contiguous_is_written() -> None:
+    scene = moved(Scene([(5, 3), (2, 1)], dim=16, dtype=torch.float32), DEVICE)
+    out = torch.full((4, 16, 4), float("nan"), device=DEVICE).transpose(1, 2)
+    TritonAttention().attend(scene.q, out, scene.cache, scene.segment, 0, scene.spec, 0.3)
+    assert torch.equal(out.cpu(), attend(TritonAttention(), scene))
+
+
+def _large(counts: list[int], starts: list[int], window: int) -> Scene:
+    """A scene of bfloat16 in a real model's sizes on the GPU; what it expects is for ``_reference``."""
+    rows = list(zip(starts, counts, strict=True))
+    scene = Scene(rows, window=window, block=64, heads=32, kv_heads=8, dim=128, dtype=torch.bfloat16)
+    return moved(scene, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA GPU")
+@pytest.mark.parametrize("backend", BOTH)
+@pytest.mark.parametrize("window", [0, 1000])
+@pytest.mark.parametrize(
+    ("counts", "starts"), [([1] * 5, [3000, 0, 63, 64, 9000]), ([700, 3, 129], [1500, 0, 64]), ([9], [5000])]
+)
+def test_real_sizes_on_a_gpu(counts: list[int], starts: list[int], window: int, backend: Any) -> None:
+    """Against torch's backend in float32, of the same rounded values."""
+    scene = _large(counts, starts, window)
+    exact = torch.empty(scene.q.shape, device="cuda")
+    TorchAttention().attend(
+        scene.q.float(), exact, scene.cache.float(), scene.segment, 0, scene.spec, 128**-0.5
+    )
+    out = torch.full_like(scene.q, float("nan"))
+    backend().attend(scene.q, out, scene.cache, scene.segment, 0, scene.spec, 128**-0.5)
+    assert (out.float() - exact).abs().max() < 2e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA GPU")
+@pytest.mark.parametrize("window", [0, 1000])
+def test_bits_of_real_sizes_on_a_gpu(window: int) -> None:
+    """The invariant form over 2,500 positions: chunks of every size have the bits of the whole."""
+    scene = _large([2500], [0], window)
+    whole = torch.empty_like(scene.q)
+    backend = TritonInvariant()
+    backend.attend(scene.q, whole, scene.cache, scene.segment, 0, scene.spec, 0.1)
+    for begin, count in ((0, 1), (1023, 1), (1024, 1), (2499, 1), (500, 17), (1000, 64), (100, 1500)):
+        q = scene.q[begin : begin + count].contiguous()
+        chunk = torch.empty_like(q)
+        segment = replace(
+            scene.segment,
+            tokens=count,
+            host_counts=np.array([count], np.int32),
+            host_starts=np.array([begin], np.int32),
+            q_offsets=torch.tensor([0, count], dtype=torch.int32, device="cuda"),
+            starts=torch.tensor([begin], device="cuda"),
+        )
+        backend.attend(q, chunk, scene.cache, segment, 0, scene.spec, 0.1)
+        assert torch.equal(chunk, whole[begin : begin + count])
+
+
+def _cache(**more: Any) -> CacheSpec:
+    return CacheSpec(**{"kind": "full", "layers": (0,), "kv_heads": 2, "head_dim": 64, **more})
+
+
+@pytest.mark.parametrize("backend", BOTH)
+def test_what_it_lacks(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "interpreting", lambda: False)
+    monkeypatch.setattr(kernels, "available", lambda: True)
+    cuda = torch.device("cuda")
+    backend().check(_cache(), 8, 64, torch.bfloat16, cuda)
+    for cache, heads, dtype, device, what in (
+        (_cache(), 8, torch.bfloat16, torch.device("cpu"), "does not run on cpu"),
+        (_cache(), 8, torch.float64, cuda, "float64"),
+        (_cache(), 3, torch.bfloat16, cuda, "cannot share"),
+        (_cache(head_dim=512), 8, torch.bfloat16, cuda, "256"),
+    ):
+        with pytest.raises(ConfigError, match=what):
+            backend().check(cache, heads, 64, dtype, device)
+    monkeypatch.setattr(kernels, "available", lambda: False)
+    with pytest.raises(ConfigError, match=r"weft\[cuda\]"):
+        backend().check(_cache(), 8, 64, torch.bfloat16, cuda)
+
+
+def _spec() -> ModelSpec:
+    return ModelSpec(
+        family="llama",
+        architecture="LlamaForCausalLM",
+        vocab_size=10,
+        hidden=32,
+        layers=1,
+        heads=4,
+        kv_heads=2,
+        head_dim=64,
+        intermediate=8,
+        rope=RopeSpec(dim=8),
+        caches=(_cache(),),
+        max_position=64,
+    )
+
+
+def test_it_is_preferred_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The invariant form where that is demanded; torch's where Triton cannot serve."""
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(kernels, "available", lambda: True)
+    assert type(choose("auto", _spec(), torch.bfloat16, cuda, 64)) is TritonAttention
+    assert type(choose("auto", _spec(), torch.bfloat16, cuda, 64, invariant=True)) is TritonInvariant
+    assert "torch" in type(choose("auto", _spec(), torch.float64, cuda, 64)).__module__
+    monkeypatch.setattr(kernels, "available", lambda: False)
+    assert "torch" in type(choose("auto", _spec(), torch.bfloat16, cuda, 64)).__module__

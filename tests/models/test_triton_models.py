@@ -1,0 +1,148 @@
+"""Whole models on Triton's ops and attention, in the interpreter on the CPU: they fit as layers use them.
+
+On a GPU the same ops are chosen by themselves, and test_gpu.py compares models on them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.e0.rig import make_engine, run, submit
+from tests.support.checkpoints import make_checkpoint
+from weft.attention import triton_backend
+from weft.attention.triton_backend import TritonAttention, TritonInvariant
+from weft.config.families import load_spec
+from weft.layers import build
+from weft.models.loader import load_model
+from weft.ops import registry
+from weft.ops import triton as kernels
+from weft.overlap.drive import drive
+from weft.runner.graphs import DecodeGraphs, GraphOptions
+from weft.types.sampling import TokenParams
+
+pytestmark = pytest.mark.skipif(not kernels.interpreting(), reason="needs Triton and TRITON_INTERPRET=1")
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """What a model would be built of on a GPU, on the CPU's tensors; the names that were chosen."""
+    names: set[str] = set()
+
+    def as_on_a_gpu(op: str, dtype: torch.dtype, device: torch.device, **more: Any) -> Any:
+        found = registry.choose(op, dtype, CUDA, **more)
+        names.add(f"{op}: {found.name}")
+        return found
+
+    monkeypatch.setattr(build, "choose", as_on_a_gpu)
+    return names
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral-window"])
+def test_logits_are_the_references(name: str, checkpoints: Any, paged: Any, chosen: set[str]) -> None:
+    checkpoint = checkpoints(name)
+    harness = paged(checkpoint.load())
+    harness.backend = TritonAttention()
+    one, two = harness.sequence(list(range(14))), harness.sequence([5, 9, 40, 7, 8])
+    harness.step([(one, 9)])
+    harness.step([(two, 4)], [(one, 1)])
+    harness.step([(one, 4)], [(two, 1)])
+    for sequence in (one, two):
+        expected, made = checkpoint.expected(sequence.ids), torch.stack(sequence.logits)
+        assert (made - expected).abs().max() / expected.abs().max() < 1e-4
+    assert {"add_rms_norm: triton", "qkv_rope_cache: triton", "gated_linear: triton"} <= chosen
+
+
+def test_replayed_decodes_have_the_bits_of_launched_ones(tmp_path: Path, chosen: set[str]) -> None:
+    """Deterministic: a bucket's padding, chunks of prompts and what is beside a row change no token."""
+    folder = make_checkpoint(tmp_path, "llama")
+    model = load_model(
+        str(folder), load_spec(str(folder), None), torch.float32, CPU, progress=False, invariant=True
+    )
+    assert {"linear: triton-invariant", "gated_linear: triton-invariant"} <= chosen
+    logits: list[dict[tuple[int, int], torch.Tensor]] = []
+    answers = []
+    for graphs in (False, True):
+        engine, runner = make_engine(folder, model=model, chunk=5 if graphs else 0, max_num_seqs=4)
+        runner._backend = runner._builder._backend = TritonInvariant()
+        runner._cache[:] = [torch.zeros_like(layer, dtype=torch.float32) for layer in runner._cache]
+        if graphs:
+            options = GraphOptions(max_rows=4, capture=lambda run: run)
+            runner.graphs = DecodeGraphs(
+                model, runner._cache, runner._backend, runner._builder, runner._state, 96, options
+            )
+        asked = [
+            submit(
+                i + 1, [3 * i + 2, 9, 30 - i] * (i + 1), TokenParams(temperature=0.0, max_tokens=4), request=i
+            )
+            for i in range(3)
+        ]
+        logits.append(_kept(runner))
+        answers.append({i: answer.tokens for i, answer in run(engine, [asked]).items()})
+        assert graphs == (runner.graphs is not None and runner.graphs.replayed > 0)
+        engine.close()
+    assert answers[0] == answers[1]
+    assert logits[0].keys() == logits[1].keys()
+    assert all(torch.equal(logits[0][key], logits[1][key]) for key in logits[0])
+
+
+class _NoHost(TorchDispatchMode):
+    """Refuses what a CUDA graph cannot hold: values read by the host, shapes that depend on values."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name()
+        assert not any(word in name for word in ("local_scalar", "nonzero", "unique")), name
+        masks = [one for one in args[1] if one is not None] if name == "aten::index.Tensor" else []
+        assert all(one.dtype != torch.bool for one in masks), "a mask on the device decides a shape"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "asks", [lambda x: x[1].item(), lambda x: x.nonzero(), lambda x: x[x > 1], lambda x: int(x.sum())]
+)
+def test_the_guard_sees_what_asks_the_host(asks: Any) -> None:
+    with torch.no_grad(), _NoHost(), pytest.raises(AssertionError):
+        asks(torch.arange(3))
+
+
+@pytest.mark.parametrize("backend", [TritonAttention, TritonInvariant])
+def test_a_decode_step_asks_the_host_nothing(
+    tmp_path: Path, backend: Any, chosen: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is captured: no value read, nothing uploaded, whatever the bucket."""
+
+    def refused(array: Any, device: Any) -> torch.Tensor:
+        raise AssertionError("a copy from the host inside a step that is captured")
+
+    monkeypatch.setattr(triton_backend, "upload", refused)
+    folder = make_checkpoint(tmp_path, "qwen2_windowed")
+    model = load_model(str(folder), load_spec(str(folder), None), torch.float32, CPU, progress=False)
+    engine, runner = make_engine(folder, model=model, max_num_seqs=4)
+    attention = runner._builder._backend = backend()
+    cache = [torch.zeros_like(layer, dtype=torch.float32) for layer in runner._cache]
+    for rows, context in ((1, 96), (4, 96)):
+        slots = torch.full((rows,), runner._state.spare)
+        with torch.no_grad(), _NoHost():
+            logits = drive(model.steps(runner._builder.decode(slots, context), cache, attention))
+        assert logits.shape[0] == rows
+    engine.close()
+
+
+def _kept(runner: Any) -> dict[tuple[int, int], torch.Tensor]:
+    """(slot, position) to the logits that its token was sampled from, filled as the runner goes."""
+    kept: dict[tuple[int, int], torch.Tensor] = {}
+    sample = runner._sampler.sample
+
+    def sampled(logits: torch.Tensor, rows: Any, *rest: Any) -> Any:
+        for slot, row, position in zip(rows.slot, rows.logits_row, rows.position, strict=True):
+            kept[int(slot), int(position)] = logits[row].clone()
+        return sample(logits, rows, *rest)
+
+    runner._sampler.sample = sampled
+    return kept

@@ -1,0 +1,130 @@
+"""Compiles every Triton kernel for a GPU that need not be there; prints one line a kernel form.
+
+Run as a script, in a process without TRITON_INTERPRET: launches are replaced by compilation for ``sm_90``,
+down to machine code, by the ``ptxas`` that Triton brings.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+HALF, FULL = torch.bfloat16, torch.float32
+SHARED = 227 << 10
+"""Bytes of shared memory that a program may have on Hopper."""
+
+
+class NoDevice:
+    """As much of a Triton driver as compilation asks for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_only() -> list[str]:
+    """Makes every launch a compilation; returns the list that their names go to."""
+    names: list[str] = []
+    driver.set_active(NoDevice())
+    run = JITFunction.run
+
+    def warm(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        shared = kernel.metadata.shared
+        names.append(f"{kernel.metadata.name} {shared // 1024} KiB")
+        assert shared <= SHARED, names[-1]
+        return kernel
+
+    JITFunction.run = warm
+    return names
+
+
+def attention(heads: int, kv_heads: int, dim: int, block: int, window: int, dtype: torch.dtype) -> None:
+    """Decodes, chunks and their splits in both backends, and the merge with its log-sum-exp."""
+    from weft.attention.base import SegmentInput
+    from weft.attention.triton_backend import TritonAttention, TritonInvariant
+    from weft.config.spec import CacheSpec
+    from weft.ops.triton.attention import merge
+
+    spec = CacheSpec(
+        kind="window" if window else "full", layers=(0,), window=window, kv_heads=kv_heads, head_dim=dim
+    )
+    cache = torch.empty(2, 2, kv_heads, block, dim, dtype=dtype)
+    for backend in (TritonAttention(), TritonInvariant()):
+        for counts in ([1, 1, 1, 1], [700, 20], [700] * 64):
+            rows, tokens = len(counts), sum(counts)
+            table = torch.zeros(rows, 4096, dtype=torch.int64)
+            segment = SegmentInput(
+                begin=0,
+                rows=rows,
+                tokens=tokens,
+                host_counts=np.array(counts, np.int32),
+                host_starts=np.full(rows, 3000, np.int32),
+                q_offsets=torch.zeros(rows + 1, dtype=torch.int32),
+                starts=torch.zeros(rows, dtype=torch.int64),
+                tables=(table,),
+            )
+            q = torch.empty(tokens, heads, dim, dtype=dtype)
+            backend.attend(q, torch.empty_like(q), cache, segment, 0, spec, 0.1)
+    states = torch.empty(3, heads, 5, dim)
+    merge(states, states[..., 0].contiguous(), torch.empty(3, heads, dim), torch.empty(3, heads))
+
+
+def elementwise(dtype: torch.dtype) -> None:
+    """Norms, rotation (with norms, partial, without), activation."""
+    from weft.ops.triton import fused
+
+    for size in (4096, 1000):
+        x, weight = torch.empty(4, size, dtype=dtype), torch.empty(size, dtype=dtype)
+        fused.rms_norm(x, weight, 1e-6)
+        fused.add_rms_norm(x, x.clone(), weight, 1e-6)
+    for dim, half, normed in ((128, 64, True), (128, 64, False), (96, 32, False), (20, 10, True)):
+        cache = torch.empty(2, 2, 8, 16, dim, dtype=dtype)
+        weights = [torch.empty(dim, dtype=dtype) if normed else None] * 2
+        angles = torch.empty(4, half)
+        qkv = torch.empty(4, 48 * dim, dtype=dtype)
+        writes = torch.zeros(4, dtype=torch.int64)
+        fused.qkv_rope_cache(qkv, 32, 8, *weights, 1e-6, angles, angles, cache, writes)
+    fused.gated(torch.empty(4, 2 * 3000, dtype=dtype), "silu")
+
+
+def products(dtype: torch.dtype) -> None:
+    """The invariant matrix product: sizes that fill tiles, and that do not."""
+    from weft.ops.triton import matmul
+
+    for inputs, outputs in ((1024, 512), (1000, 500)):
+        weight, bias = torch.empty(outputs, inputs, dtype=dtype), torch.empty(outputs, dtype=dtype)
+        matmul.linear(torch.empty(100, inputs, dtype=dtype), weight, bias)
+    matmul.linear(torch.empty(1, 1024, dtype=dtype), torch.empty(512, 1024, dtype=dtype))
+
+
+def main() -> None:
+    names = compile_only()
+    elementwise(HALF)
+    products(HALF)
+    attention(32, 8, 128, 64, 0, HALF)
+    attention(12, 4, 64, 16, 100, HALF)
+    if "all" in sys.argv:
+        elementwise(FULL)
+        products(FULL)
+        attention(32, 8, 128, 64, 0, FULL)
+        attention(16, 2, 256, 64, 0, HALF)
+        attention(8, 8, 96, 4, 0, torch.float16)
+        attention(71, 1, 64, 64, 0, HALF)
+        attention(4, 2, 20, 3, 7, FULL)
+    print("\n".join(names))
+
+
+if __name__ == "__main__":
+    main()

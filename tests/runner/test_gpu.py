@@ -1,0 +1,161 @@
+"""The runner on a CUDA device: graphs give the tokens of launches, and nothing waits for the device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.e0.rig import run
+from tests.runner.test_graphs import arrivals
+from tests.support.checkpoints import VOCAB, make_checkpoint
+from weft.config.flags import from_keywords
+from weft.config.resolve import resolve
+from weft.engine.core import EngineCore
+from weft.runner.sampler import Sampler, SampleRows
+from weft.types.plan import AllocSlot, column
+from weft.types.sampling import TokenParams
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2_windowed"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("gpu"), request.param)
+
+
+def engine(folder: Path, **settings: Any) -> EngineCore:
+    defaults = {"device": "cuda", "block_size": 16, "max_num_seqs": 12, "kv_cache_memory": "64M"}
+    config = resolve(from_keywords({"model": str(folder), **defaults, **settings}))
+    return EngineCore(config, progress=False)
+
+
+def answers(core: EngineCore) -> dict[int, list[int]]:
+    """The tokens of ``arrivals``, run to the end."""
+    made = run(core, arrivals(12))
+    assert all(answer.error is None for answer in made.values())
+    return {number: answer.tokens for number, answer in made.items()}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_graphs_give_the_tokens_of_launches(folder: Path, dtype: str) -> None:
+    """Deterministic kernels, so that the padding of a bucket cannot change a bit."""
+    settings: dict[str, Any] = {"dtype": dtype, "deterministic": True}
+    captured, launched = engine(folder, **settings), engine(folder, cuda_graphs=False, **settings)
+    assert captured.runner.graphs is not None
+    assert launched.runner.graphs is None
+    assert answers(captured) == answers(launched)
+    assert captured.runner.graphs.replayed > 20
+    captured.close()
+    launched.close()
+
+
+def test_fast_kernels_with_graphs(folder: Path) -> None:
+    """In float32 the tokens of the CPU, but for what rounding decides: most of them."""
+    there = engine(folder, dtype="float32")
+    here = engine(folder, dtype="float32", device="cpu")
+    a, b = answers(there), answers(here)
+    assert there.runner.graphs is not None
+    assert there.runner.graphs.replayed > 20
+    same = sum(x == y for i in a for x, y in zip(a[i], b[i], strict=False))
+    assert same > 0.9 * sum(map(len, b.values()))
+    there.close()
+    here.close()
+
+
+def test_a_replay_does_not_wait(folder: Path) -> None:
+    core = engine(folder, dtype="bfloat16", steps_in_flight=1)
+    runner, forward, sample = core.runner, core.runner.forward, core.runner.sample
+
+    def watched(function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return function(*args)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        return call
+
+    answers(core)  # compiles what the eager steps launch
+    runner.forward, runner.sample = watched(forward), watched(sample)  # type: ignore[method-assign]
+    assert all(answers(core).values())
+    core.close()
+
+
+PARAMS = [
+    TokenParams(temperature=0.0, max_tokens=9),
+    TokenParams(temperature=1.0, max_tokens=9),
+    TokenParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.01, max_tokens=9),
+    TokenParams(temperature=0.7, top_p=0.8, max_tokens=9, logprobs=3),
+    TokenParams(temperature=0.9, min_p=0.1, max_tokens=9),
+    TokenParams(temperature=0.0, repetition_penalty=1.3, frequency_penalty=0.2, max_tokens=9),
+    TokenParams(
+        temperature=1.0,
+        max_tokens=9,
+        min_tokens=3,
+        stop_ids=(4,),
+        bad=((3,), (5, 6)),
+        logit_bias=((7, 1.5), (9, -3.0)),
+        prompt_logprobs=2,
+    ),
+    TokenParams(temperature=1.0, max_tokens=9, allowed=(1, 2, 3)),
+]
+
+
+def test_the_sampler_never_waits_for_the_device() -> None:
+    """Every class of rows in one step, and the tokens of the CPU."""
+    torch.manual_seed(0)
+    count, length = len(PARAMS), 20
+    logits, history = torch.randn(count + 1, VOCAB), torch.randint(0, VOCAB, (count, 32), dtype=torch.int32)
+    made = []
+    for device in (torch.device("cpu"), torch.device("cuda")):
+        sampler = Sampler(count, VOCAB, device)
+        for slot, params in enumerate(PARAMS):
+            sampler.alloc(
+                AllocSlot(
+                    slot=slot,
+                    gen=1,
+                    choice=0,
+                    seed=slot,
+                    params=params,
+                    num_prompt=8,
+                    num_cached=0,
+                    token_ids=column(list(range(length))),
+                )
+            )
+        order = np.arange(count)[::-1].copy()
+
+        def whole(values: Any, device: torch.device = device) -> torch.Tensor:
+            return torch.as_tensor(values, dtype=torch.int64).to(device)
+
+        rows = SampleRows(
+            slot_host=order,
+            slot=whole(order),
+            logits_row=whole(order),
+            position=whole([length] * count),
+            prompt_slot_host=np.array([6]),
+            prompt_slot=whole([6]),
+            prompt_logits_row=whole([count]),
+            prompt_position=whole([5]),
+        )
+        arguments = (logits.to(device), rows, history.to(device), whole([8] * count))
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            output = sampler.sample(*arguments)
+        finally:
+            if device.type == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+        made.append(output)
+    assert made[0].tokens.tolist() == made[1].tokens.tolist()
+    assert not made[1].error.any()
+    assert made[0].logprobs is not None
+    assert made[1].logprobs is not None
+    assert made[0].logprobs.ids.tolist() == made[1].logprobs.ids.tolist()

@@ -1,0 +1,73 @@
+"""Paged attention of the CPU extension (csrc/attention.cpp), in bf16 and float32.
+
+One call a segment, prefill and decode rows alike; nothing is prepared. Rows are reduced over tiles of keys at
+absolute positions, so a row's bits depend on nothing but its own query, keys and values.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from weft.attention.base import AttentionBackend, SegmentInput
+from weft.common.errors import ConfigError
+from weft.config.spec import CacheSpec
+from weft.ops import cpu
+
+Tensor = torch.Tensor
+
+DTYPES = (torch.bfloat16, torch.float32)
+MAX_DIM = 256
+MAX_GROUP = 192
+"""Query heads that share a KV head at most."""
+
+
+class CpuAttention(AttentionBackend):
+    """Serves bf16 and float32 with head sizes that are multiples of 16 up to 256, any block size and window.
+
+    Stateless; any number of threads may share it. bf16: products are exact, sums and exponentials float32,
+    weights are rounded to bf16 before they meet the values, and outputs once.
+    """
+
+    invariant = True
+
+    def check(
+        self, cache: CacheSpec, heads: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        if device.type != "cpu":
+            raise ConfigError(f"attention backend 'cpu' does not run on {device.type}", param="--device")
+        if dtype not in DTYPES:
+            raise ConfigError(f"attention backend 'cpu' has no {dtype}", param="--dtype")
+        if not 0 < cache.head_dim <= MAX_DIM or cache.head_dim % 16:
+            raise ConfigError(
+                f"attention backend 'cpu' has no heads of {cache.head_dim}: it needs a multiple of 16 "
+                f"up to {MAX_DIM}",
+                param="--attention-backend",
+            )
+        if heads % cache.kv_heads:
+            raise ConfigError(f"{heads} query heads cannot share {cache.kv_heads} KV heads", param="--model")
+        if heads // cache.kv_heads > MAX_GROUP:
+            raise ConfigError(
+                f"attention backend 'cpu' lets {MAX_GROUP} query heads share a KV head, "
+                f"not {heads // cache.kv_heads}",
+                param="--attention-backend",
+            )
+        if not cpu.load():
+            raise ConfigError(
+                "attention backend 'cpu' needs the C++ operations: run `weft build-ops`",
+                param="--attention-backend",
+            )
+
+    def attend(
+        self,
+        q: Tensor,
+        out: Tensor,
+        cache: Tensor,
+        segment: SegmentInput,
+        kind: int,
+        spec: CacheSpec,
+        scale: float,
+        prepared: object = None,
+    ) -> None:
+        torch.ops.weft_cpu.attend.default(
+            q, out, cache, segment.q_offsets, segment.starts, segment.tables[kind], spec.window, scale
+        )

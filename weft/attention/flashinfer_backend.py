@@ -1,0 +1,185 @@
+"""Paged attention by FlashInfer, where it is installed: ``--attention-backend flashinfer``.
+
+Its paged layout "HND" is ours, so the cache is read as it is. A wrapper is planned once a step for each
+segment and cache kind, from host columns, and runs for every layer. Its plan stages through pinned memory of
+its own, so a wrapper is taken again only when nobody can read its plan and that copy was made.
+
+Lengths come from the host's bounds, which are exact unless a verify row is in flight.
+
+Source: Ye et al. 2025, arXiv 2501.01005.
+"""
+
+from __future__ import annotations
+
+import importlib
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from weft.attention.base import AttentionBackend, SegmentInput
+from weft.common.errors import ConfigError
+from weft.config.spec import CacheSpec
+from weft.ops.upload import upload
+
+Tensor = torch.Tensor
+
+WORKSPACE = 256 << 20
+"""Bytes that the wrappers share for the states of split keys; launches on one stream follow each other."""
+DIMS = (64, 128, 256)
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pages:
+    """What FlashInfer's plan takes of a segment; int32 on the host but for ``indices``."""
+
+    queries: Tensor
+    """[R + 1]: first query of each row."""
+    entries: Tensor
+    """[R + 1]: first page of each row."""
+    last: Tensor
+    """[R]: positions in each row's last page, 1 .. block."""
+    indices: Tensor
+    """int32 on the device: every row's blocks from the first that its first query sees."""
+
+
+def pages_of(segment: SegmentInput, table: Tensor, window: int, block: int) -> Pages:
+    """The blocks of each row. Those that a window has left are not named: others may own them."""
+    starts = segment.host_starts.astype(np.int64)
+    ends = starts + segment.host_counts
+    first = np.maximum(starts - window + 1, 0) // block if window else np.zeros_like(starts)
+    count = -(-ends // block) - first
+    offsets = np.concatenate(([0], np.cumsum(count)))
+    rows = np.repeat(np.arange(segment.rows), count)
+    entries = np.arange(offsets[-1]) + np.repeat(first - offsets[:-1], count)
+    where = upload(np.stack([rows, entries]), table.device)
+    queries = np.concatenate(([0], np.cumsum(segment.host_counts)))
+    return Pages(
+        queries=_column(queries),
+        entries=_column(offsets),
+        last=_column((ends - 1) % block + 1),
+        indices=table[where[0], where[1]].int(),
+    )
+
+
+def _column(values: np.ndarray) -> Tensor:
+    return torch.from_numpy(values.astype(np.int32))
+
+
+@dataclass(slots=True, weakref_slot=True)
+class _Prepared:
+    """A segment's plan: made for the first layer, which knows the heads."""
+
+    wrapper: Any = None
+
+
+@dataclass(slots=True)
+class _Wrapper:
+    wrapper: Any
+    user: weakref.ref[_Prepared]
+    staged: torch.cuda.Event
+
+
+class FlashInferAttention(AttentionBackend):
+    """FlashInfer's prefill kernels for both segments (of decode rows they use the matrix units as well)."""
+
+    def __init__(self) -> None:
+        self._wrappers: list[_Wrapper] = []
+        self._workspace: Tensor | None = None
+
+    def check(
+        self, cache: CacheSpec, heads: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        try:
+            importlib.import_module("flashinfer")
+        except ImportError as error:
+            raise ConfigError(
+                f"attention backend 'flashinfer' needs flashinfer-python, which does not import ({error}): "
+                "pip install flashinfer-python",
+                param="--attention-backend",
+            ) from error
+        if device.type != "cuda":
+            raise ConfigError(
+                f"attention backend 'flashinfer' does not run on {device.type}", param="--device"
+            )
+        if dtype not in DTYPES:
+            raise ConfigError(f"attention backend 'flashinfer' has no {dtype}", param="--dtype")
+        if heads % cache.kv_heads:
+            raise ConfigError(f"{heads} query heads cannot share {cache.kv_heads} KV heads", param="--model")
+        if cache.head_dim not in DIMS:
+            raise ConfigError(
+                f"attention backend 'flashinfer' has heads of {', '.join(map(str, DIMS))} dims, not of "
+                f"{cache.head_dim}",
+                param="--attention-backend",
+            )
+
+    def prepare(
+        self, segment: SegmentInput, kind: int, spec: CacheSpec, block_size: int, dtype: torch.dtype
+    ) -> _Prepared:
+        return _Prepared()
+
+    def attend(
+        self,
+        q: Tensor,
+        out: Tensor,
+        cache: Tensor,
+        segment: SegmentInput,
+        kind: int,
+        spec: CacheSpec,
+        scale: float,
+        prepared: object = None,
+    ) -> None:
+        if not segment.tokens:
+            return
+        if not isinstance(prepared, _Prepared):
+            prepared = _Prepared()
+        if prepared.wrapper is None:
+            prepared.wrapper = self._plan(prepared, q, cache, segment, kind, spec, scale)
+        prepared.wrapper.run(q, cache, out=out)
+
+    def _plan(
+        self,
+        prepared: _Prepared,
+        q: Tensor,
+        cache: Tensor,
+        segment: SegmentInput,
+        kind: int,
+        spec: CacheSpec,
+        scale: float,
+    ) -> Any:
+        pages = pages_of(segment, segment.tables[kind], spec.window, cache.shape[3])
+        entry = self._take(prepared, q.device)
+        entry.wrapper.plan(
+            pages.queries,
+            pages.entries,
+            pages.indices,
+            pages.last,
+            q.shape[1],
+            spec.kv_heads,
+            spec.head_dim,
+            cache.shape[3],
+            causal=True,
+            sm_scale=scale,
+            window_left=spec.window - 1 if spec.window else -1,
+            q_data_type=q.dtype,
+            kv_data_type=cache.dtype,
+        )
+        entry.staged.record()
+        return entry.wrapper
+
+    def _take(self, user: _Prepared, device: torch.device) -> _Wrapper:
+        """A wrapper that is nobody's, with its last plan staged; a new one where there is none."""
+        for entry in self._wrappers:
+            if entry.user() is None and entry.staged.query():
+                entry.user = weakref.ref(user)
+                return entry
+        library: Any = importlib.import_module("flashinfer")
+        if self._workspace is None:
+            self._workspace = torch.zeros(WORKSPACE, dtype=torch.uint8, device=device)
+        wrapper = library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, kv_layout="HND")
+        entry = _Wrapper(wrapper, weakref.ref(user), torch.cuda.Event())
+        self._wrappers.append(entry)
+        return entry

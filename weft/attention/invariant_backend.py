@@ -1,0 +1,287 @@
+"""Paged attention with torch operations in one form for everything: for ``--deterministic``, any CPU dtype.
+
+A query's bits are a function of the query, of its own keys and values, and of their absolute positions.
+
+    pieces   queries of one row, and the heads that share a KV head, make one matrix of a fixed number of rows
+             (few of them for decode, many for prefill), filled up with zeros
+    tiles    of 64 keys at absolute multiples of 64, so that a key has the same place in its tile for everyone
+    scores   [M, dim] x [dim, 64] for each piece and tile: products of fixed shapes (``ops.fixed_shapes``)
+    weights  exp(score - largest of all the scores that the query sees), 0 where it sees nothing
+    sums     [M, 64] x [64, dim] for each tile, added up in the order of the tiles, from zero on; a tile of
+             which the query sees nothing adds zero, which changes no bit
+
+The largest score is exact whatever the order, so nothing is rescaled. Pieces of similar widths are computed
+together. Keys and values that no query of a piece may see are set to zero first: they can be another
+tenant's NaN. Computes in float32 (float64 of float64) and rounds once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import gcd
+
+import numpy as np
+import torch
+
+from weft.attention.base import AttentionBackend, SegmentInput
+from weft.common.errors import ConfigError
+from weft.config.spec import CacheSpec
+from weft.ops.fixed_shapes import ProductShapes, product_shapes, products
+from weft.ops.torch_ops import wide
+from weft.ops.upload import upload
+
+Tensor = torch.Tensor
+
+TILE = 64
+"""Keys of one tile."""
+ROWS = (64, 16)
+"""Rows of a matrix of queries, the most first."""
+LIMIT = 1 << 24
+"""Elements of keys, or of scores, computed at once at most (a single piece may need more)."""
+
+_BITS = {
+    torch.float64: torch.int64,
+    torch.float32: torch.int32,
+    torch.bfloat16: torch.int16,
+    torch.float16: torch.int16,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """``count`` queries of ``row``, from its query ``offset`` on; ``first`` is their place in the segment."""
+
+    row: int
+    offset: int
+    count: int
+    first: int
+    tiles: int
+    """Tiles that hold every position the queries may see, at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Group:
+    """P pieces of at most n queries, computed together over W tiles each."""
+
+    queries: Tensor
+    """int64 [P, n]: places in the segment; what fills a piece up points to its first query."""
+    real: Tensor
+    """int64: which of the P * n are queries."""
+    places: Tensor
+    """int64: where those are in the segment."""
+    lines: Tensor
+    """int64 [2 * P * kv_heads * W * TILE / g]: rows of the cache as lines of g positions."""
+    seen: Tensor
+    """[P, 1, W * TILE, 1], integers of the cache dtype's width: all bits set where a query may look."""
+    hidden: Tensor
+    """bool [P, 1, W, 1, n, TILE]: what each query does not see."""
+
+
+@dataclass(slots=True)
+class _Prepared:
+    """The cut of a segment: made for the first layer (which knows its heads), kept for the others."""
+
+    groups: tuple[_Group, ...] = ()
+    shared: int = 0
+    """Heads that share a KV head; 0 until made."""
+    shapes: tuple[ProductShapes, ProductShapes] = (ProductShapes((), ()), ProductShapes((), ()))
+
+
+class InvariantAttention(AttentionBackend):
+    """The invariant form on torch. Stateless; any number of threads may share it."""
+
+    invariant = True
+
+    def check(
+        self, cache: CacheSpec, heads: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        if dtype not in _BITS:
+            raise ConfigError(f"attention backend 'invariant' has no {dtype}", param="--dtype")
+        if device.type != "cpu":
+            raise ConfigError(
+                f"attention backend 'invariant' does not run on {device.type}", param="--device"
+            )
+        if heads % cache.kv_heads:
+            raise ConfigError(f"{heads} query heads cannot share {cache.kv_heads} KV heads", param="--model")
+        _shapes(cache.head_dim, wide(dtype))  # the trials, before anybody waits
+
+    def prepare(
+        self, segment: SegmentInput, kind: int, spec: CacheSpec, block_size: int, dtype: torch.dtype
+    ) -> _Prepared:
+        return _Prepared()
+
+    def attend(
+        self,
+        q: Tensor,
+        out: Tensor,
+        cache: Tensor,
+        segment: SegmentInput,
+        kind: int,
+        spec: CacheSpec,
+        scale: float,
+        prepared: object = None,
+    ) -> None:
+        if not segment.tokens:
+            return
+        if not isinstance(prepared, _Prepared):
+            prepared = _Prepared()
+        shared = q.shape[1] // spec.kv_heads
+        if prepared.shared != shared:
+            prepared.shapes = _shapes(spec.head_dim, wide(q.dtype))
+            prepared.groups = tuple(_cut(segment, kind, spec, cache, shared, prepared.shapes[0].rows))
+            prepared.shared = shared
+        lines = cache.view(-1, gcd(cache.shape[3], TILE) * spec.head_dim)
+        for group in prepared.groups:
+            _attend(q, out, lines, group, spec, scale, prepared.shapes)
+
+
+def _shapes(dim: int, dtype: torch.dtype) -> tuple[ProductShapes, ProductShapes]:
+    """Shapes for (scores, sums), of equal rows."""
+    scores = product_shapes(dim, TILE, ROWS, dtype, transposed=True)
+    sums = product_shapes(TILE, dim, ROWS, dtype, transposed=False)
+    both = scores.rows if len(scores.rows) <= len(sums.rows) else sums.rows
+    if scores.rows != sums.rows:
+        both = (1,) if (1,) in (scores.rows, sums.rows) else both
+    return ProductShapes(both, scores.batches), ProductShapes(both, sums.batches)
+
+
+# --- cutting ---
+
+
+def _cut(
+    segment: SegmentInput,
+    kind: int,
+    spec: CacheSpec,
+    cache: Tensor,
+    shared: int,
+    rows: tuple[int, ...],
+) -> Iterator[_Group]:
+    """The segment's queries in groups of pieces of equal shapes. Widths come from upper bounds."""
+    most = max(1, rows[0] // shared)
+    alike: dict[tuple[int, int], list[_Piece]] = {}
+    begin = 0
+    for row, (start, count) in enumerate(
+        zip(segment.host_starts.tolist(), segment.host_counts.tolist(), strict=True)
+    ):
+        for offset in range(0, count, most):
+            n = min(most, count - offset)
+            fitting = min(size for size in rows if size >= n * shared or size == rows[0])
+            tiles = -(-(start + offset + n) // TILE)
+            if spec.window:
+                # n + window - 1 positions that begin anywhere in a tile
+                tiles = min(tiles, (n + spec.window - 2) // TILE + 2)
+            piece = _Piece(row, offset, n, begin + offset, tiles)
+            alike.setdefault((max(1, fitting // shared), tiles.bit_length()), []).append(piece)
+        begin += count
+    for (n, _), pieces in alike.items():
+        tiles = max(piece.tiles for piece in pieces)
+        each = tiles * TILE * spec.kv_heads * max(2 * spec.head_dim, n * shared)
+        size = max(1, LIMIT // each)
+        for i in range(0, len(pieces), size):
+            yield _group(pieces[i : i + size], n, segment, kind, spec, cache)
+
+
+def _column(values: list[int], device: torch.device) -> Tensor:
+    return upload(np.array(values, np.int64), device)
+
+
+def _group(
+    pieces: list[_Piece], n: int, segment: SegmentInput, kind: int, spec: CacheSpec, cache: Tensor
+) -> _Group:
+    table, starts, block = segment.tables[kind], segment.starts, cache.shape[3]
+    device, width = starts.device, max(piece.tiles for piece in pieces)
+    rows = _column([piece.row for piece in pieces], device)
+    counts = _column([piece.count for piece in pieces], device).unsqueeze(1)
+    first = starts[rows] + _column([piece.offset for piece in pieces], device)  # [P]: its position
+    lowest = (first - spec.window + 1).clamp(min=0) if spec.window else torch.zeros_like(first)
+    keys = (lowest // TILE * TILE).unsqueeze(1) + torch.arange(width * TILE, device=device)  # [P, W * TILE]
+    within = torch.arange(n, device=device)
+    real = within < counts  # [P, n]
+    position = (first.unsqueeze(1) + within).where(real, -1)
+    hidden = keys.unsqueeze(1) > position.unsqueeze(2)  # [P, n, W * TILE]
+    if spec.window:
+        hidden |= keys.unsqueeze(1) <= position.unsqueeze(2) - spec.window
+    seen = (keys >= lowest.unsqueeze(1)) & (keys < (first.unsqueeze(1) + counts))
+    # Lines of g positions: both blocks and tiles are whole numbers of them.
+    g = gcd(block, TILE)
+    starting = keys[:, ::g]
+    entries = (starting // block).clamp(max=table.shape[1] - 1)  # past the table nothing is seen
+    at = table[rows.unsqueeze(1), entries] * (2 * spec.kv_heads)
+    heads = torch.arange(2 * spec.kv_heads, device=device).view(2, 1, spec.kv_heads, 1)
+    lines = (at[None, :, None, :] + heads) * (block // g) + (starting % block // g)[None, :, None, :]
+    begins = _column([piece.first for piece in pieces], device).unsqueeze(1)
+    queries = begins + within.where(real, 0)
+    return _Group(
+        queries=queries,
+        real=real.view(-1).nonzero().squeeze(1),
+        places=queries[real],
+        lines=lines.reshape(-1),
+        seen=-seen[:, None, :, None].to(_BITS[cache.dtype]),
+        hidden=hidden.view(len(pieces), n, width, TILE).transpose(1, 2).unsqueeze(2).unsqueeze(1),
+    )
+
+
+# --- computing ---
+
+
+def _attend(
+    q: Tensor,
+    out: Tensor,
+    lines: Tensor,
+    group: _Group,
+    spec: CacheSpec,
+    scale: float,
+    shapes: tuple[ProductShapes, ProductShapes],
+) -> None:
+    (pieces, n), kv_heads, dim = group.queries.shape, spec.kv_heads, spec.head_dim
+    shared, dtype = q.shape[1] // kv_heads, wide(q.dtype)
+    kv = lines.index_select(0, group.lines).view(2, pieces, kv_heads, -1, dim)
+    kv.view(group.seen.dtype).bitwise_and_(group.seen)  # +0.0, whatever was there
+    k, v = kv.to(dtype).view(2, pieces, kv_heads, -1, TILE, dim)
+    folded = q[group.queries].to(dtype).view(pieces, n, kv_heads, shared, dim)
+    folded = folded.permute(0, 2, 3, 1, 4).reshape(pieces, kv_heads, shared * n, dim)
+    size = next((rows for rows in reversed(shapes[0].rows) if rows >= shared * n), shapes[0].rows[0])
+    made = folded.new_empty(folded.shape)
+    for begin in range(0, shared * n, size):
+        part = slice(begin, min(begin + size, shared * n))
+        hidden = group.hidden.expand(-1, -1, -1, shared, -1, -1).flatten(3, 4)[:, :, :, part]
+        made[:, :, part] = _tiles(folded[:, :, part], k, v, hidden, scale, size, shapes)
+    made = made.view(pieces, kv_heads, shared, n, dim).permute(0, 3, 1, 2, 4)
+    made = made.reshape(pieces * n, kv_heads * shared, dim)
+    out[group.places] = made[group.real].to(out.dtype)
+
+
+def _tiles(
+    q: Tensor,  # [P, kv_heads, M or fewer, dim]
+    k: Tensor,  # [P, kv_heads, W, TILE, dim]
+    v: Tensor,  # [P, kv_heads, W, TILE, dim]
+    hidden: Tensor,  # [P, 1, W, as many as in q, TILE]
+    scale: float,
+    size: int,
+    shapes: tuple[ProductShapes, ProductShapes],
+) -> Tensor:
+    """Attention of matrices of queries, filled up to ``size`` rows: the shape of q."""
+    pieces, kv_heads, width, _, dim = k.shape
+    rows = q.shape[2]
+    full = q.new_zeros(pieces, kv_heads, width, size, dim)
+    full[:, :, :, :rows] = q.unsqueeze(2)
+    right = k.reshape(-1, TILE, dim).transpose(1, 2)
+    scores = products(full.view(-1, size, dim), right, shapes[0].batches).view(
+        pieces, kv_heads, width, size, TILE
+    )
+    scores.mul_(scale)
+    scores[:, :, :, rows:] = 0
+    scores[:, :, :, :rows].masked_fill_(hidden, float("-inf"))
+    top = scores.amax(dim=(2, 4), keepdim=True)  # [P, kv_heads, 1, M, 1]
+    top.masked_fill_(top == float("-inf"), 0)  # sees nothing: every weight is exp(-inf)
+    weights = scores.sub_(top).exp_()
+    parts = products(weights.view(-1, size, TILE), v.reshape(-1, TILE, dim), shapes[1].batches)
+    parts = parts.view(pieces, kv_heads, width, size, dim)
+    masses = weights.sum(dim=-1, keepdim=True)  # [P, kv_heads, W, M, 1]
+    total = torch.zeros_like(parts[:, :, 0])
+    mass = torch.zeros_like(masses[:, :, 0])
+    for tile in range(width):
+        total += parts[:, :, tile]
+        mass += masses[:, :, tile]
+    return (total / mass)[:, :, :rows]

@@ -1,0 +1,50 @@
+"""The CPU extension: operations in C++ for bf16 and float32, built once per machine by ``weft build-ops``.
+
+``load`` is the one way in. It never compiles: without a build, or with WEFT_DISABLE_CPU_OPS=1, models run on
+the torch implementations. Nothing here imports torch before ``load`` is called.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from weft.common import env
+from weft.common.log import get_logger
+from weft.ops.cpu import build
+
+_log = get_logger(__name__)
+
+
+@functools.cache
+def load() -> bool:
+    """Whether ``torch.ops.weft_cpu`` can be called; loads this machine's build on the first call.
+
+    Says once in the log why not, and what that costs. ``load.cache_clear()`` makes the next call look again.
+    """
+    if env.get("WEFT_DISABLE_CPU_OPS") == "1":
+        _log.info("the C++ operations are off (WEFT_DISABLE_CPU_OPS)")
+        return False
+    library = build.find()
+    if library is None:
+        _log.warning(
+            "the C++ operations are not built for this machine, so torch's are used: decode on the CPU takes "
+            "about twice as long, deterministic prefill several times as long; `weft build-ops` builds them"
+        )
+        return False
+    import torch
+
+    try:
+        torch.ops.load_library(str(library))
+    except OSError as error:
+        _log.warning("the C++ operations do not load (%s); `weft build-ops --force` builds them again", error)
+        return False
+    return True
+
+
+def capabilities() -> tuple[str, ...]:
+    """What the loaded build was compiled for, e.g. ("avx512", "bf16"); empty without one."""
+    if not load():
+        return ()
+    import torch
+
+    return tuple(torch.ops.weft_cpu.capabilities.default())

@@ -1,0 +1,62 @@
+// What every file of the CPU extension includes.
+//
+// Rules of the extension:
+//   * A row's bits depend on that row alone: not on the number of rows, of threads, or on how work is divided.
+//     So each output element has one fixed sequence of floating-point operations. The compiler may not fuse
+//     products and sums by itself (-ffp-contract=off): where a fused form is meant, it is written.
+//   * bf16 is widened to float exactly, and rounded once, to nearest even.
+//   * Checks of shapes and dtypes are TORCH_CHECKs at the entry; kernels below them trust their arguments.
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
+#define WEFT_AVX512 1
+#include <immintrin.h>
+#else
+#define WEFT_AVX512 0
+#endif
+
+#if WEFT_AVX512 && defined(__AVX512BF16__)
+#define WEFT_AVX512_BF16 1
+#else
+#define WEFT_AVX512_BF16 0
+#endif
+
+namespace weft {
+
+using at::Tensor;
+using bf16 = at::BFloat16;
+
+inline float bits_to_float(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+inline uint32_t float_to_bits(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+
+inline float widen(bf16 value) { return bits_to_float(uint32_t(value.x) << 16); }
+inline float widen(float value) { return value; }
+
+// To nearest even; NaN stays NaN.
+inline uint16_t round_bf16(float value) {
+  const uint32_t bits = float_to_bits(value);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fc0;
+  return uint16_t((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
+}
+
+inline void narrow(float value, bf16* to) { to->x = round_bf16(value); }
+inline void narrow(float value, float* to) { *to = value; }
+
+}  // namespace weft

@@ -1,0 +1,343 @@
+// Matrix products with weights packed once: linear, gated_linear, their int8 forms, and rows of a packed table.
+//
+//   out[m, n] = round(scale[n] * sum_k x[m, k] * w[n, k] + bias[n])            linear
+//   out[m, n] = round(activation(gate sum of n) * up sum of n)                 gated: w is [2 n, K], gate rows first
+//
+// LAYOUT. Blocks of 32 columns (gemm_tile.h), one after another, so that a row of x streams the matrix from
+// memory once. In a gated matrix a block is 16 gate columns and the 16 up columns of the same outputs:
+//
+//   plain   block b, column c: row 32 b + c            gated   c < 16: row 16 b + c     c >= 16: row n + 16 b + c - 16
+//
+// BLOCKING. Rows are taken in chunks whose x fits a part of the L2 cache; for each chunk, every block is used by all
+// tiles of the chunk before the next block is touched:
+//
+//   for chunk of rows:  for block of columns:  for tile of rows in chunk:  all of K
+//
+// INVARIANCE. A tile's sums don't depend on its rows (gemm_tile.h), so neither blocking nor division over threads
+// changes a bit. On a CPU with AMX, bf16 sums come from ATen's brgemm (oneDNN) instead, on the same layout, with
+// all of K in one call: the same for every number of rows as well (tests check both).
+#include <ATen/native/CPUBlas.h>
+
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include "gemm_tile.h"
+
+namespace weft {
+namespace {
+
+#if defined(__AMX_BF16__)
+bool use_brgemm = true;
+#else
+bool use_brgemm = false;
+#endif
+
+constexpr int64_t kChunkBytes = 384 * 1024;  // of x
+constexpr int64_t kBrgemmRows = 32;
+
+int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// --- layout ---------------------------------------------------------------------------------------------------
+
+struct Layout {
+  int64_t inputs, rows;  // of the weight: [rows, inputs]
+  bool gated;
+
+  int64_t outputs() const { return gated ? rows / 2 : rows; }
+  int64_t width() const { return gated ? kBlock / 2 : kBlock; }  // outputs a block
+  int64_t blocks() const { return divide_up(outputs(), width()); }
+
+  // The row of the weight that is column `column` of a block, or -1.
+  int64_t row(int64_t block, int column) const {
+    const int64_t output = block * width() + column % width();
+    if (output >= outputs()) return -1;
+    return column < width() ? output : outputs() + output;
+  }
+};
+
+// --- the product ----------------------------------------------------------------------------------------------
+
+template <class X>
+struct Product {
+  Layout layout;
+  const X* x;
+  int64_t rows, x_stride;
+  const uint8_t* weights;
+  const X* bias;        // [layout.rows] or null
+  const float* scales;  // [layout.rows] or null
+  Activation activation;
+  X* out;
+  int64_t out_stride;
+};
+
+template <class X>
+void prepare(const Product<X>& product, int64_t block, Finish& finish) {
+  const Layout& layout = product.layout;
+  finish.scaled = product.scales != nullptr;
+  finish.biased = product.bias != nullptr;
+  finish.activation = product.activation;
+  finish.columns = int(std::min(layout.width(), layout.outputs() - block * layout.width()));
+  if (!finish.scaled && !finish.biased) return;
+  for (int column = 0; column < kBlock; ++column) {
+    const int64_t row = layout.row(block, column);
+    finish.scale[column] = finish.scaled && row >= 0 ? product.scales[row] : 1.0f;
+    finish.bias[column] = finish.biased && row >= 0 ? widen(product.bias[row]) : 0.0f;
+  }
+}
+
+// Rows [begin, end) against one block, by our own tiles.
+template <class F>
+void run_tiles(const Product<typename F::X>& product, const uint8_t* w, const Finish& finish, int64_t begin,
+               int64_t end, int64_t column) {
+  for (int64_t row = begin; row < end;) {
+    // Tiles of like size: 32 rows are 11 + 11 + 10 and not 14 + 14 + 4.
+    const int64_t left = end - row, rows = divide_up(left, divide_up(left, kRows));
+    tiles<F>[rows - 1](product.x + row * product.x_stride, product.x_stride, w, product.layout.inputs, finish,
+                       product.out + row * product.out_stride + column, product.out_stride);
+    row += rows;
+  }
+}
+
+// The same by brgemm, which wants an even K: a last odd k is a call of its own, padded by zeros.
+void run_brgemm(const Product<bf16>& product, const uint8_t* w, const Finish& finish, int64_t begin, int64_t end,
+                int64_t column) {
+  const int64_t inputs = product.layout.inputs, even = inputs / 2 * 2;
+  const bf16* weights = reinterpret_cast<const bf16*>(w);
+  alignas(64) float sums[kBrgemmRows * kBlock];
+  alignas(64) bf16 last[kBrgemmRows * 2];
+  for (int64_t row = begin; row < end; row += kBrgemmRows) {
+    const int64_t rows = std::min(kBrgemmRows, end - row);
+    const bf16* x = product.x + row * product.x_stride;
+    if (even > 0)
+      at::native::cpublas::brgemm(rows, kBlock, even, product.x_stride, kBlock, kBlock, false, x, weights, sums);
+    if (even < inputs) {
+      for (int64_t r = 0; r < rows; ++r) last[2 * r] = x[r * product.x_stride + even], last[2 * r + 1] = bf16(0.0f);
+      at::native::cpublas::brgemm(rows, kBlock, 2, 2, kBlock, kBlock, even > 0, last, weights + even * kBlock, sums);
+    }
+    for (int64_t r = 0; r < rows; ++r)
+      finish_row(load(sums + r * kBlock), load(sums + r * kBlock + kLanes), finish,
+                 product.out + (row + r) * product.out_stride + column);
+  }
+}
+
+// One block of int8 weights as bf16, for brgemm. Our own tiles widen as they go: that hides behind the products.
+const uint8_t* widen_block(const uint8_t* w, int64_t steps) {
+  static thread_local std::vector<uint8_t> memory;
+  if (memory.size() < size_t(steps * Bf16::bytes)) memory.resize(size_t(steps * Bf16::bytes));
+  for (int64_t step = 0; step < steps; ++step) {
+    const auto weights = Int8Bf16::load(w + step * Int8Bf16::bytes);
+    std::memcpy(memory.data() + step * Bf16::bytes, &weights, Bf16::bytes);
+  }
+  return memory.data();
+}
+
+template <class F>
+void run_block(const Product<typename F::X>& product, const uint8_t* w, const Finish& finish, int64_t begin,
+               int64_t end, int64_t column) {
+  if constexpr (std::is_same_v<typename F::X, bf16>) {
+    if (use_brgemm) {
+      if (std::is_same_v<F, Int8Bf16>) w = widen_block(w, divide_up(product.layout.inputs, F::depth));
+      return run_brgemm(product, w, finish, begin, end, column);
+    }
+  }
+  run_tiles<F>(product, w, finish, begin, end, column);
+}
+
+template <class F>
+void run_part(const Product<typename F::X>& product, int64_t row_begin, int64_t row_end, int64_t block_begin,
+              int64_t block_end) {
+  const Layout& layout = product.layout;
+  const int64_t block_bytes = divide_up(layout.inputs, F::depth) * F::bytes;
+  const int64_t row_bytes = std::max<int64_t>(1, layout.inputs) * int64_t(sizeof(typename F::X));
+  const int64_t chunk = std::max<int64_t>(1, kChunkBytes / row_bytes / kRows) * kRows;
+  Finish finish;
+  for (int64_t row = row_begin; row < row_end; row += chunk) {
+    for (int64_t block = block_begin; block < block_end; ++block) {
+      prepare(product, block, finish);
+      run_block<F>(product, product.weights + block * block_bytes, finish, row, std::min(row + chunk, row_end),
+                   block * layout.width());
+    }
+  }
+}
+
+// Divides rows and blocks over the threads so that the largest part is smallest.
+template <class F>
+void run(const Product<typename F::X>& product) {
+  const int64_t threads = at::in_parallel_region() ? 1 : at::get_num_threads();
+  const int64_t blocks = product.layout.blocks(), row_tiles = divide_up(product.rows, kRows);
+  int64_t across = 1, along = 1, best = INT64_MAX;  // parts of the rows, of the blocks
+  for (int64_t parts = 1; parts <= std::min(threads, row_tiles); ++parts) {
+    const int64_t others = std::min(threads / parts, blocks);
+    const int64_t largest = divide_up(row_tiles, parts) * divide_up(blocks, others);
+    if (largest < best) across = parts, along = others, best = largest;
+  }
+  at::parallel_for(0, across * along, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t part = begin; part < end; ++part) {
+      const int64_t r = part / along, b = part % along;
+      run_part<F>(product, product.rows * r / across, product.rows * (r + 1) / across, blocks * b / along,
+                  blocks * (b + 1) / along);
+    }
+    if (use_brgemm) at::native::cpublas::brgemm_release();
+  });
+}
+
+// --- entries --------------------------------------------------------------------------------------------------
+
+int64_t depth_of(at::ScalarType type) { return type == at::kBFloat16 ? Bf16::depth : F32::depth; }
+
+void check_dtype(const Tensor& tensor, const char* what) {
+  TORCH_CHECK(tensor.scalar_type() == at::kBFloat16 || tensor.scalar_type() == at::kFloat, what,
+              " must be bfloat16 or float32, not ", tensor.scalar_type());
+}
+
+template <class Narrow, class Plain, class X>
+void run_as(const Layout& layout, const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias,
+            const std::optional<Tensor>& scales, Activation activation, Tensor& out) {
+  const Product<X> product{layout,
+                           x.const_data_ptr<X>(),
+                           x.size(0),
+                           x.stride(0),
+                           static_cast<const uint8_t*>(packed.const_data_ptr()),
+                           bias ? bias->const_data_ptr<X>() : nullptr,
+                           scales ? scales->const_data_ptr<float>() : nullptr,
+                           activation,
+                           out.mutable_data_ptr<X>(),
+                           out.stride(0)};
+  scales ? run<Narrow>(product) : run<Plain>(product);
+}
+
+// x [M, K]; packed by `pack` or `pack_int8` from [rows, K]; bias [rows] in x's dtype; scales float32 [rows]
+// for int8; activation 0 for linear, else of the gated form.
+Tensor linear(const Tensor& x, const Tensor& packed, int64_t rows, const std::optional<Tensor>& bias,
+              const std::optional<Tensor>& scales, int64_t activation) {
+  check_dtype(x, "x");
+  TORCH_CHECK(x.dim() == 2, "x must be [rows, inputs]");
+  const Layout layout{x.size(1), rows, activation != 0};
+  const int64_t steps = divide_up(layout.inputs, depth_of(x.scalar_type()));
+  TORCH_CHECK(packed.dim() == 4 && packed.size(0) == layout.blocks() && packed.size(1) == steps,
+              "x has ", layout.inputs, " inputs, and the packed weight is for others");
+  TORCH_CHECK(packed.scalar_type() == (scales ? at::kByte : x.scalar_type()), "x is ", x.scalar_type(),
+              ", and the packed weight is for another dtype");
+  TORCH_CHECK(!bias || (bias->scalar_type() == x.scalar_type() && bias->numel() == rows && bias->is_contiguous()),
+              "the bias must be [", rows, "] in x's dtype");
+  TORCH_CHECK(!scales || (scales->scalar_type() == at::kFloat && scales->numel() == rows && scales->is_contiguous()),
+              "the scales must be float32 [", rows, "]");
+  Tensor out = at::empty({x.size(0), layout.outputs()}, x.options());
+  if (out.numel() == 0) return out;
+  const Tensor rowwise = layout.inputs <= 1 || x.stride(1) == 1 ? x : x.contiguous();
+  if (x.scalar_type() == at::kBFloat16)
+    run_as<Int8Bf16, Bf16, bf16>(layout, rowwise, packed, bias, scales, Activation(activation), out);
+  else
+    run_as<Int8F32, F32, float>(layout, rowwise, packed, bias, scales, Activation(activation), out);
+  return out;
+}
+
+template <class X>
+void pack_block(const X* weight, const Layout& layout, int64_t block, int64_t depth, X* to) {
+  const int64_t steps = divide_up(layout.inputs, depth);
+  for (int column = 0; column < kBlock; ++column) {
+    const int64_t row = layout.row(block, column);
+    for (int64_t at = 0; at < steps * depth; ++at)
+      to[(at / depth * kBlock + column) * depth + at % depth] =
+          row >= 0 && at < layout.inputs ? weight[row * layout.inputs + at] : X(0.0f);
+  }
+}
+
+Layout layout_of(const Tensor& weight, bool gated) {
+  TORCH_CHECK(weight.dim() == 2, "a weight must be [outputs, inputs]");
+  TORCH_CHECK(!gated || weight.size(0) % 2 == 0, "a gated weight must have an even number of rows");
+  return {weight.size(1), weight.size(0), gated};
+}
+
+// [rows, K] -> [blocks, steps, 32, k a step]
+Tensor pack(const Tensor& weight, bool gated) {
+  check_dtype(weight, "a weight to pack");
+  const Layout layout = layout_of(weight, gated);
+  const int64_t depth = depth_of(weight.scalar_type()), steps = divide_up(layout.inputs, depth);
+  const Tensor plain = weight.contiguous();
+  Tensor packed = at::empty({layout.blocks(), steps, kBlock, depth}, weight.options());
+  const auto fill = [&]<class X>(const X* from, X* to) {
+    at::parallel_for(0, layout.blocks(), 1, [&](int64_t begin, int64_t end) {
+      for (int64_t block = begin; block < end; ++block)
+        pack_block(from, layout, block, depth, to + block * steps * kBlock * depth);
+    });
+  };
+  if (depth == Bf16::depth)
+    fill(plain.const_data_ptr<bf16>(), packed.mutable_data_ptr<bf16>());
+  else
+    fill(plain.const_data_ptr<float>(), packed.mutable_data_ptr<float>());
+  return packed;
+}
+
+// values: int8 [rows, K], -127 to 127 -> bytes [blocks, steps, 32, k a step] for activations of bf16 or float32
+Tensor pack_int8(const Tensor& values, bool gated, bool for_bf16) {
+  TORCH_CHECK(values.scalar_type() == at::kChar, "values to pack must be int8");
+  const Layout layout = layout_of(values, gated);
+  const int64_t depth = for_bf16 ? Bf16::depth : F32::depth, steps = divide_up(layout.inputs, depth);
+  const Tensor plain = values.contiguous();
+  Tensor packed = at::empty({layout.blocks(), steps, kBlock, depth}, values.options().dtype(at::kByte));
+  const int8_t* from = plain.const_data_ptr<int8_t>();
+  uint8_t* to = packed.mutable_data_ptr<uint8_t>();
+  at::parallel_for(0, layout.blocks(), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; ++block)
+      for (int column = 0; column < kBlock; ++column) {
+        const int64_t row = layout.row(block, column);
+        for (int64_t at = 0; at < steps * depth; ++at) {
+          const int value = row >= 0 && at < layout.inputs ? from[row * layout.inputs + at] : 0;
+          const int slot = for_bf16 ? int8_slot(column, int(at % depth)) : column;
+          to[(block * steps + at / depth) * kBlock * depth + slot] = for_bf16 ? int8_code(value) : uint8_t(value);
+        }
+      }
+  });
+  return packed;
+}
+
+// Rows of a packed plain matrix of `rows` rows: ids int64 [T] -> [T, inputs].
+Tensor embedding(const Tensor& ids, const Tensor& packed, int64_t rows, int64_t inputs) {
+  check_dtype(packed, "the table");
+  TORCH_CHECK(ids.scalar_type() == at::kLong && ids.dim() == 1, "ids must be int64 [T]");
+  const int64_t depth = packed.size(3), steps = packed.size(1);
+  TORCH_CHECK(depth == depth_of(packed.scalar_type()) && steps == divide_up(inputs, depth) &&
+                  packed.size(0) == divide_up(rows, kBlock),
+              "the packed table is of another shape");
+  const Tensor list = ids.contiguous();
+  const int64_t* wanted = list.const_data_ptr<int64_t>();
+  for (int64_t token = 0; token < ids.size(0); ++token)
+    TORCH_CHECK_INDEX(wanted[token] >= 0 && wanted[token] < rows, "id ", wanted[token], " is not in a table of ", rows);
+  Tensor out = at::empty({ids.size(0), inputs}, packed.options());
+  const auto fill = [&]<class X>(const X* from, X* to) {
+    at::parallel_for(0, ids.size(0), 16, [&](int64_t begin, int64_t end) {
+      for (int64_t token = begin; token < end; ++token) {
+        const int64_t id = wanted[token];
+        const X* line = from + (id / kBlock * steps * kBlock + id % kBlock) * depth;
+        X* row = to + token * inputs;
+        for (int64_t at = 0; at < inputs; ++at) row[at] = line[at / depth * kBlock * depth + at % depth];
+      }
+    });
+  };
+  if (depth == Bf16::depth)
+    fill(packed.const_data_ptr<bf16>(), out.mutable_data_ptr<bf16>());
+  else
+    fill(packed.const_data_ptr<float>(), out.mutable_data_ptr<float>());
+  return out;
+}
+
+// Whether bf16 sums come from brgemm from now on; returns what was. For tests and measurements.
+bool set_brgemm(bool value) { return std::exchange(use_brgemm, value); }
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(weft_cpu, m) {
+  m.def("linear(Tensor x, Tensor packed, int rows, Tensor? bias, Tensor? scales, int activation) -> Tensor");
+  m.def("pack(Tensor weight, bool gated) -> Tensor");
+  m.def("pack_int8(Tensor values, bool gated, bool for_bf16) -> Tensor");
+  m.def("embedding(Tensor ids, Tensor packed, int rows, int inputs) -> Tensor");
+  m.def("set_brgemm(bool value) -> bool", &set_brgemm);
+  m.impl("linear", c10::DispatchKey::CPU, TORCH_FN(linear));
+  m.impl("pack", c10::DispatchKey::CPU, TORCH_FN(pack));
+  m.impl("pack_int8", c10::DispatchKey::CPU, TORCH_FN(pack_int8));
+  m.impl("embedding", c10::DispatchKey::CPU, TORCH_FN(embedding));
+}
+
+}  // namespace weft

@@ -1,0 +1,266 @@
+// Tiles of a matrix product: some rows of x against one block of 32 packed columns, over all of K.
+//
+// PACKED WEIGHTS. A block holds 32 output columns, one *step* of K after another:
+//
+//   bf16   step = 2 k:  [column 0: k, k+1][column 1: k, k+1] .. [column 31: k, k+1]        128 bytes
+//   f32    step = 1 k:  [column 0] .. [column 31]                                          128 bytes
+//   int8   the step of its activations' dtype with one byte a weight: 64 or 32 bytes, see int8_slot
+//
+//   Columns beyond N are zero, and so is the second k of an odd K's last step.
+//
+// A TILE keeps rows x 32 float sums in registers. Each sum is one chain over k, in order; a tile of fewer rows
+// is the same code with fewer sums, so a row's bits don't depend on the tile it is in. int8 weights become
+// bf16 or float, exactly, and then take the same chain; their scale is applied to the sum.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+#include "vector.h"
+
+namespace weft {
+namespace {
+
+using namespace vec;
+
+constexpr int kBlock = 32;
+
+#if WEFT_AVX512
+constexpr int kRows = 14;  // rows of a tile: 28 registers of sums, 2 of weights, 1 of x
+#else
+constexpr int kRows = 3;
+#endif
+
+#if WEFT_AVX512 && defined(__AVX512VBMI__)
+#define WEFT_INT8_TABLE 1
+#else
+#define WEFT_INT8_TABLE 0
+#endif
+
+// --- registers ------------------------------------------------------------------------------------------------
+
+typedef uint32_t Pairs __attribute__((vector_size(64)));  // 16 pairs of bf16, the first of a pair in the low half
+
+template <class To, class From>
+inline To recast(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+template <class V>
+inline V load_as(const void* from) {
+  V value;
+  std::memcpy(&value, from, sizeof(value));
+  return value;
+}
+
+// sum + x.first * w.first + x.second * w.second
+inline vf dot_pairs(vf sum, Pairs x, Pairs w) {
+#if WEFT_AVX512_BF16
+  return _mm512_dpbf16_ps(sum, recast<__m512bh>(x), recast<__m512bh>(w));
+#else
+  sum = fma(recast<vf>(x << 16), recast<vf>(w << 16), sum);
+  return fma(recast<vf>(x & 0xffff0000u), recast<vf>(w & 0xffff0000u), sum);
+#endif
+}
+
+// --- formats: what a step of K is -----------------------------------------------------------------------------
+
+struct Bf16 {
+  using X = bf16;
+  struct Step {
+    Pairs w[2];
+  };
+  static constexpr int depth = 2;       // k a step
+  static constexpr int64_t bytes = 128;  // of weights a step
+  static Step load(const uint8_t* w) { return {{load_as<Pairs>(w), load_as<Pairs>(w + 64)}}; }
+  static Pairs x(const bf16* from) { return Pairs{} + load_as<uint32_t>(from); }
+  static Pairs x_last(const bf16* from) { return Pairs{} + uint32_t(from->x); }  // the second k is absent
+  static vf dot(vf sum, Pairs x, Pairs w) { return dot_pairs(sum, x, w); }
+};
+
+struct F32 {
+  using X = float;
+  struct Step {
+    vf w[2];
+  };
+  static constexpr int depth = 1;
+  static constexpr int64_t bytes = 128;
+  static Step load(const uint8_t* w) { return {{load_as<vf>(w), load_as<vf>(w + 64)}}; }
+  static vf x(const float* from) { return splat(*from); }
+  static vf x_last(const float* from) { return splat(*from); }
+  static vf dot(vf sum, vf x, vf w) { return fma(x, w, sum); }
+};
+
+// Where an int8 step for bf16 keeps (column, k of the pair). With a table of bytes, the low and the high bytes of
+// a step's 64 weights are looked up and interleaved within lanes of 128 bits: so a lane holds 4 pairs of the first
+// 16 columns, then 4 of the last 16. Without one, a step is four rows of 16: (half of the columns, k).
+inline int int8_slot(int column, int k) {
+  if (WEFT_INT8_TABLE) return column % 16 / 4 * 16 + column / 16 * 8 + column % 4 * 2 + k;
+  return column / 16 * 32 + k * 16 + column % 16;
+}
+
+// The byte that is stored for bf16: sign and magnitude for the table, else two's complement. -127 to 127.
+inline uint8_t int8_code(int value) {
+  return uint8_t(WEFT_INT8_TABLE && value < 0 ? 0x80 | -value : value);
+}
+
+typedef int8_t Bytes __attribute__((vector_size(16)));
+typedef int32_t Ints __attribute__((vector_size(64)));
+typedef float Floats __attribute__((vector_size(64)));
+
+inline vf int8_floats(const uint8_t* from) {
+#if WEFT_AVX512
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_as<__m128i>(from)));
+#else
+  return recast<vf>(__builtin_convertvector(__builtin_convertvector(load_as<Bytes>(from), Ints), Floats));
+#endif
+}
+
+#if WEFT_INT8_TABLE
+// The low and the high byte of bf16(magnitude), which is exact, for magnitudes 0 to 127.
+struct Int8Table {
+  alignas(64) uint8_t low[128], high[128];
+  constexpr Int8Table() : low(), high() {
+    for (int value = 1, exponent = 0; value < 128; ++value) {
+      if (value >> (exponent + 1)) ++exponent;
+      const int code = (127 + exponent) << 7 | (value << (7 - exponent) & 0x7f);
+      low[value] = uint8_t(code), high[value] = uint8_t(code >> 8);
+    }
+  }
+};
+constexpr Int8Table kInt8Table;
+#endif
+
+struct Int8Bf16 : Bf16 {
+  static constexpr int64_t bytes = 64;
+  static Step load(const uint8_t* w) {
+#if WEFT_INT8_TABLE
+    const __m512i* tables = reinterpret_cast<const __m512i*>(&kInt8Table);
+    const __m512i code = _mm512_loadu_si512(w);
+    const __m512i low = _mm512_permutex2var_epi8(tables[0], code, tables[1]);
+    const __m512i magnitude = _mm512_permutex2var_epi8(tables[2], code, tables[3]);
+    const __m512i sign = _mm512_set1_epi8(char(0x80));
+    const __m512i high = _mm512_ternarylogic_epi32(magnitude, code, sign, 0xf8);  // magnitude | (code & sign)
+    return {{recast<Pairs>(_mm512_unpacklo_epi8(low, high)), recast<Pairs>(_mm512_unpackhi_epi8(low, high))}};
+#else
+    Step step;
+    for (int half = 0; half < 2; ++half) {
+      const Pairs first = recast<Pairs>(int8_floats(w + 32 * half));
+      const Pairs second = recast<Pairs>(int8_floats(w + 32 * half + 16));
+      step.w[half] = (first >> 16) | (second & 0xffff0000u);
+    }
+    return step;
+#endif
+  }
+};
+
+struct Int8F32 : F32 {
+  static constexpr int64_t bytes = 32;
+  static Step load(const uint8_t* w) { return {{int8_floats(w), int8_floats(w + 16)}}; }
+};
+
+// --- what is done with the sums -------------------------------------------------------------------------------
+
+enum class Activation : int { none = 0, silu = 1, gelu_tanh = 2, gelu = 3, relu = 4 };
+
+struct Finish {
+  alignas(64) float scale[kBlock];  // 1 where there are no scales
+  alignas(64) float bias[kBlock];
+  bool scaled = false, biased = false;
+  Activation activation = Activation::none;  // of the first 16 columns, times the last 16
+  int columns = kBlock;                      // outputs of this block: at most 32, or 16 with an activation
+};
+
+inline vf sigmoid_times(vf x, vf y) { return x / (splat(1.0f) + exp2v(y * splat(-kLog2E))); }
+
+inline vf activate(vf x, Activation activation) {
+  switch (activation) {
+    case Activation::silu:
+      return sigmoid_times(x, x);
+    case Activation::gelu_tanh:  // x * sigmoid(2 u), u = sqrt(2 / pi) * (x + 0.044715 x^3)
+      return sigmoid_times(x, fma(splat(0.044715f) * x * x, x, x) * splat(1.5957691216057308f));
+    case Activation::relu:
+      return vmax(splat(0.0f), x);
+    case Activation::gelu: {
+      float lanes[kLanes];
+      store(lanes, x);
+      for (float& lane : lanes) lane *= 0.5f * (1.0f + std::erf(lane * 0.70710678118654752f));
+      return load(lanes);
+    }
+    case Activation::none:
+      break;
+  }
+  return x;
+}
+
+template <class X>
+inline void finish_row(vf first, vf second, const Finish& finish, X* out) {
+  if (finish.scaled) {
+    first = first * load(finish.scale);
+    second = second * load(finish.scale + kLanes);
+  }
+  if (finish.biased) {
+    first = first + load(finish.bias);
+    second = second + load(finish.bias + kLanes);
+  }
+  if (finish.activation != Activation::none) {
+    store_n(out, activate(first, finish.activation) * second, finish.columns);
+    return;
+  }
+  store_n(out, first, std::min(finish.columns, kLanes));
+  if (finish.columns > kLanes) store_n(out + kLanes, second, finish.columns - kLanes);
+}
+
+// --- a tile ---------------------------------------------------------------------------------------------------
+
+constexpr int64_t kAhead = 2048;  // bytes of weights asked for before their use; may run past their end
+
+template <class F, int rows>
+void tile(const typename F::X* x, int64_t x_stride, const uint8_t* w, int64_t inputs, const Finish& finish,
+          typename F::X* out, int64_t out_stride) {
+  vf sum[rows][2];
+  for (auto& row : sum) row[0] = row[1] = splat(0.0f);
+  const int64_t steps = inputs / F::depth;
+  for (int64_t step = 0; step < steps; ++step, w += F::bytes) {
+    __builtin_prefetch(w + kAhead);
+    if (F::bytes > 64) __builtin_prefetch(w + kAhead + 64);
+    const auto weights = F::load(w);
+#pragma GCC unroll 16
+    for (int row = 0; row < rows; ++row) {
+      const auto value = F::x(x + row * x_stride + step * F::depth);
+      sum[row][0] = F::dot(sum[row][0], value, weights.w[0]);
+      sum[row][1] = F::dot(sum[row][1], value, weights.w[1]);
+    }
+  }
+  if (inputs % F::depth) {
+    const auto weights = F::load(w);
+#pragma GCC unroll 16
+    for (int row = 0; row < rows; ++row) {
+      const auto value = F::x_last(x + row * x_stride + inputs - 1);
+      sum[row][0] = F::dot(sum[row][0], value, weights.w[0]);
+      sum[row][1] = F::dot(sum[row][1], value, weights.w[1]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int row = 0; row < rows; ++row) finish_row(sum[row][0], sum[row][1], finish, out + row * out_stride);
+}
+
+template <class F>
+using Tile = void (*)(const typename F::X*, int64_t, const uint8_t*, int64_t, const Finish&, typename F::X*,
+                      int64_t);
+
+template <class F, int... rows>
+constexpr std::array<Tile<F>, sizeof...(rows)> make_tiles(std::integer_sequence<int, rows...>) {
+  return {tile<F, rows + 1>...};
+}
+
+// tiles<F>[rows - 1]
+template <class F>
+constexpr auto tiles = make_tiles<F>(std::make_integer_sequence<int, kRows>{});
+
+}  // namespace
+}  // namespace weft

@@ -1,0 +1,276 @@
+// From logits to tokens: argmax, and the Gumbel-maximum of the sampling rule, each reading a row once or twice.
+//
+// greedy   blocks of kBlock: maximum and NaN; the first block with the largest maximum, in it the first equal.
+// sample   argmax over tokens of  double(x) + g,  x = logit / temperature in float,  g = -log(-log(u)),
+//          u = (word + 1/2) * 2^-32, words by Philox (weft/ops/philox.py), without computing most of them:
+//
+//   best = score so far; it starts as the score of the largest logit.
+//   A token wins only if  x + g >= best,  that is  -log(u) <= exp(x - best);  and 1 - u <= -log(u). So
+//     * a group of 64 tokens whose largest x has exp(x - best) < 2^-33 <= 1 - u needs no words;
+//     * a token needs its logarithms only if  1 - u <= exp(x - best).
+//   Both tests are done in float with an allowance for every rounding; what passes is scored in double.
+//
+// Ties go to the lowest id. A row with NaN, +inf or nothing finite after the division is an error.
+
+#include "vector.h"
+
+#include <algorithm>
+#include <tuple>
+
+namespace weft {
+namespace {
+
+using namespace vec;
+
+constexpr int kBlock = 1024;
+constexpr int kGroup = 64;
+constexpr uint32_t kMultiply[2] = {0xD2511F53u, 0xCD9E8D57u};
+constexpr uint32_t kWeyl[2] = {0x9E3779B9u, 0xBB67AE85u};
+
+#if WEFT_AVX512
+inline bool any_nan(vf x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q) != 0; }
+#else
+inline bool any_nan(vf x) { return equal(x, x) != 0xffff; }
+#endif
+
+struct Top {
+  float value = -kInf;
+  int64_t id = 0;
+  bool nan = false;
+  bool broken() const { return nan || !std::isfinite(value); }
+};
+
+// The largest of n numbers and the first place that holds it. `groups`, if any, gets the maximum of each kGroup.
+template <class T>
+Top top_of(const T* x, int64_t n, float* groups) {
+  Top top;
+  int64_t block = 0;
+  for (int64_t begin = 0; begin < n; begin += kBlock) {
+    const int64_t end = std::min<int64_t>(begin + kBlock, n);
+    vf largest = splat(-kInf), check = splat(0.0f);
+    for (int64_t from = begin; from < end; from += kGroup) {
+      vf here = splat(-kInf);
+      int64_t i = from;
+      const int64_t until = std::min<int64_t>(from + kGroup, end);
+      for (; i + kLanes <= until; i += kLanes) {
+        const vf v = load(x + i);
+        check = check + (v - v);  // NaN for NaN and infinities
+        here = vmax(v, here);
+      }
+      if (i < until) {
+        const int left = int(until - i);
+        const vf v = load_n(x + i, left);
+        check = check + (v - v);
+        here = vmax(select((1u << left) - 1, v, splat(-kInf)), here);
+      }
+      if (groups) groups[from / kGroup] = reduce_max(here);
+      largest = vmax(here, largest);
+    }
+    if (any_nan(check))
+      for (int64_t i = begin; i < end; ++i) top.nan |= std::isnan(widen(x[i]));
+    const float value = reduce_max(largest);
+    if (value > top.value) top.value = value, block = begin;
+  }
+  for (top.id = block; top.id < n - 1 && widen(x[top.id]) != top.value; ++top.id) {
+  }
+  return top;
+}
+
+// ---- noise ----
+
+struct Key {
+  uint32_t low, high, position, choice;
+};
+
+inline void philox(const Key& of, uint32_t counter, uint32_t* words) {
+  uint32_t c[4] = {counter, of.position, of.choice, 0}, k[2] = {of.low, of.high};
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t a = uint64_t(kMultiply[0]) * c[0], b = uint64_t(kMultiply[1]) * c[2];
+    const uint32_t next[4] = {uint32_t(b >> 32) ^ c[1] ^ k[0], uint32_t(b), uint32_t(a >> 32) ^ c[3] ^ k[1],
+                              uint32_t(a)};
+    std::memcpy(c, next, sizeof(c));
+    k[0] += kWeyl[0];
+    k[1] += kWeyl[1];
+  }
+  std::memcpy(words, c, sizeof(c));
+}
+
+// The words of tokens first .. first + 63, in their order; first is a multiple of 4.
+#if WEFT_AVX512
+inline void multiply(__m512i x, uint32_t by, __m512i& high, __m512i& low) {
+  const __m512i factor = _mm512_set1_epi64(by);
+  const __m512i even = _mm512_mul_epu32(x, factor), odd = _mm512_mul_epu32(_mm512_srli_epi64(x, 32), factor);
+  high = _mm512_mask_blend_epi32(0xaaaa, _mm512_srli_epi64(even, 32), odd);
+  low = _mm512_mask_blend_epi32(0xaaaa, even, _mm512_slli_epi64(odd, 32));
+}
+
+inline void words_of(const Key& of, uint32_t first, uint32_t* words) {
+  // Lane 4 g + q has counter 4 q + g: so the two rounds of unpacking below leave the words in order.
+  const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+  __m512i c0 = _mm512_add_epi32(_mm512_set1_epi32(int(first >> 2)), order);
+  __m512i c1 = _mm512_set1_epi32(int(of.position)), c2 = _mm512_set1_epi32(int(of.choice));
+  __m512i c3 = _mm512_setzero_si512();
+  uint32_t k0 = of.low, k1 = of.high;
+  for (int round = 0; round < 10; ++round) {
+    __m512i a_high, a_low, b_high, b_low;
+    multiply(c0, kMultiply[0], a_high, a_low);
+    multiply(c2, kMultiply[1], b_high, b_low);
+    c0 = _mm512_ternarylogic_epi32(b_high, c1, _mm512_set1_epi32(int(k0)), 0x96);  // xor of three
+    c2 = _mm512_ternarylogic_epi32(a_high, c3, _mm512_set1_epi32(int(k1)), 0x96);
+    c1 = b_low;
+    c3 = a_low;
+    k0 += kWeyl[0];
+    k1 += kWeyl[1];
+  }
+  const __m512i a = _mm512_unpacklo_epi32(c0, c1), b = _mm512_unpackhi_epi32(c0, c1);
+  const __m512i c = _mm512_unpacklo_epi32(c2, c3), d = _mm512_unpackhi_epi32(c2, c3);
+  _mm512_store_si512(words, _mm512_unpacklo_epi64(a, c));
+  _mm512_store_si512(words + 16, _mm512_unpackhi_epi64(a, c));
+  _mm512_store_si512(words + 32, _mm512_unpacklo_epi64(b, d));
+  _mm512_store_si512(words + 48, _mm512_unpackhi_epi64(b, d));
+}
+// (1 - u) * 2^32, rounded
+inline vf gap_of(const uint32_t* words) {
+  const __m512i flipped = _mm512_xor_si512(_mm512_load_si512(words), _mm512_set1_epi32(-1));
+  return _mm512_cvtepu32_ps(flipped) + splat(0.5f);
+}
+#else
+inline void words_of(const Key& of, uint32_t first, uint32_t* words) {
+  for (int i = 0; i < kGroup; i += 4) philox(of, (first + i) >> 2, words + i);
+}
+inline vf gap_of(const uint32_t* words) {
+  return lanes([&](int i) { return float(~words[i]) + 0.5f; });
+}
+#endif
+
+inline double gumbel(uint32_t word) { return -std::log(-std::log((double(word) + 0.5) * 0x1p-32)); }
+
+struct Best {
+  double score;
+  int64_t id;
+  void offer(double other, int64_t at) {
+    if (other > score || (other == score && at < id)) score = other, id = at;
+  }
+};
+
+// Steps 5 to 7 without top_k and top_p, of one row of n logits.
+template <class T>
+std::tuple<int64_t, bool> sample_row(const T* x, int64_t n, float temperature, double min_p, const Key& key,
+                                     float* groups) {
+  const Top top = top_of(x, n, groups);
+  const float largest = top.value / temperature;
+  if (top.nan || !std::isfinite(largest)) return {0, true};
+  const auto scaled = [&](int64_t id) { return double(widen(x[id]) / temperature); };
+  uint32_t four[4];
+  philox(key, uint32_t(top.id >> 2), four);
+  Best best{double(largest) + gumbel(four[top.id & 3]), top.id};
+  // What x = logit / temperature may be above (logit - top) / temperature + largest, and the float sums below.
+  const float allowance = 1e-4f + 4e-7f * (std::fabs(largest) + 30.0f);
+  const float inverse = kLog2E / temperature;
+  // log2 of exp(x - best) * 2^32, at most, of a logit
+  const auto shift_of = [&] { return float(double(largest) - best.score + allowance) * kLog2E + 32.0f + 1e-4f; };
+  float shift = shift_of();
+  const float floor = min_p > 0 ? float(std::log(min_p)) - allowance : -kInf;
+  alignas(64) uint32_t words[kGroup];
+  for (int64_t from = 0; from < n; from += kGroup) {
+    const float below = (groups[from / kGroup] - top.value) * inverse;
+    if (below + shift < -1.01f || below < floor * kLog2E) continue;
+    words_of(key, uint32_t(from), words);
+    for (int64_t i = from; i < std::min<int64_t>(from + kGroup, n); i += kLanes) {
+      const int left = int(std::min<int64_t>(kLanes, n - i));
+      const vf v = left == kLanes ? load(x + i) : load_n(x + i, left);
+      const vf reach = exp2v(fma(v - splat(top.value), splat(inverse), splat(shift)));
+      uint32_t may = (~less(reach, gap_of(words + (i - from)))) & ((1u << left) - 1);
+      for (; may; may &= may - 1) {
+        const int64_t id = i + __builtin_ctz(may);
+        const double value = scaled(id);
+        if (min_p > 0 && !(std::exp(value - double(largest)) >= min_p)) continue;
+        best.offer(value + gumbel(words[id - from]), id);
+        shift = shift_of();
+      }
+    }
+  }
+  return {best.id, false};
+}
+
+// ---- entries ----
+
+struct Rows {
+  int64_t count, stride, vocab;
+  const int64_t* index;
+};
+
+Rows check(const Tensor& logits, const Tensor& rows, int64_t vocab, const char* op) {
+  TORCH_CHECK(logits.dim() == 2 && logits.stride(1) == 1 && vocab > 0 && vocab <= logits.size(1), op, ": logits");
+  TORCH_CHECK(rows.dim() == 1 && rows.is_contiguous(), op, ": rows");
+  const int64_t* index = rows.const_data_ptr<int64_t>();
+  for (int64_t r = 0; r < rows.size(0); ++r)
+    TORCH_CHECK(index[r] >= 0 && index[r] < logits.size(0), op, ": row ", index[r], " of ", logits.size(0));
+  return {rows.size(0), logits.stride(0), vocab, index};
+}
+
+template <class F>
+auto by_dtype(const Tensor& x, const char* op, F f) {
+  if (x.scalar_type() == at::kBFloat16) return f(bf16());
+  TORCH_CHECK(x.scalar_type() == at::kFloat, op, ": bfloat16 or float32, not ", x.scalar_type());
+  return f(float());
+}
+
+std::tuple<Tensor, Tensor> greedy(const Tensor& logits, const Tensor& rows, int64_t vocab) {
+  const Rows of = check(logits, rows, vocab, "greedy");
+  Tensor ids = at::empty({of.count}, rows.options()), error = at::empty({of.count}, rows.options().dtype(at::kBool));
+  by_dtype(logits, "greedy", [&]<class T>(T) {
+    const T* x = logits.const_data_ptr<T>();
+    int64_t* id = ids.mutable_data_ptr<int64_t>();
+    bool* wrong = error.mutable_data_ptr<bool>();
+    at::parallel_for(0, of.count, std::max<int64_t>(1, (1 << 16) / vocab), [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; ++r) {
+        const Top top = top_of(x + of.index[r] * of.stride, vocab, nullptr);
+        id[r] = top.id;
+        wrong[r] = top.broken();
+      }
+    });
+  });
+  return {ids, error};
+}
+
+std::tuple<Tensor, Tensor> sample(const Tensor& logits, const Tensor& rows, int64_t vocab, const Tensor& temperature,
+                                  const Tensor& min_p, const Tensor& seed, const Tensor& choice,
+                                  const Tensor& position) {
+  const Rows of = check(logits, rows, vocab, "sample");
+  for (const Tensor* column : {&temperature, &min_p, &seed, &choice, &position})
+    TORCH_CHECK(column->dim() == 1 && column->size(0) == of.count, "sample: columns");
+  const Tensor degrees = temperature.contiguous(), least = min_p.contiguous(), seeds = seed.contiguous(),
+               choices = choice.contiguous(), positions = position.contiguous();
+  const double *t = degrees.const_data_ptr<double>(), *p = least.const_data_ptr<double>();
+  const int64_t *s = seeds.const_data_ptr<int64_t>(), *c = choices.const_data_ptr<int64_t>(),
+                *at = positions.const_data_ptr<int64_t>();
+  Tensor ids = at::empty({of.count}, rows.options()), error = at::empty({of.count}, rows.options().dtype(at::kBool));
+  by_dtype(logits, "sample", [&]<class T>(T) {
+    const T* x = logits.const_data_ptr<T>();
+    int64_t* id = ids.mutable_data_ptr<int64_t>();
+    bool* wrong = error.mutable_data_ptr<bool>();
+    at::parallel_for(0, of.count, std::max<int64_t>(1, (1 << 14) / vocab), [&](int64_t begin, int64_t end) {
+      std::vector<float> groups(size_t(vocab + kGroup - 1) / kGroup);
+      for (int64_t r = begin; r < end; ++r) {
+        const Key key{uint32_t(s[r]), uint32_t(uint64_t(s[r]) >> 32), uint32_t(at[r]), uint32_t(c[r])};
+        std::tie(id[r], wrong[r]) =
+            sample_row(x + of.index[r] * of.stride, vocab, float(t[r]), p[r], key, groups.data());
+      }
+    });
+  });
+  return {ids, error};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(weft_cpu, m) {
+  m.def("greedy(Tensor logits, Tensor rows, int vocab) -> (Tensor, Tensor)");
+  m.def(
+      "sample(Tensor logits, Tensor rows, int vocab, Tensor temperature, Tensor min_p, Tensor seed, Tensor choice, "
+      "Tensor position) -> (Tensor, Tensor)");
+  m.impl("greedy", c10::DispatchKey::CPU, TORCH_FN(greedy));
+  m.impl("sample", c10::DispatchKey::CPU, TORCH_FN(sample));
+}
+
+}  // namespace weft

@@ -1,0 +1,162 @@
+// Vectors of 16 floats: AVX-512 where the build has it, else the compiler's portable vectors.
+//
+// Every function computes each lane by one fixed sequence of operations, and the sums over lanes
+// (`reduce_add`) have one fixed tree. So a kernel written with these is invariant if its own order is.
+// `fma` is one rounding with AVX-512 and two without: bits differ between builds, never within one.
+#pragma once
+
+// GCC 12 takes the undefined operands inside its own intrinsics for mistakes of their callers.
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+
+#include <cmath>
+#include <limits>
+
+#include "common.h"
+
+namespace weft::vec {
+
+constexpr int kLanes = 16;
+constexpr float kInf = std::numeric_limits<float>::infinity();
+
+#if WEFT_AVX512
+
+using vf = __m512;
+
+inline vf splat(float x) { return _mm512_set1_ps(x); }
+inline vf load(const float* p) { return _mm512_loadu_ps(p); }
+inline void store(float* p, vf x) { _mm512_storeu_ps(p, x); }
+// The first n lanes; the others are 0 when loaded and kept in memory when stored.
+inline vf load_n(const float* p, int n) { return _mm512_maskz_loadu_ps(__mmask16((1u << n) - 1), p); }
+inline void store_n(float* p, vf x, int n) { _mm512_mask_storeu_ps(p, __mmask16((1u << n) - 1), x); }
+
+inline vf widen16(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
+inline vf load(const bf16* p) { return widen16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+inline vf load_n(const bf16* p, int n) {
+  return widen16(_mm256_maskz_loadu_epi16(__mmask16((1u << n) - 1), p));
+}
+inline __m256i narrow16(vf x) {
+#if WEFT_AVX512_BF16
+  return (__m256i)_mm512_cvtneps_pbh(x);  // numbers below 2^-126 become zero
+#else
+  const __m512i bits = _mm512_castps_si512(x);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+  const __m512i rounded = _mm512_mask_mov_epi32(up, nan, _mm512_set1_epi32(0x7fc00000));
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
+#endif
+}
+inline void store(bf16* p, vf x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow16(x)); }
+inline void store_n(bf16* p, vf x, int n) {
+  _mm256_mask_storeu_epi16(p, __mmask16((1u << n) - 1), narrow16(x));
+}
+
+inline vf fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
+inline vf vmax(vf a, vf b) { return _mm512_max_ps(a, b); }  // b where either is NaN
+inline vf vsqrt(vf x) { return _mm512_sqrt_ps(x); }
+inline vf vabs(vf x) { return _mm512_abs_ps(x); }
+// a where the lane's bit is set, else b
+inline vf select(uint32_t mask, vf a, vf b) { return _mm512_mask_blend_ps(__mmask16(mask), b, a); }
+inline uint32_t less(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
+inline uint32_t equal(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
+inline float reduce_add(vf x) { return _mm512_reduce_add_ps(x); }
+inline float reduce_max(vf x) { return _mm512_reduce_max_ps(x); }
+inline vf fraction(vf x) { return _mm512_reduce_ps(x, 0x09); }  // x - floor(x); 0 for infinities
+inline vf scale2(vf x, vf n) { return _mm512_scalef_ps(x, n); }  // x * 2^floor(n)
+
+#else
+
+typedef float vf __attribute__((vector_size(64), aligned(4)));
+typedef int32_t vi __attribute__((vector_size(64), aligned(4)));
+
+template <class F>
+inline vf lanes(F f) {
+  vf made;
+  for (int i = 0; i < kLanes; ++i) made[i] = f(i);
+  return made;
+}
+inline vf splat(float x) { return x - vf{}; }
+inline vf load(const float* p) {
+  vf x;
+  std::memcpy(&x, p, sizeof(x));
+  return x;
+}
+inline void store(float* p, vf x) { std::memcpy(p, &x, sizeof(x)); }
+inline vf load_n(const float* p, int n) {
+  return lanes([&](int i) { return i < n ? p[i] : 0.0f; });
+}
+inline void store_n(float* p, vf x, int n) {
+  for (int i = 0; i < n; ++i) p[i] = x[i];
+}
+inline vf load(const bf16* p) {
+  return lanes([&](int i) { return widen(p[i]); });
+}
+inline vf load_n(const bf16* p, int n) {
+  return lanes([&](int i) { return i < n ? widen(p[i]) : 0.0f; });
+}
+inline void store_n(bf16* p, vf x, int n) {
+  for (int i = 0; i < n; ++i) narrow(x[i], p + i);
+}
+inline void store(bf16* p, vf x) { store_n(p, x, kLanes); }
+
+inline vf fma(vf a, vf b, vf c) { return a * b + c; }
+inline vf vmax(vf a, vf b) { return a > b ? a : b; }
+inline vf vsqrt(vf x) {
+  return lanes([&](int i) { return std::sqrt(x[i]); });
+}
+inline vf vabs(vf x) { return x < 0.0f ? -x : x; }
+inline vf select(uint32_t mask, vf a, vf b) {
+  return lanes([&](int i) { return mask >> i & 1 ? a[i] : b[i]; });
+}
+inline uint32_t less(vf a, vf b) {
+  uint32_t mask = 0;
+  for (int i = 0; i < kLanes; ++i) mask |= uint32_t(a[i] < b[i]) << i;
+  return mask;
+}
+inline uint32_t equal(vf a, vf b) {
+  uint32_t mask = 0;
+  for (int i = 0; i < kLanes; ++i) mask |= uint32_t(a[i] == b[i]) << i;
+  return mask;
+}
+template <class F>
+inline float reduce(vf x, F f) {
+  float part[kLanes];
+  store(part, x);
+  for (int half = kLanes / 2; half; half /= 2)
+    for (int i = 0; i < half; ++i) part[i] = f(part[i], part[i + half]);
+  return part[0];
+}
+inline float reduce_add(vf x) {
+  return reduce(x, [](float a, float b) { return a + b; });
+}
+inline float reduce_max(vf x) {
+  return reduce(x, [](float a, float b) { return a > b ? a : b; });
+}
+inline vf fraction(vf x) {
+  return lanes([&](int i) { return std::isinf(x[i]) ? 0.0f : x[i] - std::floor(x[i]); });
+}
+inline vf scale2(vf x, vf n) {
+  return lanes([&](int i) {
+    return n[i] < -150.0f ? x[i] * 0.0f : n[i] > 130.0f ? x[i] * kInf : std::ldexp(x[i], int(std::floor(n[i])));
+  });
+}
+
+#endif
+
+// 2^x, relative error below 1.5e-7. Exactly 1 at 0 and 0 at -inf; NaN stays NaN.
+// 2^x = 2^floor(x) * p(x - floor(x)), p a minimax polynomial on [0, 1) with p(0) = 1.
+inline vf exp2v(vf x) {
+  const vf r = fraction(x);
+  vf p = splat(0.0018671301659196615f);
+  p = fma(p, r, splat(0.009017029777169228f));
+  p = fma(p, r, splat(0.05579991266131401f));
+  p = fma(p, r, splat(0.24016444385051727f));
+  p = fma(p, r, splat(0.6931512951850891f));
+  p = fma(p, r, splat(1.0f));
+  return scale2(p, x);
+}
+
+constexpr float kLog2E = 1.4426950408889634f;
+
+}  // namespace weft::vec

@@ -1,0 +1,72 @@
+"""Norms, rotation with the cache write, and gating by the CPU extension (csrc/fused.cpp): bf16, float32.
+
+Importing registers the ops; they are chosen where the extension is built. The signatures are torch_ops'.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from weft.ops import cpu
+from weft.ops.registry import Implementation, register
+
+Tensor = torch.Tensor
+
+DTYPES = (torch.bfloat16, torch.float32)
+
+#: The codes of csrc/gemm_tile.h.
+ACTIVATIONS = {"silu": 1, "gelu_pytorch_tanh": 2, "gelu": 3, "relu": 4}
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dim, in x's dtype. x: [..., n], weight: [n]."""
+    made: Tensor = torch.ops.weft_cpu.rms_norm.default(x, weight, eps)
+    return made
+
+
+def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(x + delta, its RMS norm), each [T, n] in x's dtype; x is overwritten with the sum, and returned."""
+    if delta is None:
+        return x, rms_norm(x, weight, eps)
+    normed: Tensor = torch.ops.weft_cpu.add_rms_norm_.default(x, delta, weight, eps)
+    return x, normed
+
+
+def qkv_rope_cache(
+    qkv: Tensor,
+    heads: int,
+    kv_heads: int,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    cache: Tensor,
+    writes: Tensor,
+) -> Tensor:
+    """``torch_ops.qkv_rope_cache`` in one pass. cos, sin: float32; head size at most 512."""
+    made: Tensor = torch.ops.weft_cpu.qkv_rope_cache.default(
+        qkv, heads, kv_heads, q_weight, k_weight, eps, cos, sin, cache, writes
+    )
+    return made
+
+
+def gated(gate_up: Tensor, activation: str) -> Tensor:
+    """``activation(gate) * up`` of gate_up [..., 2 n]; [..., n]. Raises KeyError for one that is unknown."""
+    made: Tensor = torch.ops.weft_cpu.gated.default(gate_up, ACTIVATIONS[activation])
+    return made
+
+
+for _op in (rms_norm, add_rms_norm, qkv_rope_cache, gated):
+    register(
+        _op.__name__,
+        Implementation(
+            name="cpu",
+            run=_op,
+            devices=("cpu",),
+            dtypes=DTYPES,
+            invariant=True,
+            priority=10,
+            available=cpu.load,
+        ),
+    )

@@ -1,0 +1,116 @@
+"""Linear layers on weights packed for the CPU extension (csrc/gemm.cpp), in bf16, float32 and int8.
+
+Sums are float32, in one order for every number of rows, and rounded once, after scale, bias and activation.
+Importing registers the ops; they are chosen where the extension is built and the CPU has AVX-512.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from weft.ops import cpu
+from weft.ops.registry import Implementation, register
+from weft.ops.torch_ops import to_int8
+
+Tensor = torch.Tensor
+
+DTYPES = (torch.bfloat16, torch.float32)
+
+#: The codes of csrc/gemm_tile.h; 0 is linear without a gate.
+_ACTIVATIONS = {"silu": 1, "gelu_pytorch_tanh": 2, "gelu": 3, "relu": 4}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedMatrix:
+    """A weight [rows, inputs] in the extension's layout, which is private to csrc/gemm.cpp."""
+
+    data: Tensor
+    """bf16, float32, or bytes of int8."""
+    rows: int
+    inputs: int
+    scales: Tensor | None = None
+    """float32 [rows] of an int8 matrix."""
+
+
+def pack(weight: Tensor) -> PackedMatrix:
+    """For ``linear`` and ``embedding``. weight: bf16 or float32 [N, K]."""
+    return _packed(weight, gated=False)
+
+
+def pack_gated(weight: Tensor) -> PackedMatrix:
+    """For ``gated_linear``. weight: bf16 or float32 [2 n, K], gate rows first."""
+    return _packed(weight, gated=True)
+
+
+def pack_int8(weight: Tensor) -> PackedMatrix:
+    """For ``linear_int8``: quantizes weight, bf16 or float32 [N, K], as ``torch_ops.to_int8`` does."""
+    return _packed_int8(weight, gated=False)
+
+
+def pack_gated_int8(weight: Tensor) -> PackedMatrix:
+    """For ``gated_linear_int8``: quantizes weight, bf16 or float32 [2 n, K], gate rows first."""
+    return _packed_int8(weight, gated=True)
+
+
+def _packed(weight: Tensor, *, gated: bool) -> PackedMatrix:
+    data = torch.ops.weft_cpu.pack.default(weight.detach(), gated)
+    return PackedMatrix(data=data, rows=weight.shape[0], inputs=weight.shape[1])
+
+
+def _packed_int8(weight: Tensor, *, gated: bool) -> PackedMatrix:
+    quantized = to_int8(weight.detach())
+    data = torch.ops.weft_cpu.pack_int8.default(quantized.values, gated, weight.dtype == torch.bfloat16)
+    scales = quantized.scales.float().flatten().contiguous()
+    return PackedMatrix(data=data, rows=weight.shape[0], inputs=weight.shape[1], scales=scales)
+
+
+def linear(x: Tensor, weight: PackedMatrix, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias``: x [T, K], bias [N] in x's dtype; [T, N]. Also for int8 matrices."""
+    made: Tensor = torch.ops.weft_cpu.linear.default(x, weight.data, weight.rows, bias, weight.scales, 0)
+    return made
+
+
+def gated_linear(x: Tensor, weight: PackedMatrix, bias: Tensor | None, activation: str) -> Tensor:
+    """``activation(gate) * up`` of x [T, K] through both halves: [T, n]. Also for int8 matrices.
+
+    bias: [2 n] in x's dtype. Raises KeyError for an activation that is none of silu, gelu, gelu_pytorch_tanh
+    and relu.
+    """
+    code = _ACTIVATIONS[activation]
+    made: Tensor = torch.ops.weft_cpu.linear.default(x, weight.data, weight.rows, bias, weight.scales, code)
+    return made
+
+
+def embedding(ids: Tensor, table: PackedMatrix) -> Tensor:
+    """Rows of a table packed by ``pack``: ids int64 [T]; [T, K]. Raises IndexError for an id it lacks."""
+    made: Tensor = torch.ops.weft_cpu.embedding.default(ids, table.data, table.rows, table.inputs)
+    return made
+
+
+def _available() -> bool:
+    """Built, and for a CPU with AVX-512: without it torch's own products are faster."""
+    return cpu.load() and "avx512" in cpu.capabilities()
+
+
+for _op, _run, _pack in (
+    ("linear", linear, pack),
+    ("gated_linear", gated_linear, pack_gated),
+    ("linear_int8", linear, pack_int8),
+    ("gated_linear_int8", gated_linear, pack_gated_int8),
+    ("embedding", embedding, pack),
+):
+    register(
+        _op,
+        Implementation(
+            name="cpu",
+            run=_run,
+            pack=_pack,
+            devices=("cpu",),
+            dtypes=DTYPES,
+            invariant=True,
+            priority=10,
+            available=_available,
+        ),
+    )

@@ -1,0 +1,50 @@
+"""Greedy and unfiltered sampling by the CPU extension (csrc/sampling.cpp), from bf16 or float32 logits.
+
+The tokens are those of weft/ops/sampling.py. A row is read once or twice, and noise is made only for tokens
+that can win.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from weft.ops import cpu
+
+Tensor = torch.Tensor
+
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+def serves(logits: Tensor) -> bool:
+    """Whether the functions below can be called with these logits."""
+    return logits.device.type == "cpu" and logits.dtype in DTYPES and logits.stride(-1) == 1 and cpu.load()
+
+
+def greedy(logits: Tensor, rows: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """(argmax int64 [R], error bool [R]) of ``logits[rows, :vocab_size]``; ties go to the lowest id.
+
+    logits: [L, >= V]; rows: int64 [R]. ``error``: the row holds NaN or +inf, or nothing finite.
+    """
+    ids, error = torch.ops.weft_cpu.greedy.default(logits, rows, vocab_size)
+    return ids, error
+
+
+def sample(
+    logits: Tensor,
+    rows: Tensor,
+    vocab_size: int,
+    temperature: Tensor,
+    min_p: Tensor,
+    seed: Tensor,
+    choice: Tensor,
+    position: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Steps 5 to 7 of the sampling rule without top_k and top_p: (tokens int64 [R], error bool [R]).
+
+    logits, rows: as for ``greedy``. temperature, min_p: float64 [R], min_p 0 where it keeps everything.
+    seed, choice, position: int64 [R], what the noise is a function of.
+    """
+    ids, error = torch.ops.weft_cpu.sample.default(
+        logits, rows, vocab_size, temperature, min_p, seed, choice, position
+    )
+    return ids, error

@@ -1,0 +1,122 @@
+"""The ops of models on torch in forms whose rows don't depend on each other, for every dtype on the CPU.
+
+For ``--deterministic`` where the C++ operations are not built or don't serve (float64, float16, experts).
+Products are those of ``fixed_shapes``. Activations are written out in functions that torch computes alike
+for every element: its own silu and gelu treat the last elements of a loop (and of each thread's share)
+otherwise than the ones before, by another exponential. Importing registers the ops.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from weft.ops.fixed_shapes import aligned, linear, row_tiles
+from weft.ops.registry import Implementation, register
+from weft.ops.torch_ops import Int8Weight, to_int8, wide
+
+Tensor = torch.Tensor
+
+
+# --- activations ---
+
+
+def _silu(x: Tensor) -> Tensor:
+    return x / x.neg().exp_().add_(1)
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return x * (x * math.sqrt(0.5)).erf_().add_(1).mul_(0.5)
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    inner = (x * x * x).mul_(0.044715).add_(x).mul_(math.sqrt(2 / math.pi))
+    return x * inner.tanh_().add_(1).mul_(0.5)
+
+
+#: Of exp, erf and tanh every element is computed alike (tests/e1/test_elementwise.py), and of + - * /.
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": _silu,
+    "gelu": _gelu,
+    "gelu_pytorch_tanh": _gelu_tanh,
+    "relu": torch.relu,
+}
+
+
+def gated(gate_up: Tensor, activation: str) -> Tensor:
+    """``activation(gate) * up`` of gate_up [..., 2 n], the two halves; [..., n] in the same dtype.
+
+    The activation is computed in float32 (float64 of float64) and rounded before the product.
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    made = _ACTIVATIONS[activation](gate.to(wide(gate.dtype)))
+    return made.to(gate.dtype) * up
+
+
+# --- matrices ---
+
+
+def pack(weight: Tensor) -> Tensor:
+    """weight [N, K], its rows aligned (most are and stay where they are), and the trial of its shape made."""
+    packed = aligned(weight.detach())
+    row_tiles(packed)
+    return packed
+
+
+def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    """``gated(x @ weight.T + bias)``: x [T, K], weight [2 n, K], gate rows first; [T, n] in x's dtype."""
+    return gated(linear(x, weight, bias), activation)
+
+
+def linear_int8(x: Tensor, weight: Int8Weight, bias: Tensor | None = None) -> Tensor:
+    """``x @ (values * scales).T + bias``: x [T, K]; [T, N] in x's dtype. The scale is applied to the sum."""
+    made = linear(x, weight.values.to(x.dtype)).to(weight.scales.dtype) * weight.scales.view(1, -1)
+    if bias is not None:
+        made = made + bias
+    return made.to(x.dtype)
+
+
+def gated_linear_int8(x: Tensor, weight: Int8Weight, bias: Tensor | None, activation: str) -> Tensor:
+    """``gated(linear_int8(x, weight, bias))``."""
+    return gated(linear_int8(x, weight, bias), activation)
+
+
+def experts(x: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, activation: str) -> Tensor:
+    """Each token through each of its experts: [T, k, hidden], in x's dtype.
+
+    x: [T, hidden]; ids: int64 [T, k]; gate_up: [E, 2 n, hidden]; down: [E, hidden, n]. A token's rows are a
+    function of the token and its experts, whatever other tokens its experts have.
+    """
+    tokens, top_k = ids.shape
+    flat = ids.reshape(-1)
+    order = torch.argsort(flat, stable=True)
+    sizes = torch.bincount(flat, minlength=gate_up.shape[0]).tolist()
+    grouped = x[order // top_k]  # [T * k, hidden]
+    out = torch.empty_like(grouped)
+    begin = 0
+    for expert, size in enumerate(sizes):
+        if not size:
+            continue
+        rows = slice(begin, begin + size)
+        hidden = gated(linear(grouped[rows], gate_up[expert]), activation)
+        out[order[rows]] = linear(hidden, down[expert])
+        begin += size
+    return out.view(tokens, top_k, x.shape[1])
+
+
+for _op, _pack in (
+    (linear, pack),
+    (gated_linear, pack),
+    (linear_int8, to_int8),
+    (gated_linear_int8, to_int8),
+    (experts, None),
+    (gated, None),
+):
+    register(
+        _op.__name__,
+        Implementation(
+            name="torch_tiled", run=_op, pack=_pack, devices=("cpu",), invariant=True, priority=-1
+        ),
+    )

@@ -1,0 +1,71 @@
+"""Kernels in Triton for CUDA devices. Importing this registers them; Triton itself is imported at first use.
+
+``fused``: norms, rotary embedding with the cache's write, the gated activation. ``matmul``: a batch-invariant
+matrix product for ``--deterministic``. ``attention``: paged attention, for ``weft.attention``.
+
+Everything here computes float32, bfloat16 and float16; float64 stays on the torch implementations.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from weft.ops.registry import Implementation, register
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FAST, FALLBACK = 10, -1
+"""Priorities: before torch's forms, and after them (chosen where invariance is demanded alone)."""
+
+
+@functools.cache
+def interpreting() -> bool:
+    """Whether kernels run in Triton's interpreter, on the CPU (TRITON_INTERPRET=1, for tests)."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    knobs = importlib.import_module("triton.knobs")
+    return bool(knobs.runtime.interpret)
+
+
+@functools.cache
+def available() -> bool:
+    """Whether kernels can run in this process: Triton is installed, and there is a CUDA device for it.
+
+    Under the interpreter (tests) no device is needed.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return False
+    return torch.cuda.is_available() or interpreting()
+
+
+class _Later:
+    """A function of a module here, imported when it is first called."""
+
+    def __init__(self, module: str, name: str) -> None:
+        self._where = (module, name)
+        self._function: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        if self._function is None:
+            module, name = self._where
+            self._function = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+        return self._function(*args)
+
+
+def _offer(op: str, module: str, function: str, *, name: str = "triton", **more: Any) -> None:
+    run = _Later(module, function)
+    register(
+        op, Implementation(name=name, run=run, devices=("cuda",), dtypes=DTYPES, available=available, **more)
+    )
+
+
+for _op in ("rms_norm", "add_rms_norm", "qkv_rope_cache", "gated"):
+    _offer(_op, "fused", _op, invariant=True, priority=FAST)
+_offer("gated_linear", "fused", "gated_linear", priority=FAST)
+for _op in ("linear", "gated_linear"):
+    _offer(_op, "matmul", _op, name="triton-invariant", invariant=True, priority=FALLBACK)

@@ -1,0 +1,350 @@
+"""Paged attention in two kernels: states of pieces of the keys, and their merge.
+
+    cache        [blocks, 2, kv_heads, block, dim]: line ((b * 2 + kv) * kv_heads + h) * block + offset
+    tile         TILE_M lines of one row's queries with one KV head: line m is query ``first + m // GROUP``,
+                 head ``kv_head * GROUP + m % GROUP``; lines beyond the row's queries are idle
+    keys         walked in steps of TILE_N at absolute multiples of TILE_N, from the first that the tile's
+                 first query sees to the last query's own
+    split        keys [i * split, (i + 1) * split) of the row; each makes a state (normalized output, and the
+                 log2 of the sum of exponentials), merged in order of i afterwards
+
+One program computes one tile, one KV head, one split. So the grid depends on numbers the host bounds, never
+on what the device knows, and all lengths are read on the device: a launch can be captured in a CUDA graph.
+
+Steps over keys that every query of a tile sees need no mask. In the others, keys and values no query of the
+tile may see are loaded as 0 whatever is in memory there: 0 * NaN is NaN, and it may be another tenant's.
+
+Source: Dao 2023, arXiv 2307.08691 (the walk); Flash-Decoding, pytorch.org/blog/flash-decoding (the splits).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from weft.ops.triton import interpreting
+from weft.ops.triton.forms import Form, power
+
+Tensor = torch.Tensor
+
+MERGED = 8
+"""Splits that the merge adds at a time, at absolute multiples of this many."""
+_LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def _walk(
+    acc,
+    total,
+    high,
+    q,
+    at,
+    cache_ptr,
+    table_ptr,
+    kv_head,
+    scale,
+    low,
+    end,
+    begin,
+    stop,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_P2: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TILE_N: tl.constexpr,
+    MASKED: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """Takes keys [begin, stop) into the running state (acc [M, D], total [M], high [M]); returns it.
+
+    at: positions of the lines [M]. Keys outside [low, end) are nobody's here; without MASKED there are none.
+    """
+    dims = tl.arange(0, DIM_P2)
+    steps = tl.arange(0, TILE_N)
+    for n in range(begin, stop, TILE_N):
+        keys = n + steps
+        own = (keys >= low) & (keys < end)
+        if BLOCK % TILE_N == 0:
+            block = tl.load(table_ptr + n // BLOCK).to(tl.int64)
+            lines = block * (2 * KV_HEADS * BLOCK) + kv_head * BLOCK + (n % BLOCK) + steps
+        else:
+            if MASKED:
+                block = tl.load(table_ptr + keys // BLOCK, mask=own, other=0).to(tl.int64)
+            else:
+                block = tl.load(table_ptr + keys // BLOCK).to(tl.int64)
+            lines = block * (2 * KV_HEADS * BLOCK) + kv_head * BLOCK + keys % BLOCK
+        k_ptrs = cache_ptr + lines[:, None] * DIM + dims[None, :]
+        v_ptrs = k_ptrs + KV_HEADS * BLOCK * DIM
+        if MASKED:
+            wanted = own[:, None] & (dims[None, :] < DIM)
+            k = tl.load(k_ptrs, mask=wanted, other=0.0)
+            v = tl.load(v_ptrs, mask=wanted, other=0.0)
+        elif DIM == DIM_P2:
+            k = tl.load(k_ptrs)
+            v = tl.load(v_ptrs)
+        else:
+            k = tl.load(k_ptrs, mask=dims[None, :] < DIM, other=0.0)
+            v = tl.load(v_ptrs, mask=dims[None, :] < DIM, other=0.0)
+        if WIDEN:
+            k = k.to(tl.float32)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if MASKED:
+            seen = keys[None, :] <= at[:, None]
+            if WINDOW > 0:
+                seen = seen & (keys[None, :] > at[:, None] - WINDOW)
+            scores = tl.where(seen, scores, float("-inf"))
+        higher = tl.maximum(high, tl.max(scores, 1))
+        if MASKED:
+            # Nothing seen so far: any finite number keeps exp2(-inf - base) at 0.
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+        else:
+            base = higher
+        kept = tl.exp2(high - base)
+        weights = tl.exp2(scores - base[:, None])
+        total = total * kept + tl.sum(weights, 1)
+        weights = weights.to(v.dtype)
+        if WIDEN:
+            weights = weights.to(tl.float32)
+            v = v.to(tl.float32)
+        acc = tl.dot(weights, v, acc * kept[:, None], input_precision="ieee")
+        high = higher
+    return acc, total, high
+
+
+@triton.jit(do_not_specialize=["table_stride", "split", "splits", "token_base"])
+def _attend(
+    q_ptr,  # [T, HEADS, DIM]
+    out_ptr,  # [T, HEADS, DIM]; with SPLIT float32 [T - token_base, HEADS, splits, DIM]
+    lse_ptr,  # with SPLIT float32 [T - token_base, HEADS, splits]
+    cache_ptr,
+    offsets_ptr,  # int32 [R + 1]
+    starts_ptr,  # int64 [R]
+    table_ptr,  # int64 [R, table_stride]
+    tiles_ptr,  # int64 [tiles]: row << 32 | first query
+    scale,
+    table_stride,
+    split,
+    splits,
+    token_base,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_P2: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PLAIN: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """One tile, one KV head, one split (or all keys)."""
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    QUERIES: tl.constexpr = TILE_M // GROUP
+    tile = tl.load(tiles_ptr + tl.program_id(0))
+    kv_head = tl.program_id(1)
+    row = tile >> 32
+    first = (tile - (row << 32)).to(tl.int32)
+    token = tl.load(offsets_ptr + row)
+    count = tl.load(offsets_ptr + row + 1) - token
+    start = tl.load(starts_ptr + row).to(tl.int32)
+    last = tl.minimum(first + QUERIES, count)  # exclusive
+
+    lines = tl.arange(0, TILE_M)
+    dims = tl.arange(0, DIM_P2)
+    query = first + lines // GROUP
+    head = kv_head * GROUP + lines % GROUP
+    live = (lines < QUERIES * GROUP) & (query < last)
+    places = (token + query).to(tl.int64) * HEADS + head  # of [T, HEADS]
+    at = start + query
+
+    # Keys that somebody in the tile sees: [low, end). Steps that everybody sees: [all_begin, all_stop).
+    end = start + last
+    low = 0
+    if WINDOW > 0:
+        low = tl.maximum(start + first - WINDOW + 1, 0)
+    begin = low
+    stop = end
+    if SPLIT:
+        begin = tl.maximum(begin, tl.program_id(2) * split)
+        stop = tl.minimum(stop, (tl.program_id(2) + 1) * split)
+    begin = begin // TILE_N * TILE_N
+
+    acc = tl.zeros([TILE_M, DIM_P2], dtype=tl.float32)
+    total = tl.zeros([TILE_M], dtype=tl.float32)
+    high = tl.full([TILE_M], float("-inf"), dtype=tl.float32)
+    wanted = live[:, None] & (dims[None, :] < DIM)
+    q = tl.load(q_ptr + places[:, None] * DIM + dims[None, :], mask=wanted, other=0.0)
+    if WIDEN:
+        q = q.to(tl.float32)
+    row_table_ptr = table_ptr + row * table_stride
+    # Of an empty split (begin >= stop) every walk is empty.
+    if PLAIN:
+        all_begin = begin
+        if WINDOW > 0:
+            all_begin = tl.maximum(begin, (end - WINDOW + TILE_N - 1) // TILE_N * TILE_N)
+            all_begin = tl.minimum(all_begin, (stop + TILE_N - 1) // TILE_N * TILE_N)
+            acc, total, high = _walk(
+                acc, total, high, q, at, cache_ptr, row_table_ptr, kv_head, scale,
+                low, end, begin, tl.minimum(all_begin, stop),
+                KV_HEADS, DIM, DIM_P2, BLOCK, WINDOW, TILE_N, True, WIDEN,
+            )  # fmt: skip
+        all_stop = tl.minimum(start + first + 1, stop) // TILE_N * TILE_N
+        all_stop = tl.maximum(all_stop, all_begin)
+        acc, total, high = _walk(
+            acc, total, high, q, at, cache_ptr, row_table_ptr, kv_head, scale,
+            low, end, all_begin, all_stop,
+            KV_HEADS, DIM, DIM_P2, BLOCK, WINDOW, TILE_N, False, WIDEN,
+        )  # fmt: skip
+        begin = all_stop
+    acc, total, high = _walk(
+        acc, total, high, q, at, cache_ptr, row_table_ptr, kv_head, scale,
+        low, end, begin, stop,
+        KV_HEADS, DIM, DIM_P2, BLOCK, WINDOW, TILE_N, True, WIDEN,
+    )  # fmt: skip
+
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    if SPLIT:
+        # An empty state is its log-sum-exp of -inf; the merge never looks at its output.
+        empty = total == 0.0
+        lse = tl.where(empty, float("-inf"), high + tl.log2(tl.where(empty, 1.0, total)))
+        states = (places - token_base * HEADS) * splits + tl.program_id(2)
+        tl.store(lse_ptr + states, lse, mask=live)
+        made = wanted & ~empty[:, None]
+        tl.store(out_ptr + states[:, None] * DIM + dims[None, :], acc, mask=made)
+    else:
+        out_ptrs = out_ptr + places[:, None] * DIM + dims[None, :]
+        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=wanted)
+
+
+@triton.jit(do_not_specialize=["splits", "token_base"])
+def _merge(
+    part_ptr,  # float32 [T, HEADS, splits, DIM]
+    lse_ptr,  # float32 [T, HEADS, splits], log2
+    out_ptr,  # [token_base + T, HEADS, DIM]
+    out_lse_ptr,  # float32 [T, HEADS], with LSE
+    splits,
+    token_base,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_P2: tl.constexpr,
+    MERGED: tl.constexpr,
+    LSE: tl.constexpr,
+):
+    """One head of one token: the states of its splits, added in fixed groups in order. Empty ones add 0."""
+    place = tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)
+    dims = tl.arange(0, DIM_P2)
+    chunk = tl.arange(0, MERGED)
+    high = float("-inf")
+    for s in range(0, splits, MERGED):
+        lse = tl.load(lse_ptr + place * splits + s + chunk, mask=s + chunk < splits, other=float("-inf"))
+        high = tl.maximum(high, tl.max(lse, 0))
+    # With nothing anywhere all differences would be -inf - -inf: NaN.
+    base = tl.where(high == float("-inf"), 0.0, high)
+    acc = tl.zeros([DIM_P2], dtype=tl.float32)
+    total = 0.0
+    for s in range(0, splits, MERGED):
+        lse = tl.load(lse_ptr + place * splits + s + chunk, mask=s + chunk < splits, other=float("-inf"))
+        weights = tl.exp2(lse - base)
+        wanted = (lse != float("-inf"))[:, None] & (dims[None, :] < DIM)
+        states = (place * splits + s + chunk)[:, None] * DIM + dims[None, :]
+        part = tl.load(part_ptr + states, mask=wanted, other=0.0)
+        acc += tl.sum(part * weights[:, None], 0)
+        total += tl.sum(weights, 0)
+    empty = total == 0.0
+    total = tl.where(empty, 1.0, total)
+    place_out = (token_base + tl.program_id(0)).to(tl.int64) * HEADS + tl.program_id(1)
+    tl.store(out_ptr + place_out * DIM + dims, (acc / total).to(out_ptr.dtype.element_ty), mask=dims < DIM)
+    if LSE:
+        tl.store(out_lse_ptr + place, tl.where(empty, float("-inf"), base + tl.log2(total)))
+
+
+def merge(part: Tensor, lse: Tensor, out: Tensor, out_lse: Tensor | None = None, token_base: int = 0) -> None:
+    """Merges S attention states of each token and head into ``out[token_base:]`` (and ``out_lse``).
+
+    part: float32 [T, heads, S, dim], normalized outputs. lse: float32 [T, heads, S], the log2 of their sums
+    of exponentials; -inf marks an empty state, whose output is not read. out: [token_base + T, heads, dim] of
+    any served dtype; out_lse: float32 [T, heads]. States that are all empty give 0 and -inf, never NaN.
+    """
+    tokens, heads, splits, dim = part.shape
+    if not tokens:
+        return
+    _merge[(tokens, heads)](
+        part,
+        lse,
+        out,
+        lse if out_lse is None else out_lse,
+        splits,
+        token_base,
+        HEADS=heads,
+        DIM=dim,
+        DIM_P2=padded(dim),
+        MERGED=MERGED,
+        LSE=out_lse is not None,
+        num_warps=4,
+    )
+
+
+def padded(dim: int) -> int:
+    """The width that a head of ``dim`` is computed in: a power of two of at least 16."""
+    return max(16, power(dim))
+
+
+def attend(
+    q: Tensor,
+    out: Tensor,
+    cache: Tensor,
+    offsets: Tensor,
+    starts: Tensor,
+    table: Tensor,
+    tiles: Tensor,
+    *,
+    form: Form,
+    window: int,
+    scale: float,
+    split: int = 0,
+    splits: int = 1,
+    tokens: tuple[int, int] = (0, 0),
+) -> None:
+    """Attention of ``tiles`` (int64 [n]: row << 32 | first query), written to ``out``.
+
+    q, out: contiguous [T, heads, dim]; cache: [blocks, 2, kv_heads, block, dim] of q's dtype; offsets: int32
+    [R + 1], starts: int64 [R], table: int64 [R, W]. A tile holds ``form.tile_m // group`` queries. window: 0
+    for none. split: keys of a split, a multiple of ``form.tile_n``, or 0 for one piece. With splits, the
+    tiles must hold exactly the tokens [tokens[0], tokens[1]), and ``splits * split`` keys cover every row;
+    without, ``splits`` is 1.
+    """
+    heads, dim = q.shape[1:]
+    kv_heads, block = cache.shape[2:4]
+    assert all(tensor.is_contiguous() for tensor in (q, out, cache)), "attention takes contiguous memory"
+    assert q.dtype == cache.dtype, "queries and cache are of one dtype"
+    assert split % form.tile_n == 0, "a split is whole steps"
+    assert form.tile_m >= heads // kv_heads, "a tile holds a query's heads"
+    begin, end = tokens
+    target = lse = out
+    if split:
+        target = torch.empty((end - begin, heads, splits, dim), dtype=torch.float32, device=q.device)
+        lse = torch.empty((end - begin, heads, splits), dtype=torch.float32, device=q.device)
+    tensors = (q, target, lse, cache, offsets, starts, table, tiles)
+    numbers = (scale * _LOG2E, table.stride(0), split, splits, begin)
+    _attend[(tiles.shape[0], kv_heads, splits)](
+        *tensors,
+        *numbers,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        DIM_P2=padded(dim),
+        BLOCK=block,
+        WINDOW=window,
+        TILE_M=form.tile_m,
+        TILE_N=form.tile_n,
+        SPLIT=split > 0,
+        PLAIN=form.plain,
+        WIDEN=interpreting(),
+        num_warps=form.warps,
+        num_stages=form.stages,
+    )
+    if split:
+        merge(target, lse, out, token_base=begin)

@@ -1,0 +1,273 @@
+"""Norms, rotary embedding with the cache's write, and the gated activation, each one pass over memory.
+
+Every row is computed by one program in one order that the row's length alone fixes, so these are invariant.
+Results are rounded where the torch references round; the references say what is computed.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from weft.ops import torch_ops
+from weft.ops.triton.forms import power
+
+Tensor = torch.Tensor
+
+LONGEST_ROW = 1 << 15
+"""A longer row goes to the torch reference: it would not fit a program's registers."""
+HEADS_AT_ONCE = 8
+GATED_AT_ONCE = 1024
+
+
+@triton.jit
+def _add_rms_norm(
+    x_ptr,  # [T, N]
+    delta_ptr,  # [T, N], with ADD
+    weight_ptr,  # [N]
+    stream_ptr,  # [T, N], with ADD; may be x's memory
+    normed_ptr,  # [T, N]
+    eps,
+    x_stride,
+    N: tl.constexpr,
+    N_P2: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, N_P2)
+    live = at < N
+    x = tl.load(x_ptr + row * x_stride + at, mask=live, other=0.0).to(tl.float32)
+    if ADD:
+        x += tl.load(delta_ptr + row * N + at, mask=live, other=0.0).to(tl.float32)
+        rounded = x.to(stream_ptr.dtype.element_ty)
+        tl.store(stream_ptr + row * N + at, rounded, mask=live)
+        x = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, 0) / N + eps)
+    weight = tl.load(weight_ptr + at, mask=live, other=0.0).to(tl.float32)
+    tl.store(normed_ptr + row * N + at, (x * scale * weight).to(normed_ptr.dtype.element_ty), mask=live)
+
+
+def _warps(width: int) -> int:
+    return min(16, max(1, width // 512))
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As ``torch_ops.rms_norm``: x [..., n], weight [n]."""
+    size = x.shape[-1]
+    if size > LONGEST_ROW:
+        return torch_ops.rms_norm(x, weight, eps)
+    rows = x.reshape(-1, size)
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
+    normed = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
+    _normalize(rows, None, weight, eps, normed, normed)
+    return normed.view(x.shape)
+
+
+def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """As ``torch_ops.add_rms_norm``; the sum takes x's memory."""
+    if delta is None:
+        return x, rms_norm(x, weight, eps)
+    if x.shape[1] > LONGEST_ROW:
+        return torch_ops.add_rms_norm(x, delta, weight, eps)
+    stream = x if x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    source = x if x.stride(1) == 1 else x.contiguous()
+    _normalize(source, delta.contiguous(), weight, eps, stream, normed)
+    return stream, normed
+
+
+def _normalize(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, stream: Tensor, normed: Tensor
+) -> None:
+    rows, size = x.shape
+    if not rows:
+        return
+    width = power(size)
+    _add_rms_norm[(rows,)](
+        x,
+        x if delta is None else delta,
+        weight,
+        stream,
+        normed,
+        eps,
+        x.stride(0),
+        N=size,
+        N_P2=width,
+        ADD=delta is not None,
+        num_warps=_warps(width),
+    )
+
+
+@triton.jit
+def _qkv_rope_cache(
+    qkv_ptr,  # [T, HEADS + 2 * KV_HEADS, DIM]
+    q_weight_ptr,  # [DIM], with Q_NORM
+    k_weight_ptr,  # [DIM], with K_NORM
+    cos_ptr,  # [T, HALF] float32
+    sin_ptr,
+    cache_ptr,  # [blocks, 2, KV_HEADS, BLOCK, DIM]
+    writes_ptr,  # int64 [T]
+    q_ptr,  # [T, HEADS, DIM]
+    eps,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_P2: tl.constexpr,
+    REST_P2: tl.constexpr,
+    BLOCK: tl.constexpr,
+    Q_NORM: tl.constexpr,
+    K_NORM: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """Heads [program 1 * AT_ONCE, ...) of one token. A head is two rotated halves and the rest."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
+    live = head < HEADS + 2 * KV_HEADS
+    is_q = head < HEADS
+    is_k = (head >= HEADS) & (head < HEADS + KV_HEADS)
+    half = tl.arange(0, HALF_P2)
+    rest = 2 * HALF + tl.arange(0, REST_P2)
+    halves = live[:, None] & (half < HALF)[None, :]
+    rests = live[:, None] & (rest < DIM)[None, :]
+    heads_ptr = qkv_ptr + (token * (HEADS + 2 * KV_HEADS) + head)[:, None] * DIM
+    first = tl.load(heads_ptr + half[None, :], mask=halves, other=0.0).to(tl.float32)
+    second = tl.load(heads_ptr + HALF + half[None, :], mask=halves, other=0.0).to(tl.float32)
+    last = tl.load(heads_ptr + rest[None, :], mask=rests, other=0.0).to(tl.float32)
+
+    if Q_NORM or K_NORM:
+        squares = tl.sum(first * first, 1) + tl.sum(second * second, 1) + tl.sum(last * last, 1)
+        scale = tl.rsqrt(squares / DIM + eps)
+        normed = tl.zeros([AT_ONCE], dtype=tl.int1)
+        weight1 = tl.zeros([AT_ONCE, HALF_P2], dtype=tl.float32)
+        weight2 = tl.zeros([AT_ONCE, HALF_P2], dtype=tl.float32)
+        weight3 = tl.zeros([AT_ONCE, REST_P2], dtype=tl.float32)
+        if Q_NORM:
+            normed = normed | is_q
+            weight1 = _weight(weight1, q_weight_ptr, half, half < HALF, is_q)
+            weight2 = _weight(weight2, q_weight_ptr, HALF + half, half < HALF, is_q)
+            weight3 = _weight(weight3, q_weight_ptr, rest, rest < DIM, is_q)
+        if K_NORM:
+            normed = normed | is_k
+            weight1 = _weight(weight1, k_weight_ptr, half, half < HALF, is_k)
+            weight2 = _weight(weight2, k_weight_ptr, HALF + half, half < HALF, is_k)
+            weight3 = _weight(weight3, k_weight_ptr, rest, rest < DIM, is_k)
+        # Rounded to the model's dtype here, as a norm of its own would be.
+        narrow = q_ptr.dtype.element_ty
+        first = tl.where(normed[:, None], (first * scale[:, None] * weight1).to(narrow).to(tl.float32), first)
+        second = tl.where(
+            normed[:, None], (second * scale[:, None] * weight2).to(narrow).to(tl.float32), second
+        )
+        last = tl.where(normed[:, None], (last * scale[:, None] * weight3).to(narrow).to(tl.float32), last)
+
+    cos = tl.load(cos_ptr + token * HALF + half, mask=half < HALF, other=1.0)[None, :]
+    sin = tl.load(sin_ptr + token * HALF + half, mask=half < HALF, other=0.0)[None, :]
+    turns = (is_q | is_k)[:, None]
+    turned = tl.where(turns, first * cos - second * sin, first)
+    second = tl.where(turns, second * cos + first * sin, second)
+
+    to_q = q_ptr + (token * HEADS + head)[:, None] * DIM
+    narrow = q_ptr.dtype.element_ty
+    tl.store(to_q + half[None, :], turned.to(narrow), mask=halves & is_q[:, None])
+    tl.store(to_q + HALF + half[None, :], second.to(narrow), mask=halves & is_q[:, None])
+    tl.store(to_q + rest[None, :], last.to(narrow), mask=rests & is_q[:, None])
+
+    write = tl.load(writes_ptr + token)
+    # Key heads, then value heads: lines (block * 2 * KV_HEADS + kv head) * BLOCK + offset of the cache.
+    line = (write // BLOCK * (2 * KV_HEADS) + (head - HEADS)) * BLOCK + write % BLOCK
+    to_kv = cache_ptr + line[:, None] * DIM
+    narrow = cache_ptr.dtype.element_ty
+    tl.store(to_kv + half[None, :], turned.to(narrow), mask=halves & ~is_q[:, None])
+    tl.store(to_kv + HALF + half[None, :], second.to(narrow), mask=halves & ~is_q[:, None])
+    tl.store(to_kv + rest[None, :], last.to(narrow), mask=rests & ~is_q[:, None])
+
+
+@triton.jit
+def _weight(weights, ptr, at, inside, heads):
+    """``weights`` [heads, dims] with the norm's weight at the dims ``at`` in the lines ``heads``."""
+    read = tl.load(ptr + at, mask=inside, other=0.0).to(tl.float32)
+    return tl.where(heads[:, None], read[None, :], weights)
+
+
+def qkv_rope_cache(
+    qkv: Tensor,
+    heads: int,
+    kv_heads: int,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    cache: Tensor,
+    writes: Tensor,
+) -> Tensor:
+    """As ``torch_ops.qkv_rope_cache``."""
+    tokens, dim, half = qkv.shape[0], cache.shape[4], cos.shape[1]
+    q = torch.empty((tokens, heads, dim), dtype=qkv.dtype, device=qkv.device)
+    if not tokens:
+        return q
+    assert cache.is_contiguous(), "the cache is written in place"
+    assert cos.dtype == torch.float32, "angles are wide"
+    qkv = qkv.contiguous()
+    _qkv_rope_cache[(tokens, -(-(heads + 2 * kv_heads) // HEADS_AT_ONCE))](
+        qkv,
+        qkv if q_weight is None else q_weight,
+        qkv if k_weight is None else k_weight,
+        cos.contiguous(),
+        sin.contiguous(),
+        cache,
+        writes,
+        q,
+        eps,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        HALF=half,
+        HALF_P2=power(half),
+        REST_P2=power(max(dim - 2 * half, 1)),
+        BLOCK=cache.shape[3],
+        Q_NORM=q_weight is not None,
+        K_NORM=k_weight is not None,
+        AT_ONCE=HEADS_AT_ONCE,
+        num_warps=4,
+    )
+    return q
+
+
+@triton.jit
+def _gated_silu(
+    gate_up_ptr,  # [T, 2 * N]
+    out_ptr,  # [T, N]
+    N,
+    AT_ONCE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
+    live = at < N
+    gate = tl.load(gate_up_ptr + row * (2 * N) + at, mask=live, other=0.0)
+    up = tl.load(gate_up_ptr + row * (2 * N) + N + at, mask=live, other=0.0)
+    x = gate.to(tl.float32)
+    # Rounded between the two, as two ops would.
+    activated = (x / (1.0 + tl.exp(-x))).to(gate.dtype).to(tl.float32)
+    tl.store(out_ptr + row * N + at, (activated * up.to(tl.float32)).to(gate.dtype), mask=live)
+
+
+def gated(gate_up: Tensor, activation: str) -> Tensor:
+    """As ``torch_ops.gated``: [..., 2 n] to [..., n]. Other activations than silu are the reference's."""
+    if activation != "silu" or not gate_up.is_contiguous():
+        return torch_ops.gated(gate_up, activation)
+    size = gate_up.shape[-1] // 2
+    out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype, device=gate_up.device)
+    rows = gate_up.numel() // max(2 * size, 1)
+    if rows:
+        grid = (rows, -(-size // GATED_AT_ONCE))
+        _gated_silu[grid](gate_up, out, size, AT_ONCE=GATED_AT_ONCE, num_warps=4)
+    return out
+
+
+def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    """As ``torch_ops.gated_linear``: cuBLAS and one pass over its result."""
+    return gated(F.linear(x, weight, bias), activation)

@@ -1,0 +1,211 @@
+"""Decode steps as CUDA graphs: one launch in place of hundreds.
+
+A step of one token a row is a function of the rows' slots alone: ids, positions, block tables and writes are
+derived on the device. So one column is all that a graph reads from outside, and its address never changes:
+
+    slots      [most rows]   filled before each replay; rows beyond the step's name the spare slot
+    logits     [most rows, vocab]  and positions [most rows]: what a replay leaves, read before the next one
+
+Everything is ordered by the stream: a replay follows the sampling of the step before it. Graphs are captured
+at start for buckets of rows and of context (which bound the launches' grids); any other step, and any with a
+prompt in it, is launched op by op.
+
+A spare row is at position 0 of a sequence without blocks: it reads and writes the null block, which nobody
+else reads, and its logits are dropped.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from weft.attention.base import AttentionBackend
+from weft.common.log import get_logger
+from weft.models.base import Model
+from weft.overlap.drive import drive
+from weft.runner.batch import BatchBuilder, StepRows
+from weft.runner.sampler import SampleRows
+from weft.runner.slot_state import SlotState
+from weft.runner.staging import StagingBuffer
+from weft.types.plan import StepPlan
+
+log = get_logger(__name__)
+
+Tensor = torch.Tensor
+Capture: TypeAlias = Callable[[Callable[[], None]], Callable[[], None]]
+"""From a function of fixed tensors to one that does the same again. Tests pass the identity."""
+Key: TypeAlias = tuple[int, int]
+"""Bucket: rows, positions of context."""
+
+MOST_ROWS = 512
+"""Steps of more rows are launched op by op: launching costs them little."""
+FIRST_CONTEXT = 2048
+
+
+def row_buckets(most: int) -> list[int]:
+    """1, 2, 4, 8, 16, 24, 32, ... up to ``most``, which is the last; coarser from 128 on."""
+    most = min(most, MOST_ROWS)
+    fine = [1, 2, 4, *range(8, 128, 8), *range(128, MOST_ROWS + 1, 32)]
+    return [rows for rows in fine if rows < most] + [most]
+
+
+def context_buckets(most: int) -> list[int]:
+    """2,048 and fourfold upwards; the last is ``most``, a sequence's greatest length."""
+    buckets, context = [], FIRST_CONTEXT
+    while context < most:
+        buckets.append(context)
+        context *= 4
+    return [*buckets, most]
+
+
+def obstacle(model: Model, backend: AttentionBackend) -> str | None:
+    """Why decode steps of this model cannot be captured, in words; None when they can."""
+    if model.spec.moe is not None:
+        return "routed experts learn their group sizes on the host"
+    if not backend.capturable:
+        return "the attention backend needs the host in every step"
+    return None
+
+
+class CudaCapture:
+    """Captures functions as CUDA graphs that share one memory pool: at most one may run at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        here = torch.cuda.current_stream()
+        self._stream.wait_stream(here)
+        with torch.cuda.stream(self._stream):
+            run()  # compiles kernels and makes workspaces, which a capture cannot
+        here.wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        # Threads of others may use the device meanwhile; only this one's calls are captured and checked.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            run()
+        return graph.replay
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphOptions:
+    """How a runner captures its decode steps."""
+
+    max_rows: int
+    """Most rows of a step."""
+    capture: Capture
+    progress: bool = False
+    """Show a bar on stderr."""
+
+
+class DecodeGraphs:
+    """The captured decode steps of one runner, used from its thread only."""
+
+    def __init__(
+        self,
+        model: Model,
+        cache: list[Tensor],
+        backend: AttentionBackend,
+        builder: BatchBuilder,
+        state: SlotState,
+        max_len: int,
+        options: GraphOptions,
+    ) -> None:
+        """Captures everything: runs each bucket on spare rows. ``max_len``: a sequence's greatest length."""
+        self.replayed = 0
+        """Steps that ran as a graph."""
+        self._model, self._cache, self._backend, self._builder = model, cache, backend, builder
+        self._rows, self._contexts = row_buckets(options.max_rows), context_buckets(max_len)
+        most, device = self._rows[-1], model.device
+        self._spare = state.spare
+        self._slots = torch.full((most,), state.spare, dtype=torch.int64, device=device)
+        self._logits = torch.empty((most, model.spec.vocab_size), dtype=model.dtype, device=device)
+        self._positions = torch.zeros(most, dtype=torch.int64, device=device)
+        # Columns of steps like these that never change.
+        self._ones = torch.ones(most, dtype=torch.int64, device=device)
+        self._order = torch.arange(most, device=device)
+        self._replays: dict[Key, Callable[[], None]] = {}
+        self._capture(options)
+
+    @torch.inference_mode()
+    def _capture(self, options: GraphOptions) -> None:
+        began, before = time.monotonic(), _reserved(self._slots.device)
+        # The largest first: the others then fit in its memory.
+        keys = list(itertools.product(reversed(self._rows), reversed(self._contexts)))
+        for key in tqdm(keys, desc="capturing decode", unit="graph", disable=not options.progress):
+            self._replays[key] = options.capture(self._closure(key))
+        log.info(
+            "%d CUDA graphs for decode, up to %d rows, captured in %.1f s; they take %d MiB",
+            len(keys),
+            self._rows[-1],
+            time.monotonic() - began,
+            (_reserved(self._slots.device) - before) >> 20,
+        )
+
+    def _closure(self, key: Key) -> Callable[[], None]:
+        rows, context = key
+        slots, logits, positions = self._slots[:rows], self._logits[:rows], self._positions[:rows]
+
+        def run() -> None:
+            step = self._builder.decode(slots, context)
+            logits.copy_(drive(self._model.steps(step, self._cache, self._backend)))
+            positions.copy_(step.positions)
+
+        return run
+
+    def find(self, plan: StepPlan) -> Key | None:
+        """The bucket that holds the plan's step; None when it must be launched op by op."""
+        rows = plan.decode
+        if plan.prefill.rows or not 0 < rows.rows <= self._rows[-1]:
+            return None
+        if any((column != 1).any() for column in (rows.count, rows.logits, rows.sample)):
+            return None
+        longest = int(rows.start.max()) + 1
+        if longest > self._contexts[-1]:
+            return None
+        return _bucket(self._rows, rows.rows), _bucket(self._contexts, longest)
+
+    def run(self, key: Key, plan: StepPlan, buffer: StagingBuffer) -> tuple[StepRows, Tensor]:
+        """Replays a step. The logits [rows, vocab] are valid until the next call."""
+        rows = plan.decode.rows
+        column = np.full(key[0], self._spare, np.int64)
+        column[:rows] = plan.decode.slot
+        buffer.begin(len(column))
+        where = buffer.add(column)
+        buffer.upload()
+        staged = buffer.tensor(where)
+        self._slots[: key[0]].copy_(staged)
+        self._replays[key]()
+        self.replayed += 1
+        nothing = self._order[:0]
+        return StepRows(
+            slots=staged[:rows],
+            counts=self._ones[:rows],
+            sample_rows=SampleRows(
+                slot_host=plan.decode.slot,
+                slot=staged[:rows],
+                logits_row=self._order[:rows],
+                position=self._positions[:rows] + 1,
+                prompt_slot_host=np.empty(0, np.int64),
+                prompt_slot=nothing,
+                prompt_logits_row=nothing,
+                prompt_position=nothing,
+            ),
+        ), self._logits[:rows]
+
+
+def _bucket(buckets: list[int], size: int) -> int:
+    """The smallest that is not below ``size``."""
+    return next(bucket for bucket in buckets if bucket >= size)
+
+
+def _reserved(device: torch.device) -> int:
+    """Bytes that torch holds of a GPU's memory."""
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
