@@ -68,6 +68,16 @@ class LLM:
         """The model's ``weft.text.tokenizer.Tokenizer``."""
         return self._text.tokenizer
 
+    @property
+    def deterministic(self) -> bool:
+        """Whether logits are bitwise equal whatever is computed beside a request (docs/determinism.md).
+
+        Raises EngineDead after ``shutdown``.
+        """
+        if self._core is None:
+            raise EngineDead("this LLM was shut down")
+        return self._core.deterministic
+
     def generate(
         self,
         prompts: Any,

@@ -8,11 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from weft.attention.base import AttentionBackend, StepInput
 from weft.config.spec import CacheSpec, ModelSpec
-from weft.layers.build import Build
+from weft.layers.build import Build, Layer
 from weft.layers.linear import Linear, RowLinear
 from weft.layers.norm import RMSNorm
 
@@ -29,7 +28,7 @@ class AttentionInput:
     backend: AttentionBackend
 
 
-class Attention(nn.Module):
+class Attention(Layer):
     """Grouped-query attention with rotary positions; returns a partial.
 
     ``qkv`` holds the three input matrices, [(heads + 2 * kv_heads) * head_dim, hidden].

@@ -7,6 +7,7 @@ away, or does not read, loses its own sequences and nothing else.
 
 from __future__ import annotations
 
+import gc
 import secrets
 import time
 
@@ -195,4 +196,6 @@ def run_head(config: EngineConfig, endpoint: str) -> None:
     log.info(
         "engine ready: %s, %s on %s, %s", pools, config.dtype, config.device, core.describe_determinism()
     )
+    gc.collect()
+    gc.freeze()  # the model and all modules live as long as the process: never look through them again
     Head(core, endpoint).run()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -51,7 +52,14 @@ class Build:
         return nn.Parameter(torch.empty(shape, dtype=dtype, device=self.device), requires_grad=False)
 
 
-class Packs(nn.Module):
+class Layer(nn.Module):
+    """A module without hooks: to call it is to call ``forward``, which a step does some hundred times."""
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.forward(*inputs)
+
+
+class Packs(Layer):
     """A layer that hands its loaded weights to an op in the op's own layout.
 
     ``pack`` is called once, after loading and before the first forward; plain weights that nothing reads

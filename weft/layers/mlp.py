@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from weft.layers.build import Build, Packs
+from weft.layers.build import Build, Layer, Packs
 from weft.layers.linear import RowLinear
 
 Tensor = torch.Tensor
@@ -32,7 +32,7 @@ class GateUp(Packs):
         return made
 
 
-class GatedMLP(torch.nn.Module):
+class GatedMLP(Layer):
     """``down(activation(gate(x)) * up(x))``; returns a partial. Source: Shazeer 2020, arXiv 2002.05202."""
 
     def __init__(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
-from weft.layers.build import Build
+from weft.layers.build import Build, Layer
 
 Tensor = torch.Tensor
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Layer):
     """Normalizes the last dim, of ``size``, in float32 (float64 in a float64 model); x's dtype in and out."""
 
     def __init__(self, size: int, eps: float, build: Build) -> None:

@@ -6,16 +6,15 @@ Source: Shazeer et al. 2017, arXiv 1701.06538; softmax over all experts before t
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from weft.config.spec import MoESpec
-from weft.layers.build import Build
+from weft.layers.build import Build, Layer
 from weft.layers.linear import Linear
 
 Tensor = torch.Tensor
 
 
-class Experts(nn.Module):
+class Experts(Layer):
     """The experts' weights, stacked, and their computation."""
 
     def __init__(self, count: int, hidden: int, intermediate: int, activation: str, build: Build) -> None:
@@ -31,7 +30,7 @@ class Experts(nn.Module):
         return made
 
 
-class RoutedMLP(nn.Module):
+class RoutedMLP(Layer):
     """The ``top_k`` experts of each token, summed by their router weights in top-k order; returns a partial.
 
     The router computes in float32 (float64 in a float64 model); ties go to the lowest expert.
