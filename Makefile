@@ -47,7 +47,7 @@ imports: setup
 unit: setup ops
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
-test-grid: setup ops  ## every combination of the E0 grid (slow)
+test-grid: setup ops  ## every combination of the E0 and E1 grids (very slow)
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 -m grid $(ARGS)
 
 test-gpu: setup  ## the tests that need a CUDA GPU

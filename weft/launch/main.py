@@ -10,6 +10,7 @@ from typing import NoReturn
 import click
 
 from weft import __version__
+from weft.common import env
 from weft.common.errors import WeftError
 from weft.config.flags import suggest
 
@@ -62,6 +63,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
     The status is the command's, or 2 after a usage or configuration error, which is one line on stderr.
     """
+    env.spin_briefly()
     try:
         status = cli.main(arguments, prog_name="weft", standalone_mode=False)
     except WeftError as error:

@@ -1,0 +1,219 @@
+"""What E1 is tested with: models, engines, and the logits of every sampled position, by bits."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from weft.attention.base import AttentionBackend
+from weft.attention.registry import BACKENDS, choose
+from weft.common.errors import ConfigError
+from weft.config.families import load_spec
+from weft.config.resolved import EngineConfig, KVConfig, PoolSpec
+from weft.config.sections import CacheSection, ModelSection, RunnerSection, SchedulerSection
+from weft.config.spec import CacheSpec
+from weft.engine.core import EngineCore
+from weft.models.base import Model
+from weft.models.loader import load_model
+from weft.ops import cpu
+from weft.runner.runner import Runner, StepHandle
+from weft.scheduler.sequence import Running
+from weft.types.messages import TokenEvent
+from weft.types.plan import AllocSlot, StepPlan, StepResult
+
+CPU = torch.device("cpu")
+BLOCK = 16
+MAX_LEN = 384
+VOCAB = 131
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": MAX_LEN,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_MIXED = {"use_sliding_window": True, "sliding_window": 70}
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"num_attention_heads": 4}),
+    "mistral": ("Mistral", {"sliding_window": 70}),
+    "qwen2_mixed": ("Qwen2", {**_MIXED, "layer_types": ["sliding_attention", "full_attention"] * 2}),
+    "qwen3_moe": ("Qwen3Moe", {"moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 3}),
+}
+
+
+def make_checkpoint(root: Path, shape: str) -> Path:
+    """A random checkpoint; qk norms and biases are random too."""
+    import transformers
+
+    family, settings = SHAPES[shape]
+    settings = {**_COMMON, **settings}
+    settings["num_hidden_layers"] = len(settings.get("layer_types", "..."))
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")(
+        getattr(transformers, f"{family}Config")(**settings)
+    )
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias") or "norm" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    folder = root / shape
+    model.save_pretrained(folder)
+    return folder
+
+
+def attention_backends(name: str, dtype: torch.dtype) -> AttentionBackend:
+    """The backend called ``name``; skips the test where it isn't built or does not serve ``dtype``."""
+    known = CacheSpec(kind="full", layers=(0,), window=0, kv_heads=2, head_dim=16)
+    try:
+        backend = BACKENDS.get(name)()
+        backend.check(known, 4, 16, dtype, CPU)
+    except (ConfigError, ImportError) as error:
+        pytest.skip(f"attention backend {name}: {error}")
+    assert backend.invariant
+    return backend
+
+
+@cache
+def model_of(folder: Path, dtype: str, form: str) -> tuple[Model, AttentionBackend]:
+    """The model and its attention in one of the forms that promise E1.
+
+    cpp         the C++ operations, and nothing asked of them but for MoE, whose experts need --deterministic
+    fallback    --deterministic where the C++ operations are not there
+    """
+    spec, kind = load_spec(str(folder), None), DTYPES[dtype]
+    if form == "cpp":
+        if not cpu.load():
+            pytest.skip("the C++ operations are not built")
+        backend = choose("cpu", spec, kind, CPU, BLOCK, invariant=True)
+        model = load_model(str(folder), spec, kind, CPU, progress=False, invariant=spec.moe is not None)
+    else:
+        backend = choose("invariant", spec, kind, CPU, BLOCK, invariant=True)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("WEFT_DISABLE_CPU_OPS", "1")
+            cpu.load.cache_clear()
+            try:
+                model = load_model(str(folder), spec, kind, CPU, progress=False, invariant=True)
+            finally:
+                cpu.load.cache_clear()
+    return model, backend
+
+
+Bits = dict[tuple[int, int], list[torch.Tensor]]
+"""(seed, position) of each sampled token -> the logits it was drawn from, once for each time."""
+
+
+class Witness(Runner):
+    """A runner that keeps the logits of every sampled row, and what was in flight."""
+
+    def watch(self) -> None:
+        self.bits: Bits = {}
+        self.seeds: dict[int, int] = {}
+        self.prefill_counts: list[int] = []
+        self.in_flight = self.deepest = 0
+
+    def forward(self, plan: StepPlan) -> StepHandle:
+        self.in_flight += 1
+        self.deepest = max(self.deepest, self.in_flight)
+        self.prefill_counts.append(int(plan.prefill.count.max(initial=0)))
+        return super().forward(plan)
+
+    def read(self, handle: StepHandle) -> StepResult:
+        self.in_flight -= 1
+        return super().read(handle)
+
+    def _forward(self, handle: StepHandle) -> Any:
+        made = super()._forward(handle)
+        batch, logits = made
+        for op in handle.plan.ops:
+            if isinstance(op, AllocSlot):
+                self.seeds[op.slot] = op.seed
+        rows = batch.sample_rows
+        for slot, row, position in zip(
+            rows.slot_host.tolist(), rows.logits_row.tolist(), rows.position.tolist(), strict=True
+        ):
+            self.bits.setdefault((self.seeds[slot], position), []).append(logits[row].clone())
+        return made
+
+
+def force_preemptions(engine: EngineCore, number: int, every: int = 7) -> list[TokenEvent]:
+    """Before every seventh step, sends a running sequence back to the queue, also out of steps in flight."""
+    book = engine.scheduler._book
+    running = [sequence for sequence in book.running if not sequence.protected]
+    if running and number % every == every - 1:
+        victim = running[number // every % len(running)]
+        assert isinstance(victim.state, Running)
+        book.preempt(victim, victim.state)
+    return []
+
+
+def make_engine(
+    folder: Path,
+    dtype: str,
+    form: str,
+    *,
+    blocks: int = 2048,
+    chunk: int = 0,
+    depth: int = 1,
+    caching: bool = False,
+    max_num_seqs: int = 80,
+) -> tuple[EngineCore, Witness]:
+    """An engine whose caches are full of NaN."""
+    model, backend = model_of(folder, dtype, form)
+    spec = model.spec
+    sizes = {"full": blocks, "window": 2048}
+    pools = tuple(PoolSpec(cache=c, block_size=BLOCK, num_blocks=sizes[c.kind]) for c in spec.caches)
+    kv = KVConfig(
+        pools=pools,
+        block_size=BLOCK,
+        enable_prefix_caching=caching,
+        max_model_len=MAX_LEN,
+        num_slots=max_num_seqs * depth,
+    )
+    config = EngineConfig(
+        model_path=str(folder),
+        tokenizer_path=str(folder),
+        served_names=("m",),
+        spec=spec,
+        dtype=dtype,
+        device="cpu",
+        model=ModelSection(model=str(folder)),
+        cache=CacheSection(block_size=BLOCK, enable_prefix_caching=caching),
+        scheduler=SchedulerSection(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=2048,
+            long_prefill_token_threshold=chunk,
+            steps_in_flight=depth,  # type: ignore[arg-type]
+        ),
+        runner=RunnerSection(device="cpu"),
+        kv=kv,
+    )
+    runner = Witness(
+        model,
+        backend,
+        kv,
+        vocab_size=VOCAB,
+        dtype=DTYPES[dtype],
+        device=CPU,
+        depth=depth,
+        poison=True,
+        step_timeout=60,
+    )
+    runner.watch()
+    for tensor in runner.cache:
+        tensor.fill_(float("nan"))
+    engine = EngineCore(config, runner=runner)
+    assert engine.deterministic, runner.varying
+    return engine, runner

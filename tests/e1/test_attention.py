@@ -1,0 +1,121 @@
+"""Invariant attention backends: a query's bits are its own in every chunk, batch and block size."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from tests.e1.rig import attention_backends
+from weft.attention.base import AttentionBackend, SegmentInput
+from weft.attention.torch_backend import TorchAttention
+from weft.config.spec import CacheSpec
+
+Tensor = torch.Tensor
+LENGTH = 210
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}
+HEADS = {"grouped": (8, 2, 16), "multi": (3, 3, 48), "one": (20, 1, 64), "wide": (2, 1, 128)}
+
+
+class Sequence:
+    """Queries, keys and values of one sequence, the same whoever computes them: [LENGTH, heads, dim]."""
+
+    def __init__(self, seed: int, heads: tuple[int, int, int], dtype: torch.dtype) -> None:
+        torch.manual_seed(seed)
+        self.q = torch.randn(LENGTH, heads[0], heads[2]).to(dtype)
+        self.k, self.v = torch.randn(2, LENGTH, heads[1], heads[2]).to(dtype)
+
+
+Row = tuple[Sequence, int, int]
+"""(sequence, start, count)."""
+
+
+def attend(backend: AttentionBackend, rows: list[Row], block: int, window: int) -> list[Tensor]:
+    """Output of each row, out of a cache that holds NaN wherever nobody may look."""
+    one = rows[0][0]
+    kv_heads, dim, dtype = one.k.shape[1], one.k.shape[2], one.q.dtype
+    spec = CacheSpec(
+        kind="window" if window else "full", layers=(0,), window=window, kv_heads=kv_heads, head_dim=dim
+    )
+    width = max(-(-(start + count) // block) for _, start, count in rows)
+    order = random.Random(len(rows) * block).sample(range(1, len(rows) * width + 1), len(rows) * width)
+    table = torch.tensor(order).view(len(rows), width)
+    cache = torch.full((len(order) + 1, 2, kv_heads, block, dim), float("nan"), dtype=dtype)
+    for row, (sequence, start, count) in enumerate(rows):
+        first = max(0, start - window + 1) if window else 0
+        p = torch.arange(first, start + count)
+        both = torch.stack((sequence.k[p], sequence.v[p]), dim=1)  # [positions, 2, kv_heads, dim]
+        cache[table[row, p // block], :, :, p % block] = both
+    counts = np.array([count for _, _, count in rows], np.int32)
+    starts = np.array([start for _, start, _ in rows], np.int32)
+    segment = SegmentInput(
+        begin=0,
+        rows=len(rows),
+        tokens=int(counts.sum()),
+        host_counts=counts,
+        host_starts=starts,
+        q_offsets=torch.tensor([0, *np.cumsum(counts).tolist()], dtype=torch.int32),
+        starts=torch.tensor(starts.tolist(), dtype=torch.int64),
+        tables=(table,),
+    )
+    q = torch.cat([sequence.q[start : start + count] for sequence, start, count in rows])
+    out = torch.full_like(q, float("nan"))
+    prepared = backend.prepare(segment, 0, spec, block, dtype)
+    backend.attend(q, out, cache, segment, 0, spec, 0.25, prepared)
+    return list(out.split(counts.tolist()))
+
+
+def chunks(length: int, size: int) -> Iterator[tuple[int, int]]:
+    for start in range(0, length, size):
+        yield start, min(size, length - start)
+
+
+FORMS = [
+    (name, dtype, heads, window)
+    for name in ("cpu", "invariant")
+    for dtype in (torch.float32, torch.bfloat16)
+    for heads in HEADS
+    for window in (0, 5, 70, 130)
+]
+FORMS += [
+    ("invariant", dtype, heads, window)
+    for dtype in (torch.float64, torch.float16)
+    for heads, window in (("grouped", 70), ("one", 0))
+]
+
+
+@pytest.mark.parametrize(("name", "dtype", "heads", "window"), FORMS)
+def test_bits_of_a_query_are_its_own(name: str, dtype: torch.dtype, heads: str, window: int) -> None:
+    backend = attention_backends(name, dtype)
+    one, others = Sequence(0, HEADS[heads], dtype), [Sequence(s, HEADS[heads], dtype) for s in range(1, 9)]
+    (whole,) = attend(backend, [(one, 0, LENGTH)], 64, window)
+    (close,) = attend(TorchAttention(), [(one, 0, LENGTH)], 64, window)
+    assert torch.allclose(whole.double(), close.double(), atol=TOLERANCE[dtype])
+    for size, block in ((1, 64), (7, 16), (64, 4), (100, 3), (16, 24)):
+        parts = list(chunks(LENGTH, size))
+        if size < 64:
+            parts = random.Random(size).sample(parts, 5)
+        for start, count in parts:
+            company = [(o, (37 * i) % 120, 1 + (i * count) % 90) for i, o in enumerate(others[: start % 9])]
+            made = attend(backend, [*company[:2], (one, start, count), *company[2:]], block, window)
+            assert torch.equal(made[min(2, len(company))], whole[start : start + count]), (size, block, start)
+
+
+@pytest.mark.parametrize("name", ["cpu", "invariant"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_threads_change_no_bit(name: str, dtype: torch.dtype) -> None:
+    backend = attention_backends(name, dtype)
+    rows: list[Row] = [(Sequence(s, HEADS["grouped"], dtype), 25 * s, 1 + 60 * (s % 2)) for s in range(6)]
+    threads = torch.get_num_threads()
+    made = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            made.append(torch.cat(attend(backend, rows, 16, 0)))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(made[0], made[1])
+    assert torch.equal(made[0], made[2])

@@ -1,0 +1,201 @@
+"""The functions that E1 builds on: of each, torch computes every element (or row) alike, wherever it stands.
+
+Torch runs a vector loop and a scalar one for what is left, in each thread's share: they must agree. silu,
+gelu, sigmoid, pow and exp2 do not, which is why the invariant forms are written in those tested here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from weft.config.spec import RopeSpec
+from weft.layers.build import Build
+from weft.layers.rope import Rope
+from weft.ops import cpu, registry, sampling, tiled, torch_ops
+from weft.ops.philox import gumbel
+from weft.parallel.comm import LocalComm
+
+Tensor = torch.Tensor
+CPU = torch.device("cpu")
+WIDE = [torch.float32, torch.float64]
+ALL = [*WIDE, torch.bfloat16, torch.float16]
+ELEMENTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "exp": torch.exp,
+    "log": lambda x: x.abs().add(1e-30).log(),
+    "cos": torch.cos,
+    "sin": torch.sin,
+    "erf": torch.erf,
+    "tanh": torch.tanh,
+    "rsqrt": lambda x: torch.rsqrt(x.abs() + 1e-6),
+}
+ROWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean of squares": lambda x: x.square().mean(-1, keepdim=True),
+    "softmax": lambda x: x.softmax(-1),
+    "log_softmax": lambda x: x.log_softmax(-1),
+    "route": lambda x: torch_ops.route(x, 3, True)[1],
+    "mass_of": sampling.mass_of,
+}
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def noise(*shape: int, dtype: torch.dtype, scale: float = 4.0) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(dtype)
+
+
+def check_elements(function: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    whole = function(x)
+    for begin in range(0, 40, 7):
+        for count in (1, 2, 3, 5, 7, 15, 16, 17, 31, 33, 65, 127, 1000, len(x) - 40):
+            part = slice(begin, begin + count)
+            assert torch.equal(function(x[part]), whole[part])
+            assert torch.equal(function(x[part].clone()), whole[part])
+
+
+@pytest.mark.parametrize("dtype", WIDE, ids=str)
+@pytest.mark.parametrize("name", ELEMENTS)
+def test_elements(name: str, dtype: torch.dtype, threads: int) -> None:
+    check_elements(ELEMENTS[name], noise(70_001, dtype=dtype))
+
+
+def test_noise_of_sampling(threads: int) -> None:
+    words = torch.randint(0, 1 << 32, (70_001,), generator=torch.Generator().manual_seed(0))
+    check_elements(gumbel, words)
+
+
+def check_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    """Every row of ``function(x)`` is what that row alone gives, at other places and alignments too."""
+    whole = function(x)
+    for count in (1, 2, 5, 16, 33):
+        for begin in (*range(0, len(x) - count, 67), len(x) - count):
+            rows = slice(begin, begin + count)
+            assert torch.equal(function(x[rows]), whole[rows]), (count, begin)
+            assert torch.equal(function(x[rows].clone()), whole[rows]), (count, begin)
+
+
+@pytest.mark.parametrize("dtype", WIDE, ids=str)
+@pytest.mark.parametrize("columns", [8, 67, 5120])
+@pytest.mark.parametrize("name", ROWS)
+def test_rows(name: str, columns: int, dtype: torch.dtype, threads: int) -> None:
+    check_rows(ROWS[name], noise(170, columns, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh", "relu"])
+def test_gated(activation: str, dtype: torch.dtype, threads: int) -> None:
+    x = noise(300, 2 * 173, dtype=dtype)
+    check_rows(lambda rows: tiled.gated(rows, activation), x)
+    tolerance = {torch.bfloat16: 2e-2, torch.float16: 2e-3}.get(dtype, 1e-5)
+    expected = torch_ops.gated(x, activation)
+    assert torch.allclose(tiled.gated(x, activation), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", WIDE, ids=str)
+@pytest.mark.parametrize("kind", ["default", "dynamic"])
+def test_angles(kind: Any, dtype: torch.dtype, threads: int) -> None:
+    build = Build(dtype=dtype, device=CPU, comm=LocalComm())
+    rope = Rope(RopeSpec(kind=kind, theta=10000.0, dim=24, max_position=64, factor=4.0), build)
+    whole = rope.angles(torch.arange(5000))
+    for begin in range(0, 4000, 71):
+        for count in (1, 2, 5, 900):
+            part = slice(begin, begin + count)
+            for made, expected in zip(rope.angles(torch.arange(5000)[part]), whole, strict=True):
+                assert torch.equal(made, expected[part])
+
+
+def implementations(op: str, dtype: torch.dtype) -> list[registry.Implementation]:
+    """Every form of ``op`` that says it is invariant and can run here."""
+    return [
+        made
+        for made in registry._OPS[op]
+        if made.invariant and "cpu" in made.devices and dtype in made.dtypes and made.available()
+    ]
+
+
+MATRICES = [("linear", shape) for shape in ((48, 67), (131, 517), (320, 8))]
+MATRICES += [(op, (131, 518)) for op in ("gated_linear", "linear_int8", "gated_linear_int8")]
+
+
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+@pytest.mark.parametrize(("op", "shape"), MATRICES)
+def test_matrices(op: str, shape: tuple[int, int], dtype: torch.dtype, threads: int) -> None:
+    inputs, outputs = shape
+    x, weight = noise(290, inputs, dtype=dtype, scale=1), noise(outputs, inputs, dtype=dtype, scale=0.1)
+    bias = noise(outputs, dtype=dtype)
+    more = ("silu",) if "gated" in op else ()
+    for made in implementations(op, dtype):
+        packed = weight if made.pack is None else made.pack(weight)
+        for given in (None, bias):
+            check_rows(lambda rows, run=made.run, w=packed, b=given: run(rows, w, b, *more), x)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+def test_experts(dtype: torch.dtype, threads: int) -> None:
+    x = noise(290, 48, dtype=dtype, scale=1)
+    ids = torch.randint(0, 6, (290, 2), generator=torch.Generator().manual_seed(1))
+    gate_up, down = noise(6, 64, 48, dtype=dtype, scale=0.3), noise(6, 48, 32, dtype=dtype, scale=0.3)
+    for made in implementations("experts", dtype):
+        packed = (gate_up, down) if made.pack is None else (made.pack(gate_up), made.pack(down))
+        whole = made.run(x, ids, *packed, "silu")
+        for begin, count in ((0, 1), (3, 1), (7, 2), (20, 17), (100, 190)):
+            part = slice(begin, begin + count)
+            assert torch.equal(made.run(x[part], ids[part], *packed, "silu"), whole[part])
+
+
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+@pytest.mark.parametrize("columns", [100, 2048])
+def test_norms(columns: int, dtype: torch.dtype, threads: int) -> None:
+    x, weight = noise(170, columns, dtype=dtype), noise(columns, dtype=dtype)
+    delta = noise(170, columns, dtype=dtype).flip(0)
+    joined = torch.cat((x, delta), dim=1)
+
+    for made in implementations("rms_norm", dtype):
+        check_rows(lambda rows, run=made.run: run(rows, weight, 1e-6), x)  # type: ignore[misc]
+    for made in implementations("add_rms_norm", dtype):
+
+        def added(rows: Tensor, run: Callable[..., Any] = made.run) -> Tensor:
+            first, second = (half.contiguous() for half in rows.split(columns, dim=1))
+            return torch.cat(run(first.clone(), second, weight, 1e-6), dim=1)
+
+        check_rows(added, joined)
+
+
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+@pytest.mark.parametrize("dim", [16, 80, 128])
+def test_rotation_and_head_norms(dim: int, dtype: torch.dtype, threads: int) -> None:
+    heads, kv_heads, tokens, block = 5, 2, 170, 16
+    qkv = noise(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
+    weights = noise(dim, dtype=dtype), noise(dim, dtype=dtype)
+    angles = noise(tokens, dim // 2, dtype=torch_ops.wide(dtype), scale=3)
+    cache = torch.zeros(20, 2, kv_heads, block, dim, dtype=dtype)
+    where = torch.randperm(19 * block, generator=torch.Generator().manual_seed(2))[:tokens] + block
+
+    for made in implementations("qkv_rope_cache", dtype):
+
+        def rotated(index: Tensor, run: Callable[..., Any] = made.run) -> Tensor:
+            rows = index.view(-1)
+            memory, writes = cache.clone(), where[rows]
+            turns = angles[rows].cos(), angles[rows].sin()
+            q = run(qkv[rows], heads, kv_heads, *weights, 1e-6, *turns, memory, writes)
+            kept = memory[writes // block, :, :, writes % block]
+            return torch.cat((q.flatten(1), kept.flatten(1)), dim=1)
+
+        check_rows(rotated, torch.arange(tokens).unsqueeze(1))
+
+
+def test_what_is_built() -> None:
+    """Where the C++ operations are there, these tests covered them."""
+    if not cpu.load():
+        pytest.skip("the C++ operations are not built")
+    assert "cpu" in {made.name for made in implementations("linear", torch.bfloat16)}
