@@ -65,10 +65,11 @@ class Attention(Layer):
         for segment, prepared in zip(step.segments, step.prepared, strict=True):
             if not segment.tokens:
                 continue
+            alone = segment.tokens == len(q)
             rows = slice(segment.begin, segment.begin + segment.tokens)
             shared.backend.attend(
-                q[rows],
-                out[rows],
+                q if alone else q[rows],
+                out if alone else out[rows],
                 cache,
                 segment,
                 self._kind,

@@ -10,6 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from weft.common.errors import ConfigError
 from weft.config import devices, hub
 from weft.config.budget import check_budget
@@ -52,6 +54,9 @@ def resolve(config: Config) -> EngineConfig:
     check_checkpoint(model, path, tokenizer_path)
     spec = load_spec(path, model.num_hidden_layers_override, trust_remote_code=model.trust_remote_code)
     device = choose_device(runner)
+    if not scheduler.steps_in_flight:
+        # A CPU's threads all compute: planning beside them takes from them what it saves (docs/adr/0001).
+        scheduler = msgspec.structs.replace(scheduler, steps_in_flight=2 if device == "cuda" else 1)
     dtype = choose_dtype(model, spec, device, path)
     num_bytes = cache_bytes(spec, dtype, device, model, cache, scheduler)
     max_model_len = choose_max_model_len(spec, dtype, num_bytes, model, cache, scheduler)

@@ -98,8 +98,11 @@ class SchedulerSection(_Section, frozen=True, kw_only=True):
         Meta(description="mixed: prefill and decode in one step; exclusive: prefill-first, one kind a step."),
     ] = "mixed"
     steps_in_flight: Annotated[
-        Literal[1, 2], Meta(description="2 plans the next step before the last one's tokens are read.")
-    ] = 2
+        Literal[0, 1, 2],
+        Meta(
+            description="2: plan the next step before the last one's tokens are read; 0: 2 on a GPU, 1 else."
+        ),
+    ] = 0
     itl_target_ms: Annotated[
         float,
         Meta(

@@ -8,6 +8,7 @@ of both segments, prefill first, are derived together.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,9 +18,19 @@ from weft.config.resolved import KVConfig
 from weft.runner.sampler import SampleRows
 from weft.runner.slot_state import SlotState
 from weft.runner.staging import StagingBuffer
-from weft.types.plan import EMPTY_SEGMENT, Segment, StepPlan, column
+from weft.types.plan import EMPTY_SEGMENT, Segment, StepPlan
 
 Tensor = torch.Tensor
+
+_NONE = np.empty(0, np.int64)
+
+
+def plain(plan: StepPlan) -> bool:
+    """Whether every row of the plan decodes one token and draws the next."""
+    rows = plan.decode
+    if plan.prefill.rows or not rows.rows:
+        return False
+    return all((column == 1).all() for column in (rows.count, rows.logits, rows.sample))
 
 
 def ragged(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -82,6 +93,13 @@ class BatchBuilder:
         self._pools = kv.pools
         self._backend = backend
         self._dtype = dtype
+        # Columns of steps that never change, and the segment of no rows.
+        most, device = state.history.shape[0], state.history.device
+        self._order = torch.arange(most + 1, device=device)
+        self._offsets = self._order.int()
+        self._ones = torch.ones(most, dtype=torch.int64, device=device)
+        none = self._order[:0]
+        self._empty = self._segment(EMPTY_SEGMENT, 0, none, none, self._offsets[:1])
 
     def build(self, plan: StepPlan, buffer: StagingBuffer) -> Batch:
         """Uploads the plan's columns through ``buffer`` and derives the rest on the device."""
@@ -109,9 +127,9 @@ class BatchBuilder:
         positions = starts[row] + within
         token_slots = slots[row]
         segments = (
-            self._segment(prefill, 0, slots[: prefill.rows], starts[: prefill.rows], q_offsets[0]),
+            self._segment(prefill, 0, slots[: prefill.rows], starts[: prefill.rows], q_offsets[0].int()),
             self._segment(
-                decode, prefill.tokens, slots[prefill.rows :], starts[prefill.rows :], q_offsets[1]
+                decode, prefill.tokens, slots[prefill.rows :], starts[prefill.rows :], q_offsets[1].int()
             ),
         )
         step = StepInput(
@@ -139,20 +157,41 @@ class BatchBuilder:
             ),
         )
 
-    def decode(self, slots: Tensor, context: int) -> StepInput:
+    def build_plain(self, plan: StepPlan, buffer: StagingBuffer) -> Batch:
+        """``build`` of a plan that is ``plain``: the same step, from the slots alone."""
+        slot = plan.decode.slot
+        buffer.begin(len(slot))
+        where = buffer.add(slot)
+        buffer.upload()
+        slots = buffer.tensor(where)
+        step = self.decode(slots, plan.decode)
+        return Batch(step=step, **self.plain_rows(plan, slots, step.positions))
+
+    def plain_rows(self, plan: StepPlan, slots: Tensor, positions: Tensor) -> dict[str, Any]:
+        """The fields of ``StepRows`` of a plain plan: slots int64 [R], and the positions they compute."""
+        order = self._order[: len(slots)]
+        rows = SampleRows(
+            slot_host=plan.decode.slot,
+            slot=slots,
+            logits_row=order,
+            position=positions + 1,
+            prompt_slot_host=_NONE,
+            prompt_slot=order[:0],
+            prompt_logits_row=order[:0],
+            prompt_position=order[:0],
+        )
+        return {"slots": slots, "counts": self._ones[: len(slots)], "sample_rows": rows}
+
+    def decode(self, slots: Tensor, bound: Segment) -> StepInput:
         """A step of one token of each of ``slots`` (int64 [R]), all of whose logits are wanted.
 
-        It is derived on the device from the slots alone; ``context`` bounds the length of every row, its new
-        token included. So it can be captured.
+        It is derived on the device from the slots alone, so it can be captured; ``bound`` has as many rows,
+        and its largest start bounds the context of all.
         """
         rows = len(slots)
-        bound = Segment(slot=column([0] * rows), start=column([context - 1] * rows), count=column([1] * rows))
-        order = torch.arange(rows + 1, device=slots.device)
+        order = self._order[: rows + 1]
         starts = self._state.num_computed[slots]
-        segments = (
-            self._segment(EMPTY_SEGMENT, 0, slots[:0], starts[:0], order[:1]),
-            self._segment(bound, 0, slots, starts, order),
-        )
+        segments = (self._empty, self._segment(bound, 0, slots, starts, self._offsets[: rows + 1]))
         return StepInput(
             ids=self._state.history[slots, starts].long(),
             positions=starts,
@@ -181,7 +220,7 @@ class BatchBuilder:
             tokens=segment.tokens,
             host_counts=segment.count,
             host_starts=segment.start,
-            q_offsets=q_offsets.int(),
+            q_offsets=q_offsets,
             starts=starts,
             tables=tuple(
                 table[slots, : -(-longest // pool.block_size)].long()

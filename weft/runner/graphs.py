@@ -30,11 +30,10 @@ from weft.attention.base import AttentionBackend
 from weft.common.log import get_logger
 from weft.models.base import Model
 from weft.overlap.drive import drive
-from weft.runner.batch import BatchBuilder, StepRows
-from weft.runner.sampler import SampleRows
+from weft.runner.batch import BatchBuilder, StepRows, plain
 from weft.runner.slot_state import SlotState
 from weft.runner.staging import StagingBuffer
-from weft.types.plan import StepPlan
+from weft.types.plan import Segment, StepPlan, column
 
 log = get_logger(__name__)
 
@@ -128,9 +127,6 @@ class DecodeGraphs:
         self._slots = torch.full((most,), state.spare, dtype=torch.int64, device=device)
         self._logits = torch.empty((most, model.spec.vocab_size), dtype=model.dtype, device=device)
         self._positions = torch.zeros(most, dtype=torch.int64, device=device)
-        # Columns of steps like these that never change.
-        self._ones = torch.ones(most, dtype=torch.int64, device=device)
-        self._order = torch.arange(most, device=device)
         self._replays: dict[Key, Callable[[], None]] = {}
         self._capture(options)
 
@@ -152,9 +148,11 @@ class DecodeGraphs:
     def _closure(self, key: Key) -> Callable[[], None]:
         rows, context = key
         slots, logits, positions = self._slots[:rows], self._logits[:rows], self._positions[:rows]
+        zero, one = column([0] * rows), column([1] * rows)
+        bound = Segment(slot=zero, gen=zero, start=column([context - 1] * rows), count=one)
 
         def run() -> None:
-            step = self._builder.decode(slots, context)
+            step = self._builder.decode(slots, bound)
             logits.copy_(drive(self._model.steps(step, self._cache, self._backend)))
             positions.copy_(step.positions)
 
@@ -163,9 +161,7 @@ class DecodeGraphs:
     def find(self, plan: StepPlan) -> Key | None:
         """The bucket that holds the plan's step; None when it must be launched op by op."""
         rows = plan.decode
-        if plan.prefill.rows or not 0 < rows.rows <= self._rows[-1]:
-            return None
-        if any((column != 1).any() for column in (rows.count, rows.logits, rows.sample)):
+        if rows.rows > self._rows[-1] or not plain(plan):
             return None
         longest = int(rows.start.max()) + 1
         if longest > self._contexts[-1]:
@@ -175,30 +171,17 @@ class DecodeGraphs:
     def run(self, key: Key, plan: StepPlan, buffer: StagingBuffer) -> tuple[StepRows, Tensor]:
         """Replays a step. The logits [rows, vocab] are valid until the next call."""
         rows = plan.decode.rows
-        column = np.full(key[0], self._spare, np.int64)
-        column[:rows] = plan.decode.slot
-        buffer.begin(len(column))
-        where = buffer.add(column)
+        slots = np.full(key[0], self._spare, np.int64)
+        slots[:rows] = plan.decode.slot
+        buffer.begin(len(slots))
+        where = buffer.add(slots)
         buffer.upload()
         staged = buffer.tensor(where)
         self._slots[: key[0]].copy_(staged)
         self._replays[key]()
         self.replayed += 1
-        nothing = self._order[:0]
-        return StepRows(
-            slots=staged[:rows],
-            counts=self._ones[:rows],
-            sample_rows=SampleRows(
-                slot_host=plan.decode.slot,
-                slot=staged[:rows],
-                logits_row=self._order[:rows],
-                position=self._positions[:rows] + 1,
-                prompt_slot_host=np.empty(0, np.int64),
-                prompt_slot=nothing,
-                prompt_logits_row=nothing,
-                prompt_position=nothing,
-            ),
-        ), self._logits[:rows]
+        made = self._builder.plain_rows(plan, staged[:rows], self._positions[:rows])
+        return StepRows(**made), self._logits[:rows]
 
 
 def _bucket(buckets: list[int], size: int) -> int:

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import torch
 
-from weft.common.errors import EngineDead, RowError
+from weft.common.errors import EngineDead, ErrorInfo, RowError
 from weft.runner.batch import offsets_of
 from weft.runner.sampler import LogprobTensors, SampleOutput
 from weft.types.plan import LogprobRows, StepPlan, StepResult, column
@@ -63,17 +63,23 @@ def to_result(plan: StepPlan, copy: HostCopy) -> StepResult:
     wrong = [owner[copy.error.numpy()]]
     if copy.prompt_logprobs is not None:
         wrong.append(prompt_owner[copy.prompt_logprobs.entries[copy.prompt_logprobs.error.numpy()]])
-    error = RowError("the model's output for this request is not finite").info()
     return StepResult(
         step=plan.step,
         rows=column(rows),
         offsets=column(offsets_of(sampled)),
         tokens=column(copy.tokens.numpy()),
         accepted=column(np.maximum(sampled - 1, 0)),
-        row_error=tuple((int(row), error) for row in np.unique(np.concatenate(wrong))),
+        row_error=_errors(np.concatenate(wrong)),
         logprobs=_rows(copy.logprobs, owner, len(rows)),
         prompt_logprobs=_rows(copy.prompt_logprobs, prompt_owner, len(rows)),
     )
+
+
+def _errors(rows: np.ndarray) -> tuple[tuple[int, ErrorInfo], ...]:
+    if not len(rows):
+        return ()
+    error = RowError("the model's output for this request is not finite").info()
+    return tuple((int(row), error) for row in np.unique(rows))
 
 
 def _rows(tensors: LogprobTensors | None, owner: np.ndarray, rows: int) -> LogprobRows | None:

@@ -23,7 +23,7 @@ from weft.common.errors import EngineDead
 from weft.config.resolved import KVConfig
 from weft.models.base import Model
 from weft.overlap.drive import drive
-from weft.runner.batch import BatchBuilder, StepRows
+from weft.runner.batch import BatchBuilder, StepRows, plain
 from weft.runner.device_queue import DeviceQueue, result_of
 from weft.runner.graphs import DecodeGraphs, GraphOptions
 from weft.runner.kv_tensors import allocate
@@ -159,7 +159,7 @@ class Runner:
         """The step's logits, as a graph where one was captured for such steps."""
         if self.graphs is not None and (key := self.graphs.find(plan)) is not None:
             return self.graphs.run(key, plan, buffer)
-        batch = self._builder.build(plan, buffer)
+        batch = (self._builder.build_plain if plain(plan) else self._builder.build)(plan, buffer)
         return batch, drive(self._model.steps(batch.step, self._cache, self._backend))
 
     @torch.inference_mode()

@@ -22,6 +22,7 @@ from weft.ops import sampling as ops
 from weft.ops.cpu import sampling as direct
 from weft.ops.philox import signed_seed
 from weft.ops.upload import upload
+from weft.runner.token_lists import Lists, Words
 from weft.types.plan import AllocSlot
 from weft.types.sampling import TokenParams
 
@@ -90,28 +91,6 @@ class SampleOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class _Words:
-    """Bad words of two and more ids, on the device (they can be many)."""
-
-    prefixes: Tensor
-    lengths: Tensor
-    last: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _Lists:
-    """Per-slot lists of ids (int64), all inside the vocabulary."""
-
-    banned: np.ndarray
-    stop: np.ndarray
-    """Banned as well while there are fewer output tokens than min_tokens."""
-    bias_ids: np.ndarray
-    bias: np.ndarray
-    allowed: np.ndarray | None
-    words: _Words | None
-
-
-@dataclass(frozen=True, slots=True)
 class _Rows:
     """R entries of one class, on the device except for the lists."""
 
@@ -151,7 +130,7 @@ class Sampler:
         self._floats = np.zeros((num_slots, len(FLOATS)), dtype=np.float64)
         self._ints = np.zeros((num_slots, len(INTS)), dtype=np.int64)
         self._classes = np.zeros(num_slots, dtype=np.int64)
-        self._lists: list[_Lists | None] = [None] * num_slots
+        self._lists: list[Lists | None] = [None] * num_slots
 
     def alloc(self, op: AllocSlot) -> None:
         """Gives the slot its tenant's parameters. Raises EngineDead when the slot is taken."""
@@ -180,8 +159,22 @@ class Sampler:
         logits [L, >= vocab] of any float dtype, never written; history int [slots, max_len], whose content
         from an entry's position on is arbitrary; num_prompt int64 [slots].
         """
+        tokens, error = self._draw_all(logits, rows, history, num_prompt)
+        return SampleOutput(
+            tokens=tokens,
+            error=error,
+            logprobs=self._sampled_logprobs(logits, rows, tokens),
+            prompt_logprobs=self._prompt_logprobs(logits, rows, history),
+        )
+
+    def _draw_all(
+        self, logits: Tensor, rows: SampleRows, history: Tensor, num_prompt: Tensor
+    ) -> tuple[Tensor, Tensor]:
         entries = len(rows.slot_host)
         classes = self._classes[rows.slot_host]
+        if (classes == GREEDY).all() and direct.serves(logits):
+            tokens, error = direct.greedy(logits, rows.logits_row, self._vocab)
+            return tokens.masked_fill_(error, 0), error
         order = np.argsort(classes, kind="stable")
         slots = rows.slot_host[order]
         permuted = upload(order, self._device) if (order[1:] < order[:-1]).any() else None
@@ -202,20 +195,15 @@ class Sampler:
         if permuted is not None:
             tokens = torch.empty_like(tokens).index_copy_(0, permuted, tokens)
             error = torch.empty_like(error).index_copy_(0, permuted, error)
-        return SampleOutput(
-            tokens=tokens,
-            error=error,
-            logprobs=self._sampled_logprobs(logits, rows, tokens),
-            prompt_logprobs=self._prompt_logprobs(logits, rows, history),
-        )
+        return tokens, error
 
     # --- parameters ---
 
-    def _make_lists(self, params: TokenParams) -> _Lists | None:
+    def _make_lists(self, params: TokenParams) -> Lists | None:
         vocab = self._vocab
         bias = {token: value for token, value in params.logit_bias if 0 <= token < vocab}
         words = [word for word in params.bad if len(word) > 1 and 0 <= word[-1] < vocab]
-        lists = _Lists(
+        lists = Lists(
             banned=_columns([word[0] for word in params.bad if len(word) == 1], vocab),
             stop=_columns(list(params.stop_ids) if params.min_tokens > 0 else [], vocab),
             bias_ids=np.fromiter(bias.keys(), np.int64, len(bias)),
@@ -227,15 +215,15 @@ class Sampler:
         used = used or any(len(ids) for ids in (lists.banned, lists.stop, lists.bias_ids))
         return lists if used else None
 
-    def _make_words(self, words: list[tuple[int, ...]]) -> _Words:
+    def _make_words(self, words: list[tuple[int, ...]]) -> Words:
         lengths = np.array([len(word) - 1 for word in words], dtype=np.int64)
         prefixes = np.full((len(words), int(lengths.max())), -1, dtype=np.int32)
         for row, word in enumerate(words):
             prefixes[row, prefixes.shape[1] - len(word) + 1 :] = word[:-1]
         last = np.array([word[-1] for word in words], dtype=np.int64)
-        return _Words(*(upload(column, self._device) for column in (prefixes, lengths, last)))
+        return Words(*(upload(column, self._device) for column in (prefixes, lengths, last)))
 
-    def _class(self, params: TokenParams, top_k: int, lists: _Lists | None) -> int:
+    def _class(self, params: TokenParams, top_k: int, lists: Lists | None) -> int:
         kind = 0 if lists is None else LISTS
         if params.repetition_penalty != 1 or params.frequency_penalty or params.presence_penalty:
             kind |= PENALTY

@@ -48,8 +48,13 @@ def kv_config(
         block_size=block_size,
         enable_prefix_caching=caching,
         max_model_len=max_model_len,
-        num_slots=section.max_num_seqs * section.steps_in_flight,
+        num_slots=section.max_num_seqs * depth_of(section),
     )
+
+
+def depth_of(section: SchedulerSection) -> int:
+    """Steps in flight; where the settings leave it open, as on a CPU."""
+    return section.steps_in_flight or 1
 
 
 @dataclass(slots=True)
@@ -91,7 +96,7 @@ class Simulation:
         self.ended = 0
         """Requests that were done; background sequences are not counted."""
         self._host = host
-        self._depth = section.steps_in_flight
+        self._depth = depth_of(section)
         self._arrivals = deque(in_order(arrivals))
         self._requests = sum(not a.background for a in arrivals)
         self._prompts = Prompts(VOCABULARY, shared, seed)
