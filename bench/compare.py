@@ -1,0 +1,202 @@
+"""Weft against other engines on this machine: one command, interleaved rounds, a table and every sample.
+
+bash bench/peers/setup.sh                 # once: the peers' environments
+python -m bench.compare --name mine       # or: make bench
+python -m bench.compare --engines weft,weft-int8,vllm --weft-args 'weft-int8=--quantization int8'
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench import machine, rows, tables
+from bench.rounds import Deadlines, Session, say
+from bench.served import Serving
+from weft.bench import checkpoints
+from weft.bench.workloads import WORKLOADS, Workload
+from weft.common.errors import ConfigError, WeftError
+
+HERE = Path(__file__).parent
+FORMAT = 1
+#: Whose prompts show whether an engine repeats its tokens.
+SAME_TOKENS = WORKLOADS["W1"]
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--engines", default=",".join(rows.DEFAULT), help="rows, by name; default %(default)s")
+    made.add_argument(
+        "--weft-args",
+        action="append",
+        default=[],
+        metavar="[NAME=]FLAGS",
+        help="a row NAME that is Weft with more flags of weft serve (weft itself without NAME); repeatable",
+    )
+    made.add_argument("--workloads", default=",".join(WORKLOADS), help="default %(default)s")
+    made.add_argument("--rounds", type=int, default=5, help="measured rounds, after a warm-up; default 5")
+    made.add_argument(
+        "--model", default="qwen3-dense-s", help="a checkpoint that weft bench can make, or a folder"
+    )
+    made.add_argument("--dtype", default="bfloat16", help="default bfloat16")
+    made.add_argument("--threads", type=int, default=2, help="CPU threads of every engine; default 2")
+    made.add_argument("--name", default="", help="of the result files; default MODEL")
+    made.add_argument("--results", type=Path, default=HERE / "results", help="folder of the result files")
+    made.add_argument("--dir", type=Path, default=default_folder(), help="where setup.sh put the peers")
+    made.add_argument("--one-at-a-time", action="store_true", help="load one engine at a time: little memory")
+    made.add_argument("--no-determinism", action="store_true", help="don't compare tokens between runs")
+    made.add_argument("--load-deadline", type=float, default=600, help="seconds to load; default 600")
+    made.add_argument("--run-deadline", type=float, default=600, help="seconds of one run; default 600")
+    return made
+
+
+def default_folder() -> Path:
+    return Path(os.environ.get("WEFT_BENCH_DIR") or Path.home() / ".cache/weft/bench")
+
+
+def weft_rows(given: Sequence[str]) -> dict[str, str]:
+    """``--weft-args`` as row name -> flags; without a name (it starts with a dash) the row is ``weft``."""
+    found: dict[str, str] = {}
+    for text in given:
+        name, _, flags = ("weft", "", text) if text.lstrip().startswith("-") else text.partition("=")
+        if name in rows.ENVIRONMENTS:
+            raise SystemExit(f"--weft-args: {name} is the name of a peer")
+        rows.keywords(shlex.split(flags))  # says early what is no flag
+        found[name] = flags
+    return found
+
+
+def chosen(names: str) -> list[Workload]:
+    """The workloads named. Ends the program for one that does not exist."""
+    unknown = [name for name in names.split(",") if name not in WORKLOADS]
+    if unknown:
+        raise SystemExit(f"no workload {unknown[0]!r}; there are {', '.join(WORKLOADS)}")
+    return [WORKLOADS[name] for name in names.split(",")]
+
+
+def model_folder(name: str, folder: Path) -> Path:
+    """The checkpoint's folder: made on first use, unless ``name`` is a folder already."""
+    if Path(name).is_dir():
+        return Path(name).resolve()
+    say(f"checkpoint {name}")
+    target = folder / "models" / name
+    try:
+        return checkpoints.make(name, target, 0, progress=False)
+    except ConfigError:
+        # This folder is ours: one that an earlier version of the recipe made is made again.
+        if name not in checkpoints.RECIPES or not (target / "weft_bench.json").is_file():
+            raise
+    shutil.rmtree(target)
+    return checkpoints.make(name, target, 0, progress=False)
+
+
+def sizes(workloads: Sequence[Workload], same_tokens: bool) -> tuple[int, int]:
+    """(max_len, max_seqs) that every engine is given: what the workloads need, rounded up."""
+    needed = [*workloads, *([SAME_TOKENS] if same_tokens else [])]
+    longest = max(one.prompt_tokens + one.output_tokens for one in needed)
+    widest = max(one.concurrency or one.requests for one in needed)
+    return -(-(longest + 16) // 256) * 256, widest
+
+
+def measure(
+    engines: Sequence[rows.Row], setting: rows.Setting, args: argparse.Namespace, vocabulary: int, logs: Path
+) -> dict[str, dict[str, Any]]:
+    """Everything asked for, of engines that are up together; name -> record."""
+    deadlines = Deadlines(load=args.load_deadline, run=args.run_deadline)
+    workloads = chosen(args.workloads)
+    offline = [one for one in workloads if one.concurrency is None]
+    records: dict[str, dict[str, Any]] = {row.name: {} for row in engines}
+    if offline:
+        with Session(engines, setting, deadlines, vocabulary, logs) as session:
+            session.rounds(offline, args.rounds)
+            if not args.no_determinism:
+                session.determinism(SAME_TOKENS, 64)
+        records |= session.records
+    for workload in workloads:
+        if workload.concurrency is not None:
+            with Serving(engines, setting, deadlines, logs) as serving:
+                serving.rounds(workload, args.rounds)
+            for name, record in serving.records.items():
+                records[name]["server"] = record
+    return records
+
+
+def compare(args: argparse.Namespace) -> dict[str, Any]:
+    """Runs the comparison and returns the result."""
+    begun = machine.describe()
+    workloads = chosen(args.workloads)
+    own = weft_rows(args.weft_args)
+    names = list(dict.fromkeys([*args.engines.split(","), *own]))
+    model = model_folder(args.model, args.dir)
+    max_len, max_seqs = sizes(workloads, same_tokens=not args.no_determinism)
+    setting = rows.Setting(
+        model=model,
+        dtype=args.dtype,
+        threads=args.threads,
+        max_len=max_len,
+        max_seqs=max_seqs,
+        folder=args.dir,
+    )
+    built = rows.build(names, own, setting)
+    ready = [row for row in built.values() if isinstance(row, rows.Row)]
+    missing = {name: str(why) for name, why in built.items() if isinstance(why, rows.Missing)}
+    for name, why in missing.items():
+        say(f"{name} is missing: {why}")
+    logs = args.dir / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
+    records: dict[str, dict[str, Any]] = {}
+    for together in [[row] for row in ready] if args.one_at_a_time else [ready]:
+        records |= measure(together, setting, args, vocabulary, logs)
+    for name, record in records.items():
+        record["weft"] = name == "weft" or name in own
+        record["flags"] = own.get(name, "")
+    return {
+        "format": FORMAT,
+        "name": args.name or model.name,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "-m", "bench.compare", *sys.argv[1:]]),
+        "commit": machine.commit(HERE.parent),
+        "machine": begun,
+        "load_average_after": list(os.getloadavg()),
+        "model": model.name,
+        "dtype": args.dtype,
+        "threads": args.threads,
+        "max_len": max_len,
+        "max_seqs": max_seqs,
+        "rounds": args.rounds,
+        "order": "one engine after the other"
+        if args.one_at_a_time
+        else "interleaved; an engine is stopped (SIGSTOP) while it is not its turn",
+        "workloads": {one.name: one.about for one in workloads},
+        "missing": missing,
+        "engines": {name: records[name] for name in names if name in records},
+    }
+
+
+def main() -> None:
+    args = parser().parse_args()
+    try:
+        result = compare(args)
+    except WeftError as error:
+        sys.exit(f"compare: {error.message}")
+    args.results.mkdir(parents=True, exist_ok=True)
+    files = [args.results / f"{result['name']}.{kind}" for kind in ("json", "md")]
+    text = tables.page(result)
+    files[0].write_text(json.dumps(result, indent=1) + "\n")
+    files[1].write_text(text)
+    print(text)
+    say(f"wrote {files[0]} and {files[1]}")
+    sys.exit(1 if not result["engines"] else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Transformers, run by its own interpreter: ``static`` (padded batches through generate) or ``continuous``.
+
+``{"load": {..., "args": {"mode": "static" | "continuous"}}}``
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import protocol
+import torch
+import transformers
+
+
+class Transformers:
+    """The reference implementation as people use it for batches: bf16, SDPA, no compilation."""
+
+    def load(self, options: dict[str, Any]) -> str:
+        torch.set_num_threads(options["threads"])
+        self.mode = options["args"].get("mode", "static")
+        self.max_seqs = options["max_seqs"]
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(
+            options["model"], dtype=getattr(torch, options["dtype"]), attn_implementation="sdpa"
+        ).eval()
+        # No end of sequence: exact lengths, without a logits processor that would cost time.
+        self.model.generation_config.eos_token_id = None
+        self.model.generation_config.pad_token_id = 0
+        return transformers.__version__
+
+    def run(self, prompts: list[list[int]], output_tokens: int) -> list[list[int]]:
+        if self.mode == "continuous":
+            return self._continuous(prompts, output_tokens)
+        made: list[list[int]] = []
+        for start in range(0, len(prompts), self.max_seqs):
+            made.extend(self._static(prompts[start : start + self.max_seqs], output_tokens))
+        return made
+
+    @torch.inference_mode()
+    def _static(self, prompts: list[list[int]], output_tokens: int) -> list[list[int]]:
+        width = max(map(len, prompts))
+        ids = torch.zeros(len(prompts), width, dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for row, prompt in enumerate(prompts):  # padded on the left
+            ids[row, width - len(prompt) :] = torch.tensor(prompt)
+            mask[row, width - len(prompt) :] = 1
+        made = self.model.generate(ids, attention_mask=mask, max_new_tokens=output_tokens, do_sample=False)
+        return made[:, width:].tolist()
+
+    def _continuous(self, prompts: list[list[int]], output_tokens: int) -> list[list[int]]:
+        settings = transformers.GenerationConfig(
+            max_new_tokens=output_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
+        )
+        blocks = self.max_seqs * (1 + (max(map(len, prompts)) + output_tokens) // 256)
+        batching = transformers.ContinuousBatchingConfig(
+            num_blocks=blocks,
+            max_batch_tokens=2048,
+            max_requests_per_batch=self.max_seqs,
+            allow_block_sharing=False,
+        )
+        answers = self.model.generate_batch(
+            inputs=prompts, generation_config=settings, continuous_batching_config=batching
+        )
+        order = sorted(answers, key=lambda name: int(name.rpartition("_")[2]))
+        return [list(answers[name].generated_tokens) for name in order]
+
+    def close(self) -> None:
+        """Nothing outlives the process."""
+
+
+if __name__ == "__main__":
+    protocol.serve(Transformers())
