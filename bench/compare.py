@@ -13,6 +13,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -107,26 +108,46 @@ def sizes(workloads: Sequence[Workload], same_tokens: bool) -> tuple[int, int]:
 
 
 def measure(
-    engines: Sequence[rows.Row], setting: rows.Setting, args: argparse.Namespace, vocabulary: int, logs: Path
-) -> dict[str, dict[str, Any]]:
-    """Everything asked for, of engines that are up together; name -> record."""
+    engines: Sequence[rows.Row],
+    setting: rows.Setting,
+    args: argparse.Namespace,
+    vocabulary: int,
+    records: dict[str, dict[str, Any]],
+) -> None:
+    """Everything asked for, of engines that are up together, into ``records`` (also when interrupted)."""
     deadlines = Deadlines(load=args.load_deadline, run=args.run_deadline)
+    logs = setting.folder / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
     workloads = chosen(args.workloads)
     offline = [one for one in workloads if one.concurrency is None]
-    records: dict[str, dict[str, Any]] = {row.name: {} for row in engines}
+    records |= {row.name: {"samples": {}} for row in engines}
     if offline:
-        with Session(engines, setting, deadlines, vocabulary, logs) as session:
+        session = Session(engines, setting, deadlines, vocabulary, logs)
+        records |= session.records
+        with session:
             session.rounds(offline, args.rounds)
             if not args.no_determinism:
                 session.determinism(SAME_TOKENS, 64)
-        records |= session.records
     for workload in workloads:
         if workload.concurrency is not None:
-            with Serving(engines, setting, deadlines, logs) as serving:
-                serving.rounds(workload, args.rounds)
+            serving = Serving(engines, setting, deadlines, logs)
             for name, record in serving.records.items():
                 records[name]["server"] = record
-    return records
+            with serving:
+                serving.rounds(workload, args.rounds)
+
+
+def setting_of(args: argparse.Namespace, workloads: Sequence[Workload]) -> rows.Setting:
+    """What every engine is asked for alike. Makes the checkpoint when it is not there."""
+    max_len, max_seqs = sizes(workloads, same_tokens=not args.no_determinism)
+    return rows.Setting(
+        model=model_folder(args.model, args.dir),
+        dtype=args.dtype,
+        threads=args.threads,
+        max_len=max_len,
+        max_seqs=max_seqs,
+        folder=args.dir,
+    )
 
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
@@ -135,44 +156,40 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     workloads = chosen(args.workloads)
     own = weft_rows(args.weft_args)
     names = list(dict.fromkeys([*args.engines.split(","), *own]))
-    model = model_folder(args.model, args.dir)
-    max_len, max_seqs = sizes(workloads, same_tokens=not args.no_determinism)
-    setting = rows.Setting(
-        model=model,
-        dtype=args.dtype,
-        threads=args.threads,
-        max_len=max_len,
-        max_seqs=max_seqs,
-        folder=args.dir,
-    )
+    setting = setting_of(args, workloads)
     built = rows.build(names, own, setting)
     ready = [row for row in built.values() if isinstance(row, rows.Row)]
     missing = {name: str(why) for name, why in built.items() if isinstance(why, rows.Missing)}
     for name, why in missing.items():
         say(f"{name} is missing: {why}")
-    logs = args.dir / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
+    vocabulary = json.loads((setting.model / "config.json").read_text())["vocab_size"]
     records: dict[str, dict[str, Any]] = {}
-    for together in [[row] for row in ready] if args.one_at_a_time else [ready]:
-        records |= measure(together, setting, args, vocabulary, logs)
+    interrupted = False
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        for together in [[row] for row in ready] if args.one_at_a_time else [ready]:
+            measure(together, setting, args, vocabulary, records)
+    except KeyboardInterrupt:
+        say("interrupted: what was measured until now is written")
+        interrupted = True
     for name, record in records.items():
         record["weft"] = name == "weft" or name in own
         record["flags"] = own.get(name, "")
     return {
         "format": FORMAT,
-        "name": args.name or model.name,
+        "name": args.name or setting.model.name,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", "-m", "bench.compare", *sys.argv[1:]]),
         "commit": machine.commit(HERE.parent),
         "machine": begun,
         "load_average_after": list(os.getloadavg()),
-        "model": model.name,
+        "model": setting.model.name,
         "dtype": args.dtype,
         "threads": args.threads,
-        "max_len": max_len,
-        "max_seqs": max_seqs,
+        "max_len": setting.max_len,
+        "max_seqs": setting.max_seqs,
         "rounds": args.rounds,
+        "interrupted": interrupted,
         "order": "one engine after the other"
         if args.one_at_a_time
         else "interleaved; an engine is stopped (SIGSTOP) while it is not its turn",

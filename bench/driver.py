@@ -72,7 +72,7 @@ def reaper(group: int) -> subprocess.Popen[bytes]:
     otherwise stay for ever.
     """
     return subprocess.Popen(
-        ["/bin/sh", "-c", f"read _; kill -KILL -- -{group}"],
+        ["/bin/sh", "-c", f"read _; kill -KILL -{group}"],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

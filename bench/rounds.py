@@ -69,8 +69,9 @@ class Session:
             self._attempt(row.name, f"{row.name}: loading", lambda row=row: self._load(row))
         return self
 
-    def __exit__(self, *_: object) -> None:
-        for name in list(self._drivers):
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # Interrupted, a driver may still owe an answer: it is asked nothing more.
+        for name in list(self._drivers) if kind is None else ():
             self._attempt(name, f"{name}: closing", lambda name=name: self._memory(name))
         self._stack.close()
 

@@ -45,8 +45,8 @@ class Serving:
     """Servers that are up together, each with its record."""
 
     def __init__(self, rows: Sequence[Row], setting: Setting, deadlines: Deadlines, logs: Path) -> None:
-        self.records: dict[str, Record] = {}
         self._rows = [row for row in rows if row.server is not None]
+        self.records: dict[str, Record] = {row.name: {"samples": []} for row in self._rows}
         self._setting = setting
         self._deadlines = deadlines
         self._logs = logs
@@ -55,7 +55,6 @@ class Serving:
 
     def __enter__(self) -> Serving:
         for row in self._rows:
-            self.records[row.name] = {"samples": []}
             try:
                 self._start(row)
             except WeftError as error:

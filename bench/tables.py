@@ -165,7 +165,8 @@ def page(result: Mapping[str, Any]) -> str:
         f"Load average {machine['load_average'][0]:.1f} before, {result['load_average_after'][0]:.1f} after "
         f"(the engines' own load is in the second).",
         "",
-        f"Median (smallest to largest) of {result['rounds']} rounds, {result['order']}.",
+        f"Median (smallest to largest) of {result['rounds']} rounds, {result['order']}."
+        + (" **Interrupted: not all rounds ran.**" if result.get("interrupted") else ""),
         "",
     ]
     for name, about in result["workloads"].items():

@@ -143,6 +143,20 @@ def test_bits_do_not_depend_on_company_chunks_or_threads(
         assert torch.equal(bits(alone), whole[: len(alone)]), size
 
 
+@pytest.mark.parametrize("group", [1, 5, 6, 8])
+@pytest.mark.parametrize(("dtype", "engine"), [(torch.float32, 0), *((torch.bfloat16, e) for e in ENGINES)])
+def test_a_value_that_is_not_finite_reaches_those_who_see_it_and_nobody_else(
+    dtype: torch.dtype, engine: int, group: int
+) -> None:
+    scene = Scene([(0, 192 // group + 3), (7, 40)], (group, 1, 64, 64), dtype=dtype)
+    clean = scene.run(engine=engine)
+    scene.cache[scene.table[0, 0], 1, :, 20] = NAN
+    made, after = scene.run(engine=engine), 192 // group + 3
+    assert torch.equal(bits(made[:20]), bits(clean[:20]))
+    assert made[20:after].isnan().all()
+    assert torch.equal(bits(made[after:]), bits(clean[after:]))
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_long_row_divided_among_threads_has_the_same_bits(engine: int) -> None:
     """Few pieces and many keys: splits are items of their own. Prefill's last query equals the decode row."""

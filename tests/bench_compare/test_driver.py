@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -118,3 +119,19 @@ def test_a_turn_stops_the_tree_after_it_and_close_ends_it(driver: Driver) -> Non
 
 def test_pinning_needs_more_cpus_than_threads() -> None:
     assert pinned(["x"], 10_000) == ["x"]
+
+
+def test_a_stopped_driver_dies_with_the_comparison(tmp_path: Path) -> None:
+    script = (
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "from bench.driver import Driver\n"
+        f"made = Driver(['sleep', '60'], {{}}, Path({str(tmp_path / 'log')!r}))\n"
+        "with made.turn():\n"
+        "    print(made.process.pid, flush=True)\n"
+        "os._exit(9)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=PEERS.parents[1], capture_output=True, text=True, timeout=60
+    )
+    assert reaches(int(done.stdout), "Z gone")

@@ -202,3 +202,23 @@ def torch_namespace_has(name: str) -> bool:
 def test_switched_off(extension: None, loader: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEFT_DISABLE_CPU_OPS", "1")
     assert not cpu.load()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, which alone can give files away")
+def test_a_library_that_somebody_else_made_is_not_loaded(calls: Path) -> None:
+    library = build.build()
+    os.chown(library, 12345, -1)
+    assert build.find() is None
+    os.chown(library, 0, -1)
+    os.chown(library.parent, 12345, -1)
+    assert build.find() is None
+
+
+def test_a_cache_that_cannot_be_looked_at_is_no_build(
+    sources: Path, monkeypatch: pytest.MonkeyPatch, loader: None
+) -> None:
+    def denied() -> Path:
+        raise PermissionError("not yours")
+
+    monkeypatch.setattr(build, "find", denied)
+    assert not cpu.load()

@@ -160,3 +160,10 @@ def test_random_loads_under_random_targets(seed: int) -> None:
 def test_exclusive_steps_have_no_target() -> None:
     with pytest.raises(ConfigError, match=r"--itl-target-ms.*--step-policy"):
         Rig(kv_config(), 1, step_policy="exclusive", itl_target_ms=5.0)
+
+
+def test_nobody_passes_by_one_that_did_not_fit() -> None:
+    decode, first, long, short = [500] * 8, (0, FLOOR_TOKENS), (10_000_000, 500), (0, 500)
+    target = TRUTH.predict(shape([first, (0, 100)], decode))
+    assert fill(policy(target), decode, [first, short]) == [first, (0, 100)]
+    assert fill(policy(target), decode, [first, long, short]) == [first]

@@ -58,6 +58,7 @@ class ChunkPolicy:
         floor = min(max(FLOOR_TOKENS - self._shape.prefill_tokens, 0), most)
         fits = self._largest(start, floor, most)
         self._cut = fits < most
+        self._spent = not fits  # younger ones must not pass by the one that did not fit
         return fits
 
     def took(self, start: int, count: int) -> None:

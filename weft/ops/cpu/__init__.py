@@ -6,7 +6,9 @@ the torch implementations. Nothing here imports torch before ``load`` is called.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 
 from weft.common import env
 from weft.common.log import get_logger
@@ -24,7 +26,11 @@ def load() -> bool:
     if env.get("WEFT_DISABLE_CPU_OPS") == "1":
         _log.info("the C++ operations are off (WEFT_DISABLE_CPU_OPS)")
         return False
-    library = build.find()
+    try:
+        library = build.find()
+    except (OSError, RuntimeError) as error:  # no home folder, or one that can't be read
+        _log.warning("the C++ operations cannot be looked for: %s", error)
+        return False
     if library is None:
         _log.warning(
             "the C++ operations are not built for this machine, so torch's are used: decode on the CPU takes "
@@ -33,6 +39,8 @@ def load() -> bool:
         return False
     import torch
 
+    with contextlib.suppress(OSError):
+        os.utime(library)  # in use: builds that nobody used for long are removed
     try:
         torch.ops.load_library(str(library))
     except OSError as error:

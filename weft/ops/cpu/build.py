@@ -83,9 +83,17 @@ def cache_folder() -> Path:
 
 
 def find() -> Path | None:
-    """The newest library built from these sources for this torch and CPU, or None."""
-    made = list(cache_folder().glob(f"{base_key()}-*/{LIBRARY}"))
-    return max(made, key=lambda path: path.stat().st_mtime, default=None)
+    """The newest library built from these sources for this torch and CPU, or None.
+
+    Only one that this user or root made: what it holds will run in this process. Raises OSError.
+    """
+    made = {}
+    for path in cache_folder().glob(f"{base_key()}-*/{LIBRARY}"):
+        with contextlib.suppress(FileNotFoundError):  # another process tidies up
+            file, folder = path.stat(), path.parent.stat()
+            if {file.st_uid, folder.st_uid} <= {0, os.geteuid()}:
+                made[path] = file.st_mtime
+    return max(made, key=lambda path: made[path], default=None)
 
 
 def find_compiler() -> Compiler:

@@ -191,7 +191,8 @@ struct Registers {
   // Rows of a block: what the register tile holds.
   static constexpr int kBlock = 6;
 
-  static void gemm(int m, int n, int k, const void* a, int64_t lda, const void* b, float* c, const float* alpha) {
+  static void gemm(int m, int n, int k, const void* a, int64_t lda, const void* b, float* c, const float* alpha,
+                   bool /*exact*/) {
     const auto* left = static_cast<const uint32_t*>(a);
     const auto* right = static_cast<const uint32_t*>(b);
     const int words = k / E::kWide;
@@ -245,12 +246,14 @@ struct DotBf16 : PackBf16, Registers<DotBf16> {
 struct Brgemm : PackBf16 {
   static constexpr int kBlock = 96;
 
-  static void gemm(int m, int n, int k, const void* a, int64_t lda, const void* b, float* c, const float* alpha) {
+  // Without `exact` it also computes, and adds to, rows of c beyond m: at most up to the next multiple of 16.
+  static void gemm(int m, int n, int k, const void* a, int64_t lda, const void* b, float* c, const float* alpha,
+                   bool exact) {
     if (alpha)
       for (int r = 0; r < m; ++r)
         for (int i = 0; i < n; i += kLanes) store(c + r * n + i, load(c + r * n + i) * splat(alpha[r]));
     // Few different shapes, because each is compiled at its first use.
-    const int rows = m <= 4 ? 4 : (m + 15) / 16 * 16;
+    const int rows = exact ? m : m <= 4 ? 4 : (m + 15) / 16 * 16;
     at::native::cpublas::brgemm(rows, n, k, lda, n, n, alpha != nullptr, static_cast<const bf16*>(a),
                                 static_cast<const bf16*>(b), c);
   }
@@ -359,7 +362,9 @@ void merge(const State& to, const State& from, int rows, int dim) {
 // Memory of one thread, kept between calls.
 class Arena {
  public:
-  explicit Arena(size_t bytes) : bytes_(bytes), memory_(std::aligned_alloc(64, (bytes + 63) / 64 * 64)) {}
+  explicit Arena(size_t bytes) : bytes_(bytes), memory_(std::aligned_alloc(64, (bytes + 63) / 64 * 64)) {
+    TORCH_CHECK(memory_ || !bytes, "attend: no memory for ", bytes, " bytes");
+  }
   Arena(const Arena&) = delete;
   ~Arena() { std::free(memory_); }
   size_t size() const { return bytes_; }
@@ -523,21 +528,21 @@ class Worker {
       point(lines_, piece, tile, c_.lowest(position), position + 1);
       E::pack_v(lines_.v, nullptr, c_.dim, v_);
       for (int row = 0; row < c_.group; row += E::kBlock)
-        block(piece, tile, state, t * c_.group + row, std::min(c_.group - row, E::kBlock));
+        block(piece, tile, state, t * c_.group + row, std::min(c_.group - row, E::kBlock), true);
     }
   }
 
-  // Rows row .. row + count - 1 of the piece over one tile.
-  void block(const Piece& piece, int64_t tile, const State& state, int row, int count) {
+  // Rows row .. row + count - 1 of the piece over one tile. `exact`: later rows of the state are live, too.
+  void block(const Piece& piece, int64_t tile, const State& state, int row, int count, bool exact = false) {
     const int64_t first = piece.position + row / c_.group, last = piece.position + (row + count - 1) / c_.group;
     if (tile > last || tile + kTile <= c_.lowest(first)) return;
     const bool masked = tile + kTile - 1 > first || tile < c_.lowest(last);
     alignas(64) float alpha[E::kBlock + kLanes];
-    E::gemm(count, kTile, c_.dim, q_ + int64_t(row) * c_.dim, c_.dim, k_, s_, nullptr);
+    E::gemm(count, kTile, c_.dim, q_ + int64_t(row) * c_.dim, c_.dim, k_, s_, nullptr, exact);
     for (int at = 0; at < count; at += kStep)
       softmax(piece, tile, state, row + at, std::min(count - at, kStep), masked, s_ + at * kTile, p_ + at * kTile,
               alpha + at);
-    E::gemm(count, c_.dim, kTile, p_, kTile, v_, state.o + int64_t(row) * c_.dim, alpha);
+    E::gemm(count, c_.dim, kTile, p_, kTile, v_, state.o + int64_t(row) * c_.dim, alpha, exact);
   }
 
   // The keys of the tile that a row sees, as bits.
@@ -625,10 +630,9 @@ void drain(const Call<T>& call, int64_t items, int threads, F f) {
   std::atomic<int64_t> next{0};
   const auto work = [&](int64_t, int64_t) {
     Worker<T, E> worker(call);
-    for (int64_t i = next++; i < items;) {
-      const int64_t after = next++;
+    for (int64_t i; (i = next++) < items;) {
+      const int64_t after = next.load(std::memory_order_relaxed);  // likely this thread's next: worth a prefetch
       f(worker, i, after < items ? after : -1);
-      i = after;
     }
   };
   if (threads == 1)
