@@ -23,6 +23,7 @@ from weft.ops import registry
 from weft.ops import triton as kernels
 from weft.overlap.drive import drive
 from weft.runner.graphs import DecodeGraphs, GraphOptions
+from weft.types.plan import Segment, column
 from weft.types.sampling import TokenParams
 
 pytestmark = pytest.mark.skipif(not kernels.interpreting(), reason="needs Triton and TRITON_INTERPRET=1")
@@ -128,8 +129,10 @@ def test_a_decode_step_asks_the_host_nothing(
     cache = [torch.zeros_like(layer, dtype=torch.float32) for layer in runner._cache]
     for rows, context in ((1, 96), (4, 96)):
         slots = torch.full((rows,), runner._state.spare)
+        start, one = column([context - 1] * rows), column([1] * rows)
+        bound = Segment(slot=one, gen=one, start=start, count=one)
         with torch.no_grad(), _NoHost():
-            logits = drive(model.steps(runner._builder.decode(slots, context), cache, attention))
+            logits = drive(model.steps(runner._builder.decode(slots, bound), cache, attention))
         assert logits.shape[0] == rows
     engine.close()
 
