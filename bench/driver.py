@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.peers.protocol import tree
+from weft.bench.process import reaper
 
 
 class PeerError(Exception):
@@ -65,19 +66,6 @@ def _alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-def reaper(group: int) -> subprocess.Popen[bytes]:
-    """A process that kills a process group when this process ends, however it ends: a stopped peer would
-    otherwise stay for ever.
-    """
-    return subprocess.Popen(
-        ["/bin/sh", "-c", f"read _; kill -KILL -{group}"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
 
 
 class Driver:

@@ -14,8 +14,6 @@ from weft.attention.base import SegmentInput
 from weft.attention.cpu_backend import CpuAttention
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec
-from weft.ops import cpu
-from weft.ops.cpu import build
 
 Tensor = torch.Tensor
 
@@ -29,15 +27,7 @@ ROWS = [(0, 1), (0, 70), (1200, 3), (5, 140), (639, 1), (64, 64), (63, 1), (511,
 SHAPES = ((12, 4, 64, 64), (12, 4, 64, 16), (5, 5, 80, 1), (8, 1, 128, 48), (6, 2, 256, 32), (7, 1, 16, 4))
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _extension() -> None:
-    try:
-        build.find_compiler()
-    except build.BuildError as error:
-        pytest.skip(error.message)
-    build.build()
-    cpu.load.cache_clear()
-    assert cpu.load()
+pytestmark = pytest.mark.usefixtures("extension")
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ import pytest
 from tests.e0.margins import MARGIN, smallest_margin
 from tests.e0.rig import make_engine, run, submit
 from tests.support.checkpoints import VOCAB, make_checkpoint
-from tests.support.pairwise import covering, everything
+from tests.support.pairwise import covering, everything, name
 from weft.types.messages import Submit
 from weft.types.sampling import TokenParams
 
@@ -87,10 +87,6 @@ class Reference:
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return Reference(tmp_path_factory.mktemp("e0"))
-
-
-def name(case: dict[str, Any]) -> str:
-    return "-".join(f"{key}={value}" for key, value in case.items())
 
 
 def plan_submits(case: dict[str, Any]) -> tuple[list[list[Submit]], dict[int, tuple[int, int]]]:

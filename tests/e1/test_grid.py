@@ -18,7 +18,7 @@ import torch
 
 from tests.e0.rig import run, submit
 from tests.e1.rig import VOCAB, force_preemptions, make_checkpoint, make_engine
-from tests.support.pairwise import covering, everything
+from tests.support.pairwise import covering, everything, name
 from weft.types.messages import Submit
 from weft.types.sampling import TokenParams
 
@@ -93,10 +93,6 @@ class Reference:
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return Reference(tmp_path_factory.mktemp("e1"))
-
-
-def name(case: dict[str, Any]) -> str:
-    return "-".join(f"{key}={value}" for key, value in case.items())
 
 
 def plan_submits(case: dict[str, Any]) -> list[list[Submit]]:

@@ -17,7 +17,7 @@ from weft.attention.base import SegmentInput, StepInput
 from weft.attention.registry import choose
 from weft.config.families import load_spec
 from weft.models.base import Model
-from weft.models.loader import load_model, read_model
+from weft.models.loader import load_model
 from weft.overlap.drive import drive
 
 Tensor = torch.Tensor
@@ -139,7 +139,7 @@ class Checkpoint:
 
     def read(self, dtype: torch.dtype = torch.float32) -> Model:
         """With its weights as plain parameters: to look at, not to compute with."""
-        return read_model(self.folder, load_spec(self.folder, None), dtype, CPU, progress=False)
+        return self.load(dtype, pack=False)
 
     def reference_in_float64(self) -> Any:
         """A float64 copy, with experts that accept doubles."""

@@ -17,7 +17,7 @@ from weft.common.errors import ConfigError
 from weft.config.families import load_spec
 from weft.models import loader
 from weft.models.files import weight_files
-from weft.models.loader import build_model, load_model, read_model
+from weft.models.loader import build_model, load_model
 from weft.models.registry import WEIGHTS
 
 CPU = torch.device("cpu")
@@ -38,7 +38,7 @@ def _folder(checkpoint: Any, target: Path, change: Callable[[Tensors], None] | N
 
 def _load(folder: Path, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
     spec = load_spec(str(folder), more.pop("override", None))
-    return read_model(str(folder), spec, dtype, CPU, progress=False, **more)
+    return load_model(str(folder), spec, dtype, CPU, progress=False, pack=False, **more)
 
 
 def _same(a: Any, b: Any) -> bool:

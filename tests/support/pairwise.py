@@ -34,3 +34,8 @@ def covering(features: dict[str, list[Any]], seed: int = 0) -> list[dict[str, An
 def everything(features: dict[str, list[Any]]) -> list[dict[str, Any]]:
     """All combinations."""
     return [dict(zip(features, values, strict=True)) for values in itertools.product(*features.values())]
+
+
+def name(case: dict[str, Any]) -> str:
+    """A combination as the name of a test."""
+    return "-".join(f"{key}={value}" for key, value in case.items())

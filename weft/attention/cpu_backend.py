@@ -12,10 +12,10 @@ from weft.attention.base import AttentionBackend, SegmentInput
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec
 from weft.ops import cpu
+from weft.ops.cpu.served import DTYPES
 
 Tensor = torch.Tensor
 
-DTYPES = (torch.bfloat16, torch.float32)
 MAX_DIM = 256
 MAX_GROUP = 192
 """Query heads that share a KV head at most."""

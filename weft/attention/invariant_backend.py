@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from weft.attention.base import AttentionBackend, SegmentInput
+from weft.attention.torch_backend import BITS
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec
 from weft.ops.fixed_shapes import ProductShapes, product_shapes, products
@@ -39,13 +40,6 @@ ROWS = (64, 16)
 """Rows of a matrix of queries, the most first."""
 LIMIT = 1 << 24
 """Elements of keys, or of scores, computed at once at most (a single piece may need more)."""
-
-_BITS = {
-    torch.float64: torch.int64,
-    torch.float32: torch.int32,
-    torch.bfloat16: torch.int16,
-    torch.float16: torch.int16,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +90,7 @@ class InvariantAttention(AttentionBackend):
     def check(
         self, cache: CacheSpec, heads: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        if dtype not in _BITS:
+        if dtype not in BITS:
             raise ConfigError(f"attention backend 'invariant' has no {dtype}", param="--dtype")
         if device.type != "cpu":
             raise ConfigError(
@@ -217,7 +211,7 @@ def _group(
         real=real.view(-1).nonzero().squeeze(1),
         places=queries[real],
         lines=lines.reshape(-1),
-        seen=-seen[:, None, :, None].to(_BITS[cache.dtype]),
+        seen=-seen[:, None, :, None].to(BITS[cache.dtype]),
         hidden=hidden.view(len(pieces), n, width, TILE).transpose(1, 2).unsqueeze(2).unsqueeze(1),
     )
 

@@ -36,7 +36,7 @@ GATHER = 1 << 24
 """Elements gathered at once at most (a single piece may need more)."""
 
 #: The dtypes that can be served, and the integers of their width.
-_BITS = {
+BITS = {
     torch.float64: torch.int64,
     torch.float32: torch.int32,
     torch.bfloat16: torch.int16,
@@ -84,7 +84,7 @@ class TorchAttention(AttentionBackend):
     def check(
         self, cache: CacheSpec, heads: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        if dtype not in _BITS:
+        if dtype not in BITS:
             raise ConfigError(f"attention backend 'torch' has no {dtype}", param="--dtype")
         if device.type not in ("cpu", "cuda"):
             raise ConfigError(f"attention backend 'torch' does not run on {device.type}", param="--device")
@@ -185,7 +185,7 @@ def _group(
         pieces=len(pieces),
         queries=n,
         gather=(blocks[None, :, None, :] * (2 * spec.kv_heads) + heads).view(-1),
-        seen=-seen[:, None, :, None].to(_BITS[dtype]),
+        seen=-seen[:, None, :, None].to(BITS[dtype]),
         visible=visible.unsqueeze(1),
     )
 

@@ -107,7 +107,7 @@ class ServerProcess:
                 )
             except OSError as error:
                 raise ConfigError(f"can't run {self.command[0]!r}: {error.strerror}") from error
-        self._reaper = _reaper(self._process.pid)
+        self._reaper = reaper(self._process.pid)
         self._poller = threading.Thread(target=self._poll, name="memory", daemon=True)
         self._poller.start()
 
@@ -223,8 +223,11 @@ class ServerProcess:
         self.stop()
 
 
-def _reaper(group: int) -> subprocess.Popen[bytes]:
-    """A process that kills the process group when this process ends: only then its standard input closes."""
+def reaper(group: int) -> subprocess.Popen[bytes]:
+    """A process that kills the process group when this process ends, however it ends.
+
+    Only then its standard input closes. Stopped processes die of it as well.
+    """
     return subprocess.Popen(
         ["/bin/sh", "-c", f"read _; kill -9 -{group}"],
         stdin=subprocess.PIPE,

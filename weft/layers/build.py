@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,16 +60,16 @@ class Layer(nn.Module):
         return self.forward(*inputs)
 
 
-class Packs(Layer):
+class Packs(Layer, ABC):
     """A layer that hands its loaded weights to an op in the op's own layout.
 
     ``pack`` is called once, after loading and before the first forward; plain weights that nothing reads
     any more are dropped then, layer by layer, so that no model is in memory twice.
     """
 
+    @abstractmethod
     def pack(self) -> None:
         """Makes the layouts that ``forward`` reads."""
-        raise NotImplementedError
 
     def _give(self, weight: str, op: Implementation) -> object:
         """What ``op`` takes for the parameter called ``weight``, which is dropped if it is not that."""

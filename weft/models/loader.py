@@ -26,7 +26,7 @@ from weft.models.registry import BLOCKS, WEIGHTS
 from weft.models.weights import WeightMap
 from weft.parallel.comm import Comm, LocalComm
 
-__all__ = ["Model", "build_model", "load_model", "read_model"]
+__all__ = ["Model", "build_model", "load_model"]
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _SHOWN = 8
@@ -67,41 +67,13 @@ def load_model(
     *,
     quantization: str = "none",
     invariant: bool = False,
+    pack: bool = True,
 ) -> Model:
-    """``read_model``, packed: ready to compute."""
-    model = read_model(
-        folder,
-        spec,
-        dtype,
-        device,
-        load_format,
-        seed,
-        progress,
-        comm,
-        quantization=quantization,
-        invariant=invariant,
-    )
-    model.pack()
-    return model
-
-
-def read_model(
-    folder: str,
-    spec: ModelSpec,
-    dtype: torch.dtype,
-    device: torch.device,
-    load_format: str = "auto",
-    seed: int = 0,
-    progress: bool = True,
-    comm: Comm | None = None,
-    *,
-    quantization: str = "none",
-    invariant: bool = False,
-) -> Model:
-    """The model of ``folder`` with its weights, converted to ``dtype``, as plain parameters.
+    """The model of ``folder`` with its weights, converted to ``dtype`` and packed: ready to compute.
 
     load_format: "auto" and "safetensors" read safetensors; "pickle" reads torch files (tensors only);
     "dummy" reads nothing and makes random weights from ``seed``. ``progress`` shows a bar on stderr.
+    Without ``pack`` the weights stay plain parameters, to be looked at.
     Raises ConfigError that lists missing, unexpected and misshaped weights.
     """
     model = build_model(spec, dtype, device, comm, quantization=quantization, invariant=invariant)
@@ -111,6 +83,8 @@ def read_model(
         path = Path(folder)
         files = weight_files(path, load_format)
         fill(model, WEIGHTS.get(spec.family)(spec), files, _saved_layers(path, spec), progress)
+    if pack:
+        model.pack()
     return model
 
 

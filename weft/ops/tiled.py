@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import torch
 
+from weft.ops import torch_ops
 from weft.ops.fixed_shapes import aligned, linear, row_tiles
 from weft.ops.registry import Implementation, register
 from weft.ops.torch_ops import Int8Weight, to_int8, wide
@@ -71,11 +72,8 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
 
 
 def linear_int8(x: Tensor, weight: Int8Weight, bias: Tensor | None = None) -> Tensor:
-    """``x @ (values * scales).T + bias``: x [T, K]; [T, N] in x's dtype. The scale is applied to the sum."""
-    made = linear(x, weight.values.to(x.dtype)).to(weight.scales.dtype) * weight.scales.view(1, -1)
-    if bias is not None:
-        made = made + bias
-    return made.to(x.dtype)
+    """``torch_ops.linear_int8`` with these products."""
+    return torch_ops.linear_int8(x, weight, bias, product=linear)
 
 
 def gated_linear_int8(x: Tensor, weight: Int8Weight, bias: Tensor | None, activation: str) -> Tensor:
@@ -84,26 +82,11 @@ def gated_linear_int8(x: Tensor, weight: Int8Weight, bias: Tensor | None, activa
 
 
 def experts(x: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, activation: str) -> Tensor:
-    """Each token through each of its experts: [T, k, hidden], in x's dtype.
+    """``torch_ops.experts`` with these products and activations.
 
-    x: [T, hidden]; ids: int64 [T, k]; gate_up: [E, 2 n, hidden]; down: [E, hidden, n]. A token's rows are a
-    function of the token and its experts, whatever other tokens its experts have.
+    A token's rows are a function of the token and its experts, whatever other tokens its experts have.
     """
-    tokens, top_k = ids.shape
-    flat = ids.reshape(-1)
-    order = torch.argsort(flat, stable=True)
-    sizes = torch.bincount(flat, minlength=gate_up.shape[0]).tolist()
-    grouped = x[order // top_k]  # [T * k, hidden]
-    out = torch.empty_like(grouped)
-    begin = 0
-    for expert, size in enumerate(sizes):
-        if not size:
-            continue
-        rows = slice(begin, begin + size)
-        hidden = gated(linear(grouped[rows], gate_up[expert]), activation)
-        out[order[rows]] = linear(hidden, down[expert])
-        begin += size
-    return out.view(tokens, top_k, x.shape[1])
+    return torch_ops.experts(x, ids, gate_up, down, activation, product=linear, gate=gated)
 
 
 for _op, _pack in (

@@ -7,7 +7,7 @@ float32 where sums or exponentials are taken, and rounded once at the end. Impor
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -119,6 +119,10 @@ def embedding(ids: Tensor, weight: Tensor) -> Tensor:
     return F.embedding(ids, weight)
 
 
+#: ``x @ weight.T`` of x [T, K], weight [N, K].
+Product: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+
+
 class Int8Weight(NamedTuple):
     """A matrix in 8 bits: ``values * scales``, one scale an output channel."""
 
@@ -135,9 +139,14 @@ def to_int8(weight: Tensor) -> Int8Weight:
     return Int8Weight((exact / scales).round().to(torch.int8), scales)
 
 
-def linear_int8(x: Tensor, weight: Int8Weight, bias: Tensor | None = None) -> Tensor:
-    """``x @ (values * scales).T + bias``: x [T, K]; [T, N] in x's dtype. The scale is applied to the sum."""
-    made = F.linear(x, weight.values.to(x.dtype)).to(weight.scales.dtype) * weight.scales.view(1, -1)
+def linear_int8(
+    x: Tensor, weight: Int8Weight, bias: Tensor | None = None, *, product: Product = F.linear
+) -> Tensor:
+    """``x @ (values * scales).T + bias``: x [T, K]; [T, N] in x's dtype. The scale is applied to the sum.
+
+    product: of x and the values.
+    """
+    made = product(x, weight.values.to(x.dtype)).to(weight.scales.dtype) * weight.scales.view(1, -1)
     if bias is not None:
         made = made + bias
     return made.to(x.dtype)
@@ -162,11 +171,21 @@ def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor
     return ids, weights
 
 
-def experts(x: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, activation: str) -> Tensor:
+def experts(
+    x: Tensor,
+    ids: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    activation: str,
+    *,
+    product: Product = F.linear,
+    gate: Callable[[Tensor, str], Tensor] = gated,
+) -> Tensor:
     """Each token through each of its experts: [T, k, hidden], in x's dtype.
 
     x: [T, hidden]; ids: int64 [T, k]; gate_up: [E, 2 n, hidden]; down: [E, hidden, n]. Tokens are grouped by
-    expert, so the host learns the group sizes: one synchronisation a call on a GPU.
+    expert, so the host learns the group sizes: one synchronisation a call on a GPU. ``product`` and ``gate``:
+    what an expert is computed with.
     """
     tokens, top_k = ids.shape
     flat = ids.reshape(-1)
@@ -179,7 +198,7 @@ def experts(x: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, activation: s
         if not size:
             continue
         rows = slice(begin, begin + size)
-        made[rows] = F.linear(gated(F.linear(grouped[rows], gate_up[expert]), activation), down[expert])
+        made[rows] = product(gate(product(grouped[rows], gate_up[expert]), activation), down[expert])
         begin += size
     out = torch.empty_like(made)
     out[order] = made

@@ -7,15 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from weft.ops import cpu
-from weft.ops.registry import Implementation, register
+from weft.ops.cpu.served import ACTIVATIONS, serve
 
 Tensor = torch.Tensor
-
-DTYPES = (torch.bfloat16, torch.float32)
-
-#: The codes of csrc/gemm_tile.h.
-ACTIVATIONS = {"silu": 1, "gelu_pytorch_tanh": 2, "gelu": 3, "relu": 4}
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -58,15 +52,4 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
 
 
 for _op in (rms_norm, add_rms_norm, qkv_rope_cache, gated):
-    register(
-        _op.__name__,
-        Implementation(
-            name="cpu",
-            run=_op,
-            devices=("cpu",),
-            dtypes=DTYPES,
-            invariant=True,
-            priority=10,
-            available=cpu.load,
-        ),
-    )
+    serve(_op.__name__, _op)

@@ -11,15 +11,10 @@ from dataclasses import dataclass
 import torch
 
 from weft.ops import cpu
-from weft.ops.registry import Implementation, register
+from weft.ops.cpu.served import ACTIVATIONS, serve
 from weft.ops.torch_ops import to_int8
 
 Tensor = torch.Tensor
-
-DTYPES = (torch.bfloat16, torch.float32)
-
-#: The codes of csrc/gemm_tile.h; 0 is linear without a gate.
-_ACTIVATIONS = {"silu": 1, "gelu_pytorch_tanh": 2, "gelu": 3, "relu": 4}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +73,7 @@ def gated_linear(x: Tensor, weight: PackedMatrix, bias: Tensor | None, activatio
     bias: [2 n] in x's dtype. Raises KeyError for an activation that is none of silu, gelu, gelu_pytorch_tanh
     and relu.
     """
-    code = _ACTIVATIONS[activation]
+    code = ACTIVATIONS[activation]
     made: Tensor = torch.ops.weft_cpu.linear.default(x, weight.data, weight.rows, bias, weight.scales, code)
     return made
 
@@ -101,16 +96,4 @@ for _op, _run, _pack in (
     ("gated_linear_int8", gated_linear, pack_gated_int8),
     ("embedding", embedding, pack),
 ):
-    register(
-        _op,
-        Implementation(
-            name="cpu",
-            run=_run,
-            pack=_pack,
-            devices=("cpu",),
-            dtypes=DTYPES,
-            invariant=True,
-            priority=10,
-            available=_available,
-        ),
-    )
+    serve(_op, _run, _pack, _available)

@@ -9,10 +9,9 @@ from __future__ import annotations
 import torch
 
 from weft.ops import cpu
+from weft.ops.cpu.served import DTYPES
 
 Tensor = torch.Tensor
-
-DTYPES = (torch.bfloat16, torch.float32)
 
 
 def serves(logits: Tensor) -> bool:

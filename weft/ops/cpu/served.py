@@ -1,0 +1,36 @@
+"""What the CPU extension serves, and how its ops are registered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from weft.ops import cpu
+from weft.ops.registry import Implementation, register
+
+DTYPES = (torch.bfloat16, torch.float32)
+
+#: The codes of csrc/gemm_tile.h; 0 is linear without a gate.
+ACTIVATIONS = {"silu": 1, "gelu_pytorch_tanh": 2, "gelu": 3, "relu": 4}
+
+
+def serve(
+    op: str,
+    run: Callable[..., Any],
+    pack: Callable[[torch.Tensor], Any] | None = None,
+    available: Callable[[], bool] = cpu.load,
+) -> None:
+    """Registers ``run`` as the way to compute ``op``, by default wherever the extension is built."""
+    made = Implementation(
+        name="cpu",
+        run=run,
+        pack=pack,
+        devices=("cpu",),
+        dtypes=DTYPES,
+        invariant=True,
+        priority=10,
+        available=available,
+    )
+    register(op, made)
