@@ -46,7 +46,8 @@ class RoutedMLP(Layer):
         self._route = build.op("route").run
         self._combine = build.op("combine").run
 
-    def forward(self, x: Tensor) -> Tensor:
-        ids, weights = self._route(self.router(x.to(self._wide)), self._top_k, self._renormalize)
-        partial: Tensor = self._combine(self.experts(x, ids), weights)
+    def forward(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
+        """x: [T, hidden]; ids: int64 [T], the tokens of its rows, where ``reads_ids``."""
+        chosen, weights = self._route(self.router(x.to(self._wide)), self._top_k, self._renormalize)
+        partial: Tensor = self._combine(self.experts(x, chosen), weights)
         return partial
