@@ -7,7 +7,9 @@ ops alone, and fails an assertion as soon as a plan breaks its contract.
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 
@@ -29,6 +31,13 @@ from weft.types.plan import (
 )
 from weft.types.sampling import TokenParams
 
+Row: TypeAlias = tuple[int, int, int, int, int, int, int]
+"""slot, gen, start, count, logits, sample, next_k."""
+Answer: TypeAlias = tuple[list[int], list[int], int, bool]
+"""Sampled tokens, prompt tokens with logprobs, drafts accepted, whether the token after them is an error."""
+Made: TypeAlias = tuple[int, list[int], list[int], int, bool]
+"""The row's number, and its answer."""
+
 VOCAB = 50
 BAD_SEED = 666
 """A sequence with this seed fails with a row error at its third output token."""
@@ -47,8 +56,9 @@ def kv_config(
     block: int = 4,
     window_block: int | None = None,
     full: bool = True,
+    drafts: int = 0,
 ) -> KVConfig:
-    """Pools of a full and, where asked for, a window kind."""
+    """Pools of a full and, where asked for, a window kind. ``drafts``: of a row at most."""
     pools = []
     if full:
         spec = CacheSpec(kind="full", layers=(0,), kv_heads=1, head_dim=1)
@@ -62,6 +72,7 @@ def kv_config(
         enable_prefix_caching=caching,
         max_model_len=max_model_len,
         num_slots=slots,
+        copies=1 + drafts,
     )
 
 
@@ -133,6 +144,9 @@ class Tenant:
     prefix: list[int]
     num_computed: int
     tables: list[list[int]]
+    drafts: list[int] = field(default_factory=list)
+    rejected: dict[int, int] = field(default_factory=dict)
+    """Step in flight -> drafts of it that were wrong, which the scheduler does not know yet."""
 
     def push(self, token: int) -> None:
         self.prefix.append(hash((self.prefix[-1], token)))
@@ -150,6 +164,11 @@ class FakeRunner:
     named: dict[int, tuple[dict[int, None], list[dict[int, None]]]] = field(default_factory=dict)
     """Step in flight -> slots, and for each kind blocks, that its rows use."""
     last_step: int = -1
+    right: float = 0.7
+    """Share of drafts that are."""
+    accepted: int = 0
+    wrong: int = 0
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
 
     def __post_init__(self) -> None:
         self.memory = [{} for _ in self.kv.pools]
@@ -170,15 +189,22 @@ class FakeRunner:
         rows = [*self._rows(plan.prefill), *self._rows(plan.decode)]
         assert rows, "an empty plan"
         assert len({r[0] for r in rows}) == len(rows), "a slot twice in a plan"
-        made: list[tuple[int, list[int], list[int], bool]] = []
+        made: list[Made] = []
+        drafts: list[int] = []
         for number, row in enumerate(rows):
-            sampled, prompt, error = self._run_row(plan.step, row, number >= plan.prefill.rows)
+            tenant = self.tenants[row[0]]
+            run = self._verify if number >= plan.prefill.rows else self._compute
+            answer = run(plan.step, row, tenant)
             if row[4]:
-                made.append((number, sampled, prompt, error))
-        return _result(plan.step, made)
+                made.append((number, *answer))
+            tenant.drafts = self._propose(tenant, row[6]) if row[5] else []
+            drafts += tenant.drafts
+        return _result(plan.step, made, drafts)
 
     def committed(self, step: int) -> None:
         del self.named[step]
+        for tenant in self.tenants.values():
+            tenant.rejected.pop(step, None)
 
     # ---- ops
 
@@ -226,48 +252,90 @@ class FakeRunner:
 
     # ---- rows
 
-    def _rows(self, s: Segment) -> list[tuple[int, int, int, int, int, int]]:
-        lengths = {len(c) for c in (s.slot, s.gen, s.start, s.count, s.logits, s.sample, s.next_k)}
-        assert len(lengths) == 1
-        columns = (s.slot, s.gen, s.start, s.count, s.logits, s.sample)
+    def _rows(self, s: Segment) -> list[Row]:
+        columns = (s.slot, s.gen, s.start, s.count, s.logits, s.sample, s.next_k)
+        assert len({len(c) for c in columns}) == 1
         assert not any(c.flags.writeable for c in columns)
         return list(zip(*(c.tolist() for c in columns), strict=True))
 
-    def _run_row(
-        self, step: int, row: tuple[int, int, int, int, int, int], decode: bool
-    ) -> tuple[list[int], list[int], bool]:
-        slot, gen, start, count, logits, sample = row
-        tenant = self.tenants[slot]
+    def _check(self, row: Row, tenant: Tenant) -> int:
+        """The row's true start."""
+        _, gen, start, count, logits, sample, next_k = row
         assert tenant.gen == gen, "a row names another tenant"
         assert count > 0
         assert 0 <= sample <= logits <= count
-        assert start == tenant.num_computed
-        end = start + count
-        assert end <= len(tenant.history), "positions whose ids nobody knows"
-        known = len(tenant.op.token_ids)
-        if decode:
-            assert start >= known
-            assert (count, logits, sample) == (1, 1, 1)
-        else:
-            assert end <= known
-            assert sample == (end == known)
-        self._touch(step, slot, tenant, start, end)
+        assert start == tenant.num_computed + sum(tenant.rejected.values())
+        assert 0 <= next_k <= self.kv.drafts
+        assert sample or not next_k
+        for table, pool in zip(tenant.tables, self.kv.pools, strict=True):
+            assert len(table) * pool.block_size >= start + count + next_k, "the block table ends too early"
+        assert start + count + next_k <= self.kv.max_model_len
+        return tenant.num_computed
+
+    def _compute(self, step: int, row: Row, tenant: Tenant) -> Answer:
+        """A prefill row."""
+        slot, _, _, count, logits, sample, _ = row
+        start = self._check(row, tenant)
+        end, known = start + count, len(tenant.op.token_ids)
+        assert end <= known
+        assert sample == (end == known)
+        self._touch(step, slot, tenant, start, tenant.prefix[start:end])
         tenant.num_computed = end
         prompt = tenant.history[end - logits + 1 : end - sample + 1]
         if not sample:
-            return [], prompt, False
-        made = len(tenant.history) - tenant.op.num_prompt
-        if tenant.op.seed == BAD_SEED and made == 2:
-            tenant.push(0)
-            return [0], prompt, True
-        op = tenant.op
-        assert made < op.params.max_tokens, "a row beyond max_tokens"
-        assert len(tenant.history) < self.kv.max_model_len, "a row beyond the context"
-        tenant.push(next_token(tenant.prefix[-1], op.seed, op.choice, made, op.params))
-        return [tenant.history[-1]], prompt, False
+            return [], prompt, 0, False
+        token, error = self._next(tenant)
+        tenant.push(token)
+        return [token], prompt, 0, error
 
-    def _touch(self, step: int, slot: int, tenant: Tenant, start: int, end: int) -> None:
-        """Writes positions start .. end - 1, and reads what they attend to."""
+    def _verify(self, step: int, row: Row, tenant: Tenant) -> Answer:
+        """A decode row: one token whose id only the slot knows, and drafts."""
+        slot, _, _, count, logits, sample, _ = row
+        start = self._check(row, tenant)
+        assert start >= len(tenant.op.token_ids)
+        assert start + 1 == len(tenant.history)
+        assert logits == sample == count
+        assert count - 1 <= len(tenant.drafts), "drafts that nobody proposed"
+        prefix = tenant.prefix[start:]
+        for draft in tenant.drafts[: count - 1]:
+            prefix.append(hash((prefix[-1], draft)))
+        self._touch(step, slot, tenant, start, prefix)
+        sampled: list[int] = []
+        for draft in [*tenant.drafts[: count - 1], -1]:
+            token, error = self._next(tenant)
+            tenant.push(token)
+            sampled.append(token)
+            if error or token != draft:
+                break
+        accepted, drafts = len(sampled) - 1, count - 1
+        self.accepted, self.wrong = self.accepted + accepted, self.wrong + drafts - accepted
+        tenant.num_computed = start + 1 + accepted
+        if accepted < drafts:
+            tenant.rejected[step] = drafts - accepted
+        sampled += [self.rng.randrange(VOCAB) for _ in range(count - len(sampled))]
+        return sampled, [], accepted, error
+
+    def _next(self, tenant: Tenant) -> tuple[int, bool]:
+        """(the token after the history, whether it is an error)."""
+        op, made = tenant.op, len(tenant.history) - tenant.op.num_prompt
+        if op.seed == BAD_SEED and made == 2:
+            return 0, True
+        assert len(tenant.history) < self.kv.max_model_len, "a row beyond the context"
+        return next_token(tenant.prefix[-1], op.seed, op.choice, made, op.params), False
+
+    def _propose(self, tenant: Tenant, count: int) -> list[int]:
+        drafts, made, prefix = list[int](), len(tenant.history) - tenant.op.num_prompt, tenant.prefix[-1]
+        for _ in range(count):
+            token = next_token(prefix, tenant.op.seed, tenant.op.choice, made, tenant.op.params)
+            if self.rng.random() >= self.right:
+                token = self.rng.randrange(VOCAB)
+            drafts.append(token)
+            made, prefix = made + 1, hash((prefix, token))
+        return drafts
+
+    def _touch(self, step: int, slot: int, tenant: Tenant, start: int, prefix: list[int]) -> None:
+        """Writes positions from ``start`` on, that come behind ``prefix``, and reads what they attend to."""
+        end = start + len(prefix)
         slots, blocks = self.named[step]
         slots[slot] = None
         for kind, pool in enumerate(self.kv.pools):
@@ -276,15 +344,16 @@ class FakeRunner:
             assert len(table) * size >= end, "the block table does not cover the row"
             for p in range(start, end):
                 assert table[p // size] != 0
-                memory[table[p // size], p % size] = tenant.prefix[p]
+                memory[table[p // size], p % size] = prefix[p - start]
             for p in range(first, end):
                 block = table[p // size]
                 assert block != 0, "attention reads a hole"
-                assert memory.get((block, p % size)) == tenant.prefix[p], "attention reads foreign content"
+                wanted = tenant.prefix[p] if p < start else prefix[p - start]
+                assert memory.get((block, p % size)) == wanted, "attention reads foreign content"
                 blocks[kind][block] = None
 
 
-def _result(step: int, made: list[tuple[int, list[int], list[int], bool]]) -> StepResult:
+def _result(step: int, made: list[Made], drafts: list[int]) -> StepResult:
     offsets = np.cumsum([0, *(len(m[1]) for m in made)])
     prompt_offsets = np.cumsum([0, *(len(m[2]) for m in made)])
     tokens = [t for m in made for t in m[1]]
@@ -294,8 +363,9 @@ def _result(step: int, made: list[tuple[int, list[int], list[int], bool]]) -> St
         rows=column([m[0] for m in made]),
         offsets=column(offsets),
         tokens=column(tokens),
-        accepted=column([0] * len(made)),
-        row_error=tuple((i, ROW_ERROR) for i, m in enumerate(made) if m[3]),
+        accepted=column([m[3] for m in made]),
+        drafts=column(drafts),
+        row_error=tuple((i, ROW_ERROR) for i, m in enumerate(made) if m[4]),
         logprobs=_logprobs(offsets, tokens),
         prompt_logprobs=_logprobs(prompt_offsets, prompt),
     )

@@ -17,7 +17,7 @@ from tests.scheduler.fake_runner import (
 )
 from weft.common.errors import ErrorInfo
 from weft.config.resolved import KVConfig
-from weft.config.sections import SchedulerSection
+from weft.config.sections import SchedulerSection, SpeculationSection
 from weft.scheduler import Scheduler
 from weft.types.messages import Submit, TokenEvent, ids_from_bytes
 from weft.types.plan import StepPlan, StepResult
@@ -41,12 +41,13 @@ class Told:
 class Rig:
     """The real scheduler and the fake runner, with ``depth`` steps in flight."""
 
-    def __init__(self, kv: KVConfig, depth: int = 2, **section: object) -> None:
+    def __init__(self, kv: KVConfig, depth: int = 2, adaptive: bool = False, **section: object) -> None:
         section.setdefault("max_num_seqs", 8)
         section.setdefault("max_num_batched_tokens", 24)
         self.kv = kv
         self.section = SchedulerSection(**section)  # type: ignore[arg-type]
-        self.scheduler = Scheduler(kv, self.section, VOCAB)
+        speculation = SpeculationSection(speculative_adaptive=adaptive)
+        self.scheduler = Scheduler(kv, self.section, VOCAB, speculation)
         self.runner = FakeRunner(kv)
         self.depth = depth
         self.in_flight: deque[tuple[StepPlan, StepResult]] = deque()
@@ -212,7 +213,7 @@ def random_submits(rng: random.Random, first: int, request: int, bases: list[lis
     ]
 
 
-def random_rig(rng: random.Random, depth: int) -> Rig:
+def random_rig(rng: random.Random, depth: int, drafts: int = 0) -> Rig:
     """A rig with small pools of random kinds."""
     window = rng.choice([None, None, 1, 3, 6, 9])
     kv = kv_config(
@@ -223,20 +224,24 @@ def random_rig(rng: random.Random, depth: int) -> Rig:
         full=window is None or rng.random() < 0.7,
         caching=rng.random() < 0.6,
         slots=rng.choice([4, 12]),
+        drafts=drafts,
     )
     return Rig(
         kv,
         depth,
+        adaptive=drafts > 0 and rng.random() < 0.3,
+        max_num_batched_tokens=24 + 8 * drafts,
         step_policy=rng.choice(["mixed", "exclusive"]),
         long_prefill_token_threshold=rng.choice([0, 1, 3, 7]),
         max_num_seqs=rng.choice([1, 3, 8]),
     )
 
 
-def random_run(seed: int, depth: int) -> Rig:
+def random_run(seed: int, depth: int, drafts: int = 0) -> Rig:
     """A random load to its end, with everything checked."""
     rng = random.Random(seed)
-    rig = random_rig(rng, depth)
+    rig = random_rig(rng, depth, drafts)
+    rig.runner.right = rng.choice([0.0, 0.5, 0.8, 1.0]) if drafts else 0.0
     bases = random_bases(rng)
     request = 0
     for _ in range(150):

@@ -25,13 +25,33 @@ def test_random_loads(depth: int) -> None:
     assert min(preempted, hits, mixed, errors) > 0  # each of these did happen
 
 
+@pytest.mark.parametrize("drafts", [1, 4])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_random_loads_with_drafts(depth: int, drafts: int) -> None:
+    preempted = hits = mixed = errors = accepted = rejected = 0
+    for seed in range(25):
+        rig = random_run(1000 + seed, depth, drafts)
+        stats = rig.scheduler.stats()
+        preempted += stats.preemptions
+        hits += stats.prefix_hits
+        mixed += stats.mixed_steps
+        errors += stats.row_errors
+        accepted += rig.runner.accepted
+        rejected += rig.runner.wrong
+        assert sum(stats.drafts_accepted) <= rig.runner.accepted
+        assert sum(stats.drafts) <= rig.runner.accepted + rig.runner.wrong
+    assert min(preempted, hits, mixed, errors, accepted, rejected) > 0
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """The real scheduler under any order of submits, plans, commits and finishes."""
 
-    @initialize(seed=st.integers(0, 1 << 30), depth=st.sampled_from([1, 2]))
-    def start(self, seed: int, depth: int) -> None:
+    @initialize(
+        seed=st.integers(0, 1 << 30), depth=st.sampled_from([1, 2]), drafts=st.sampled_from([0, 0, 1, 3])
+    )
+    def start(self, seed: int, depth: int, drafts: int) -> None:
         rng = random.Random(seed)
-        self.rig: Rig = random_rig(rng, depth)
+        self.rig: Rig = random_rig(rng, depth, drafts)
         self.bases = random_bases(rng)
         self.requests = 0
 

@@ -34,8 +34,9 @@ from weft.config.sections import (
     ModelSection,
     RunnerSection,
     SchedulerSection,
+    SpeculationSection,
 )
-from weft.config.spec import ModelSpec
+from weft.config.spec import ModelSpec, without_mtp
 
 _CPU_CACHE_MOST = 4 * GIB
 #: Share of the memory that the weights leave which the cache may take by default on a CPU.
@@ -45,7 +46,8 @@ _CPU_CACHE_SHARE = 0.5
 def resolve(config: Config) -> EngineConfig:
     """The configuration of one engine. Raises ConfigError; see the steps."""
     model, cache, scheduler, runner = config.model, config.cache, config.scheduler, config.runner
-    check_budget(scheduler, cache.block_size)
+    speculation = config.speculation
+    check_budget(scheduler, cache.block_size, speculation.drafts)
     check_files(runner, config.front)
     path = hub.resolve_model_path(model.model, model.revision, load_format=model.load_format)
     tokenizer_path = path
@@ -53,6 +55,7 @@ def resolve(config: Config) -> EngineConfig:
         tokenizer_path = hub.resolve_model_path(model.tokenizer, load_format="dummy")
     check_checkpoint(model, path, tokenizer_path)
     spec = load_spec(path, model.num_hidden_layers_override, trust_remote_code=model.trust_remote_code)
+    spec = choose_drafter(speculation, spec)
     device = choose_device(runner)
     if not scheduler.steps_in_flight:
         # A CPU's threads all compute: planning beside them takes from them what it saves (docs/adr/0001).
@@ -66,6 +69,7 @@ def resolve(config: Config) -> EngineConfig:
         enable_prefix_caching=cache.enable_prefix_caching,
         max_model_len=max_model_len,
         num_slots=scheduler.max_num_seqs * scheduler.steps_in_flight,
+        copies=1 + speculation.drafts,
     )
     return EngineConfig(
         model_path=path,
@@ -79,6 +83,7 @@ def resolve(config: Config) -> EngineConfig:
         scheduler=scheduler,
         runner=runner,
         kv=kv,
+        speculation=speculation,
     )
 
 
@@ -164,6 +169,28 @@ def choose_device(runner: RunnerSection) -> str:
         why = "the installed torch is a CPU build" if devices.torch_is_cpu_only() else "no GPU was found"
         raise ConfigError(f"--device cuda: {why}; use --device cpu or auto", param="--device")
     return "cpu"
+
+
+def choose_drafter(speculation: SpeculationSection, spec: ModelSpec) -> ModelSpec:
+    """``spec`` with the modules that drafts need, and without those that nothing needs.
+
+    Raises ConfigError when the model cannot draft as asked.
+    """
+    if speculation.ngram_min_length > speculation.ngram_max_length:
+        raise ConfigError(
+            f"--ngram-min-length {speculation.ngram_min_length} is more than --ngram-max-length "
+            f"{speculation.ngram_max_length}",
+            param="--ngram-min-length",
+        )
+    if speculation.speculative_method != "mtp":
+        return without_mtp(spec)
+    if not spec.mtp_layers:
+        raise ConfigError(
+            f"--speculative-method mtp: {spec.architecture} has no module that predicts further tokens in "
+            "this checkpoint; use --speculative-method ngram or none",
+            param="--speculative-method",
+        )
+    return spec
 
 
 def choose_dtype(model: ModelSection, spec: ModelSpec, device: str, path: str) -> str:
