@@ -34,6 +34,8 @@ class Implementation:
     """The highest that fits is chosen; the torch reference has 0."""
     pack: Callable[[torch.Tensor], Any] | None = None
     """From a plain weight to what ``run`` takes in its place; None: ``run`` takes the plain weight."""
+    asks: bool = False
+    """Whether the host reads, in the middle of it, a value that the device made: it can't be captured."""
     available: Callable[[], bool] = lambda: True
     """Whether it can run in this process (an extension that was built, a library that is installed)."""
 

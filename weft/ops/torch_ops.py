@@ -220,7 +220,7 @@ register("linear", Implementation(name="torch", run=F.linear))
 register("gated_linear", Implementation(name="torch", run=gated_linear))
 register("linear_int8", Implementation(name="torch", run=linear_int8, pack=to_int8))
 register("gated_linear_int8", Implementation(name="torch", run=gated_linear_int8, pack=to_int8))
-register("experts", Implementation(name="torch", run=experts))
+register("experts", Implementation(name="torch", run=experts, asks=True))
 register("gated", Implementation(name="torch", run=gated))
 # Every output element of these is a function of its own row alone, computed in one fixed order.
 for _op in (embedding, route, combine):
