@@ -40,6 +40,29 @@ class MoESpec(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the chosen experts' weights are scaled to sum to 1."""
     layers: tuple[int, ...]
     """Layers that route; the others are dense."""
+    hash_layers: tuple[int, ...] = ()
+    """Those of ``layers`` whose experts come from a table by token id."""
+    scoring: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
+    correction: bool = False
+    """Whether a learned number is added to each expert's score for the choice alone."""
+    groups: int = 1
+    """Groups of neighbouring experts; 1: none."""
+    top_groups: int = 1
+    """Groups that one token's experts may come from."""
+    group_rule: Literal["max", "top2"] = "max"
+    """A group is chosen by its best score, or by the sum of its best two."""
+    scale: float = 1.0
+    """What the chosen experts' weights are multiplied with."""
+    shared: int = 0
+    """Intermediate size of the shared experts together; 0: none."""
+    shared_gate: bool = False
+    """Whether the shared expert is weighted by a sigmoid of its own."""
+    limit: float = 0.0
+    """Gates are clamped to at most this and what they multiply to within +- this; 0: not at all."""
+    alpha: float = 0.0
+    """Above 0, experts compute ``gate * sigmoid(alpha * gate) * (up + 1)``."""
+    bias: bool = False
+    """Whether router and experts add biases."""
 
 
 class CacheSpec(msgspec.Struct, frozen=True, kw_only=True):
