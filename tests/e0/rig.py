@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tests.support.checkpoints import VOCAB
-from weft.attention.torch_backend import TorchAttention
+from weft.attention.registry import choose
 from weft.config.families import load_spec
 from weft.config.resolved import EngineConfig, KVConfig, PoolSpec
 from weft.config.sections import CacheSection, ModelSection, RunnerSection, SchedulerSection
@@ -99,7 +99,7 @@ def make_engine(
     )
     runner = Recorder(
         model or model_of(folder),
-        TorchAttention(),
+        choose("torch", spec, torch.float64, CPU, BLOCK),
         kv,
         vocab_size=VOCAB,
         dtype=torch.float64,
@@ -108,7 +108,7 @@ def make_engine(
         poison=True,
         step_timeout=60,
     )
-    for tensor in runner.cache:
+    for tensor in (t for layer in runner.cache for tensors in layer.values() for t in tensors):
         tensor.fill_(float("nan"))
     return EngineCore(config, runner=runner), runner
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from weft.attention.base import AttentionBackend
+from tests.support.specs import model_spec
+from weft.attention.base import AttentionBackend, Backends
 from weft.attention.registry import BACKENDS, choose
 from weft.common.errors import ConfigError
 from weft.config.families import load_spec
@@ -79,7 +80,7 @@ def attention_backends(name: str, dtype: torch.dtype) -> AttentionBackend:
     known = CacheSpec(kind="full", layers=(0,), window=0, kv_heads=2, head_dim=16)
     try:
         backend = BACKENDS.get(name)()
-        backend.check(known, 4, 16, dtype, CPU)
+        backend.check(known, model_spec(), 16, dtype, CPU)
     except (ConfigError, ImportError) as error:
         pytest.skip(f"attention backend {name}: {error}")
     assert backend.invariant
@@ -87,7 +88,7 @@ def attention_backends(name: str, dtype: torch.dtype) -> AttentionBackend:
 
 
 @cache
-def model_of(folder: Path, dtype: str, form: str) -> tuple[Model, AttentionBackend]:
+def model_of(folder: Path, dtype: str, form: str) -> tuple[Model, Backends]:
     """The model and its attention in one of the forms that promise E1.
 
     cpp         the C++ operations, and nothing asked of them but for MoE, whose experts need --deterministic
@@ -97,10 +98,10 @@ def model_of(folder: Path, dtype: str, form: str) -> tuple[Model, AttentionBacke
     if form == "cpp":
         if not cpu.load():
             pytest.skip("the C++ operations are not built")
-        backend = choose("cpu", spec, kind, CPU, BLOCK, invariant=True)
+        backends = choose("cpu", spec, kind, CPU, BLOCK, invariant=True)
         model = load_model(str(folder), spec, kind, CPU, progress=False, invariant=spec.moe is not None)
     else:
-        backend = choose("invariant", spec, kind, CPU, BLOCK, invariant=True)
+        backends = choose("invariant", spec, kind, CPU, BLOCK, invariant=True)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("WEFT_DISABLE_CPU_OPS", "1")
             cpu.load.cache_clear()
@@ -108,7 +109,7 @@ def model_of(folder: Path, dtype: str, form: str) -> tuple[Model, AttentionBacke
                 model = load_model(str(folder), spec, kind, CPU, progress=False, invariant=True)
             finally:
                 cpu.load.cache_clear()
-    return model, backend
+    return model, backends
 
 
 Bits = dict[tuple[int, int], list[torch.Tensor]]
@@ -171,7 +172,7 @@ def make_engine(
     max_num_seqs: int = 80,
 ) -> tuple[EngineCore, Witness]:
     """An engine whose caches are full of NaN."""
-    model, backend = model_of(folder, dtype, form)
+    model, backends = model_of(folder, dtype, form)
     spec = model.spec
     sizes = {"full": blocks, "window": 2048}
     pools = tuple(PoolSpec(cache=c, block_size=BLOCK, num_blocks=sizes[c.kind]) for c in spec.caches)
@@ -202,7 +203,7 @@ def make_engine(
     )
     runner = Witness(
         model,
-        backend,
+        backends,
         kv,
         vocab_size=VOCAB,
         dtype=DTYPES[dtype],
@@ -212,7 +213,7 @@ def make_engine(
         step_timeout=60,
     )
     runner.watch()
-    for tensor in runner.cache:
+    for tensor in (t for layer in runner.cache for tensors in layer.values() for t in tensors):
         tensor.fill_(float("nan"))
     engine = EngineCore(config, runner=runner)
     assert engine.deterministic, runner.varying

@@ -73,6 +73,8 @@ def attention(heads: int, kv_heads: int, dim: int, block: int, window: int, dtyp
                 host_starts=np.full(rows, 3000, np.int32),
                 q_offsets=torch.zeros(rows + 1, dtype=torch.int32),
                 starts=torch.zeros(rows, dtype=torch.int64),
+                slots=torch.zeros(rows, dtype=torch.int64),
+                live=torch.zeros(rows, dtype=torch.int64),
                 tables=(table,),
             )
             q = torch.empty(tokens, heads, dim, dtype=dtype)

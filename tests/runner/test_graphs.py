@@ -16,6 +16,7 @@ import torch
 
 from tests.e0.rig import MAX_LEN, Recorder, make_engine, run, submit
 from tests.support.checkpoints import VOCAB, make_checkpoint
+from weft.attention.base import Backends
 from weft.attention.torch_backend import TorchAttention
 from weft.attention.triton_backend import TritonAttention
 from weft.engine.core import EngineCore
@@ -34,7 +35,7 @@ def with_graphs(folder: Path, max_rows: int, **more: Any) -> tuple[EngineCore, R
     runner.graphs = DecodeGraphs(
         runner._model,
         runner._cache,
-        runner._backend,
+        runner._backends,
         runner._builder,
         runner._state,
         MAX_LEN,
@@ -96,7 +97,7 @@ def prefilled(folder: Path, rows: int) -> tuple[EngineCore, Recorder]:
 def test_padding_touches_the_null_block_and_the_spare_slot_alone(folder: Path) -> None:
     engine, runner = prefilled(folder, 3)  # a bucket of 4
     state, cache = runner._state, runner._cache
-    before = [layer.clone() for layer in cache]
+    before = [layer[0][0].clone() for layer in cache]
     columns = [column.clone() for column in (state.history, state.num_computed, *state.tables)]
     lengths = state.num_computed.clone()
     engine.step()
@@ -104,7 +105,8 @@ def test_padding_touches_the_null_block_and_the_spare_slot_alone(folder: Path) -
     assert plan.decode.rows == 3
     slots = torch.from_numpy(plan.decode.slot.astype("int64"))
     spec = runner._model.spec
-    for layer, (old, new) in enumerate(zip(before, cache, strict=True)):
+    for layer, (old, caches) in enumerate(zip(before, cache, strict=True)):
+        (new,) = caches[0]
         changed = ~((old == new) | (old.isnan() & new.isnan())).flatten(3).all(dim=3)  # [blocks, 2, kv_heads]
         table, size = state.tables[spec.cache_of(layer)], new.shape[3]
         own = {int(table[slot, int(lengths[slot]) // size]) for slot in slots}
@@ -175,6 +177,6 @@ def test_buckets() -> None:
 def test_what_cannot_be_captured_is_said(tmp_path: Path, folder: Path) -> None:
     dense = make_engine(folder)[1]._model
     assert obstacle(dense, TritonAttention()) is None
-    assert "attention backend" in str(obstacle(dense, TorchAttention()))
+    assert "attention backend" in str(obstacle(dense, Backends([TorchAttention()])))
     routed = make_engine(make_checkpoint(tmp_path, "qwen3_moe"))[1]._model
     assert "experts" in str(obstacle(routed, TritonAttention()))

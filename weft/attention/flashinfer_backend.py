@@ -21,7 +21,7 @@ import torch
 
 from weft.attention.base import AttentionBackend, SegmentInput
 from weft.common.errors import ConfigError
-from weft.config.spec import CacheSpec
+from weft.config.spec import CacheSpec, ModelSpec
 from weft.ops.upload import upload
 
 Tensor = torch.Tensor
@@ -91,7 +91,7 @@ class FlashInferAttention(AttentionBackend):
         self._workspace: Tensor | None = None
 
     def check(
-        self, cache: CacheSpec, heads: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self, cache: CacheSpec, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         try:
             importlib.import_module("flashinfer")
@@ -107,8 +107,10 @@ class FlashInferAttention(AttentionBackend):
             )
         if dtype not in DTYPES:
             raise ConfigError(f"attention backend 'flashinfer' has no {dtype}", param="--dtype")
-        if heads % cache.kv_heads:
-            raise ConfigError(f"{heads} query heads cannot share {cache.kv_heads} KV heads", param="--model")
+        if spec.heads % cache.kv_heads:
+            raise ConfigError(
+                f"{spec.heads} query heads cannot share {cache.kv_heads} KV heads", param="--model"
+            )
         if cache.head_dim not in DIMS:
             raise ConfigError(
                 f"attention backend 'flashinfer' has heads of {', '.join(map(str, DIMS))} dims, not of "

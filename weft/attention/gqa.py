@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.attention.base import AttentionBackend, StepInput
+from weft.attention.base import AttentionBackend, Backends, LayerCache, StepInput
 from weft.config.spec import CacheSpec, ModelSpec
 from weft.layers.build import Build, Layer
 from weft.layers.linear import Linear, RowLinear
@@ -25,7 +25,7 @@ class AttentionInput:
     step: StepInput
     angles: tuple[Tensor, Tensor]
     """cos and sin of the step's positions."""
-    backend: AttentionBackend
+    backends: Backends
 
 
 class Attention(Layer):
@@ -47,9 +47,13 @@ class Attention(Layer):
         self._eps = spec.norm_eps
         self._rotate_and_cache = build.op("qkv_rope_cache").run
 
-    def forward(self, x: Tensor, shared: AttentionInput, cache: Tensor, keep: Tensor | None = None) -> Tensor:
-        """x: [T, hidden]; cache: this layer's, written and read; keep: rows that are wanted, or all."""
-        step = shared.step
+    def forward(
+        self, x: Tensor, shared: AttentionInput, caches: LayerCache, keep: Tensor | None = None
+    ) -> Tensor:
+        """x: [T, hidden]; caches: this layer's, written and read; keep: rows that are wanted, or all."""
+        step, (cache,) = shared.step, caches[self._kind]
+        backend = shared.backends["gqa"]
+        assert isinstance(backend, AttentionBackend)
         q = self._rotate_and_cache(
             self.qkv(x),
             self._heads,
@@ -67,7 +71,7 @@ class Attention(Layer):
                 continue
             alone = segment.tokens == len(q)
             rows = slice(segment.begin, segment.begin + segment.tokens)
-            shared.backend.attend(
+            backend.attend(
                 q if alone else q[rows],
                 out if alone else out[rows],
                 cache,

@@ -27,7 +27,7 @@ import torch
 from weft.attention.base import AttentionBackend, SegmentInput
 from weft.attention.torch_backend import BITS
 from weft.common.errors import ConfigError
-from weft.config.spec import CacheSpec
+from weft.config.spec import CacheSpec, ModelSpec
 from weft.ops.fixed_shapes import ProductShapes, product_shapes, products
 from weft.ops.torch_ops import wide
 from weft.ops.upload import upload
@@ -88,7 +88,7 @@ class InvariantAttention(AttentionBackend):
     invariant = True
 
     def check(
-        self, cache: CacheSpec, heads: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self, cache: CacheSpec, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         if dtype not in BITS:
             raise ConfigError(f"attention backend 'invariant' has no {dtype}", param="--dtype")
@@ -96,8 +96,10 @@ class InvariantAttention(AttentionBackend):
             raise ConfigError(
                 f"attention backend 'invariant' does not run on {device.type}", param="--device"
             )
-        if heads % cache.kv_heads:
-            raise ConfigError(f"{heads} query heads cannot share {cache.kv_heads} KV heads", param="--model")
+        if spec.heads % cache.kv_heads:
+            raise ConfigError(
+                f"{spec.heads} query heads cannot share {cache.kv_heads} KV heads", param="--model"
+            )
         _shapes(cache.head_dim, wide(dtype))  # the trials, before anybody waits
 
     def prepare(

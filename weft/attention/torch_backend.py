@@ -25,7 +25,7 @@ import torch.nn.functional as F
 
 from weft.attention.base import AttentionBackend, SegmentInput
 from weft.common.errors import ConfigError
-from weft.config.spec import CacheSpec
+from weft.config.spec import CacheSpec, ModelSpec
 from weft.ops.upload import upload
 
 Tensor = torch.Tensor
@@ -82,14 +82,16 @@ class TorchAttention(AttentionBackend):
     """The reference backend. Stateless; any number of threads may share it."""
 
     def check(
-        self, cache: CacheSpec, heads: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self, cache: CacheSpec, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         if dtype not in BITS:
             raise ConfigError(f"attention backend 'torch' has no {dtype}", param="--dtype")
         if device.type not in ("cpu", "cuda"):
             raise ConfigError(f"attention backend 'torch' does not run on {device.type}", param="--device")
-        if heads % cache.kv_heads:
-            raise ConfigError(f"{heads} query heads cannot share {cache.kv_heads} KV heads", param="--model")
+        if spec.heads % cache.kv_heads:
+            raise ConfigError(
+                f"{spec.heads} query heads cannot share {cache.kv_heads} KV heads", param="--model"
+            )
 
     def prepare(
         self, segment: SegmentInput, kind: int, spec: CacheSpec, block_size: int, dtype: torch.dtype

@@ -20,7 +20,7 @@ import torch
 
 from weft.attention.base import AttentionBackend, SegmentInput
 from weft.common.errors import ConfigError
-from weft.config.spec import CacheSpec
+from weft.config.spec import CacheSpec, ModelSpec
 from weft.ops import triton as kernels
 from weft.ops.triton import forms
 from weft.ops.upload import upload
@@ -75,7 +75,7 @@ class TritonAttention(AttentionBackend):
     _name = "triton"
 
     def check(
-        self, cache: CacheSpec, heads: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self, cache: CacheSpec, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         name = self._name
         if device.type != "cuda" and not kernels.interpreting():
@@ -87,8 +87,10 @@ class TritonAttention(AttentionBackend):
             )
         if dtype not in kernels.DTYPES:
             raise ConfigError(f"attention backend {name!r} has no {dtype}", param="--dtype")
-        if heads % cache.kv_heads or heads // cache.kv_heads > 128:
-            raise ConfigError(f"{heads} query heads cannot share {cache.kv_heads} KV heads", param="--model")
+        if spec.heads % cache.kv_heads or spec.heads // cache.kv_heads > 128:
+            raise ConfigError(
+                f"{spec.heads} query heads cannot share {cache.kv_heads} KV heads", param="--model"
+            )
         if cache.head_dim > 256:
             raise ConfigError(
                 f"attention backend {name!r} has no heads of more than 256 dims", param="--attention-backend"

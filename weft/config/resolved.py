@@ -26,6 +26,8 @@ class KVConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     num_slots: int
     """Slots of the table: running sequences, and those that await their last commit."""
+    copies: int = 1
+    """Copies of a slot's recurrent state: one, and one for each draft that a step may verify."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):

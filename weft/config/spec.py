@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import msgspec
@@ -40,44 +41,103 @@ class MoESpec(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the chosen experts' weights are scaled to sum to 1."""
     layers: tuple[int, ...]
     """Layers that route; the others are dense."""
-    hash_layers: tuple[int, ...] = ()
-    """Those of ``layers`` whose experts come from a table by token id."""
     scoring: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
+    """From router logits to scores."""
     correction: bool = False
-    """Whether a learned number is added to each expert's score for the choice alone."""
+    """Whether experts are chosen by score + a trained bias, and weighted by the score alone."""
     groups: int = 1
-    """Groups of neighbouring experts; 1: none."""
     top_groups: int = 1
-    """Groups that one token's experts may come from."""
+    """Experts are chosen from the best ``top_groups`` of ``groups`` equal groups."""
     group_rule: Literal["max", "top2"] = "max"
-    """A group is chosen by its best score, or by the sum of its best two."""
+    """A group's score: its best expert's, or the sum of its best two."""
     scale: float = 1.0
-    """What the chosen experts' weights are multiplied with."""
+    """Of the weights, at the end."""
     shared: int = 0
-    """Intermediate size of the shared experts together; 0: none."""
+    """Width of the shared experts together, which see every token; 0 for none."""
     shared_gate: bool = False
-    """Whether the shared expert is weighted by a sigmoid of its own."""
+    """Whether a sigmoid gate weighs the shared experts' output."""
     limit: float = 0.0
-    """Gates are clamped to at most this and what they multiply to within +- this; 0: not at all."""
+    """Clamp of the gate (from above) and of the other half (both sides); 0 for none."""
     alpha: float = 0.0
     """Above 0, experts compute ``gate * sigmoid(alpha * gate) * (up + 1)``."""
     bias: bool = False
-    """Whether router and experts add biases."""
+    """Whether router and experts have biases."""
+    hash_layers: tuple[int, ...] = ()
+    """Routing layers whose experts follow from the token id, by a table."""
+
+
+class MLASpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Latent attention. Source: DeepSeek-V2, arXiv 2405.04434, section 2.1."""
+
+    q_lora: int | None
+    """Rank of the queries' projection; None: one full matrix."""
+    kv_lora: int
+    """Elements of the latent that keys and values are made from."""
+    nope: int
+    """Dims of a head's query and key without position."""
+    rope: int
+    """Rotated dims, of a key that all heads share."""
+    v: int
+    """Dims of a head's value."""
+    scale: float
+    """Of the scores."""
+    interleaved: bool = True
+    """Whether rotated pairs are neighbours (2 i, 2 i + 1), not halves (i, i + rope / 2)."""
+    bias: bool = False
+
+
+class DeltaSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Gated delta net. Source: Yang et al. 2024, arXiv 2412.06464."""
+
+    layers: tuple[int, ...]
+    k_heads: int
+    v_heads: int
+    k_dim: int
+    v_dim: int
+    conv: int
+    """Taps of the causal convolution."""
+
+
+class StatePart(msgspec.Struct, frozen=True, kw_only=True):
+    """One tensor of what a recurrent layer keeps of a sequence, whatever its length."""
+
+    name: str
+    shape: tuple[int, ...]
+    wide: bool
+    """In float32 (float64 in a float64 model); else in the model's dtype."""
+
+    def nbytes(self, dtype: str) -> int:
+        """Bytes of one copy in a model of ``dtype``."""
+        return math.prod(self.shape) * (max(4, DTYPE_BYTES[dtype]) if self.wide else DTYPE_BYTES[dtype])
 
 
 class CacheSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One cache kind of a model: the layers that share one block table and one pool."""
+    """One cache kind of a model: layers that share one block table and one pool. A layer may be in several.
 
-    kind: Literal["full", "window"]
+    full, window    lines of one key and one value for each KV head: ``kv_heads``, ``head_dim``
+    latent          lines of ``width`` elements
+    compressed      lines of ``width`` elements, one for every ``ratio`` positions
+    state           no lines: ``parts`` for each sequence; blocks hold copies of them, for prefix hits
+    """
+
+    kind: Literal["full", "window", "latent", "compressed", "state"]
     layers: tuple[int, ...]
     window: int = 0
-    """A token at position p attends to positions p - window + 1 .. p. 0 for ``full``."""
-    kv_heads: int
-    head_dim: int
+    """A token at position p reads positions p - window + 1 .. p; 0 for all before it."""
+    kv_heads: int = 0
+    head_dim: int = 0
+    width: int = 0
+    ratio: int = 1
+    parts: tuple[StatePart, ...] = ()
+    form: str = "gqa"
+    """The form of core attention that reads it; "" where none prepares for it."""
 
     def block_bytes(self, block_size: int, dtype: str) -> int:
-        """Bytes of one block over all the kind's layers: ``[2, kv_heads, block, head_dim]`` each."""
-        return len(self.layers) * 2 * self.kv_heads * block_size * self.head_dim * DTYPE_BYTES[dtype]
+        """Bytes of one block of ``block_size`` positions (a snapshot, for ``state``) over all the layers."""
+        if self.kind == "state":
+            return len(self.layers) * sum(part.nbytes(dtype) for part in self.parts)
+        width = self.width or 2 * self.kv_heads * self.head_dim
+        return len(self.layers) * (block_size // self.ratio) * width * DTYPE_BYTES[dtype]
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,9 +164,15 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     mlp_bias: bool = False
     qk_norm: bool = False
     """RMSNorm over head_dim of queries and keys before rope."""
+    sinks: bool = False
+    """Whether each head has a score that takes part in every softmax and has no value."""
     moe: MoESpec | None = None
+    mla: MLASpec | None = None
+    delta: DeltaSpec | None = None
+    mtp_layers: int = 0
+    """Modules that predict the token after the next; they are layers ``layers`` .. of the caches."""
     caches: tuple[CacheSpec, ...]
-    """Every layer belongs to exactly one."""
+    """Every layer belongs to at least one."""
     max_position: int
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
@@ -114,8 +180,17 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What the checkpoint was saved in."""
 
     def cache_of(self, layer: int) -> int:
-        """Number of the cache kind that ``layer`` belongs to."""
-        for number, cache in enumerate(self.caches):
-            if layer in cache.layers:
-                return number
-        raise KeyError(layer)
+        """Number of the first cache kind that ``layer`` belongs to."""
+        return self.caches_of(layer)[0]
+
+    def caches_of(self, layer: int) -> tuple[int, ...]:
+        """Numbers of the cache kinds that ``layer`` belongs to. Raises KeyError when there are none."""
+        found = tuple(number for number, cache in enumerate(self.caches) if layer in cache.layers)
+        if not found:
+            raise KeyError(layer)
+        return found
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        """The forms of core attention that the model needs, in the order of its cache kinds."""
+        return tuple(dict.fromkeys(cache.form for cache in self.caches if cache.form))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import torch
 
-from weft.attention.base import AttentionBackend
+from weft.attention.base import Backends
 from weft.attention.registry import choose
 from weft.common.errors import ConfigError
 from weft.common.log import get_logger
@@ -35,7 +35,7 @@ def build_runner(config: EngineConfig, *, progress: bool = True, poison: bool = 
         raise ConfigError("--device cuda: this torch sees no GPU; use --device cpu", param="device")
     device, dtype, spec = torch.device(config.device), DTYPES[config.dtype], config.spec
     invariant = config.runner.deterministic
-    backend = choose(
+    backends = choose(
         config.runner.attention_backend, spec, dtype, device, config.kv.block_size, invariant=invariant
     )
     trace = StepTrace(config.runner.trace) if config.runner.trace else None
@@ -55,7 +55,7 @@ def build_runner(config: EngineConfig, *, progress: bool = True, poison: bool = 
         kv = fit_pools(config, *torch.cuda.mem_get_info(device))
     return Runner(
         model,
-        backend,
+        backends,
         kv,
         vocab_size=spec.vocab_size,
         dtype=dtype,
@@ -63,17 +63,17 @@ def build_runner(config: EngineConfig, *, progress: bool = True, poison: bool = 
         depth=config.scheduler.steps_in_flight,
         trace=trace,
         poison=poison,
-        graphs=graph_options(config, model, backend, progress),
+        graphs=graph_options(config, model, backends, progress),
     )
 
 
 def graph_options(
-    config: EngineConfig, model: Model, backend: AttentionBackend, progress: bool
+    config: EngineConfig, model: Model, backends: Backends, progress: bool
 ) -> GraphOptions | None:
     """How decode steps are captured; None (and a line in the log) where they cannot be, or must not."""
     if config.device != "cuda" or not config.runner.cuda_graphs:
         return None
-    why = obstacle(model, backend)
+    why = obstacle(model, backends)
     if why is not None:
         log.info("decode steps are launched op by op, without CUDA graphs: %s", why)
         return None

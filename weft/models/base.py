@@ -8,7 +8,7 @@ from collections.abc import Generator, Sequence
 import torch
 from torch import nn
 
-from weft.attention.base import AttentionBackend, StepInput
+from weft.attention.base import Backends, LayerCache, StepInput
 from weft.config.spec import ModelSpec
 from weft.layers.build import Build, Packs
 from weft.parallel.comm import Pending
@@ -40,10 +40,10 @@ class Model(nn.Module, ABC):
 
     @abstractmethod
     def steps(
-        self, step: StepInput, kv: Sequence[Tensor], backend: AttentionBackend
+        self, step: StepInput, kv: Sequence[LayerCache], backends: Backends
     ) -> Generator[Pending, None, Tensor]:
         """One forward pass; returns logits [L, vocab] in the model's dtype, for ``step.logits_index``.
 
-        kv: for each layer its cache ``[blocks, 2, kv_heads, block, head_dim]``, written in place. Yields
-        once for each collective, in an order that the configuration alone fixes; on one rank never.
+        kv: for each layer its caches, written in place. Yields once for each collective, in an order that the
+        configuration alone fixes; on one rank never.
         """

@@ -56,15 +56,16 @@ class Shared(nn.Module):
 
 
 class RoutedMLP(Packs):
-    """The ``top_k`` experts of each token, summed by their router weights in top-k order, and the shared expert
-    of all; returns a partial.
+    """The ``top_k`` experts of each token, summed by their router weights in top-k order, and the shared expert;
+    returns a partial.
 
-    The router computes in float32 (float64 in a float64 model); ties go to the lowest expert. ``hashed``: the
-    experts come from a table by token id, of a vocabulary of so many, and scores only weight them.
+    The router computes in float32 (float64 in a float64 model); ties go to the lowest expert. With ``hashed``,
+    the size of the vocabulary, experts come from a table by token id, and scores only weight them.
     """
 
     def __init__(self, hidden: int, spec: MoESpec, activation: str, build: Build, *, hashed: int = 0) -> None:
         super().__init__()
+        self.reads_ids = hashed > 0
         self.router = Router(hidden, spec, build, hashed)
         self.experts = Experts(hidden, spec, build)
         self.shared = Shared(hidden, spec, build) if spec.shared else None
@@ -108,7 +109,7 @@ class RoutedMLP(Packs):
                 held.gate_up = held.down = None
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
-        """x: [T, hidden]; ids: int64 [T], the token of each row, which only a hashed router reads."""
+        """x: [T, hidden]; ids: int64 [T], the tokens of its rows, where ``reads_ids``."""
         partial: Tensor = self._run(x, ids, self._packed)
         return partial
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from weft.attention.base import AttentionBackend, SegmentInput, StepInput
+from weft.attention.base import Backends, SegmentInput, StepInput
 from weft.config.resolved import KVConfig
 from weft.runner.sampler import SampleRows
 from weft.runner.slot_state import SlotState
@@ -88,10 +88,10 @@ def _logits_columns(plan: StepPlan) -> tuple[np.ndarray, list[np.ndarray]]:
 class BatchBuilder:
     """Stages plans over one ``SlotState``."""
 
-    def __init__(self, state: SlotState, kv: KVConfig, backend: AttentionBackend, dtype: torch.dtype) -> None:
+    def __init__(self, state: SlotState, kv: KVConfig, backends: Backends, dtype: torch.dtype) -> None:
         self._state = state
         self._pools = kv.pools
-        self._backend = backend
+        self._backends = backends
         self._dtype = dtype
         # Columns of steps that never change, and the segment of no rows.
         most, device = state.history.shape[0], state.history.device
@@ -202,9 +202,12 @@ class BatchBuilder:
         )
 
     def _writes(self, token_slots: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-        """For each cache kind where each token's key and value go."""
+        """For each cache kind where each token's line goes."""
         writes = []
         for table, pool in zip(self._state.tables, self._pools, strict=True):
+            if not table.shape[1]:
+                writes.append(positions[:0])
+                continue
             size = pool.block_size
             block = table[token_slots, positions // size].long()
             writes.append(block * size + positions % size)
@@ -222,6 +225,8 @@ class BatchBuilder:
             host_starts=segment.start,
             q_offsets=q_offsets,
             starts=starts,
+            slots=slots,
+            live=self._state.live[slots],
             tables=tuple(
                 table[slots, : -(-longest // pool.block_size)].long()
                 for table, pool in zip(self._state.tables, self._pools, strict=True)
@@ -230,6 +235,6 @@ class BatchBuilder:
 
     def _prepare(self, segment: SegmentInput) -> tuple[object, ...]:
         return tuple(
-            self._backend.prepare(segment, kind, pool.cache, pool.block_size, self._dtype)
+            self._backends.prepare(segment, kind, pool.cache, pool.block_size, self._dtype)
             for kind, pool in enumerate(self._pools)
         )

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from weft.attention.base import AttentionBackend
+from weft.attention.base import Backends, LayerCache
 from weft.common.log import get_logger
 from weft.models.base import Model
 from weft.overlap.drive import drive
@@ -64,11 +64,11 @@ def context_buckets(most: int) -> list[int]:
     return [*buckets, most]
 
 
-def obstacle(model: Model, backend: AttentionBackend) -> str | None:
+def obstacle(model: Model, backends: Backends) -> str | None:
     """Why decode steps of this model cannot be captured, in words; None when they can."""
     if model.spec.moe is not None:
         return "routed experts learn their group sizes on the host"
-    if not backend.capturable:
+    if not backends.capturable:
         return "the attention backend needs the host in every step"
     return None
 
@@ -110,8 +110,8 @@ class DecodeGraphs:
     def __init__(
         self,
         model: Model,
-        cache: list[Tensor],
-        backend: AttentionBackend,
+        cache: list[LayerCache],
+        backends: Backends,
         builder: BatchBuilder,
         state: SlotState,
         max_len: int,
@@ -120,7 +120,7 @@ class DecodeGraphs:
         """Captures everything: runs each bucket on spare rows. ``max_len``: a sequence's greatest length."""
         self.replayed = 0
         """Steps that ran as a graph."""
-        self._model, self._cache, self._backend, self._builder = model, cache, backend, builder
+        self._model, self._cache, self._backends, self._builder = model, cache, backends, builder
         self._rows, self._contexts = row_buckets(options.max_rows), context_buckets(max_len)
         most, device = self._rows[-1], model.device
         self._spare = state.spare
@@ -153,7 +153,7 @@ class DecodeGraphs:
 
         def run() -> None:
             step = self._builder.decode(slots, bound)
-            logits.copy_(drive(self._model.steps(step, self._cache, self._backend)))
+            logits.copy_(drive(self._model.steps(step, self._cache, self._backends)))
             positions.copy_(step.positions)
 
         return run

@@ -1,4 +1,4 @@
-"""The KV cache's memory: for each cache kind one allocation, for each layer a view of it."""
+"""The caches' memory: for each cache kind one allocation, for each layer views of it."""
 
 from __future__ import annotations
 
@@ -7,21 +7,36 @@ import mmap
 
 import torch
 
-from weft.config.resolved import KVConfig
+from weft.attention.base import LayerCache
+from weft.config.resolved import KVConfig, PoolSpec
+from weft.ops.torch_ops import wide
 
 
-def allocate(kv: KVConfig, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-    """One tensor a layer, in layer order: ``[1 + num_blocks, 2, kv_heads, block, head_dim]``.
+def allocate(kv: KVConfig, dtype: torch.dtype, device: torch.device) -> list[LayerCache]:
+    """Each layer's caches, in layer order; shapes as ``LayerCache`` says.
 
-    Block 0 is the null block: padding of tables points at it, no row's own positions ever do.
+    Block 0 is the null block: padding of tables points at it, no row's own positions ever do. Likewise the
+    last line of a state is nobody's slot.
     """
-    layers: dict[int, torch.Tensor] = {}
-    for pool in kv.pools:
-        cache = pool.cache
-        block = (2, cache.kv_heads, pool.block_size, cache.head_dim)
-        memory = _zeros((len(cache.layers), 1 + pool.num_blocks, *block), dtype, device)
-        layers.update(zip(cache.layers, memory, strict=True))
+    layers: dict[int, dict[int, tuple[torch.Tensor, ...]]] = {}
+    for kind, pool in enumerate(kv.pools):
+        memory = [
+            _zeros((len(pool.cache.layers), *shape), of, device) for shape, of in _shapes(kv, pool, dtype)
+        ]
+        for number, layer in enumerate(pool.cache.layers):
+            layers.setdefault(layer, {})[kind] = tuple(tensor[number] for tensor in memory)
     return [layers[number] for number in sorted(layers)]
+
+
+def _shapes(kv: KVConfig, pool: PoolSpec, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of each tensor of one layer in the kind of ``pool``."""
+    cache, blocks = pool.cache, 1 + pool.num_blocks
+    if cache.kind == "state":
+        lines = (kv.num_slots + 1, kv.copies)
+        return [((*lines, *part.shape), wide(dtype) if part.wide else dtype) for part in cache.parts]
+    if cache.width:
+        return [((blocks, pool.block_size // cache.ratio, cache.width), dtype)]
+    return [((blocks, 2, cache.kv_heads, pool.block_size, cache.head_dim), dtype)]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -29,7 +44,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
     So a cache that a small load never fills costs what was used of it; ``torch.zeros`` would write it all.
     """
-    if device.type != "cpu":
+    if device.type != "cpu" or not math.prod(shape):
         return torch.zeros(shape, dtype=dtype, device=device)
     pages = mmap.mmap(
         -1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from weft.attention.base import AttentionBackend
+from weft.attention.base import Backends, LayerCache
 from weft.common.errors import EngineDead
 from weft.config.resolved import KVConfig
 from weft.models.base import Model
@@ -54,7 +54,7 @@ class Runner:
     def __init__(
         self,
         model: Model,
-        backend: AttentionBackend,
+        backends: Backends,
         kv: KVConfig,
         *,
         vocab_size: int,
@@ -72,13 +72,13 @@ class Runner:
         """
         self.kv = kv
         self._model = model
-        self._backend = backend
+        self._backends = backends
         self._device = device
         self._state = SlotState(kv, device)
         self._cache = allocate(kv, dtype, device)
         self._sampler = Sampler(kv.num_slots, vocab_size, device)
         self._ring = StagingRing(device, depth, poison=poison)
-        self._builder = BatchBuilder(self._state, kv, backend, dtype)
+        self._builder = BatchBuilder(self._state, kv, backends, dtype)
         self._queue = DeviceQueue(threaded=device.type == "cpu" and depth > 1)
         self._trace = trace
         self._timeout = step_timeout
@@ -86,19 +86,19 @@ class Runner:
         self.graphs: DecodeGraphs | None = None
         if graphs is not None:
             self.graphs = DecodeGraphs(
-                model, self._cache, backend, self._builder, self._state, kv.max_model_len, graphs
+                model, self._cache, backends, self._builder, self._state, kv.max_model_len, graphs
             )
 
     @property
-    def cache(self) -> Sequence[Tensor]:
-        """Each layer's KV tensor. Tests poison them; nobody else writes."""
+    def cache(self) -> Sequence[LayerCache]:
+        """Each layer's caches. Tests poison them; nobody else writes."""
         return self._cache
 
     @property
     def varying(self) -> tuple[str, ...]:
         """What keeps logits from being bitwise equal whatever is computed beside a row; empty: they are."""
-        attention = () if self._backend.invariant else (f"attention ({type(self._backend).__name__})",)
-        return (*attention, *self._model.varying)
+        attention = [b for b in self._backends if not b.invariant]
+        return (*(f"attention ({type(b).__name__})" for b in attention), *self._model.varying)
 
     def forward(self, plan: StepPlan) -> StepHandle:
         """Launches a step up to its logits. Raises EngineDead, at ``read``, when the plan cannot be right."""
@@ -160,7 +160,7 @@ class Runner:
         if self.graphs is not None and (key := self.graphs.find(plan)) is not None:
             return self.graphs.run(key, plan, buffer)
         batch = (self._builder.build_plain if plain(plan) else self._builder.build)(plan, buffer)
-        return batch, drive(self._model.steps(batch.step, self._cache, self._backend))
+        return batch, drive(self._model.steps(batch.step, self._cache, self._backends))
 
     @torch.inference_mode()
     def _sample(self, handle: StepHandle) -> HostCopy:

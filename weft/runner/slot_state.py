@@ -26,7 +26,9 @@ class SlotState:
     history       int32 [slots + 1, max_len + 1]; beyond a slot's known length its content is arbitrary
     num_computed  int64 [slots + 1]: positions whose cache is written
     num_prompt    int64 [slots + 1]
-    tables        for each cache kind, int32 [slots + 1, entries]: block ids, 0 beyond what was appended
+    live          int64 [slots + 1]: the copy of the recurrent state that holds for num_computed
+    tables        for each cache kind, int32 [slots + 1, entries]: block ids, 0 beyond what was appended; no
+                  entries for a state
 
     The last line, ``spare``, has no tenant ever and stays 0: what pads a step to a fixed number of rows names
     it, and computes token 0 at position 0 in the null block.
@@ -37,10 +39,9 @@ class SlotState:
         self.history = torch.zeros(slots, length, dtype=torch.int32, device=device)
         self.num_computed = torch.zeros(slots, dtype=torch.int64, device=device)
         self.num_prompt = torch.zeros(slots, dtype=torch.int64, device=device)
-        self.tables = tuple(
-            torch.zeros(slots, -(-length // pool.block_size) + 1, dtype=torch.int32, device=device)
-            for pool in kv.pools
-        )
+        self.live = torch.zeros(slots, dtype=torch.int64, device=device)
+        entries = [0 if p.cache.kind == "state" else -(-length // p.block_size) + 1 for p in kv.pools]
+        self.tables = tuple(torch.zeros(slots, n, dtype=torch.int32, device=device) for n in entries)
         self._block_sizes = tuple(pool.block_size for pool in kv.pools)
         # Host mirrors: who lives in a slot, and how far its tables reach. Only for checks and offsets.
         self._gen = np.zeros(kv.num_slots, np.int64)
@@ -81,6 +82,7 @@ class SlotState:
         self.history[op.slot, :known] = self._upload(op.token_ids)
         self.num_computed[op.slot] = op.num_cached
         self.num_prompt[op.slot] = op.num_prompt
+        self.live[op.slot] = 0
 
     def _free(self, op: FreeSlot) -> None:
         self._check(op.slot, op.gen)
