@@ -56,11 +56,11 @@ class Shared(nn.Module):
 
 
 class RoutedMLP(Packs):
-    """The ``top_k`` experts of each token, summed by their router weights in top-k order, and the shared expert;
-    returns a partial.
+    """The ``top_k`` experts of each token, summed by their router weights in top-k order, and the shared one.
 
-    The router computes in float32 (float64 in a float64 model); ties go to the lowest expert. With ``hashed``,
-    the size of the vocabulary, experts come from a table by token id, and scores only weight them.
+    The router computes in float32 (float64 in a float64 model); ties go to the lowest expert. With
+    ``hashed``, the size of the vocabulary, experts come from a table by token id, and scores only weight
+    them. Returns a partial.
     """
 
     def __init__(self, hidden: int, spec: MoESpec, activation: str, build: Build, *, hashed: int = 0) -> None:

@@ -256,9 +256,7 @@ def moe_tiled(x: Tensor, ids: Tensor | None, weights: Routed) -> Tensor:
     def experts(x: Tensor, ids: Tensor, weights: Routed) -> Tensor:
         return by_expert(x, ids, weights, matrix=fixed_linear, gated=tiled.gated)
 
-    return block(
-        x, ids, weights, experts, multiply=fixed_linear, matrix=fixed_linear, gated=tiled.gated
-    )
+    return block(x, ids, weights, experts, multiply=fixed_linear, matrix=fixed_linear, gated=tiled.gated)
 
 
 def moe_tiled_int8(x: Tensor, ids: Tensor | None, weights: Routed) -> Tensor:
@@ -267,9 +265,7 @@ def moe_tiled_int8(x: Tensor, ids: Tensor | None, weights: Routed) -> Tensor:
     def experts(x: Tensor, ids: Tensor, weights: Routed) -> Tensor:
         return by_expert(x, ids, weights, matrix=tiled.linear_int8, gated=tiled.gated)
 
-    return block(
-        x, ids, weights, experts, multiply=fixed_linear, matrix=tiled.linear_int8, gated=tiled.gated
-    )
+    return block(x, ids, weights, experts, multiply=fixed_linear, matrix=tiled.linear_int8, gated=tiled.gated)
 
 
 for _name, _run, _pack in (("moe", moe, None), ("moe_int8", moe_int8, quantized)):

@@ -33,7 +33,8 @@ class Implementation:
     priority: int = 0
     """The highest that fits is chosen; the torch reference has 0."""
     pack: Callable[[Any], Any] | None = None
-    """From a plain weight (or an op's own record of several) to what ``run`` takes in its place; None: ``run`` takes the plain weight."""
+    """From a plain weight (or a record of several) to what ``run`` takes in its place; None: ``run``
+    takes the plain one."""
     available: Callable[[], bool] = lambda: True
     """Whether it can run in this process (an extension that was built, a library that is installed)."""
 

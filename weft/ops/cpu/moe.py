@@ -80,7 +80,9 @@ def _matrix(weight: Tensor | None, gated: bool, quantize: bool) -> tuple[Tensor 
     packed, scales = [], []
     for matrix in each:
         made = to_int8(matrix)
-        packed.append(torch.ops.weft_cpu.pack_int8.default(made.values, gated, weight.dtype == torch.bfloat16))
+        packed.append(
+            torch.ops.weft_cpu.pack_int8.default(made.values, gated, weight.dtype == torch.bfloat16)
+        )
         scales.append(made.scales.float().flatten())
     return torch.stack(packed), torch.stack(scales)
 
