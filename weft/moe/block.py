@@ -56,11 +56,11 @@ class Shared(nn.Module):
 
 
 class RoutedMLP(Packs):
-    """The ``top_k`` experts of each token, summed by their router weights in top-k order, and the shared one.
+    """The ``top_k`` experts of each token, summed by their weights in top-k order, and the shared expert.
 
-    The router computes in float32 (float64 in a float64 model); ties go to the lowest expert. With
-    ``hashed``, the size of the vocabulary, experts come from a table by token id, and scores only weight
-    them. Returns a partial.
+    Returns a partial. The router computes in float32 (float64 in a float64 model); ties go to the lowest
+    expert. With ``hashed``, the size of the vocabulary, experts come from a table by token id, and scores
+    only weight them.
     """
 
     def __init__(self, hidden: int, spec: MoESpec, activation: str, build: Build, *, hashed: int = 0) -> None:
@@ -106,7 +106,7 @@ class RoutedMLP(Packs):
         self._packed = self._op.pack(weights)
         for held in (experts, shared):
             if held is not None:
-                held.gate_up = held.down = None
+                held.gate_up = held.down = None  # type: ignore[assignment]
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
         """x: [T, hidden]; ids: int64 [T], the tokens of its rows, where ``reads_ids``."""

@@ -269,11 +269,17 @@ def moe_tiled_int8(x: Tensor, ids: Tensor | None, weights: Routed) -> Tensor:
 
 
 for _name, _run, _pack in (("moe", moe, None), ("moe_int8", moe_int8, quantized)):
-    register(_name, Implementation(name="torch", run=_run, pack=_pack))
+    register(_name, Implementation(name="torch", run=_run, pack=_pack, asks=True))
 for _name, _run, _pack in (("moe", moe_tiled, None), ("moe_int8", moe_tiled_int8, quantized)):
     register(
         _name,
         Implementation(
-            name="torch_tiled", run=_run, pack=_pack, devices=("cpu",), invariant=True, priority=-1
+            name="torch_tiled",
+            run=_run,
+            pack=_pack,
+            devices=("cpu",),
+            invariant=True,
+            priority=-1,
+            asks=True,
         ),
     )

@@ -91,6 +91,11 @@ for _op, _pack in (
     register(
         _op.__name__,
         Implementation(
-            name="torch_tiled", run=_op, pack=_pack, devices=("cpu",), invariant=True, priority=-1
+            name="torch_tiled",
+            run=_op,
+            pack=_pack,
+            devices=("cpu",),
+            invariant=True,
+            priority=-1,
         ),
     )

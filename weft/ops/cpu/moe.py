@@ -80,9 +80,8 @@ def _matrix(weight: Tensor | None, gated: bool, quantize: bool) -> tuple[Tensor 
     packed, scales = [], []
     for matrix in each:
         made = to_int8(matrix)
-        packed.append(
-            torch.ops.weft_cpu.pack_int8.default(made.values, gated, weight.dtype == torch.bfloat16)
-        )
+        bf16 = weight.dtype == torch.bfloat16
+        packed.append(torch.ops.weft_cpu.pack_int8.default(made.values, gated, bf16))
         scales.append(made.scales.float().flatten())
     return torch.stack(packed), torch.stack(scales)
 
@@ -98,9 +97,10 @@ def _router(weights: Routed) -> tuple[Tensor, Tensor | None]:
         bias = None if bias is None else torch.cat((bias.detach(), bias.new_zeros(1)))
     bias = _plain(bias)
     if weights.down.dtype == torch.bfloat16:
-        narrow = [None if part is None else part.bfloat16() for part in (rows, bias)]
-        if all(a is None or torch.equal(a.float(), b) for a, b in zip(narrow, (rows, bias), strict=True)):
-            rows, bias = narrow
+        narrow, narrow_bias = rows.bfloat16(), None if bias is None else bias.bfloat16()
+        same = bias is None or narrow_bias is None or torch.equal(narrow_bias.float(), bias)
+        if same and torch.equal(narrow.float(), rows):
+            rows, bias = narrow, narrow_bias
     return torch.ops.weft_cpu.pack.default(rows, False), bias
 
 
