@@ -213,6 +213,8 @@ def fill_randomly(model: Model, seed: int) -> None:
         # The CPU generator looks at the low 32 bits of its seed only.
         mixed = zlib.crc32(f"{seed} {name}".encode())
         generator = torch.Generator(parameter.device).manual_seed(mixed)
+        if not parameter.is_floating_point():
+            continue  # a table of ids: as the model was built
         if parameter.dim() >= 2:
             parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
         elif name.endswith(".bias"):

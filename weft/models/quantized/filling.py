@@ -122,7 +122,8 @@ def copy(
 ) -> int:
     """Copies ``values`` into the part of a parameter (or matrix ``index`` of it) that ``name`` fills.
 
-    Returns its bytes. Raises ConfigError for values of another shape, and for integers.
+    Returns its bytes. Raises ConfigError for values of another shape, and for numbers of
+    less than 16 bits.
     """
     placement = weights.placements[name]
     whole = parameters[placement.parameter].data[placement.index]
@@ -132,7 +133,8 @@ def copy(
         raise ConfigError(
             f"weight {name} has shape {shape}, config.json says {list(whole.shape)}", param="--model"
         )
-    if not values.is_floating_point() or values.element_size() < 2:
+    table = not target.is_floating_point() and not values.is_floating_point()  # of ids
+    if not table and (not values.is_floating_point() or values.element_size() < 2):
         raise ConfigError(
             f"weight {name} has type {values.dtype}; quantized weights need a quantization_config in "
             "config.json",

@@ -62,10 +62,8 @@ _VALUES = {"awq": "qweight", "gptq": "qweight", "mxfp4": "blocks"}
 
 
 def _is_plain(parts: Mapping[str, Tensor]) -> bool:
-    values = parts.get(PLAIN)
-    return (
-        values is not None and values.is_floating_point() and values.element_size() >= 2 and len(parts) == 1
-    )
+    """Numbers of at least 16 bits, or a table of ids, and nothing beside them."""
+    return len(parts) == 1 and PLAIN in parts and parts[PLAIN].dtype not in (*float8.DTYPES, *_BYTES)
 
 
 def _need(parts: Mapping[str, Tensor], *roles: str) -> list[Tensor]:
