@@ -7,6 +7,7 @@ ops alone, and fails an assertion as soon as a plan breaks its contract.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -47,8 +48,12 @@ def kv_config(
     block: int = 4,
     window_block: int | None = None,
     full: bool = True,
+    latent: bool = False,
+    sliding: int = 0,
+    ratio: int = 0,
 ) -> KVConfig:
-    """Pools of a full and, where asked for, a window kind."""
+    """Pools of a full and, where asked for, other kinds: ``window`` and ``sliding`` are the windows of a window
+    kind and of latent lines that slide, ``ratio`` the positions that a compressed line stands for."""
     pools = []
     if full:
         spec = CacheSpec(kind="full", layers=(0,), kv_heads=1, head_dim=1)
@@ -56,6 +61,17 @@ def kv_config(
     if window is not None:
         spec = CacheSpec(kind="window", layers=(1,), window=window, kv_heads=1, head_dim=1)
         pools.append(PoolSpec(cache=spec, block_size=window_block or block, num_blocks=window_blocks))
+    if latent:
+        spec = CacheSpec(kind="latent", layers=(2,), width=1, form="latent")
+        pools.append(PoolSpec(cache=spec, block_size=block, num_blocks=blocks))
+    if sliding:
+        spec = CacheSpec(kind="latent", layers=(3,), width=1, window=sliding, form="sparse")
+        pools.append(PoolSpec(cache=spec, block_size=block, num_blocks=window_blocks))
+    if ratio:
+        spec = CacheSpec(kind="compressed", layers=(3,), width=1, ratio=ratio, form="sparse")
+        size = math.lcm(block, ratio)
+        least = -(-max_model_len // size)
+        pools.append(PoolSpec(cache=spec, block_size=size, num_blocks=max(least, blocks * block // size)))
     return KVConfig(
         pools=tuple(pools),
         block_size=block,
@@ -210,7 +226,7 @@ class FakeRunner:
             tenant.tables[op.kind].append(block)
             assert 0 <= block <= pool.num_blocks
             if block == 0:
-                assert pool.cache.kind == "window"
+                assert pool.cache.window
             elif entry * pool.block_size >= tenant.op.num_cached:  # a block of its own
                 for _, blocks in self.named.values():
                     assert block not in blocks[op.kind], "a block was reused while a plan in flight names it"
@@ -272,16 +288,20 @@ class FakeRunner:
         slots[slot] = None
         for kind, pool in enumerate(self.kv.pools):
             table, memory, size = tenant.tables[kind], self.memory[kind], pool.block_size
-            first = max(0, start - pool.cache.window + 1) if pool.cache.kind == "window" else 0
+            window, ratio = pool.cache.window, pool.cache.ratio
+            first = max(0, start - window + 1) if window else 0
             assert len(table) * size >= end, "the block table does not cover the row"
             for p in range(start, end):
                 assert table[p // size] != 0
-                memory[table[p // size], p % size] = tenant.prefix[p]
+                if (p + 1) % ratio == 0:  # the last of its group
+                    memory[table[p // size], p % size // ratio] = tenant.prefix[p]
             for p in range(first, end):
                 block = table[p // size]
                 assert block != 0, "attention reads a hole"
-                assert memory.get((block, p % size)) == tenant.prefix[p], "attention reads foreign content"
                 blocks[kind][block] = None
+                if (p + 1) % ratio == 0:
+                    line = memory.get((block, p % size // ratio))
+                    assert line == tenant.prefix[p], "attention reads foreign content"
 
 
 def _result(step: int, made: list[tuple[int, list[int], list[int], bool]]) -> StepResult:

@@ -223,6 +223,9 @@ def random_rig(rng: random.Random, depth: int) -> Rig:
         full=window is None or rng.random() < 0.7,
         caching=rng.random() < 0.6,
         slots=rng.choice([4, 12]),
+        latent=rng.random() < 0.3,
+        sliding=rng.choice([0, 0, 0, 2, 8]),
+        ratio=rng.choice([0, 0, 0, 2, 4, 6]),
     )
     return Rig(
         kv,

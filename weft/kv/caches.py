@@ -16,7 +16,7 @@ def make_kinds(kv: KVConfig, max_chunk: int) -> tuple[CacheKind, ...]:
     """The kinds of ``kv.pools``, in order; ``max_chunk`` bounds a sequence's prompt tokens in a step."""
     kinds: list[CacheKind] = []
     for number, spec in enumerate(kv.pools):
-        if spec.cache.kind == "window":
+        if spec.cache.window or spec.cache.kind == "window":
             kinds.append(WindowKind(number, spec, kv.block_size, max_chunk))
         else:
             kinds.append(FullKind(number, spec, kv.block_size))
