@@ -159,9 +159,9 @@ def bytes_for(
     copies: int = 1,
     snapshots: bool = False,
 ) -> int:
-    """Cache bytes for ``sequences`` of ``max_model_len`` in every kind, live states and null blocks included.
+    """Cache bytes for ``sequences`` of ``max_model_len`` in every kind; live states, null blocks included.
 
-    ``copies``: of a slot's recurrent state. ``snapshots``: also those that a sequence leaves, beyond the least.
+    ``copies``: of a slot's recurrent state. ``snapshots``: whether beyond the least there are some.
     """
     needs = _needs(spec, block_size, dtype, max_model_len, scheduler, copies, snapshots)
     return needs.fixed + sequences * needs.one
