@@ -21,6 +21,8 @@ from weft.engine.core import EngineCore
 from weft.models.base import Model
 from weft.models.loader import load_model
 from weft.ops import cpu
+from weft.runner.graphs import DecodeGraphs, GraphOptions, obstacle
+from weft.runner.programs import record
 from weft.runner.runner import Runner, StepHandle
 from weft.scheduler.sequence import Running
 from weft.types.messages import TokenEvent
@@ -170,8 +172,9 @@ def make_engine(
     depth: int = 1,
     caching: bool = False,
     max_num_seqs: int = 80,
+    replay: bool = False,
 ) -> tuple[EngineCore, Witness]:
-    """An engine whose caches are full of NaN."""
+    """An engine whose caches are full of NaN. ``replay``: decode steps are replayed where they can be."""
     model, backends = model_of(folder, dtype, form)
     spec = model.spec
     sizes = {"full": blocks, "window": 2048}
@@ -215,6 +218,11 @@ def make_engine(
     runner.watch()
     for tensor in (t for layer in runner.cache for tensors in layer.values() for t in tensors):
         tensor.fill_(float("nan"))
+    if replay and obstacle(model, backends) is None:
+        options = GraphOptions(max_rows=max_num_seqs, capture=record, lazy=True)
+        runner.graphs = DecodeGraphs(
+            model, runner._cache, backends, runner._builder, runner._state, MAX_LEN, options
+        )
     engine = EngineCore(config, runner=runner)
     assert engine.deterministic, runner.varying
     return engine, runner
