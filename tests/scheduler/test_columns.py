@@ -44,9 +44,10 @@ def outcome(rig: Rig) -> list[Any]:
 def test_growing_together_or_one_by_one_makes_the_same_plans(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    together = outcome(random_run(seed, 2))
+    # Without drafts, which rows give up before they grow one by one.
+    together = outcome(random_run(seed, 2, drafts=False))
     monkeypatch.setattr(Caches, "grow", lambda self, slots, upto: None)
-    assert outcome(random_run(seed, 2)) == together
+    assert outcome(random_run(seed, 2, drafts=False)) == together
 
 
 def busy_run() -> tuple[Rig, list[list[TokenEvent]]]:

@@ -14,7 +14,7 @@ from tests.scheduler.harness import Rig, random_bases, random_rig, random_run, r
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_random_loads(depth: int) -> None:
-    preempted = hits = mixed = errors = 0
+    preempted = hits = mixed = errors = accepted = rejected = 0
     for seed in range(60):
         rig = random_run(seed, depth)
         stats = rig.scheduler.stats()
@@ -22,36 +22,21 @@ def test_random_loads(depth: int) -> None:
         hits += stats.prefix_hits
         mixed += stats.mixed_steps
         errors += stats.row_errors
-    assert min(preempted, hits, mixed, errors) > 0  # each of these did happen
-
-
-@pytest.mark.parametrize("drafts", [1, 4])
-@pytest.mark.parametrize("depth", [1, 2])
-def test_random_loads_with_drafts(depth: int, drafts: int) -> None:
-    preempted = hits = mixed = errors = accepted = rejected = 0
-    for seed in range(25):
-        rig = random_run(1000 + seed, depth, drafts)
-        stats = rig.scheduler.stats()
-        preempted += stats.preemptions
-        hits += stats.prefix_hits
-        mixed += stats.mixed_steps
-        errors += stats.row_errors
         accepted += rig.runner.accepted
-        rejected += rig.runner.wrong
+        rejected += rig.runner.rejected
+        # Of the rows that were still alive when they committed.
         assert sum(stats.drafts_accepted) <= rig.runner.accepted
-        assert sum(stats.drafts) <= rig.runner.accepted + rig.runner.wrong
-    assert min(preempted, hits, mixed, errors, accepted, rejected) > 0
+        assert sum(stats.drafts) <= rig.runner.accepted + rig.runner.rejected
+    assert min(preempted, hits, mixed, errors, accepted, rejected) > 0  # each of these did happen
 
 
 class SchedulerMachine(RuleBasedStateMachine):
     """The real scheduler under any order of submits, plans, commits and finishes."""
 
-    @initialize(
-        seed=st.integers(0, 1 << 30), depth=st.sampled_from([1, 2]), drafts=st.sampled_from([0, 0, 1, 3])
-    )
-    def start(self, seed: int, depth: int, drafts: int) -> None:
+    @initialize(seed=st.integers(0, 1 << 30), depth=st.sampled_from([1, 2]))
+    def start(self, seed: int, depth: int) -> None:
         rng = random.Random(seed)
-        self.rig: Rig = random_rig(rng, depth, drafts)
+        self.rig: Rig = random_rig(rng, depth)
         self.bases = random_bases(rng)
         self.requests = 0
 

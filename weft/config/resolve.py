@@ -21,6 +21,7 @@ from weft.config.memory import (
     GIB,
     activation_bytes,
     bytes_for,
+    live_bytes,
     longest_that_fits,
     pools_for,
     show_bytes,
@@ -61,15 +62,26 @@ def resolve(config: Config) -> EngineConfig:
         # A CPU's threads all compute: planning beside them takes from them what it saves (docs/adr/0001).
         scheduler = msgspec.structs.replace(scheduler, steps_in_flight=2 if device == "cuda" else 1)
     dtype = choose_dtype(model, spec, device, path)
-    num_bytes = cache_bytes(spec, dtype, device, model, cache, scheduler)
-    max_model_len = choose_max_model_len(spec, dtype, num_bytes, model, cache, scheduler)
+    copies = 1 + speculation.drafts
+    num_bytes = cache_bytes(spec, dtype, device, model, cache, scheduler, copies)
+    max_model_len = choose_max_model_len(spec, dtype, num_bytes, model, cache, scheduler, copies)
+    caching = cache.enable_prefix_caching
     kv = KVConfig(
-        pools=pools_for(spec, cache.block_size, dtype, num_bytes, max_model_len, scheduler),
+        pools=pools_for(
+            spec,
+            cache.block_size,
+            dtype,
+            num_bytes,
+            max_model_len,
+            scheduler,
+            copies=copies,
+            snapshots=caching,
+        ),
         block_size=cache.block_size,
-        enable_prefix_caching=cache.enable_prefix_caching,
+        enable_prefix_caching=caching,
         max_model_len=max_model_len,
         num_slots=scheduler.max_num_seqs * scheduler.steps_in_flight,
-        copies=1 + speculation.drafts,
+        copies=copies,
     )
     return EngineConfig(
         model_path=path,
@@ -215,8 +227,11 @@ def cache_bytes(
     model: ModelSection,
     cache: CacheSection,
     scheduler: SchedulerSection,
+    copies: int = 1,
 ) -> int:
     """Bytes for all cache pools: as asked, or what the device leaves, at most what all sequences could use.
+
+    ``copies``: of a slot's recurrent state.
 
     On a GPU the default is a first division from estimates; the engine divides again, with ``pools_for``,
     when the weights are loaded.
@@ -227,14 +242,23 @@ def cache_bytes(
         _check_asked(asked, device)
         return asked
     length = model.max_model_len if isinstance(model.max_model_len, int) else spec.max_position
-    usable = bytes_for(spec, cache.block_size, dtype, scheduler.max_num_seqs, length, scheduler)
+    usable = bytes_for(
+        spec,
+        cache.block_size,
+        dtype,
+        scheduler.max_num_seqs,
+        length,
+        scheduler,
+        copies=copies,
+        snapshots=cache.enable_prefix_caching,
+    )
     weights = weight_bytes(spec, dtype)
     if device == "cpu":
         available = devices.available_memory()
         if available is None:
             return min(_CPU_CACHE_MOST, usable)
         share = int(max(available - weights, 0) * _CPU_CACHE_SHARE)
-        one = bytes_for(spec, cache.block_size, dtype, 1, length, scheduler)
+        one = bytes_for(spec, cache.block_size, dtype, 1, length, scheduler, copies=copies)
         return min(share, usable, max(_CPU_CACHE_MOST, one))
     total = devices.gpu_memory()
     if total is None:
@@ -272,6 +296,7 @@ def choose_max_model_len(
     model: ModelSection,
     cache: CacheSection,
     scheduler: SchedulerSection,
+    copies: int = 1,
 ) -> int:
     """The context length: as asked, the model's own, or with ``auto`` the longest that the cache holds."""
     if isinstance(model.max_model_len, int):
@@ -284,9 +309,13 @@ def choose_max_model_len(
         return model.max_model_len
     if model.max_model_len is None:
         return spec.max_position
-    longest = longest_that_fits(spec, cache.block_size, dtype, num_bytes, spec.max_position, scheduler)
+    longest = longest_that_fits(
+        spec, cache.block_size, dtype, num_bytes, spec.max_position, scheduler, copies=copies
+    )
     if longest < 1:
-        one = bytes_for(spec, cache.block_size, dtype, 1, 1, scheduler)
+        if live_bytes(spec, dtype, scheduler):
+            pools_for(spec, cache.block_size, dtype, num_bytes, 1, scheduler, copies=copies)  # says more
+        one = bytes_for(spec, cache.block_size, dtype, 1, 1, scheduler, copies=copies)
         raise ConfigError(
             f"--kv-cache-memory {show_bytes(num_bytes)} does not hold one block "
             f"(--block-size {cache.block_size}): set --kv-cache-memory to at least {show_bytes(one)}",

@@ -28,6 +28,8 @@ class Columns:
     last_step       int64: the last plan that names the slot
     drafts          int32: drafts that the last plan that names the slot leaves for the next one
     acceptance      float64: running share of its first drafts that were accepted
+    exact           int32: trailing positions of num_scheduled after each of which the device has the state
+    snapshot        int32: where the newest snapshot of the sequence's state is; what it started from, at first
     quiet           bool: a row that samples one token, which ends nothing, has nothing else to tell
     stops           int32 [slots, MAX_STOPS]: ids that may end it; -1 pads
     """
@@ -44,6 +46,8 @@ class Columns:
         self.last_step = np.full(num_slots, -1, np.int64)
         self.drafts = np.zeros(num_slots, np.int32)
         self.acceptance = np.zeros(num_slots, np.float64)
+        self.exact = np.zeros(num_slots, np.int32)
+        self.snapshot = np.zeros(num_slots, np.int32)
         self.quiet = np.zeros(num_slots, bool)
         self.stops = np.full((num_slots, MAX_STOPS), -1, np.int32)
 

@@ -201,6 +201,8 @@ def _commit_row(book: Book, row: _Row, result: StepResult) -> TokenEvent | None:
     rejected = drafts - accepted
     if rejected:
         row.run.num_scheduled -= rejected
+        if row.run.num_scheduled == row.computed + row.count - rejected:  # no later row has been planned
+            row.run.exact = row.count - rejected
     prompt_logprobs = None
     if error is None:  # else nobody must find its blocks
         _advance(book, row, row.computed + row.count - rejected)

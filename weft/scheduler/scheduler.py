@@ -246,6 +246,8 @@ class Scheduler:
             end = self._chunk_end(sequence, start, run.known, draft)
             if end <= start:
                 continue
+            if run.marks is not None:
+                end = run.marks.cut(start, end, run.snapshot)
             next_k = self._first_drafts(draft, sequence, run.slot, start, end, [])
             ops = self._reserver.reserve(sequence, run, end + next_k, draft)
             if ops is not None:
@@ -269,8 +271,11 @@ class Scheduler:
             end = self._chunk_end(sequence, num_hit, known, draft)
             if end <= num_hit:
                 return
+            marks = book.marks(sequence, hashes, num_hit)
+            if marks is not None:
+                end = marks.cut(num_hit, end, num_hit)
             next_k = self._first_drafts(draft, sequence, book.slots.peek(), num_hit, end, hashes)
-            run, ops = book.admit(sequence, hashes, num_hit, end + next_k)
+            run, ops = book.admit(sequence, hashes, num_hit, end + next_k, marks)
             if self.drafts is not None:
                 self.drafts.enter(run.slot)
             self._add_chunk(draft, sequence, run, end, next_k, ops)
@@ -283,7 +288,7 @@ class Scheduler:
             self._watch_progress()
             return None
         self._empty_plans = 0
-        plan = draft.seal(book.slots.announce())
+        plan = draft.seal([*book.slots.announce(), *book.snapshots(self._step)])
         book.launched(plan)
         self._step += 1
         return plan
