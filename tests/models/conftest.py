@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 
+from tests.support.delta_models import CASES as DELTA_CASES
 from weft.attention.base import SegmentInput, StepInput
 from weft.attention.registry import choose
 from weft.config.families import load_spec
@@ -114,7 +115,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6},
         },
     ),
+    **DELTA_CASES,
 }
+#: Families whose configuration transformers calls otherwise.
+_CONFIGS = {"Qwen3_5": "Qwen3_5TextConfig", "Qwen3_5Moe": "Qwen3_5MoeTextConfig"}
 
 
 @torch.no_grad()
@@ -159,7 +163,8 @@ class Checkpoint:
 
 def make_checkpoint(name: str, folder: Path, seed: int = 0) -> Checkpoint:
     family, changes = CASES[name]
-    config = getattr(transformers, f"{family}Config")(**{**_BASE, **changes})
+    settings = {name: value for name, value in {**_BASE, **changes}.items() if value is not None}
+    config = getattr(transformers, _CONFIGS.get(family, f"{family}Config"))(**settings)
     reference = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     _randomize(reference, seed)
     reference.save_pretrained(folder)

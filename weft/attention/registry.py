@@ -19,8 +19,13 @@ BACKENDS.add("triton", "weft.attention.triton_backend:TritonAttention")
 BACKENDS.add("triton-invariant", "weft.attention.triton_backend:TritonInvariant")
 BACKENDS.add("flashinfer", "weft.attention.flashinfer_backend:FlashInferAttention")
 
+DELTA: Registry[type[Backend]] = Registry("delta net backend")
+DELTA.add("cpu", "weft.attention.delta_cpu:CpuDelta")
+DELTA.add("torch", "weft.attention.delta_torch:TorchDelta")
+DELTA.add("invariant", "weft.attention.delta_torch:InvariantDelta")
+
 #: Form to its backends, by name.
-FORMS: dict[str, Registry[Any]] = {"gqa": BACKENDS}
+FORMS: dict[str, Registry[Any]] = {"gqa": BACKENDS, "delta": DELTA}
 
 #: Form and device to names, the best first; ``auto`` takes the first that can serve the model. FlashInfer is
 #: taken only by name.
@@ -28,6 +33,10 @@ PREFERRED: dict[str, dict[str, tuple[str, ...]]] = {
     "gqa": {
         "cpu": ("cpu", "torch", "invariant"),
         "cuda": ("triton", "triton-invariant", "torch"),
+    },
+    "delta": {
+        "cpu": ("cpu", "torch", "invariant"),
+        "cuda": ("torch", "invariant"),
     },
 }
 

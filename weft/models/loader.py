@@ -6,6 +6,7 @@ into its part and dropped. So loading takes the model's size plus the largest te
 
 from __future__ import annotations
 
+import contextlib
 import re
 import zlib
 from collections.abc import Iterable, Sequence
@@ -91,7 +92,10 @@ def load_model(
 def _saved_layers(folder: Path, spec: ModelSpec) -> int:
     """Layers in the checkpoint; more than ``spec.layers`` when only the first are served."""
     config = read_json(folder, "config.json")
-    return Facts(config).integer("num_hidden_layers", spec.layers) if config else spec.layers
+    if config is None:
+        return spec.layers
+    nested = config.get("text_config")
+    return Facts(nested if isinstance(nested, dict) else config).integer("num_hidden_layers", spec.layers)
 
 
 @torch.no_grad()
@@ -179,6 +183,8 @@ def _list(names: Sequence[str]) -> str:
 def _copy(name: str, tensor: torch.Tensor, weights: WeightMap, parameters: dict[str, nn.Parameter]) -> None:
     placement = weights.placements[name]
     target = parameters[placement.parameter].data[placement.index]
+    with contextlib.suppress(ValueError):  # its shape will not do either
+        tensor = placement.arranged(tensor, target.dtype)
     if tensor.shape != target.shape:
         raise ConfigError(
             f"weight {name} has shape {list(tensor.shape)}, config.json says {list(target.shape)}",
