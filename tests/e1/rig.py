@@ -21,6 +21,8 @@ from weft.engine.core import EngineCore
 from weft.models.base import Model
 from weft.models.loader import load_model
 from weft.ops import cpu
+from weft.runner.graphs import DecodeGraphs, GraphOptions, obstacle
+from weft.runner.programs import record
 from weft.runner.runner import Runner, StepHandle
 from weft.scheduler.sequence import Running
 from weft.types.messages import TokenEvent
@@ -91,7 +93,7 @@ def attention_backends(name: str, dtype: torch.dtype) -> AttentionBackend:
 def model_of(folder: Path, dtype: str, form: str) -> tuple[Model, Backends]:
     """The model and its attention in one of the forms that promise E1.
 
-    cpp         the C++ operations, and nothing asked of them but for MoE, whose experts need --deterministic
+    cpp         the C++ operations, and nothing asked of them
     fallback    --deterministic where the C++ operations are not there
     """
     spec, kind = load_spec(str(folder), None), DTYPES[dtype]
@@ -99,7 +101,7 @@ def model_of(folder: Path, dtype: str, form: str) -> tuple[Model, Backends]:
         if not cpu.load():
             pytest.skip("the C++ operations are not built")
         backends = choose("cpu", spec, kind, CPU, BLOCK, invariant=True)
-        model = load_model(str(folder), spec, kind, CPU, progress=False, invariant=spec.moe is not None)
+        model = load_model(str(folder), spec, kind, CPU, progress=False)
     else:
         backends = choose("invariant", spec, kind, CPU, BLOCK, invariant=True)
         with pytest.MonkeyPatch.context() as patch:
@@ -170,8 +172,9 @@ def make_engine(
     depth: int = 1,
     caching: bool = False,
     max_num_seqs: int = 80,
+    replay: bool = False,
 ) -> tuple[EngineCore, Witness]:
-    """An engine whose caches are full of NaN."""
+    """An engine whose caches are full of NaN. ``replay``: decode steps are replayed where they can be."""
     model, backends = model_of(folder, dtype, form)
     spec = model.spec
     sizes = {"full": blocks, "window": 2048}
@@ -215,6 +218,11 @@ def make_engine(
     runner.watch()
     for tensor in (t for layer in runner.cache for tensors in layer.values() for t in tensors):
         tensor.fill_(float("nan"))
+    if replay and obstacle(model, backends) is None:
+        options = GraphOptions(max_rows=max_num_seqs, capture=record, lazy=True)
+        runner.graphs = DecodeGraphs(
+            model, runner._cache, backends, runner._builder, runner._state, MAX_LEN, options
+        )
     engine = EngineCore(config, runner=runner)
     assert engine.deterministic, runner.varying
     return engine, runner

@@ -118,6 +118,7 @@ def check(case: dict[str, Any], reference: Reference) -> None:
             chunk=case["chunk"],
             depth=case["depth"],
             caching=hit,
+            replay=case["form"] == "cpp",
         )
         try:
             if hit:

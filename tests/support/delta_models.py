@@ -30,6 +30,12 @@ _MROPE = {
 
 #: name -> (transformers' name of the family, its configuration)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-next": ("Qwen3Next", {**_SHAPE, **_MOE, "mlp_only_layers": [1]}),
+    "qwen3-next-sparse-step": (
+        "Qwen3Next",
+        {**_SHAPE, **_MOE, "decoder_sparse_step": 2, "norm_topk_prob": False, "linear_key_head_dim": 32},
+    ),
+    "qwen3-5-moe": ("Qwen3_5Moe", {**_SHAPE, **_MOE, "intermediate_size": None, "rope_parameters": _MROPE}),
     "qwen3-next-dense": ("Qwen3Next", {**_SHAPE, **_MOE, "mlp_only_layers": [0, 1, 2, 3]}),
     # Heads that the C++ operations do not serve, a short convolution, as many key heads as value heads.
     "qwen3-next-odd-heads": (

@@ -29,6 +29,7 @@ class CpuAttention(AttentionBackend):
     """
 
     invariant = True
+    capturable = True
 
     def check(
         self, cache: CacheSpec, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device

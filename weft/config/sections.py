@@ -129,9 +129,12 @@ class RunnerSection(_Section, frozen=True, kw_only=True):
             "operation has no such form. Dense models on a CPU are so by default."
         ),
     ] = False
-    cuda_graphs: Annotated[
+    decode_graphs: Annotated[
         bool,
-        Meta(description="On a GPU: capture decode steps at start, where the model can, and replay them."),
+        Meta(
+            description="Replay decode steps where the model can: CUDA graphs on a GPU, recorded calls of "
+            "the C++ operations on a CPU."
+        ),
     ] = True
     threads: Annotated[
         int, Meta(ge=0, le=4096, description="CPU threads for compute; 0 leaves it to torch.")

@@ -58,6 +58,8 @@ class MoESpec(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a sigmoid gate weighs the shared experts' output."""
     limit: float = 0.0
     """Clamp of the gate (from above) and of the other half (both sides); 0 for none."""
+    alpha: float = 0.0
+    """Above 0, experts compute ``gate * sigmoid(alpha * gate) * (up + 1)``."""
     bias: bool = False
     """Whether router and experts have biases."""
     hash_layers: tuple[int, ...] = ()

@@ -12,7 +12,9 @@ from weft.common.log import get_logger
 from weft.config.memory import activation_bytes, pools_for
 from weft.config.resolved import EngineConfig, KVConfig
 from weft.models.loader import Model, load_model
+from weft.ops import cpu
 from weft.runner.graphs import CudaCapture, GraphOptions, obstacle
+from weft.runner.programs import record
 from weft.runner.runner import Runner
 from weft.runner.trace import StepTrace
 
@@ -71,12 +73,14 @@ def graph_options(
     config: EngineConfig, model: Model, backends: Backends, progress: bool
 ) -> GraphOptions | None:
     """How decode steps are captured; None (and a line in the log) where they cannot be, or must not."""
-    if config.device != "cuda" or not config.runner.cuda_graphs:
+    if not config.runner.decode_graphs or (config.device == "cpu" and not cpu.load()):
         return None
     why = obstacle(model, backends)
     if why is not None:
-        log.info("decode steps are launched op by op, without CUDA graphs: %s", why)
+        log.info("decode steps are launched op by op, and not replayed: %s", why)
         return None
+    if config.device == "cpu":
+        return GraphOptions(max_rows=config.scheduler.max_num_seqs, capture=record, lazy=True)
     return GraphOptions(
         max_rows=config.scheduler.max_num_seqs,
         capture=CudaCapture(torch.device(config.device)),

@@ -38,6 +38,11 @@ class Model(nn.Module, ABC):
         found = {f"{op} ({made.name})" for (op, _), made in self._ops.items() if not made.invariant}
         return tuple(sorted(found))
 
+    @property
+    def asking(self) -> tuple[str, ...]:
+        """The ops that have the host read a value in the middle of a step, each with its implementation."""
+        return tuple(sorted({f"{op} ({made.name})" for (op, _), made in self._ops.items() if made.asks}))
+
     @abstractmethod
     def steps(
         self, step: StepInput, kv: Sequence[LayerCache], backends: Backends

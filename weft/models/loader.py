@@ -190,7 +190,8 @@ def _copy(name: str, tensor: torch.Tensor, weights: WeightMap, parameters: dict[
             f"weight {name} has shape {list(tensor.shape)}, config.json says {list(target.shape)}",
             param="--model",
         )
-    if not tensor.is_floating_point() or tensor.element_size() < 2:
+    whole = not target.is_floating_point() and not tensor.is_floating_point()  # a table of ids
+    if not whole and (not tensor.is_floating_point() or tensor.element_size() < 2):
         raise ConfigError(
             f"weight {name} has type {tensor.dtype}; quantized weights are not supported", param="--model"
         )
@@ -224,6 +225,8 @@ def fill_randomly(model: Model, seed: int) -> None:
         # The CPU generator looks at the low 32 bits of its seed only.
         mixed = zlib.crc32(f"{seed} {name}".encode())
         generator = torch.Generator(parameter.device).manual_seed(mixed)
+        if not parameter.is_floating_point():
+            continue  # a table of ids: as the model was built
         if parameter.dim() >= 2:
             parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
         elif name.endswith(".bias"):

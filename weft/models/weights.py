@@ -136,17 +136,36 @@ def add_gated_mlp(made: WeightMap, spec: ModelSpec, theirs: str, ours: str) -> N
 
 
 def add_experts(
-    made: WeightMap, spec: ModelSpec, theirs: str, ours: str, names: tuple[str, str, str]
+    made: WeightMap,
+    spec: ModelSpec,
+    theirs: str,
+    ours: str,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    *,
+    shared: str = "shared_experts",
+    hashed: bool = False,
 ) -> None:
-    """A router ``gate`` and stacked experts, published one by one or fused.
+    """A router ``gate`` and stacked experts, published one by one or fused, and what else ``spec.moe`` has.
 
     names: what the family calls an expert's gate, up and down matrices. The fused form is
     ``experts.gate_up_proj`` [experts, 2 n, hidden] and ``experts.down_proj`` [experts, hidden, n].
+    shared: the family's name of the shared expert. hashed: experts are chosen by the table ``gate.tid2eid``.
     """
     assert spec.moe is not None
     n = spec.moe.intermediate
     gate, up, down = names
     made.add(f"{theirs}.gate.weight", f"{ours}.router.weight")
+    if hashed:
+        made.add(f"{theirs}.gate.tid2eid", f"{ours}.router.table")
+    elif spec.moe.correction:
+        made.add(f"{theirs}.gate.e_score_correction_bias", f"{ours}.router.correction")
+    if spec.moe.shared:
+        s = spec.moe.shared
+        made.add(f"{theirs}.{shared}.{gate}.weight", f"{ours}.shared.gate_up", slice(0, s))
+        made.add(f"{theirs}.{shared}.{up}.weight", f"{ours}.shared.gate_up", slice(s, 2 * s))
+        made.add(f"{theirs}.{shared}.{down}.weight", f"{ours}.shared.down")
+        if spec.moe.shared_gate:
+            made.add(f"{theirs}.{shared}_gate.weight", f"{ours}.shared.gate")
     single = []
     for expert in range(spec.moe.experts):
         prefix = f"{theirs}.experts.{expert}"

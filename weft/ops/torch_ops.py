@@ -166,73 +166,13 @@ def gated_linear_int8(x: Tensor, weight: Int8Weight, bias: Tensor | None, activa
     return gated(linear_int8(x, weight, bias), activation)
 
 
-def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """The ``top_k`` experts of each token: (ids int64 [T, k], weights [T, k] in the logits' wide dtype).
-
-    Weights are the softmax over all experts, scaled to sum to 1 if ``renormalize``. Order: logit descending,
-    then id ascending, so that ties go to the lowest id.
-    """
-    logits = logits.to(wide(logits.dtype))
-    ids = torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, :top_k]
-    weights = torch.softmax(logits, dim=-1).gather(1, ids)
-    if renormalize:
-        weights = weights / weights.sum(-1, keepdim=True)
-    return ids, weights
-
-
-def experts(
-    x: Tensor,
-    ids: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    activation: str,
-    *,
-    product: Product = F.linear,
-    gate: Callable[[Tensor, str], Tensor] = gated,
-) -> Tensor:
-    """Each token through each of its experts: [T, k, hidden], in x's dtype.
-
-    x: [T, hidden]; ids: int64 [T, k]; gate_up: [E, 2 n, hidden]; down: [E, hidden, n]. Tokens are grouped by
-    expert, so the host learns the group sizes: one synchronisation a call on a GPU. ``product`` and ``gate``:
-    what an expert is computed with.
-    """
-    tokens, top_k = ids.shape
-    flat = ids.reshape(-1)
-    order = torch.argsort(flat, stable=True)
-    sizes = torch.bincount(flat, minlength=gate_up.shape[0]).tolist()
-    grouped = x[order // top_k]  # [T * k, hidden]
-    made = torch.empty_like(grouped)
-    begin = 0
-    for expert, size in enumerate(sizes):
-        if not size:
-            continue
-        rows = slice(begin, begin + size)
-        made[rows] = product(gate(product(grouped[rows], gate_up[expert]), activation), down[expert])
-        begin += size
-    out = torch.empty_like(made)
-    out[order] = made
-    return out.view(tokens, top_k, x.shape[1])
-
-
-def combine(expert_out: Tensor, weights: Tensor) -> Tensor:
-    """Weighted sum over each token's experts in top-k order: [T, hidden] in expert_out's dtype.
-
-    expert_out: [T, k, hidden]; weights: [T, k] in a wide dtype, which the sum is computed in.
-    """
-    total = expert_out[:, 0].to(weights.dtype) * weights[:, :1]
-    for choice in range(1, weights.shape[1]):
-        total = total + expert_out[:, choice].to(weights.dtype) * weights[:, choice : choice + 1]
-    return total.to(expert_out.dtype)
-
-
 register("linear", Implementation(name="torch", run=F.linear))
 register("gated_linear", Implementation(name="torch", run=gated_linear))
 register("linear_int8", Implementation(name="torch", run=linear_int8, pack=to_int8))
 register("gated_linear_int8", Implementation(name="torch", run=gated_linear_int8, pack=to_int8))
-register("experts", Implementation(name="torch", run=experts))
 register("gated", Implementation(name="torch", run=gated))
-# Every output element of these is a function of its own row alone, computed in one fixed order.
-for _op in (embedding, route, combine, sigmoid_gate):
+# Every output element is a function of its own row alone, computed in one fixed order.
+for _op in (embedding, sigmoid_gate):
     register(_op.__name__, Implementation(name="torch", run=_op, invariant=True))
 # Likewise on the CPU; a GPU sums a row in an order that the number of rows has a part in.
 for _name, _run in (

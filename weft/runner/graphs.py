@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: one launch in place of hundreds.
+"""Decode steps captured and replayed: one launch in place of hundreds, CUDA graphs on a GPU.
 
 A step of one token a row is a function of the rows' slots alone: ids, positions, block tables and writes are
 derived on the device. So one column is all that a graph reads from outside, and its address never changes:
@@ -9,6 +9,8 @@ derived on the device. So one column is all that a graph reads from outside, and
 Everything is ordered by the stream: a replay follows the sampling of the step before it. Graphs are captured
 at start for buckets of rows and of context (which bound the launches' grids); any other step, and any with a
 prompt in it, is launched op by op.
+
+On a CPU they are recorded calls (weft/runner/programs.py), each made when it is first needed.
 
 A spare row is at position 0 of a sequence without blocks: it reads and writes the null block, which nobody
 else reads, and its logits are dropped.
@@ -31,6 +33,7 @@ from weft.common.log import get_logger
 from weft.models.base import Model
 from weft.overlap.drive import drive
 from weft.runner.batch import BatchBuilder, StepRows, plain
+from weft.runner.programs import CannotRecord
 from weft.runner.slot_state import SlotState
 from weft.runner.staging import StagingBuffer
 from weft.types.plan import Segment, StepPlan, column
@@ -45,6 +48,8 @@ Key: TypeAlias = tuple[int, int]
 
 MOST_ROWS = 512
 """Steps of more rows are launched op by op: launching costs them little."""
+MOST_EXACT = 64
+"""The same for lazy captures, of which there is one for each number of rows."""
 FIRST_CONTEXT = 2048
 
 
@@ -66,8 +71,8 @@ def context_buckets(most: int) -> list[int]:
 
 def obstacle(model: Model, backends: Backends) -> str | None:
     """Why decode steps of this model cannot be captured, in words; None when they can."""
-    if model.spec.moe is not None:
-        return "routed experts learn their group sizes on the host"
+    if model.asking:
+        return f"{', '.join(model.asking)} asks the device for a value in the middle of a step"
     if not backends.capturable:
         return "the attention backend needs the host in every step"
     return None
@@ -102,6 +107,8 @@ class GraphOptions:
     capture: Capture
     progress: bool = False
     """Show a bar on stderr."""
+    lazy: bool = False
+    """Capture when a step first needs it, for exactly its rows: ``capture`` then computes that step, too."""
 
 
 class DecodeGraphs:
@@ -117,18 +124,25 @@ class DecodeGraphs:
         max_len: int,
         options: GraphOptions,
     ) -> None:
-        """Captures everything: runs each bucket on spare rows. ``max_len``: a sequence's greatest length."""
+        """Captures everything, unless lazy: runs each bucket on spare rows.
+
+        ``max_len``: a sequence's greatest length.
+        """
         self.replayed = 0
         """Steps that ran as a graph."""
         self._model, self._cache, self._backends, self._builder = model, cache, backends, builder
-        self._rows, self._contexts = row_buckets(options.max_rows), context_buckets(max_len)
+        exact = list(range(1, min(options.max_rows, MOST_EXACT) + 1))
+        self._rows = exact if options.lazy else row_buckets(options.max_rows)
+        self._contexts = context_buckets(max_len)
+        self._options = options
         most, device = self._rows[-1], model.device
         self._spare = state.spare
         self._slots = torch.full((most,), state.spare, dtype=torch.int64, device=device)
         self._logits = torch.empty((most, model.spec.vocab_size), dtype=model.dtype, device=device)
         self._positions = torch.zeros(most, dtype=torch.int64, device=device)
         self._replays: dict[Key, Callable[[], None]] = {}
-        self._capture(options)
+        if not options.lazy:
+            self._capture(options)
 
     @torch.inference_mode()
     def _capture(self, options: GraphOptions) -> None:
@@ -178,10 +192,24 @@ class DecodeGraphs:
         buffer.upload()
         staged = buffer.tensor(where)
         self._slots[: key[0]].copy_(staged)
-        self._replays[key]()
-        self.replayed += 1
+        replay = self._replays.get(key)
+        if replay is not None:
+            replay()
+            self.replayed += 1
+        else:
+            self._capture_now(key)
         made = self._builder.plain_rows(plan, staged[:rows], self._positions[:rows])
         return StepRows(**made), self._logits[:rows]
+
+    def _capture_now(self, key: Key) -> None:
+        """Computes a step while capturing it. What cannot be captured is computed plainly, now and later."""
+        run = self._closure(key)
+        try:
+            self._replays[key] = self._options.capture(run)
+        except CannotRecord as error:
+            log.warning("decode steps are launched op by op, and not replayed: %s", error)
+            self._rows = [0]
+            run()
 
 
 def _bucket(buckets: list[int], size: int) -> int:

@@ -9,9 +9,6 @@ from itertools import pairwise
 from weft.config.spec import DeltaSpec, ModelSpec
 from weft.models.weights import WeightMap, add_block, add_experts, add_gated_mlp, decoder_weights
 
-_EXPERT = ("gate_proj", "up_proj", "down_proj")
-
-
 def weight_map(spec: ModelSpec) -> WeightMap:
     """Where each published tensor goes."""
     return hybrid_weights(spec, "model", _add_projections)
@@ -41,7 +38,7 @@ def hybrid_weights(
 def _add_feed_forward(made: WeightMap, spec: ModelSpec, layer: int, theirs: str, ours: str) -> None:
     theirs, ours = f"{theirs}.mlp", f"{ours}.feed_forward"
     if spec.moe is not None and layer in spec.moe.layers:
-        add_experts(made, spec, theirs, ours, _EXPERT)
+        add_experts(made, spec, theirs, ours, shared="shared_expert")
     else:
         add_gated_mlp(made, spec, theirs, ours)
 
