@@ -127,7 +127,9 @@ def _randomize(model: torch.nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for name, weight in model.named_parameters():
         if weight.dim() == 1:
-            weight.normal_(1.0 if "norm" in name else 0.0, 0.3, generator=generator)
+            # Norms around 1, or around 0 where they are published as their difference from 1.
+            around = float(weight[0]) if "norm" in name else 0.0
+            weight.normal_(around, 0.3, generator=generator)
         else:
             weight.normal_(0.0, 0.25, generator=generator)
 

@@ -9,6 +9,7 @@ from itertools import pairwise
 from weft.config.spec import DeltaSpec, ModelSpec
 from weft.models.weights import WeightMap, add_block, add_experts, add_gated_mlp, decoder_weights
 
+
 def weight_map(spec: ModelSpec) -> WeightMap:
     """Where each published tensor goes."""
     return hybrid_weights(spec, "model", _add_projections)
