@@ -44,6 +44,7 @@ class Attention(Layer):
         self.out = RowLinear(spec.heads * spec.head_dim, spec.hidden, build, bias=spec.o_bias)
         self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps, build) if spec.qk_norm else None
         self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps, build) if spec.qk_norm else None
+        self.sinks = build.weight(spec.heads) if spec.sinks else None
         self._eps = spec.norm_eps
         self._rotate_and_cache = build.op("qkv_rope_cache").run
 
@@ -80,6 +81,7 @@ class Attention(Layer):
                 self._cache_spec,
                 self._dim**-0.5,
                 prepared[self._kind],
+                self.sinks,
             )
         out = out.view(x.shape[0], self._heads * self._dim)
         return self.out(out if keep is None else out[keep])

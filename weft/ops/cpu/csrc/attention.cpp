@@ -35,6 +35,7 @@
 #include <algorithm>
 #include <atomic>
 #include <memory>
+#include <optional>
 #include <vector>
 
 namespace weft {
@@ -305,6 +306,7 @@ struct Call {
   int64_t table_width;
   int heads, kv_heads, group, dim, block, window;
   float scale;  // times log2(e): exponentials are powers of two
+  const float* sinks;  // of each head, likewise; or null
 
   int64_t lowest(int64_t position) const { return window ? std::max<int64_t>(0, position - window + 1) : 0; }
 };
@@ -590,7 +592,8 @@ class Worker {
     for (int row = 0; row < rows_; ++row) {
       T* to = c_.out + (piece.token + row / c_.group) * c_.out_stride +
               (int64_t(piece.head) * c_.group + row % c_.group) * c_.dim;
-      const float l = state.l[row];
+      float l = state.l[row];
+      if (c_.sinks && l != 0.0f) l += std::exp2(c_.sinks[int64_t(piece.head) * c_.group + row % c_.group] - state.m[row]);
       const vf factor = splat(l == 0.0f ? 0.0f : 1.0f / l);
       for (int d = 0; d < c_.dim; d += kLanes) {
         const vf o = load(state.o + int64_t(row) * c_.dim + d);
@@ -692,8 +695,9 @@ int64_t best_engine() {
 
 template <class T>
 Call<T> make_call(const Tensor& q, const Tensor& out, const Tensor& cache, const Tensor& offsets,
-                  const Tensor& starts, const Tensor& table, int64_t window, double scale) {
+                  const Tensor& starts, const Tensor& table, int64_t window, double scale, const float* sinks) {
   Call<T> call;
+  call.sinks = sinks;
   call.q = q.const_data_ptr<T>();
   call.out = out.mutable_data_ptr<T>();
   call.q_stride = q.stride(0);
@@ -731,7 +735,7 @@ void check_rows(const Call<T>& c, int64_t rows, int64_t tokens, int64_t blocks) 
 }
 
 void attend(const Tensor& q, const Tensor& out, const Tensor& cache, const Tensor& offsets, const Tensor& starts,
-            const Tensor& table, int64_t window, double scale, int64_t engine) {
+            const Tensor& table, int64_t window, double scale, int64_t engine, const std::optional<Tensor>& sinks) {
   TORCH_CHECK(q.dim() == 3 && out.sizes() == q.sizes() && cache.dim() == 5 && cache.size(1) == 2, "attend: shapes");
   TORCH_CHECK(q.scalar_type() == out.scalar_type() && q.scalar_type() == cache.scalar_type(), "attend: dtypes");
   TORCH_CHECK(cache.is_contiguous() && table.is_contiguous() && offsets.is_contiguous() && starts.is_contiguous());
@@ -742,9 +746,20 @@ void attend(const Tensor& q, const Tensor& out, const Tensor& cache, const Tenso
   TORCH_CHECK(scale > 0 && window >= 0, "attend: scale ", scale, ", window ", window);
   if (q.size(0) == 0) return;
   TORCH_CHECK(q.stride(2) == 1 && q.stride(1) == dim && out.stride(2) == 1 && out.stride(1) == dim, "attend: strides");
+  std::vector<float> drawn;
+  if (sinks) {
+    TORCH_CHECK(sinks->scalar_type() == q.scalar_type() && sinks->numel() == heads && sinks->is_contiguous(),
+                "attend: the sinks must be [", heads, "] in q's dtype");
+    for (int64_t i = 0; i < heads; ++i) {
+      const float sink = q.scalar_type() == at::kFloat ? sinks->const_data_ptr<float>()[i]
+                                                       : widen(sinks->const_data_ptr<bf16>()[i]);
+      drawn.push_back(sink * kLog2E);
+    }
+  }
   if (engine == kAuto) engine = best_engine();
   const auto go = [&]<class T, class E>(T, E) {
-    const auto call = make_call<T>(q, out, cache, offsets, starts, table, window, scale);
+    const auto call =
+        make_call<T>(q, out, cache, offsets, starts, table, window, scale, sinks ? drawn.data() : nullptr);
     check_rows(call, rows, q.size(0), cache.size(0));
     run<T, E>(call, rows);
   };
@@ -762,7 +777,7 @@ void attend(const Tensor& q, const Tensor& out, const Tensor& cache, const Tenso
 TORCH_LIBRARY_FRAGMENT(weft_cpu, m) {
   m.def(
       "attend(Tensor q, Tensor(a!) out, Tensor cache, Tensor q_offsets, Tensor starts, Tensor table, int window, "
-      "float scale, int engine=0) -> ()");
+      "float scale, int engine=0, Tensor? sinks=None) -> ()");
   m.impl("attend", c10::DispatchKey::CPU, TORCH_FN(attend));
 }
 
