@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 
+from tests.support.gpt_oss_models import CASES as GPT_OSS_CASES
 from weft.attention.base import SegmentInput, StepInput
 from weft.attention.registry import choose
 from weft.config.families import load_spec
@@ -114,6 +115,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6},
         },
     ),
+    **GPT_OSS_CASES,
 }
 
 

@@ -179,6 +179,8 @@ def _list(names: Sequence[str]) -> str:
 def _copy(name: str, tensor: torch.Tensor, weights: WeightMap, parameters: dict[str, nn.Parameter]) -> None:
     placement = weights.placements[name]
     target = parameters[placement.parameter].data[placement.index]
+    if placement.read is not None and tensor.dim() == target.dim():
+        tensor = placement.read(tensor)
     if tensor.shape != target.shape:
         raise ConfigError(
             f"weight {name} has shape {list(tensor.shape)}, config.json says {list(target.shape)}",

@@ -7,7 +7,10 @@ may fill one parameter (q, k, v into ``qkv``), each its own part.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
+
+import torch
 
 from weft.config.spec import ModelSpec
 
@@ -18,6 +21,8 @@ class Placement:
 
     parameter: str
     index: tuple[int | slice, ...] = ()
+    read: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """From the published tensor to what fills the part: where axes or rows are in another order."""
 
 
 @dataclass(slots=True)
@@ -33,11 +38,17 @@ class WeightMap:
     ignored: list[re.Pattern[str]] = field(default_factory=list)
     """Names without effect."""
 
-    def add(self, name: str, parameter: str, *index: int | slice) -> None:
+    def add(
+        self,
+        name: str,
+        parameter: str,
+        *index: int | slice,
+        read: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
         """Places the published tensor ``name``. Raises ValueError for a name placed twice."""
         if name in self.placements:
             raise ValueError(f"{name} is placed twice")
-        self.placements[name] = Placement(parameter, index)
+        self.placements[name] = Placement(parameter, index, read)
 
     def add_linear(self, name: str, parameter: str, *index: slice, bias: bool) -> None:
         """Places ``name.weight`` and, if there is one, ``name.bias``, at the same rows."""

@@ -22,6 +22,7 @@ FAMILIES.add("Qwen2ForCausalLM", "weft.config.families.qwen2:build_spec")
 FAMILIES.add("Qwen3ForCausalLM", "weft.config.families.qwen3:build_spec")
 FAMILIES.add("Qwen3MoeForCausalLM", "weft.config.families.qwen3_moe:build_spec")
 FAMILIES.add("MixtralForCausalLM", "weft.config.families.mixtral:build_spec")
+FAMILIES.add("GptOssForCausalLM", "weft.config.families.gpt_oss:build_spec")
 
 _SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _MAX_HEADER = 100 << 20
