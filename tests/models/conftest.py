@@ -15,6 +15,7 @@ import torch
 import transformers
 
 from tests.support.delta_models import CASES as DELTA_CASES
+from tests.support.gpt_oss_models import CASES as GPT_OSS_CASES
 from tests.support.latent_models import CASES as LATENT_CASES
 from weft.attention.base import SegmentInput, StepInput
 from weft.attention.registry import choose
@@ -118,6 +119,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     **LATENT_CASES,
     **DELTA_CASES,
+    **GPT_OSS_CASES,
 }
 #: Families whose configuration transformers calls otherwise.
 _CONFIGS = {"Qwen3_5": "Qwen3_5TextConfig", "Qwen3_5Moe": "Qwen3_5MoeTextConfig"}

@@ -48,6 +48,7 @@ class Attention(Layer):
         if spec.qk_norm:
             self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps, build, wide=spec.centred_norms)
             self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps, build, wide=spec.centred_norms)
+        self.sinks = build.weight(spec.heads) if spec.sinks else None
         self._eps = spec.norm_eps
         self._rotate_and_cache = build.op("qkv_rope_cache").run
         self._weigh = build.op("sigmoid_gate").run if spec.output_gate else None
@@ -86,6 +87,7 @@ class Attention(Layer):
                 self._cache_spec,
                 self._dim**-0.5,
                 prepared[self._kind],
+                self.sinks,
             )
         out = out.view(x.shape[0], self._heads * self._dim)
         if keep is not None:

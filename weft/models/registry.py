@@ -23,6 +23,7 @@ _FAMILIES = (
     "qwen3_next",
     "qwen3_5",
     "deepseek",
+    "gpt_oss",
 )
 for _family in _FAMILIES:
     BLOCKS.add(_family, f"weft.models.{_family}.model:make_block")

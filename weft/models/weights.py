@@ -7,6 +7,7 @@ may fill one parameter (q, k, v into ``qkv``), each its own part.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -27,11 +28,16 @@ class Placement:
     offset: float = 0.0
     """Added to every published value."""
 
+    read: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """From the published tensor to what fills the part: where axes or rows are in another order."""
+
     def arranged(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """What ``values``, as published, become in a parameter of ``dtype``; perhaps the same memory.
 
-        Raises ValueError for rows that don't make ``groups`` of ``parts``.
+        Raises ValueError, or what ``read`` raises, for values of another shape.
         """
+        if self.read is not None:
+            values = self.read(values)
         if self.parts:
             size = sum(end - begin for begin, end in self.parts)
             if values.shape[0] != self.groups * size:
@@ -62,11 +68,12 @@ class WeightMap:
         groups: int = 1,
         parts: tuple[tuple[int, int], ...] = (),
         offset: float = 0.0,
+        read: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         """Places the published tensor ``name``. Raises ValueError for a name placed twice."""
         if name in self.placements:
             raise ValueError(f"{name} is placed twice")
-        self.placements[name] = Placement(parameter, index, groups, parts, offset)
+        self.placements[name] = Placement(parameter, index, groups, parts, offset, read)
 
     def add_norm(self, spec: ModelSpec, name: str, parameter: str) -> None:
         """Places the weight of an RMSNorm, published as it is or as its difference from 1."""

@@ -30,6 +30,7 @@ FAMILIES.add("Qwen3_5ForCausalLM", "weft.config.families.qwen3_5:build_spec")
 FAMILIES.add("Qwen3_5MoeForCausalLM", "weft.config.families.qwen3_5:build_spec")
 FAMILIES.add("Qwen3_5ForConditionalGeneration", "weft.config.families.qwen3_5:build_text_spec")
 FAMILIES.add("Qwen3_5MoeForConditionalGeneration", "weft.config.families.qwen3_5:build_text_spec")
+FAMILIES.add("GptOssForCausalLM", "weft.config.families.gpt_oss:build_spec")
 
 _SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _MAX_HEADER = 100 << 20

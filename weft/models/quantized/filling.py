@@ -130,7 +130,7 @@ def copy(
     whole = parameters[placement.parameter].data[placement.index]
     target = whole[index] if not index or index[0] < len(whole) else None
     if target is not None:
-        with contextlib.suppress(ValueError):  # its shape will not do either
+        with contextlib.suppress(ValueError, IndexError, RuntimeError):  # its shape will not do either
             values = placement.arranged(values, target.dtype)
     if target is None or values.shape != target.shape:
         shape = list(values.shape) if not index else [f"{index[0] + 1} or more", *values.shape]
