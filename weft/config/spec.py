@@ -143,6 +143,17 @@ class CacheSpec(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.layers) * (block_size // self.ratio) * width * DTYPE_BYTES[dtype]
 
 
+class QuantizedSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """In whose layout a checkpoint's weights are quantized. Bits and groups are read off the tensors."""
+
+    method: str
+    """As config.json names it: fp8, mxfp4, awq, gptq, compressed-tensors, modelopt."""
+    block: tuple[int, int] | None = None
+    """Rows and columns that share one scale, where it says so."""
+    zero_offset: int = 0
+    """What is added to a stored zero point."""
+
+
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A decoder-only model. Layers are numbered from 0."""
 
@@ -181,6 +192,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     bos_id: int | None = None
     dtype: str = "bfloat16"
     """What the checkpoint was saved in."""
+    quantized: QuantizedSpec | None = None
+    """How its weights are quantized; None: not at all."""
 
     def cache_of(self, layer: int) -> int:
         """Number of the first cache kind that ``layer`` belongs to."""

@@ -12,6 +12,7 @@ import msgspec
 from weft.common.errors import ConfigError
 from weft.common.registry import Registry
 from weft.config.families.facts import Facts, read_json
+from weft.config.families.quantized import quantized_spec
 from weft.config.spec import ModelSpec
 
 #: Architecture, as ``config.json`` names it, to the function that reads its facts.
@@ -55,7 +56,10 @@ def load_spec(
     spec = build(facts, num_hidden_layers_override)
     facts.refuse_unknown_computation()
     return msgspec.structs.replace(
-        spec, eos_ids=_eos_ids(spec, path), dtype=spec.dtype or _saved_dtype(path) or "float32"
+        spec,
+        eos_ids=_eos_ids(spec, path),
+        dtype=spec.dtype or _saved_dtype(path) or "float32",
+        quantized=quantized_spec(facts, path),
     )
 
 
@@ -73,7 +77,7 @@ def _eos_ids(spec: ModelSpec, folder: Path) -> tuple[int, ...]:
 
 
 def _saved_dtype(folder: Path) -> str | None:
-    """The type of the first floating tensor of the first safetensors file, from its header alone."""
+    """The type of the first floating tensor, no scale, of a safetensors file, from its header alone."""
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
             head = file.read(8)
@@ -84,7 +88,7 @@ def _saved_dtype(folder: Path) -> str | None:
                 header = json.loads(file.read(size))
             except ValueError:
                 return None
-        for entry in header.values():
-            if isinstance(entry, dict) and entry.get("dtype") in _SAFETENSORS_DTYPES:
+        for name, entry in header.items():
+            if "scale" not in name and isinstance(entry, dict) and entry.get("dtype") in _SAFETENSORS_DTYPES:
                 return _SAFETENSORS_DTYPES[entry["dtype"]]
     return None
