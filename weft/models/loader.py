@@ -92,9 +92,17 @@ def load_model(
 
 
 def _saved_layers(folder: Path, spec: ModelSpec) -> int:
-    """Layers in the checkpoint; more than ``spec.layers`` when only the first are served."""
+    """Layers in the checkpoint; more than ``spec.layers`` when only the first are served.
+
+    Modules that predict further tokens are saved as the layers behind the last.
+    """
     config = read_json(folder, "config.json")
-    return Facts(config).integer("num_hidden_layers", spec.layers) if config else spec.layers
+    if config is None:
+        return spec.layers
+    nested = config.get("text_config")
+    facts = Facts(nested if isinstance(nested, dict) else config)
+    predicting = facts.integer("num_nextn_predict_layers", 0, low=0)
+    return facts.integer("num_hidden_layers", spec.layers) + predicting
 
 
 @torch.no_grad()

@@ -28,8 +28,8 @@ class Columns:
     last_step       int64: the last plan that names the slot
     drafts          int32: drafts that the last plan that names the slot leaves for the next one
     acceptance      float64: running share of its first drafts that were accepted
-    exact           int32: trailing positions of num_scheduled after each of which the device has the state
-    snapshot        int32: where the newest snapshot of the sequence's state is; what it started from, at first
+    exact           int32: how many of the last positions scheduled the device has the state after
+    snapshot        int32: where the newest snapshot of its state was made; its hit, at first
     quiet           bool: a row that samples one token, which ends nothing, has nothing else to tell
     stops           int32 [slots, MAX_STOPS]: ids that may end it; -1 pads
     """

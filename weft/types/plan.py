@@ -102,8 +102,8 @@ class AppendEach(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class SaveState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Copies the slot's recurrent state of cache kind ``kind`` into ``block``: a snapshot.
 
-    The state is the one ``back`` positions before the slot's last: 0 for the live one; more only after a decode
-    row, which left the state after each of its tokens. The plan's maker knows the slot's length exactly.
+    The state is the one ``back`` positions before the slot's last: 0 for the live one; more only after a
+    decode row, which left the state after each of its tokens. The plan's maker knows the length exactly.
     """
 
     slot: int
@@ -113,7 +113,7 @@ class SaveState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class LoadState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Copies the snapshot in ``block`` to the slot's state of kind ``kind``: its copy 0, which is live then."""
+    """Copies the snapshot in ``block`` to copy 0 of the slot's state of kind ``kind``; it is live then."""
 
     slot: int
     kind: int
