@@ -227,4 +227,7 @@ def keep_mtp(spec: ModelSpec, modules: int) -> ModelSpec:
         for cache in spec.caches
     ]
     caches = tuple(cache for cache in kept if cache.layers)
-    return msgspec.structs.replace(spec, mtp_layers=modules, caches=caches)
+    moe = spec.moe
+    if moe is not None:
+        moe = msgspec.structs.replace(moe, layers=tuple(n for n in moe.layers if n < end))
+    return msgspec.structs.replace(spec, mtp_layers=modules, caches=caches, moe=moe)
