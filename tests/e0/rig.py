@@ -24,6 +24,7 @@ from weft.config.sections import (
 from weft.engine.core import EngineCore
 from weft.models.decoder import Decoder
 from weft.models.loader import load_model
+from weft.runner.graphs import GraphOptions
 from weft.runner.runner import Runner, StepHandle
 from weft.speculation.base import Drafter
 from weft.types.messages import HeadStats, Submit, TokenEvent, ids_to_bytes
@@ -73,6 +74,7 @@ def make_engine(
     model: Decoder | None = None,
     speculation: SpeculationSection | None = None,
     drafter: Drafter | None = None,
+    graphs: GraphOptions | None = None,
 ) -> tuple[EngineCore, Recorder]:
     """An engine over ``blocks`` blocks of each kind (windows get what they need, or ``window_blocks``), its
     caches full of NaN. ``drafter`` takes the place of the one that ``speculation`` names."""
@@ -121,6 +123,7 @@ def make_engine(
         poison=True,
         step_timeout=60,
         speculation=speculation,
+        graphs=graphs,
     )
     if drafter is not None:
         runner.drafter = drafter
