@@ -14,7 +14,7 @@ from tests.scheduler.harness import Rig, next_turn, random_bases, random_rig, ra
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_random_loads(depth: int) -> None:
-    preempted = hits = mixed = errors = accepted = saved = loaded = 0
+    preempted = hits = mixed = errors = accepted = rejected = saved = loaded = 0
     for seed in range(60):
         rig = random_run(seed, depth)
         stats = rig.scheduler.stats()
@@ -25,7 +25,11 @@ def test_random_loads(depth: int) -> None:
         accepted += rig.runner.accepted
         saved += rig.runner.saved
         loaded += rig.runner.loaded
-    assert min(preempted, hits, mixed, errors, accepted, saved, loaded) > 0  # each of these did happen
+        rejected += rig.runner.rejected
+        # Of the rows that were still alive when they committed.
+        assert sum(stats.drafts_accepted) <= rig.runner.accepted
+        assert sum(stats.drafts) <= rig.runner.accepted + rig.runner.rejected
+    assert min(preempted, hits, mixed, errors, accepted, rejected, saved, loaded) > 0  # each did happen
 
 
 class SchedulerMachine(RuleBasedStateMachine):
