@@ -13,6 +13,7 @@ import torch
 from tests.support.checkpoints import VOCAB
 from weft.attention.registry import choose
 from weft.config.families import load_spec
+from weft.config.memory import hit_unit, kind_block
 from weft.config.resolved import EngineConfig, KVConfig, PoolSpec
 from weft.config.sections import (
     CacheSection,
@@ -21,6 +22,7 @@ from weft.config.sections import (
     SchedulerSection,
     SpeculationSection,
 )
+from weft.config.spec import ModelSpec
 from weft.engine.core import EngineCore
 from weft.models.decoder import Decoder
 from weft.models.loader import load_model
@@ -60,6 +62,18 @@ class Recorder(Runner):
         return super().read(handle)
 
 
+def make_pools(spec: ModelSpec, blocks: int, window_blocks: int) -> tuple[PoolSpec, ...]:
+    """As many positions in every kind, whatever a line stands for; and snapshots at every boundary."""
+    pools = []
+    for one in spec.caches:
+        size = hit_unit(spec, BLOCK) if one.kind == "state" else kind_block(one, BLOCK)
+        count = (window_blocks if one.window else blocks) * BLOCK // size
+        if one.kind == "state":
+            count = 64
+        pools.append(PoolSpec(cache=one, block_size=size, num_blocks=count))
+    return tuple(pools)
+
+
 def make_engine(
     folder: Path,
     *,
@@ -78,8 +92,7 @@ def make_engine(
     caches full of NaN. ``drafter`` takes the place of the one that ``speculation`` names."""
     speculation = speculation or SpeculationSection()
     spec = model.spec if model is not None else load_spec(str(folder), None)
-    sizes = {"full": blocks, "window": window_blocks or max(blocks, 64)}
-    pools = tuple(PoolSpec(cache=c, block_size=BLOCK, num_blocks=sizes[c.kind]) for c in spec.caches)
+    pools = make_pools(spec, blocks, window_blocks or max(blocks, 64))
     kv = KVConfig(
         pools=pools,
         block_size=BLOCK,
