@@ -16,7 +16,7 @@ from weft.config.families import load_spec
 from weft.config.memory import bytes_for, state_bytes
 from weft.config.sections import SchedulerSection
 
-VOCAB, MAX_LEN, BLOCK, OUTPUT = 300, 96, 8, 14
+VOCAB, MAX_LEN, BLOCK, OUTPUT = 300, 160, 8, 14
 SEQUENCES = 8
 
 _COMMON: dict[str, Any] = {
@@ -24,7 +24,7 @@ _COMMON: dict[str, Any] = {
     "hidden_size": 48,
     "intermediate_size": 64,
     "num_attention_heads": 4,
-    "max_position_embeddings": 128,
+    "max_position_embeddings": 192,
     "initializer_range": 0.3,
     "bos_token_id": None,
     "eos_token_id": None,
@@ -114,8 +114,8 @@ def make_checkpoint(root: Path, family: str) -> Path:
 def prompts() -> list[list[int]]:
     """Some share their first blocks, some repeat themselves, some are short."""
     rng = random.Random(7)
-    shared = [rng.randrange(VOCAB - 4) for _ in range(26)]
-    made = [shared[:21], [*shared, 9, 9], [*shared[:17], 5], [4, 4, 8] * 7]
+    shared = [rng.randrange(VOCAB - 4) for _ in range(94)]
+    made = [shared[:85], [*shared, 9, 9], [*shared[:83], 5], [4, 4, 8] * 7]
     return [*made, *([rng.randrange(VOCAB - 4) for _ in range(n)] for n in (3, 38, 12, 30))]
 
 
@@ -202,7 +202,7 @@ def _tight(folder: Path, case: dict[str, Any]) -> int:
     scheduler = SchedulerSection(max_num_seqs=SEQUENCES, long_prefill_token_threshold=case["chunk"])
     drafts = 0 if case["draft"] == "none" else 2
     states = state_bytes(spec, "float64", SEQUENCES * case["depth"], 1 + drafts)
-    return int(1.3 * bytes_for(spec, BLOCK, "float64", 1, MAX_LEN, scheduler)) + states
+    return int(1.05 * bytes_for(spec, BLOCK, "float64", 1, MAX_LEN, scheduler)) + states
 
 
 def run(folder: Path, case: dict[str, Any], stop: list[str] | None = None, *, alone: bool = False) -> Any:
