@@ -215,3 +215,14 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     def forms(self) -> tuple[str, ...]:
         """The forms of core attention that the model needs, in the order of its cache kinds."""
         return tuple(dict.fromkeys(cache.form for cache in self.caches if cache.form))
+
+
+def without_mtp(spec: ModelSpec) -> ModelSpec:
+    """``spec`` without the modules that predict further tokens, and without their caches."""
+    if not spec.mtp_layers:
+        return spec
+    kept = [
+        msgspec.structs.replace(cache, layers=tuple(n for n in cache.layers if n < spec.layers))
+        for cache in spec.caches
+    ]
+    return msgspec.structs.replace(spec, mtp_layers=0, caches=tuple(cache for cache in kept if cache.layers))

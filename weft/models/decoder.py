@@ -75,15 +75,21 @@ class Decoder(Model):
         self.head = Head(self.embedding, build, tied=spec.tied)
         self._rope = Rope(spec.rope, build)
 
-    def steps(
-        self, step: StepInput, kv: Sequence[LayerCache], backends: Backends
+    def hidden(
+        self,
+        step: StepInput,
+        kv: Sequence[LayerCache],
+        backends: Backends,
+        keep: Tensor | None = None,
     ) -> Generator[Pending, None, Tensor]:
         shared = AttentionInput(step=step, angles=self._rope.angles(step.positions), backends=backends)
         x, delta = self.embedding(step.ids), None
         last = len(self.blocks) - 1
-        for layer, (block, caches) in enumerate(zip(self.blocks, kv, strict=True)):
+        for layer, (block, caches) in enumerate(zip(self.blocks, kv[: last + 1], strict=True)):
             assert isinstance(block, Block)
-            # After the last layer's keys and values nothing is needed but the rows whose logits are wanted.
-            keep = step.logits_index if layer == last else None
-            x, delta = yield from block.steps(x, delta, shared, caches, keep)
-        return self.head(self.norm.add(x, delta)[1])
+            # After the last layer's keys and values nothing is needed but the rows that are wanted.
+            x, delta = yield from block.steps(x, delta, shared, caches, keep if layer == last else None)
+        return self.norm.add(x, delta)[1]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.head(hidden)
