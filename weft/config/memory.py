@@ -256,18 +256,25 @@ def longest_that_fits(
     return low
 
 
-def weight_bytes(spec: ModelSpec, dtype: str) -> int:
-    """Bytes of the model's parameters (an estimate: norms and biases are left out)."""
-    attention = _attention_elements(spec)
+def weight_bytes(spec: ModelSpec, dtype: str, quantization: str = "none") -> int:
+    """Bytes of the model's parameters (an estimate: norms, biases and scales are left out).
+
+    With ``int8`` the matrices of layers, experts' included, take a byte an element; embedding, head and
+    routers do not change.
+    """
+    size = DTYPE_BYTES[dtype]
+    matrices = spec.layers * _attention_elements(spec)
     dense = 3 * spec.hidden * spec.intermediate
-    routed = 0
-    routing: tuple[int, ...] = ()
-    if spec.moe is not None:
-        routing = spec.moe.layers
-        routed = spec.moe.experts * (3 * spec.hidden * spec.moe.intermediate + spec.hidden)
-    layers = spec.layers * attention + (spec.layers - len(routing)) * dense + len(routing) * routed
+    routers = 0
+    if spec.moe is None:
+        matrices += spec.layers * dense
+    else:
+        moe, routing = spec.moe, len(spec.moe.layers)
+        matrices += (spec.layers - routing) * dense
+        matrices += routing * 3 * spec.hidden * (moe.experts * moe.intermediate + moe.shared)
+        routers = routing * moe.experts * spec.hidden * max(4, size)
     embeddings = spec.vocab_size * spec.hidden * (1 if spec.tied else 2)
-    return (layers + embeddings) * DTYPE_BYTES[dtype]
+    return matrices * (1 if quantization == "int8" else size) + routers + embeddings * size
 
 
 def _attention_elements(spec: ModelSpec) -> int:
@@ -287,7 +294,9 @@ def _attention_elements(spec: ModelSpec) -> int:
 def activation_bytes(spec: ModelSpec, dtype: str, scheduler: SchedulerSection) -> int:
     """Bytes of the largest step's intermediate results (an upper estimate, to divide memory at first)."""
     tokens = scheduler.max_num_batched_tokens
-    wide = max(spec.intermediate, spec.moe.intermediate * spec.moe.top_k if spec.moe else 0)
+    wide = spec.intermediate
+    if spec.moe is not None:
+        wide = max(wide, spec.moe.intermediate * spec.moe.top_k + spec.moe.shared)
     row = 4 * spec.hidden + 2 * spec.head_dim * (spec.heads + spec.kv_heads) + 3 * wide
     logits = scheduler.max_num_seqs * spec.vocab_size * 4 * 4
     logits += MAX_PROMPT_LOGITS * spec.vocab_size * DTYPE_BYTES[dtype]

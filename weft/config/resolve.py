@@ -252,7 +252,7 @@ def cache_bytes(
         copies=copies,
         snapshots=cache.enable_prefix_caching,
     )
-    weights = weight_bytes(spec, dtype)
+    weights = weight_bytes(spec, dtype, model.quantization)
     if device == "cpu":
         available = devices.available_memory()
         if available is None:
