@@ -7,6 +7,7 @@ gelu, sigmoid, pow and exp2 do not, which is why the invariant forms are written
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -36,11 +37,17 @@ ELEMENTS: dict[str, Callable[[Tensor], Tensor]] = {
     "log1p": lambda x: x.abs().neg().exp().log1p(),
     "sqrt": lambda x: x.abs().sqrt(),
 }
+
+
+def _weights(rule: Rule, logits: Tensor) -> Tensor:
+    return route(logits, rule)[1]
+
+
 ROWS: dict[str, Callable[[Tensor], Tensor]] = {
     "mean of squares": lambda x: x.square().mean(-1, keepdim=True),
     "softmax": lambda x: x.softmax(-1),
     "log_softmax": lambda x: x.log_softmax(-1),
-    **{f"route {scoring}": lambda x, by=scoring: route(x, Rule(3, by, True))[1] for scoring in SCORINGS},
+    **{f"route {scoring}": partial(_weights, Rule(3, scoring, True)) for scoring in SCORINGS},
     "route in groups": lambda x: route(x[:, :8], Rule(2, "sigmoid", True, 4, 2, "top2"))[1],
     "mass_of": sampling.mass_of,
 }
