@@ -72,12 +72,34 @@ def _qwen3_next() -> tuple[str, dict[str, Any]]:
     }
 
 
+def _deepseek_v3() -> tuple[str, dict[str, Any]]:
+    return "DeepseekV3", {
+        **_COMMON,
+        "initializer_range": 0.33,
+        "num_hidden_layers": 2,
+        "intermediate_size": 64,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 20,
+        "kv_lora_rank": 24,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 10,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+    }
+
+
 SHAPES = {
     "llama": _llama,
     "mistral": _mistral,
     "qwen3_moe": _qwen3_moe,
     "qwen2_windowed": _qwen2_windowed,
     "qwen3_next": _qwen3_next,
+    "deepseek_v3": _deepseek_v3,
 }
 
 
