@@ -38,8 +38,8 @@ CPU = torch.device("cpu")
 
 
 @cache
-def model_of(folder: Path) -> Decoder:
-    return load_model(str(folder), load_spec(str(folder), None), torch.float64, CPU, progress=False)
+def model_of(folder: Path, mtp: int = 0) -> Decoder:
+    return load_model(str(folder), load_spec(str(folder), None, mtp=mtp), torch.float64, CPU, progress=False)
 
 
 class Recorder(Runner):
@@ -91,7 +91,8 @@ def make_engine(
     """An engine over ``blocks`` blocks of each kind (windows get what they need, or ``window_blocks``), its
     caches full of NaN. ``drafter`` takes the place of the one that ``speculation`` names."""
     speculation = speculation or SpeculationSection()
-    spec = model.spec if model is not None else load_spec(str(folder), None)
+    mtp = int(speculation.speculative_method == "mtp")
+    spec = model.spec if model is not None else load_spec(str(folder), None, mtp=mtp)
     pools = make_pools(spec, blocks, window_blocks or max(blocks, 64))
     kv = KVConfig(
         pools=pools,
@@ -123,7 +124,7 @@ def make_engine(
         speculation=speculation,
     )
     runner = Recorder(
-        model or model_of(folder),
+        model or model_of(folder, mtp),
         choose("torch", spec, torch.float64, CPU, BLOCK),
         kv,
         vocab_size=VOCAB,

@@ -217,12 +217,17 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(dict.fromkeys(cache.form for cache in self.caches if cache.form))
 
 
-def without_mtp(spec: ModelSpec) -> ModelSpec:
-    """``spec`` without the modules that predict further tokens, and without their caches."""
-    if not spec.mtp_layers:
+def keep_mtp(spec: ModelSpec, modules: int) -> ModelSpec:
+    """``spec`` with no more than ``modules`` of its modules that predict further tokens, and their caches."""
+    if spec.mtp_layers <= modules:
         return spec
+    end = spec.layers + modules
     kept = [
-        msgspec.structs.replace(cache, layers=tuple(n for n in cache.layers if n < spec.layers))
+        msgspec.structs.replace(cache, layers=tuple(n for n in cache.layers if n < end))
         for cache in spec.caches
     ]
-    return msgspec.structs.replace(spec, mtp_layers=0, caches=tuple(cache for cache in kept if cache.layers))
+    caches = tuple(cache for cache in kept if cache.layers)
+    moe = spec.moe
+    if moe is not None:
+        moe = msgspec.structs.replace(moe, layers=tuple(n for n in moe.layers if n < end))
+    return msgspec.structs.replace(spec, mtp_layers=modules, caches=caches, moe=moe)
