@@ -78,7 +78,7 @@ def make_engine(
     caches full of NaN. ``drafter`` takes the place of the one that ``speculation`` names."""
     speculation = speculation or SpeculationSection()
     spec = model.spec if model is not None else load_spec(str(folder), None)
-    sizes = {"full": blocks, "window": window_blocks or max(blocks, 64)}
+    sizes = {"full": blocks, "window": window_blocks or max(blocks, 64), "state": 64}
     pools = tuple(PoolSpec(cache=c, block_size=BLOCK, num_blocks=sizes[c.kind]) for c in spec.caches)
     kv = KVConfig(
         pools=pools,

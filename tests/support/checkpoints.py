@@ -54,7 +54,32 @@ def _mistral() -> tuple[str, dict[str, Any]]:
     return "Mistral", {**_COMMON, "num_hidden_layers": 2, "intermediate_size": 64, "sliding_window": 21}
 
 
-SHAPES = {"llama": _llama, "mistral": _mistral, "qwen3_moe": _qwen3_moe, "qwen2_windowed": _qwen2_windowed}
+def _qwen3_next() -> tuple[str, dict[str, Any]]:
+    return "Qwen3Next", {
+        **_COMMON,
+        "initializer_range": 0.2,
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 24,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+    }
+
+
+SHAPES = {
+    "llama": _llama,
+    "mistral": _mistral,
+    "qwen3_moe": _qwen3_moe,
+    "qwen2_windowed": _qwen2_windowed,
+    "qwen3_next": _qwen3_next,
+}
 
 
 def make_checkpoint(folder: Path, shape: str, seed: int = 0) -> Path:
