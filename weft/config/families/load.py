@@ -6,6 +6,7 @@ import json
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -57,7 +58,7 @@ def load_spec(
             "--trust-remote-code to accept the checkpoint and serve it with Weft's own implementation",
             param="--trust-remote-code",
         )
-    facts = Facts(config)
+    facts = Facts(config, _weight_names(path))
     build = FAMILIES.get(_architecture(facts))
     spec = build(facts, num_hidden_layers_override)
     facts.refuse_unknown_computation()
@@ -85,16 +86,35 @@ def _eos_ids(spec: ModelSpec, folder: Path) -> tuple[int, ...]:
 def _saved_dtype(folder: Path) -> str | None:
     """The type of the first floating tensor, no scale, of a safetensors file, from its header alone."""
     for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            head = file.read(8)
-            size = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
-            if not 0 < size <= _MAX_HEADER:
-                return None
-            try:
-                header = json.loads(file.read(size))
-            except ValueError:
-                return None
+        header = _header(path)
+        if header is None:
+            return None
         for name, entry in header.items():
             if "scale" not in name and isinstance(entry, dict) and entry.get("dtype") in _SAFETENSORS_DTYPES:
                 return _SAFETENSORS_DTYPES[entry["dtype"]]
     return None
+
+
+def _weight_names(folder: Path) -> list[str] | None:
+    """The names of a safetensors checkpoint's tensors; None where there are none, or they can't be read."""
+    index = read_json(folder, "model.safetensors.index.json")
+    if index is not None and isinstance(index.get("weight_map"), dict):
+        return list(index["weight_map"])
+    headers = [_header(path) for path in sorted(folder.glob("*.safetensors"))]
+    if not headers or None in headers:
+        return None
+    return [name for header in headers for name in header or ()]
+
+
+def _header(path: Path) -> dict[str, Any] | None:
+    """What a safetensors file says of its tensors, by name; None for a file that is broken."""
+    with path.open("rb") as file:
+        head = file.read(8)
+        size = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
+        if not 0 < size <= _MAX_HEADER:
+            return None
+        try:
+            header = json.loads(file.read(size))
+        except ValueError:
+            return None
+    return header if isinstance(header, dict) else None
