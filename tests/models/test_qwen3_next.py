@@ -16,11 +16,12 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.support.delta_models import FULL, LINEAR
+from tests.support.delta_models import CASES, FULL, LINEAR
 from weft.attention.delta_cpu import CpuDelta
 from weft.attention.delta_torch import TorchDelta
 from weft.common.errors import ConfigError
 from weft.config.families import load_spec
+from weft.config.memory import weight_bytes
 from weft.config.spec import without_mtp
 from weft.layers.build import Build
 from weft.models.loader import load_model
@@ -65,6 +66,13 @@ def test_what_the_cases_cover(checkpoints: Any) -> None:
     routed = load_spec(checkpoints("qwen3-5-moe").folder)
     assert routed.moe is not None
     assert (routed.moe.layers, routed.moe.renormalize) == ((0, 1, 2, 3), True)
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_the_size_of_the_weights_is_known_before_they_are_read(name: str, checkpoints: Any) -> None:
+    model = checkpoints(name).read()
+    real = sum(parameter.nbytes for parameter in model.parameters())
+    assert weight_bytes(model.spec, "float32") == pytest.approx(real, rel=0.03)
 
 
 @pytest.mark.usefixtures("extension")

@@ -258,14 +258,17 @@ def longest_that_fits(
 
 def weight_bytes(spec: ModelSpec, dtype: str) -> int:
     """Bytes of the model's parameters (an estimate: norms and biases are left out)."""
-    attention = _attention_elements(spec)
+    recurrent = spec.delta.layers if spec.delta is not None else ()
+    attention = (spec.layers - len(recurrent)) * _attention_elements(spec)
+    attention += len(recurrent) * _delta_elements(spec)
     dense = 3 * spec.hidden * spec.intermediate
     routed = 0
     routing: tuple[int, ...] = ()
     if spec.moe is not None:
         routing = spec.moe.layers
         routed = spec.moe.experts * (3 * spec.hidden * spec.moe.intermediate + spec.hidden)
-    layers = spec.layers * attention + (spec.layers - len(routing)) * dense + len(routing) * routed
+        routed += 3 * spec.hidden * spec.moe.shared
+    layers = attention + (spec.layers - len(routing)) * dense + len(routing) * routed
     embeddings = spec.vocab_size * spec.hidden * (1 if spec.tied else 2)
     return (layers + embeddings) * DTYPE_BYTES[dtype]
 
@@ -273,7 +276,8 @@ def weight_bytes(spec: ModelSpec, dtype: str) -> int:
 def _attention_elements(spec: ModelSpec) -> int:
     mla = spec.mla
     if mla is None:
-        return spec.hidden * spec.head_dim * (2 * spec.heads + 2 * spec.kv_heads)
+        queries = spec.heads * (3 if spec.output_gate else 2)
+        return spec.hidden * spec.head_dim * (queries + 2 * spec.kv_heads)
     queries = spec.heads * (mla.nope + mla.rope)
     inputs = spec.hidden + queries if mla.q_lora else queries
     return (
@@ -284,11 +288,23 @@ def _attention_elements(spec: ModelSpec) -> int:
     )
 
 
+def _delta_elements(spec: ModelSpec) -> int:
+    delta = spec.delta
+    if delta is None:
+        return 0
+    key, value = delta.k_heads * delta.k_dim, delta.v_heads * delta.v_dim
+    return spec.hidden * (2 * key + 3 * value + 2 * delta.v_heads) + delta.conv * (2 * key + value)
+
+
 def activation_bytes(spec: ModelSpec, dtype: str, scheduler: SchedulerSection) -> int:
     """Bytes of the largest step's intermediate results (an upper estimate, to divide memory at first)."""
     tokens = scheduler.max_num_batched_tokens
     wide = max(spec.intermediate, spec.moe.intermediate * spec.moe.top_k if spec.moe else 0)
-    row = 4 * spec.hidden + 2 * spec.head_dim * (spec.heads + spec.kv_heads) + 3 * wide
+    inner = 2 * spec.head_dim * (spec.heads + spec.kv_heads)
+    if spec.delta is not None:
+        heads = spec.delta.k_heads * spec.delta.k_dim + spec.delta.v_heads * spec.delta.v_dim
+        inner = max(inner, 4 * heads)
+    row = 4 * spec.hidden + inner + 3 * wide
     logits = scheduler.max_num_seqs * spec.vocab_size * 4 * 4
     logits += MAX_PROMPT_LOGITS * spec.vocab_size * DTYPE_BYTES[dtype]
     return (tokens * row * DTYPE_BYTES[dtype] + logits) * scheduler.steps_in_flight
