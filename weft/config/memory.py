@@ -263,7 +263,9 @@ def weight_bytes(spec: ModelSpec, dtype: str, quantization: str = "none") -> int
     routers do not change.
     """
     size = DTYPE_BYTES[dtype]
-    matrices = spec.layers * _attention_elements(spec)
+    recurrent = len(spec.delta.layers) if spec.delta is not None else 0
+    matrices = (spec.layers - recurrent) * _attention_elements(spec)
+    matrices += recurrent * _delta_elements(spec)
     dense = 3 * spec.hidden * spec.intermediate
     routers = 0
     if spec.moe is None:
@@ -280,7 +282,8 @@ def weight_bytes(spec: ModelSpec, dtype: str, quantization: str = "none") -> int
 def _attention_elements(spec: ModelSpec) -> int:
     mla = spec.mla
     if mla is None:
-        return spec.hidden * spec.head_dim * (2 * spec.heads + 2 * spec.kv_heads)
+        queries = spec.heads * (3 if spec.output_gate else 2)
+        return spec.hidden * spec.head_dim * (queries + 2 * spec.kv_heads)
     queries = spec.heads * (mla.nope + mla.rope)
     inputs = spec.hidden + queries if mla.q_lora else queries
     return (
@@ -291,13 +294,25 @@ def _attention_elements(spec: ModelSpec) -> int:
     )
 
 
+def _delta_elements(spec: ModelSpec) -> int:
+    delta = spec.delta
+    if delta is None:
+        return 0
+    key, value = delta.k_heads * delta.k_dim, delta.v_heads * delta.v_dim
+    return spec.hidden * (2 * key + 3 * value + 2 * delta.v_heads) + delta.conv * (2 * key + value)
+
+
 def activation_bytes(spec: ModelSpec, dtype: str, scheduler: SchedulerSection) -> int:
     """Bytes of the largest step's intermediate results (an upper estimate, to divide memory at first)."""
     tokens = scheduler.max_num_batched_tokens
     wide = spec.intermediate
     if spec.moe is not None:
         wide = max(wide, spec.moe.intermediate * spec.moe.top_k + spec.moe.shared)
-    row = 4 * spec.hidden + 2 * spec.head_dim * (spec.heads + spec.kv_heads) + 3 * wide
+    inner = 2 * spec.head_dim * (spec.heads + spec.kv_heads)
+    if spec.delta is not None:
+        heads = spec.delta.k_heads * spec.delta.k_dim + spec.delta.v_heads * spec.delta.v_dim
+        inner = max(inner, 4 * heads)
+    row = 4 * spec.hidden + inner + 3 * wide
     logits = scheduler.max_num_seqs * spec.vocab_size * 4 * 4
     logits += MAX_PROMPT_LOGITS * spec.vocab_size * DTYPE_BYTES[dtype]
     return (tokens * row * DTYPE_BYTES[dtype] + logits) * scheduler.steps_in_flight

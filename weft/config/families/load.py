@@ -64,7 +64,7 @@ def load_spec(
             "--trust-remote-code to accept the checkpoint and serve it with Weft's own implementation",
             param="--trust-remote-code",
         )
-    facts = Facts(config)
+    facts = Facts(config, _weight_names(path))
     build = FAMILIES.get(_architecture(facts))
     spec = build(facts, num_hidden_layers_override)
     facts.refuse_unknown_computation()
@@ -132,3 +132,28 @@ def _saved_dtype(folder: Path) -> str | None:
             if "scale" not in name and isinstance(entry, dict) and entry.get("dtype") in _SAFETENSORS_DTYPES:
                 return _SAFETENSORS_DTYPES[entry["dtype"]]
     return None
+
+
+def _weight_names(folder: Path) -> list[str] | None:
+    """The names of a safetensors checkpoint's tensors; None where there are none, or they can't be read."""
+    index = read_json(folder, "model.safetensors.index.json")
+    if index is not None and isinstance(index.get("weight_map"), dict):
+        return list(index["weight_map"])
+    headers = [_header(path) for path in sorted(folder.glob("*.safetensors"))]
+    if not headers or None in headers:
+        return None
+    return [name for header in headers for name in header or ()]
+
+
+def _header(path: Path) -> dict[str, Any] | None:
+    """What a safetensors file says of its tensors, by name; None for a file that is broken."""
+    with path.open("rb") as file:
+        head = file.read(8)
+        size = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
+        if not 0 < size <= _MAX_HEADER:
+            return None
+        try:
+            header = json.loads(file.read(size))
+        except ValueError:
+            return None
+    return header if isinstance(header, dict) else None
