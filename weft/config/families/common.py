@@ -129,7 +129,7 @@ def decoder_spec(
         )
     head_dim = facts.integer("head_dim", defaults.head_dim or hidden // heads)
     positions = facts.integer("max_position_embeddings", defaults.max_position)
-    rope = rope_spec(facts, head_dim, positions, defaults.theta)
+    rope = more["rope"] if "rope" in more else rope_spec(facts, head_dim, positions, defaults.theta)
     bos = facts.integers("bos_token_id") if "bos_token_id" in facts else ()
     fields: dict[str, Any] = {
         "family": family,
@@ -139,7 +139,9 @@ def decoder_spec(
         "heads": heads,
         "kv_heads": kv_heads,
         "head_dim": head_dim,
-        "intermediate": facts.integer("intermediate_size"),
+        "intermediate": more["intermediate"]
+        if "intermediate" in more
+        else facts.integer("intermediate_size"),
         "activation": facts.activation(),
         "norm_eps": facts.number("rms_norm_eps", defaults.norm_eps),
         "rope": rope,
