@@ -14,11 +14,18 @@ from tests.support.checkpoints import VOCAB
 from weft.attention.registry import choose
 from weft.config.families import load_spec
 from weft.config.resolved import EngineConfig, KVConfig, PoolSpec
-from weft.config.sections import CacheSection, ModelSection, RunnerSection, SchedulerSection
+from weft.config.sections import (
+    CacheSection,
+    ModelSection,
+    RunnerSection,
+    SchedulerSection,
+    SpeculationSection,
+)
 from weft.engine.core import EngineCore
 from weft.models.decoder import Decoder
 from weft.models.loader import load_model
 from weft.runner.runner import Runner, StepHandle
+from weft.speculation.base import Drafter
 from weft.types.messages import HeadStats, Submit, TokenEvent, ids_to_bytes
 from weft.types.plan import StepPlan, StepResult
 from weft.types.sampling import TokenParams
@@ -64,10 +71,13 @@ def make_engine(
     caching: bool = True,
     max_num_seqs: int = 24,
     model: Decoder | None = None,
+    speculation: SpeculationSection | None = None,
+    drafter: Drafter | None = None,
 ) -> tuple[EngineCore, Recorder]:
     """An engine over ``blocks`` blocks of each kind (windows get what they need, or ``window_blocks``), its
-    caches full of NaN."""
-    spec = load_spec(str(folder), None)
+    caches full of NaN. ``drafter`` takes the place of the one that ``speculation`` names."""
+    speculation = speculation or SpeculationSection()
+    spec = model.spec if model is not None else load_spec(str(folder), None)
     sizes = {"full": blocks, "window": window_blocks or max(blocks, 64)}
     pools = tuple(PoolSpec(cache=c, block_size=BLOCK, num_blocks=sizes[c.kind]) for c in spec.caches)
     kv = KVConfig(
@@ -76,6 +86,7 @@ def make_engine(
         enable_prefix_caching=caching,
         max_model_len=MAX_LEN,
         num_slots=max_num_seqs * depth,
+        copies=1 + speculation.drafts,
     )
     scheduler = SchedulerSection(
         max_num_seqs=max_num_seqs,
@@ -96,6 +107,7 @@ def make_engine(
         scheduler=scheduler,
         runner=RunnerSection(device="cpu"),
         kv=kv,
+        speculation=speculation,
     )
     runner = Recorder(
         model or model_of(folder),
@@ -107,7 +119,10 @@ def make_engine(
         depth=depth,
         poison=True,
         step_timeout=60,
+        speculation=speculation,
     )
+    if drafter is not None:
+        runner.drafter = drafter
     for tensor in (t for layer in runner.cache for tensors in layer.values() for t in tensors):
         tensor.fill_(float("nan"))
     return EngineCore(config, runner=runner), runner
@@ -121,6 +136,12 @@ class Answer:
     ends: list[str] = field(default_factory=list)
     num_cached: int = 0
     error: Any = None
+    stop_id: int | None = None
+    logprobs: list[tuple[Any, Any, Any]] = field(default_factory=list)
+    """(ids, values, rank) of each token that has them."""
+    prompt_logprobs: list[tuple[Any, Any, Any]] = field(default_factory=list)
+    accepted: int = 0
+    rejected: int = 0
 
 
 def submit(
@@ -152,9 +173,18 @@ def run(
             assert not answer.ends, "an event after the terminal one"
             answer.tokens += event.token_ids
             answer.num_cached = event.num_cached
+            answer.accepted += event.accepted
+            answer.rejected += event.rejected
+            for columns, entries in (
+                (event.logprobs, answer.logprobs),
+                (event.prompt_logprobs, answer.prompt_logprobs),
+            ):
+                if columns is not None:
+                    ids, values, rank = columns.arrays()
+                    entries += zip(ids.tolist(), values.tolist(), rank.tolist(), strict=True)
             if event.finish is not None:
                 answer.ends.append(event.finish)
-                answer.error = event.error
+                answer.error, answer.stop_id = event.error, event.stop_id
 
     number = 0
     while number < len(submits) or engine.has_work():

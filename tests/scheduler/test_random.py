@@ -14,7 +14,7 @@ from tests.scheduler.harness import Rig, random_bases, random_rig, random_run, r
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_random_loads(depth: int) -> None:
-    preempted = hits = mixed = errors = 0
+    preempted = hits = mixed = errors = accepted = rejected = 0
     for seed in range(60):
         rig = random_run(seed, depth)
         stats = rig.scheduler.stats()
@@ -22,7 +22,12 @@ def test_random_loads(depth: int) -> None:
         hits += stats.prefix_hits
         mixed += stats.mixed_steps
         errors += stats.row_errors
-    assert min(preempted, hits, mixed, errors) > 0  # each of these did happen
+        accepted += rig.runner.accepted
+        rejected += rig.runner.rejected
+        # Of the rows that were still alive when they committed.
+        assert sum(stats.drafts_accepted) <= rig.runner.accepted
+        assert sum(stats.drafts) <= rig.runner.accepted + rig.runner.rejected
+    assert min(preempted, hits, mixed, errors, accepted, rejected) > 0  # each of these did happen
 
 
 class SchedulerMachine(RuleBasedStateMachine):

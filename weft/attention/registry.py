@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from weft.attention.base import AttentionBackend, Backend, Backends
+from weft.attention.latent import LatentBackend
 from weft.attention.sparse import SparseBackend
 from weft.common.errors import ConfigError
 from weft.common.registry import Registry
@@ -23,8 +24,17 @@ BACKENDS.add("flashinfer", "weft.attention.flashinfer_backend:FlashInferAttentio
 SPARSE: Registry[type[SparseBackend]] = Registry("attention backend")
 SPARSE.add("torch", "weft.attention.sparse_torch:TorchSparse")
 
+LATENT: Registry[type[LatentBackend]] = Registry("attention backend")
+LATENT.add("cpu", "weft.attention.latent_cpu:CpuLatent")
+LATENT.add("torch", "weft.attention.latent_torch:TorchLatent")
+
+DELTA: Registry[type[Backend]] = Registry("delta net backend")
+DELTA.add("cpu", "weft.attention.delta_cpu:CpuDelta")
+DELTA.add("torch", "weft.attention.delta_torch:TorchDelta")
+DELTA.add("invariant", "weft.attention.delta_torch:InvariantDelta")
+
 #: Form to its backends, by name.
-FORMS: dict[str, Registry[Any]] = {"gqa": BACKENDS, "sparse": SPARSE}
+FORMS: dict[str, Registry[Any]] = {"gqa": BACKENDS, "latent": LATENT, "delta": DELTA, "sparse": SPARSE}
 
 #: Form and device to names, the best first; ``auto`` takes the first that can serve the model. FlashInfer is
 #: taken only by name.
@@ -32,6 +42,11 @@ PREFERRED: dict[str, dict[str, tuple[str, ...]]] = {
     "gqa": {
         "cpu": ("cpu", "torch", "invariant"),
         "cuda": ("triton", "triton-invariant", "torch"),
+    },
+    "latent": {"cpu": ("cpu", "torch"), "cuda": ("torch",)},
+    "delta": {
+        "cpu": ("cpu", "torch", "invariant"),
+        "cuda": ("torch", "invariant"),
     },
     "sparse": {"cpu": ("torch",), "cuda": ("torch",)},
 }

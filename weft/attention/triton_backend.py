@@ -111,6 +111,7 @@ class TritonAttention(AttentionBackend):
         spec: CacheSpec,
         scale: float,
         prepared: object = None,
+        sinks: Tensor | None = None,
     ) -> None:
         if not segment.tokens:
             return
@@ -137,6 +138,7 @@ class TritonAttention(AttentionBackend):
                 split=cut.split,
                 splits=cut.splits,
                 tokens=(part.begin, part.end),
+                sinks=sinks,
             )
         if whole is not out:
             out.copy_(whole)

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import msgspec
 
-from weft.config.sections import CacheSection, Config, ModelSection, RunnerSection, SchedulerSection
+from weft.config.sections import (
+    CacheSection,
+    Config,
+    ModelSection,
+    RunnerSection,
+    SchedulerSection,
+    SpeculationSection,
+)
 from weft.config.spec import CacheSpec, ModelSpec
 
 
@@ -13,7 +20,10 @@ class PoolSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     cache: CacheSpec
     block_size: int
+    """Positions of a block; of a state, what its snapshots are made at multiples of."""
     num_blocks: int
+    stride: int = 0
+    """Of a state: positions between the snapshots of a long prompt; 0 for as many as may be."""
 
 
 class KVConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,6 +38,11 @@ class KVConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Slots of the table: running sequences, and those that await their last commit."""
     copies: int = 1
     """Copies of a slot's recurrent state: one, and one for each draft that a step may verify."""
+
+    @property
+    def drafts(self) -> int:
+        """Drafts of one sequence that a step may verify."""
+        return self.copies - 1
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +60,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     scheduler: SchedulerSection
     runner: RunnerSection
     kv: KVConfig
+    speculation: SpeculationSection = SpeculationSection()
 
 
 __all__ = ["Config", "EngineConfig", "KVConfig", "PoolSpec"]

@@ -84,6 +84,9 @@ class MLASpec(msgspec.Struct, frozen=True, kw_only=True):
     interleaved: bool = True
     """Whether rotated pairs are neighbours (2 i, 2 i + 1), not halves (i, i + rope / 2)."""
     bias: bool = False
+    """Of the projections from the hidden size: to the queries' rank, and to latent and key."""
+    norm_eps: float = 1e-6
+    """Of the norms of queries' rank and latent."""
 
 
 class DeltaSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -174,6 +177,17 @@ class CacheSpec(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.layers) * (block_size // self.ratio) * width * DTYPE_BYTES[dtype]
 
 
+class QuantizedSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """In whose layout a checkpoint's weights are quantized. Bits and groups are read off the tensors."""
+
+    method: str
+    """As config.json names it: fp8, mxfp4, awq, gptq, compressed-tensors, modelopt."""
+    block: tuple[int, int] | None = None
+    """Rows and columns that share one scale, where it says so."""
+    zero_offset: int = 0
+    """What is added to a stored zero point."""
+
+
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A decoder-only model. Layers are numbered from 0."""
 
@@ -198,6 +212,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     mlp_bias: bool = False
     qk_norm: bool = False
     """RMSNorm over head_dim of queries and keys before rope."""
+    centred_norms: bool = False
+    """RMSNorm weights are published as their difference from 1, and kept wide: rounded to bf16 near 1 they
+    would lose what they were trained to."""
+    output_gate: bool = False
+    """Whether attention's output is multiplied by the sigmoid of a projection of its input."""
     sinks: bool = False
     """Whether each head has a score that takes part in every softmax and has no value."""
     moe: MoESpec | None = None
@@ -214,6 +233,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     bos_id: int | None = None
     dtype: str = "bfloat16"
     """What the checkpoint was saved in."""
+    quantized: QuantizedSpec | None = None
+    """How its weights are quantized; None: not at all."""
 
     def cache_of(self, layer: int) -> int:
         """Number of the first cache kind that ``layer`` belongs to."""
@@ -230,3 +251,14 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     def forms(self) -> tuple[str, ...]:
         """The forms of core attention that the model needs, in the order of its cache kinds."""
         return tuple(dict.fromkeys(cache.form for cache in self.caches if cache.form))
+
+
+def without_mtp(spec: ModelSpec) -> ModelSpec:
+    """``spec`` without the modules that predict further tokens, and without their caches."""
+    if not spec.mtp_layers:
+        return spec
+    kept = [
+        msgspec.structs.replace(cache, layers=tuple(n for n in cache.layers if n < spec.layers))
+        for cache in spec.caches
+    ]
+    return msgspec.structs.replace(spec, mtp_layers=0, caches=tuple(cache for cache in kept if cache.layers))

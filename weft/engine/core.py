@@ -48,7 +48,9 @@ class EngineCore:
         self.config = config
         self._clock = clock or SystemClock()
         self.runner = runner or build_runner(config, progress=progress)
-        self.scheduler = Scheduler(self.runner.kv, config.scheduler, config.spec.vocab_size)
+        self.scheduler = Scheduler(
+            self.runner.kv, config.scheduler, config.spec.vocab_size, config.speculation
+        )
         self._depth = config.scheduler.steps_in_flight
         self._in_flight: deque[tuple[StepHandle, float]] = deque()
         """Steps in flight, and when the planning of each began."""

@@ -32,9 +32,9 @@ class Block(nn.Module):
 
     def __init__(self, spec: ModelSpec, build: Build, attention: Layer, feed_forward: Layer) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(spec.hidden, spec.norm_eps, build)
+        self.attention_norm = RMSNorm(spec.hidden, spec.norm_eps, build, wide=spec.centred_norms)
         self.attention = attention
-        self.feed_forward_norm = RMSNorm(spec.hidden, spec.norm_eps, build)
+        self.feed_forward_norm = RMSNorm(spec.hidden, spec.norm_eps, build, wide=spec.centred_norms)
         self.feed_forward = feed_forward
         self._comm = build.comm
 
@@ -76,22 +76,25 @@ class Decoder(Model):
         super().__init__(spec, build)
         self.embedding = Embedding(spec.vocab_size, spec.hidden, build, tied=spec.tied)
         self.blocks = nn.ModuleList(make_block(spec, layer, build) for layer in range(spec.layers))
-        self.norm = RMSNorm(spec.hidden, spec.norm_eps, build)
+        self.norm = RMSNorm(spec.hidden, spec.norm_eps, build, wide=spec.centred_norms)
         self.head = Head(self.embedding, build, tied=spec.tied)
         self._rope = Rope(spec.rope, build)
 
-    def steps(
-        self, step: StepInput, kv: Sequence[LayerCache], backends: Backends
+    def hidden(
+        self,
+        step: StepInput,
+        kv: Sequence[LayerCache],
+        backends: Backends,
+        keep: Tensor | None = None,
     ) -> Generator[Pending, None, Tensor]:
         shared = self.share(step, kv, backends)
         x, delta = self.enter(step.ids), None
         last = len(self.blocks) - 1
-        for layer, (block, caches) in enumerate(zip(self.blocks, kv, strict=True)):
+        for layer, (block, caches) in enumerate(zip(self.blocks, kv[: last + 1], strict=True)):
             assert isinstance(block, Block)
-            # After the last layer's keys and values nothing is needed but the rows whose logits are wanted.
-            keep = step.logits_index if layer == last else None
-            x, delta = yield from block.steps(x, delta, shared, caches, keep)
-        return self.head(self.leave(x, delta))
+            # After the last layer's keys and values nothing is needed but the rows that are wanted.
+            x, delta = yield from block.steps(x, delta, shared, caches, keep if layer == last else None)
+        return self.leave(x, delta)
 
     def share(self, step: StepInput, kv: Sequence[LayerCache], backends: Backends) -> Any:
         """What every block gets as ``shared``."""
@@ -105,3 +108,6 @@ class Decoder(Model):
     def leave(self, x: Tensor, delta: Tensor | None) -> Tensor:
         """What the head reads, [L, hidden], of the last block's stream and delta."""
         return self.norm.add(x, delta)[1]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.head(hidden)

@@ -16,7 +16,9 @@ from weft.config.spec import CacheSpec, HyperSpec, ModelSpec, MoESpec, RopeSpec,
 
 _Type: TypeAlias = Literal["window", "chosen", "all"]
 
-_DEFAULTS = Defaults(kv_heads=1, head_dim=512, max_position=1 << 20, bos_id=0, eos_ids=(1,))
+_DEFAULTS = Defaults(
+    kv_heads=1, head_dim=512, max_position=1 << 20, intermediate=2048, bos_id=0, eos_ids=(1,)
+)
 _CSA, _HCA = "compressed_sparse_attention", "heavily_compressed_attention"
 _TYPES: dict[str, _Type] = {"sliding_attention": "window", _CSA: "chosen", _HCA: "all"}
 _RATIOS: dict[int, _Type] = {0: "window", 4: "chosen", 128: "all"}

@@ -13,8 +13,6 @@ from weft.common.errors import ConfigError
 #: Fields that change what a model computes, with the values that leave them without effect. Anything else in
 #: a field that the model's family does not read is refused by name instead of being served wrongly.
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
-    "quantization_config": (None, {}),
-    "compression_config": (None, {}),
     "partial_rotary_factor": (None, 1, 1.0),
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),

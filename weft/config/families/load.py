@@ -12,6 +12,7 @@ import msgspec
 from weft.common.errors import ConfigError
 from weft.common.registry import Registry
 from weft.config.families.facts import Facts, read_json
+from weft.config.families.quantized import quantized_spec
 from weft.config.spec import ModelSpec
 
 #: Architecture, as ``config.json`` names it, to the function that reads its facts.
@@ -22,7 +23,15 @@ FAMILIES.add("Qwen2ForCausalLM", "weft.config.families.qwen2:build_spec")
 FAMILIES.add("Qwen3ForCausalLM", "weft.config.families.qwen3:build_spec")
 FAMILIES.add("Qwen3MoeForCausalLM", "weft.config.families.qwen3_moe:build_spec")
 FAMILIES.add("MixtralForCausalLM", "weft.config.families.mixtral:build_spec")
+FAMILIES.add("DeepseekV2ForCausalLM", "weft.config.families.deepseek:build_v2")
+FAMILIES.add("DeepseekV3ForCausalLM", "weft.config.families.deepseek:build_v3")
 FAMILIES.add("DeepseekV4ForCausalLM", "weft.config.families.deepseek_v4:build_spec")
+FAMILIES.add("Qwen3NextForCausalLM", "weft.config.families.qwen3_next:build_spec")
+FAMILIES.add("Qwen3_5ForCausalLM", "weft.config.families.qwen3_5:build_spec")
+FAMILIES.add("Qwen3_5MoeForCausalLM", "weft.config.families.qwen3_5:build_spec")
+FAMILIES.add("Qwen3_5ForConditionalGeneration", "weft.config.families.qwen3_5:build_text_spec")
+FAMILIES.add("Qwen3_5MoeForConditionalGeneration", "weft.config.families.qwen3_5:build_text_spec")
+FAMILIES.add("GptOssForCausalLM", "weft.config.families.gpt_oss:build_spec")
 
 _SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _MAX_HEADER = 100 << 20
@@ -54,7 +63,10 @@ def load_spec(
     spec = build(facts, num_hidden_layers_override)
     facts.refuse_unknown_computation()
     return msgspec.structs.replace(
-        spec, eos_ids=_eos_ids(spec, path), dtype=spec.dtype or _saved_dtype(path) or "float32"
+        spec,
+        eos_ids=_eos_ids(spec, path),
+        dtype=spec.dtype or _saved_dtype(path) or "float32",
+        quantized=quantized_spec(facts, path),
     )
 
 
@@ -72,7 +84,7 @@ def _eos_ids(spec: ModelSpec, folder: Path) -> tuple[int, ...]:
 
 
 def _saved_dtype(folder: Path) -> str | None:
-    """The type of the first floating tensor of the first safetensors file, from its header alone."""
+    """The type of the first floating tensor, no scale, of a safetensors file, from its header alone."""
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
             head = file.read(8)
@@ -83,7 +95,7 @@ def _saved_dtype(folder: Path) -> str | None:
                 header = json.loads(file.read(size))
             except ValueError:
                 return None
-        for entry in header.values():
-            if isinstance(entry, dict) and entry.get("dtype") in _SAFETENSORS_DTYPES:
+        for name, entry in header.items():
+            if "scale" not in name and isinstance(entry, dict) and entry.get("dtype") in _SAFETENSORS_DTYPES:
                 return _SAFETENSORS_DTYPES[entry["dtype"]]
     return None
