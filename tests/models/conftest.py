@@ -257,6 +257,7 @@ class Paged:
         """
         rows = [*prefill, *decode]
         for sequence, count in rows:
+            self.slide(sequence)  # not sooner: what was computed last may have been rejected
             self._reserve(sequence, sequence.computed + count + bound)
         first = self._segment(prefill, 0, bound)
         segments = (first, self._segment(decode, first.tokens, bound))
@@ -282,7 +283,6 @@ class Paged:
             begin += count
         for sequence, count in rows:
             sequence.live = count - 1 if any(sequence is s for s, _ in decode) else 0
-            self._slide(sequence)
 
     def reject(self, sequence: Sequence, count: int) -> None:
         """Undoes the last ``count`` tokens of a decode row just computed: they were drafts."""
@@ -341,7 +341,7 @@ class Paged:
             while len(table) * self.sizes[kind] < upto:
                 table.append(self.free[kind].pop())
 
-    def _slide(self, sequence: Sequence) -> None:
+    def slide(self, sequence: Sequence) -> None:
         """Frees what no later token can see, and spoils it."""
         for kind, cache in enumerate(self.model.spec.caches):
             if not cache.window:

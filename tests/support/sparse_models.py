@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+import torch
+
+from weft.attention import sparse_torch
+
 _WINDOW, _CHOSEN, _ALL = (
     "sliding_attention",
     "compressed_sparse_attention",
@@ -24,7 +29,7 @@ _BASE: dict[str, Any] = {
     "hc_mult": 3,
     "n_routed_experts": 6,
     "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
+    "intermediate_size": 24,
 }
 _YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
 
@@ -56,7 +61,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         hc_mult=4,
         hc_sinkhorn_iters=3,
     ),
+    # The published ratios; for sequences of some hundred positions.
+    "deepseek-v4-long": _case(
+        [_ALL, _CHOSEN], ["hash_moe", "moe"], (4, 128), sliding_window=32, index_topk=16, index_n_heads=24
+    ),
 }
 
-#: The published ratios; for sequences of some hundred positions.
-LONG = _case([_ALL, _CHOSEN], ["hash_moe", "moe"], (4, 128), sliding_window=32, index_topk=16)
+
+def watch_cuts(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Collects, from now on, how far each choice of groups was from another: last chosen to first left."""
+    margins: list[float] = []
+    choose = sparse_torch.top_ids
+
+    def watched(scores: torch.Tensor, count: int) -> torch.Tensor:
+        values = scores.sort(dim=-1, descending=True).values
+        gaps = (values[:, count - 1] - values[:, count])[values[:, count].isfinite()]
+        margins.extend(gaps.tolist())
+        return choose(scores, count)
+
+    monkeypatch.setattr(sparse_torch, "top_ids", watched)
+    return margins

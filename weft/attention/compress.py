@@ -75,7 +75,7 @@ def _of_segment(
     group = start // ratio + nth
     last = (group + 1) * ratio - 1 - start  # the token of the row that completes it
     complete = last < count
-    if device.type == "cpu":  # where to ask costs nothing
+    if _asking_is_free(device):
         kept = complete.nonzero().squeeze(1)
         row, begin, group, last, complete = (a[kept] for a in (row, begin, group, last, complete))
     token = (begin + last).clamp(max=len(step.positions) - 1)
@@ -84,6 +84,11 @@ def _of_segment(
     positions = (group * ratio).unsqueeze(1) + span
     found = places(segment.tables[sources], row, positions.clamp(min=0), block)
     return found, positions >= 0, writes, group * ratio
+
+
+def _asking_is_free(device: torch.device) -> bool:
+    """Whether the host can look at true starts without waiting."""
+    return device.type == "cpu"
 
 
 class Compressor(Packs):
