@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -78,8 +79,11 @@ def make_engine(
     caches full of NaN. ``drafter`` takes the place of the one that ``speculation`` names."""
     speculation = speculation or SpeculationSection()
     spec = model.spec if model is not None else load_spec(str(folder), None)
-    sizes = {"full": blocks, "window": window_blocks or max(blocks, 64)}
-    pools = tuple(PoolSpec(cache=c, block_size=BLOCK, num_blocks=sizes[c.kind]) for c in spec.caches)
+    sizes = {False: blocks, True: window_blocks or max(blocks, 64)}
+    pools = tuple(
+        PoolSpec(cache=c, block_size=math.lcm(BLOCK, c.ratio), num_blocks=sizes[c.window > 0])
+        for c in spec.caches
+    )
     kv = KVConfig(
         pools=pools,
         block_size=BLOCK,

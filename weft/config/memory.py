@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from weft.common.errors import ConfigError
 from weft.config.resolved import PoolSpec
 from weft.config.sections import SchedulerSection
-from weft.config.spec import DTYPE_BYTES, CacheSpec, ModelSpec
+from weft.config.spec import DTYPE_BYTES, CacheSpec, ModelSpec, SparseSpec
 from weft.types.plan import MAX_PROMPT_LOGITS
 
 GIB = 1 << 30
@@ -271,7 +271,10 @@ def weight_bytes(spec: ModelSpec, dtype: str) -> int:
 
 
 def _attention_elements(spec: ModelSpec) -> int:
+    """Of one layer; where layers differ, their mean."""
     mla = spec.mla
+    if spec.sparse is not None:
+        return _sparse_elements(spec, spec.sparse)
     if mla is None:
         return spec.hidden * spec.head_dim * (2 * spec.heads + 2 * spec.kv_heads)
     queries = spec.heads * (mla.nope + mla.rope)
@@ -284,11 +287,26 @@ def _attention_elements(spec: ModelSpec) -> int:
     )
 
 
+def _sparse_elements(spec: ModelSpec, sparse: SparseSpec) -> int:
+    queries = spec.heads * spec.head_dim
+    inputs = sparse.q_lora * (spec.hidden + queries) + spec.hidden * spec.head_dim
+    outputs = queries * sparse.o_lora + sparse.o_groups * sparse.o_lora * spec.hidden
+    index = sparse.index_heads * sparse.index_dim
+    of_groups = {
+        "window": 0,
+        "chosen": 4 * spec.hidden * (spec.head_dim + sparse.index_dim) + sparse.q_lora * index,
+        "all": 2 * spec.hidden * spec.head_dim,
+    }
+    return inputs + outputs + sum(of_groups[kind] for kind in sparse.types) // len(sparse.types)
+
+
 def activation_bytes(spec: ModelSpec, dtype: str, scheduler: SchedulerSection) -> int:
     """Bytes of the largest step's intermediate results (an upper estimate, to divide memory at first)."""
     tokens = scheduler.max_num_batched_tokens
     wide = max(spec.intermediate, spec.moe.intermediate * spec.moe.top_k if spec.moe else 0)
     row = 4 * spec.hidden + 2 * spec.head_dim * (spec.heads + spec.kv_heads) + 3 * wide
+    if spec.hyper is not None:
+        row += 7 * spec.hyper.streams * spec.hidden  # the streams, and copies of them in float32
     logits = scheduler.max_num_seqs * spec.vocab_size * 4 * 4
     logits += MAX_PROMPT_LOGITS * spec.vocab_size * DTYPE_BYTES[dtype]
     return (tokens * row * DTYPE_BYTES[dtype] + logits) * scheduler.steps_in_flight
