@@ -1,4 +1,4 @@
-"""E0 of sparse attention: window, groups of both types, experts by token id. The grid's checks, a smaller cover.
+"""E0 of sparse attention: window, groups of both types, experts by token id. The checks of the grid.
 
 Beside every margin of the grid, every choice of groups that made a reference's tokens must be clear.
 """
