@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from weft.common.errors import ConfigError
 from weft.config.resolved import PoolSpec
 from weft.config.sections import SchedulerSection
-from weft.config.spec import DTYPE_BYTES, CacheSpec, ModelSpec
+from weft.config.spec import DTYPE_BYTES, CacheSpec, ModelSpec, SparseSpec
 from weft.types.plan import MAX_PROMPT_LOGITS
 
 GIB = 1 << 30
@@ -280,7 +280,10 @@ def weight_bytes(spec: ModelSpec, dtype: str, quantization: str = "none") -> int
 
 
 def _attention_elements(spec: ModelSpec) -> int:
+    """Of one layer; where layers differ, their mean."""
     mla = spec.mla
+    if spec.sparse is not None:
+        return _sparse_elements(spec, spec.sparse)
     if mla is None:
         queries = spec.heads * (3 if spec.output_gate else 2)
         return spec.hidden * spec.head_dim * (queries + 2 * spec.kv_heads)
@@ -302,6 +305,19 @@ def _delta_elements(spec: ModelSpec) -> int:
     return spec.hidden * (2 * key + 3 * value + 2 * delta.v_heads) + delta.conv * (2 * key + value)
 
 
+def _sparse_elements(spec: ModelSpec, sparse: SparseSpec) -> int:
+    queries = spec.heads * spec.head_dim
+    inputs = sparse.q_lora * (spec.hidden + queries) + spec.hidden * spec.head_dim
+    outputs = queries * sparse.o_lora + sparse.o_groups * sparse.o_lora * spec.hidden
+    index = sparse.index_heads * sparse.index_dim
+    of_groups = {
+        "window": 0,
+        "chosen": 4 * spec.hidden * (spec.head_dim + sparse.index_dim) + sparse.q_lora * index,
+        "all": 2 * spec.hidden * spec.head_dim,
+    }
+    return inputs + outputs + sum(of_groups[kind] for kind in sparse.types) // len(sparse.types)
+
+
 def activation_bytes(spec: ModelSpec, dtype: str, scheduler: SchedulerSection) -> int:
     """Bytes of the largest step's intermediate results (an upper estimate, to divide memory at first)."""
     tokens = scheduler.max_num_batched_tokens
@@ -313,6 +329,8 @@ def activation_bytes(spec: ModelSpec, dtype: str, scheduler: SchedulerSection) -
         heads = spec.delta.k_heads * spec.delta.k_dim + spec.delta.v_heads * spec.delta.v_dim
         inner = max(inner, 4 * heads)
     row = 4 * spec.hidden + inner + 3 * wide
+    if spec.hyper is not None:
+        row += 7 * spec.hyper.streams * spec.hidden  # the streams, and copies of them in float32
     logits = scheduler.max_num_seqs * spec.vocab_size * 4 * 4
     logits += MAX_PROMPT_LOGITS * spec.vocab_size * DTYPE_BYTES[dtype]
     return (tokens * row * DTYPE_BYTES[dtype] + logits) * scheduler.steps_in_flight

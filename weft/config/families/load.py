@@ -27,6 +27,7 @@ FAMILIES.add("Qwen3MoeForCausalLM", "weft.config.families.qwen3_moe:build_spec")
 FAMILIES.add("MixtralForCausalLM", "weft.config.families.mixtral:build_spec")
 FAMILIES.add("DeepseekV2ForCausalLM", "weft.config.families.deepseek:build_v2")
 FAMILIES.add("DeepseekV3ForCausalLM", "weft.config.families.deepseek:build_v3")
+FAMILIES.add("DeepseekV4ForCausalLM", "weft.config.families.deepseek_v4:build_spec")
 FAMILIES.add("Qwen3NextForCausalLM", "weft.config.families.qwen3_next:build_spec")
 FAMILIES.add("Qwen3_5ForCausalLM", "weft.config.families.qwen3_5:build_spec")
 FAMILIES.add("Qwen3_5MoeForCausalLM", "weft.config.families.qwen3_5:build_spec")
@@ -101,11 +102,8 @@ def _has_modules(facts: Facts, folder: Path) -> bool:
     They are named ``mtp.``, or as the layers behind the last.
     """
     behind = re.compile(rf"(^|\.)(mtp\.|layers\.{facts.get('num_hidden_layers')}\.)")
-    index = read_json(folder, "model.safetensors.index.json") or {}
-    names = index.get("weight_map")
-    files = sorted(folder.glob("*.safetensors"))
-    found = list(names) if isinstance(names, dict) else [name for path in files for name in _header(path)]
-    return not files or any(behind.search(name) for name in found)
+    names = _weight_names(folder)
+    return names is None or any(behind.search(name) for name in names)
 
 
 def _header(path: Path) -> dict[str, Any]:
@@ -140,20 +138,6 @@ def _weight_names(folder: Path) -> list[str] | None:
     if index is not None and isinstance(index.get("weight_map"), dict):
         return list(index["weight_map"])
     headers = [_header(path) for path in sorted(folder.glob("*.safetensors"))]
-    if not headers or None in headers:
+    if not headers or not all(headers):
         return None
-    return [name for header in headers for name in header or ()]
-
-
-def _header(path: Path) -> dict[str, Any] | None:
-    """What a safetensors file says of its tensors, by name; None for a file that is broken."""
-    with path.open("rb") as file:
-        head = file.read(8)
-        size = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
-        if not 0 < size <= _MAX_HEADER:
-            return None
-        try:
-            header = json.loads(file.read(size))
-        except ValueError:
-            return None
-    return header if isinstance(header, dict) else None
+    return [name for header in headers for name in header]
