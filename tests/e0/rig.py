@@ -13,8 +13,10 @@ import torch
 from tests.support.checkpoints import VOCAB
 from weft.attention.registry import choose
 from weft.config.families import load_spec
+from weft.config.resolve import with_cache_dtype
 from weft.config.resolved import EngineConfig, KVConfig, PoolSpec
 from weft.config.sections import CacheSection, ModelSection, RunnerSection, SchedulerSection
+from weft.config.spec import ModelSpec
 from weft.engine.core import EngineCore
 from weft.models.decoder import Decoder
 from weft.models.loader import load_model
@@ -29,8 +31,13 @@ CPU = torch.device("cpu")
 
 
 @cache
-def model_of(folder: Path) -> Decoder:
-    return load_model(str(folder), load_spec(str(folder), None), torch.float64, CPU, progress=False)
+def model_of(folder: Path, kv_cache_dtype: str = "auto") -> Decoder:
+    return load_model(str(folder), spec_of(folder, kv_cache_dtype), torch.float64, CPU, progress=False)
+
+
+def spec_of(folder: Path, kv_cache_dtype: str = "auto") -> ModelSpec:
+    section = CacheSection(kv_cache_dtype=kv_cache_dtype)  # type: ignore[arg-type]
+    return with_cache_dtype(load_spec(str(folder), None), section)
 
 
 class Recorder(Runner):
@@ -64,10 +71,11 @@ def make_engine(
     caching: bool = True,
     max_num_seqs: int = 24,
     model: Decoder | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> tuple[EngineCore, Recorder]:
     """An engine over ``blocks`` blocks of each kind (windows get what they need, or ``window_blocks``), its
     caches full of NaN."""
-    spec = load_spec(str(folder), None)
+    spec = spec_of(folder, kv_cache_dtype)
     sizes = {"full": blocks, "window": window_blocks or max(blocks, 64)}
     pools = tuple(PoolSpec(cache=c, block_size=BLOCK, num_blocks=sizes[c.kind]) for c in spec.caches)
     kv = KVConfig(
@@ -98,7 +106,7 @@ def make_engine(
         kv=kv,
     )
     runner = Recorder(
-        model or model_of(folder),
+        model or model_of(folder, kv_cache_dtype),
         choose("torch", spec, torch.float64, CPU, BLOCK),
         kv,
         vocab_size=VOCAB,

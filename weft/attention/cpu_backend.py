@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from weft.attention.base import AttentionBackend, SegmentInput
+from weft.attention.base import AttentionBackend, SegmentInput, refuse_fp8
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec, ModelSpec
 from weft.ops import cpu
@@ -36,6 +36,7 @@ class CpuAttention(AttentionBackend):
     ) -> None:
         if device.type != "cpu":
             raise ConfigError(f"attention backend 'cpu' does not run on {device.type}", param="--device")
+        refuse_fp8("cpu", cache)
         if dtype not in DTYPES:
             raise ConfigError(f"attention backend 'cpu' has no {dtype}", param="--dtype")
         if not 0 < cache.head_dim <= MAX_DIM or cache.head_dim % 16:
@@ -70,6 +71,7 @@ class CpuAttention(AttentionBackend):
         spec: CacheSpec,
         scale: float,
         prepared: object = None,
+        scales: Tensor | None = None,
     ) -> None:
         torch.ops.weft_cpu.attend.default(
             q, out, cache, segment.q_offsets, segment.starts, segment.tables[kind], spec.window, scale

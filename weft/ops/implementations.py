@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from weft.ops import moe, tiled, torch_ops, triton
+from weft.ops import kv_fp8, moe, tiled, torch_ops, triton
 from weft.ops.cpu import fused, linear
 from weft.ops.cpu import moe as cpu_moe
 
-__all__ = ["cpu_moe", "fused", "linear", "moe", "tiled", "torch_ops", "triton"]
+__all__ = ["cpu_moe", "fused", "kv_fp8", "linear", "moe", "tiled", "torch_ops", "triton"]
