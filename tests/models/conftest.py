@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 
+from tests.support.latent_models import CASES as LATENT_CASES
 from weft.attention.base import SegmentInput, StepInput
 from weft.attention.registry import choose
 from weft.config.families import load_spec
@@ -114,6 +115,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6},
         },
     ),
+    **LATENT_CASES,
 }
 
 
@@ -126,6 +128,9 @@ def _randomize(model: torch.nn.Module, seed: int) -> None:
             weight.normal_(1.0 if "norm" in name else 0.0, 0.3, generator=generator)
         else:
             weight.normal_(0.0, 0.25, generator=generator)
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):
+            buffer.normal_(0.0, 0.25, generator=generator)
 
 
 @dataclass(frozen=True)

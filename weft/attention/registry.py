@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from weft.attention.base import AttentionBackend, Backend, Backends
+from weft.attention.latent import LatentBackend
 from weft.common.errors import ConfigError
 from weft.common.registry import Registry
 from weft.config.spec import ModelSpec
@@ -19,8 +20,12 @@ BACKENDS.add("triton", "weft.attention.triton_backend:TritonAttention")
 BACKENDS.add("triton-invariant", "weft.attention.triton_backend:TritonInvariant")
 BACKENDS.add("flashinfer", "weft.attention.flashinfer_backend:FlashInferAttention")
 
+LATENT: Registry[type[LatentBackend]] = Registry("attention backend")
+LATENT.add("cpu", "weft.attention.latent_cpu:CpuLatent")
+LATENT.add("torch", "weft.attention.latent_torch:TorchLatent")
+
 #: Form to its backends, by name.
-FORMS: dict[str, Registry[Any]] = {"gqa": BACKENDS}
+FORMS: dict[str, Registry[Any]] = {"gqa": BACKENDS, "latent": LATENT}
 
 #: Form and device to names, the best first; ``auto`` takes the first that can serve the model. FlashInfer is
 #: taken only by name.
@@ -29,6 +34,7 @@ PREFERRED: dict[str, dict[str, tuple[str, ...]]] = {
         "cpu": ("cpu", "torch", "invariant"),
         "cuda": ("triton", "triton-invariant", "torch"),
     },
+    "latent": {"cpu": ("cpu", "torch"), "cuda": ("torch",)},
 }
 
 

@@ -47,7 +47,7 @@ BITS = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class Piece:
     """``count`` queries of ``row``, from its query ``offset`` on; ``first`` is their place in the segment."""
 
     row: int
@@ -59,7 +59,7 @@ class _Piece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Group:
+class Group:
     """B pieces of n queries each, computed together."""
 
     tokens: Tensor | slice
@@ -67,7 +67,8 @@ class _Group:
     pieces: int
     queries: int
     gather: Tensor
-    """int64 [2 * B * kv_heads * width]: rows of the cache as [blocks * 2 * kv_heads, block * head_dim]."""
+    """int64 [2 * B * kv_heads * width]: rows of the cache as [blocks * 2 * kv_heads, block * head_dim], or
+    [B * width] of a latent one as [blocks, block * width]."""
     seen: Tensor
     """[B, 1, width * block, 1], integers of the cache dtype's width: all bits set where a query may see the
     position, else 0."""
@@ -77,7 +78,7 @@ class _Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Prepared:
-    groups: tuple[_Group, ...]
+    groups: tuple[Group, ...]
 
 
 class TorchAttention(AttentionBackend):
@@ -98,10 +99,14 @@ class TorchAttention(AttentionBackend):
     def prepare(
         self, segment: SegmentInput, kind: int, spec: CacheSpec, block_size: int, dtype: torch.dtype
     ) -> _Prepared:
-        pieces = _cut(segment, spec.window, block_size)
-        limit = GATHER // (2 * spec.kv_heads * block_size * spec.head_dim)
+        pieces = cut(segment, spec.window, block_size)
+        planes = 2 * spec.kv_heads
+        limit = GATHER // (planes * block_size * spec.head_dim)
         return _Prepared(
-            groups=tuple(_group(g, segment, kind, spec, block_size, dtype) for g in _batches(pieces, limit)),
+            groups=tuple(
+                make_group(g, segment, kind, spec, block_size, dtype, planes=planes)
+                for g in batches(pieces, limit)
+            ),
         )
 
     def attend(
@@ -125,7 +130,7 @@ class TorchAttention(AttentionBackend):
             out[group.tokens] = _attend(q[group.tokens], lines, group, spec, scale, scales)
 
 
-def _cut(segment: SegmentInput, window: int, block_size: int) -> list[_Piece]:
+def cut(segment: SegmentInput, window: int, block_size: int) -> list[Piece]:
     """All queries of the segment as pieces, in order. Widths come from upper bounds, so they suffice."""
     pieces = []
     begin = 0
@@ -138,14 +143,14 @@ def _cut(segment: SegmentInput, window: int, block_size: int) -> list[_Piece]:
             if window:
                 # n + window - 1 positions that begin anywhere in a block
                 width = min(width, (n + window - 2) // block_size + 2)
-            pieces.append(_Piece(row, offset, n, begin + offset, width))
+            pieces.append(Piece(row, offset, n, begin + offset, width))
         begin += count
     return pieces
 
 
-def _batches(pieces: list[_Piece], limit: int) -> Iterator[list[_Piece]]:
+def batches(pieces: list[Piece], limit: int) -> Iterator[list[Piece]]:
     """Pieces to compute together: equal counts, widths within a factor of two, ``limit`` blocks at most."""
-    alike: dict[tuple[int, int], list[_Piece]] = {}
+    alike: dict[tuple[int, int], list[Piece]] = {}
     for piece in pieces:
         alike.setdefault((piece.count, piece.width.bit_length()), []).append(piece)
     for batch in alike.values():
@@ -158,14 +163,17 @@ def _column(values: list[int], device: torch.device) -> Tensor:
     return upload(np.array(values, np.int64), device)
 
 
-def _group(
-    pieces: list[_Piece],
+def make_group(
+    pieces: list[Piece],
     segment: SegmentInput,
     kind: int,
     spec: CacheSpec,
     block_size: int,
     dtype: torch.dtype,
-) -> _Group:
+    *,
+    planes: int,
+) -> Group:
+    """planes: lines of one position that lie in planes of their own, 2 * kv_heads or 1."""
     table, starts = segment.tables[kind], segment.starts
     device, n, width = starts.device, pieces[0].count, max(piece.width for piece in pieces)
     rows = _column([piece.row for piece in pieces], device)
@@ -184,18 +192,18 @@ def _group(
         visible &= keys.unsqueeze(1) > queries.unsqueeze(2) - spec.window
     seen = (keys >= lowest.unsqueeze(1)) & (keys < (p + n).unsqueeze(1))
     # An entry past the table was clamped to a block it does not name; its positions lie past the row's end.
-    heads = torch.arange(2 * spec.kv_heads, device=device).view(2, 1, spec.kv_heads, 1)
-    return _Group(
+    plane = torch.arange(planes, device=device).view(-1, 1, max(1, planes // 2), 1)
+    return Group(
         tokens=_places(pieces, device),
         pieces=len(pieces),
         queries=n,
-        gather=(blocks[None, :, None, :] * (2 * spec.kv_heads) + heads).view(-1),
+        gather=(blocks[None, :, None, :] * planes + plane).view(-1),
         seen=-seen[:, None, :, None].to(BITS[kv_fp8.VALUES if spec.fp8 else dtype]),
         visible=visible.unsqueeze(1),
     )
 
 
-def _places(pieces: list[_Piece], device: torch.device) -> Tensor | slice:
+def _places(pieces: list[Piece], device: torch.device) -> Tensor | slice:
     n = pieces[0].count
     first = pieces[0].first
     if all(piece.first == first + i * n for i, piece in enumerate(pieces)):
@@ -205,7 +213,7 @@ def _places(pieces: list[_Piece], device: torch.device) -> Tensor | slice:
 
 
 def _attend(
-    q: Tensor, lines: Tensor, group: _Group, spec: CacheSpec, scale: float, scales: Tensor | None
+    q: Tensor, lines: Tensor, group: Group, spec: CacheSpec, scale: float, scales: Tensor | None
 ) -> Tensor:
     """q: [B * n, heads, head_dim]; returns the same shape."""
     b, n, kv_heads, dim = group.pieces, group.queries, spec.kv_heads, spec.head_dim

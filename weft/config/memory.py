@@ -104,7 +104,7 @@ def longest_that_fits(
 
 def weight_bytes(spec: ModelSpec, dtype: str) -> int:
     """Bytes of the model's parameters (an estimate: norms and biases are left out)."""
-    attention = spec.hidden * spec.head_dim * (2 * spec.heads + 2 * spec.kv_heads)
+    attention = _attention_elements(spec)
     dense = 3 * spec.hidden * spec.intermediate
     routed = 0
     routing: tuple[int, ...] = ()
@@ -114,6 +114,20 @@ def weight_bytes(spec: ModelSpec, dtype: str) -> int:
     layers = spec.layers * attention + (spec.layers - len(routing)) * dense + len(routing) * routed
     embeddings = spec.vocab_size * spec.hidden * (1 if spec.tied else 2)
     return (layers + embeddings) * DTYPE_BYTES[dtype]
+
+
+def _attention_elements(spec: ModelSpec) -> int:
+    mla = spec.mla
+    if mla is None:
+        return spec.hidden * spec.head_dim * (2 * spec.heads + 2 * spec.kv_heads)
+    queries = spec.heads * (mla.nope + mla.rope)
+    inputs = spec.hidden + queries if mla.q_lora else queries
+    return (
+        (mla.q_lora or spec.hidden) * inputs
+        + spec.hidden * (mla.kv_lora + mla.rope)
+        + spec.heads * (mla.nope + mla.v) * mla.kv_lora
+        + spec.hidden * spec.heads * mla.v
+    )
 
 
 def activation_bytes(spec: ModelSpec, dtype: str, scheduler: SchedulerSection) -> int:

@@ -84,6 +84,9 @@ class MLASpec(msgspec.Struct, frozen=True, kw_only=True):
     interleaved: bool = True
     """Whether rotated pairs are neighbours (2 i, 2 i + 1), not halves (i, i + rope / 2)."""
     bias: bool = False
+    """Of the projections from the hidden size: to the queries' rank, and to latent and key."""
+    norm_eps: float = 1e-6
+    """Of the norms of queries' rank and latent."""
 
 
 class DeltaSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -92,9 +92,17 @@ def load_model(
 
 
 def _saved_layers(folder: Path, spec: ModelSpec) -> int:
-    """Layers in the checkpoint; more than ``spec.layers`` when only the first are served."""
+    """Layers in the checkpoint; more than ``spec.layers`` when only the first are served.
+
+    Modules that predict further tokens are saved as the layers behind the last.
+    """
     config = read_json(folder, "config.json")
-    return Facts(config).integer("num_hidden_layers", spec.layers) if config else spec.layers
+    if not config:
+        return spec.layers
+    facts = Facts(config)
+    return facts.integer("num_hidden_layers", spec.layers) + facts.integer(
+        "num_nextn_predict_layers", 0, low=0
+    )
 
 
 @torch.no_grad()

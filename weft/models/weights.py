@@ -56,11 +56,16 @@ def decoder_weights(spec: ModelSpec) -> WeightMap:
     else:
         made.add("lm_head.weight", "head.weight")
     for layer in range(spec.layers):
-        theirs, ours = f"model.layers.{layer}", f"blocks.{layer}"
-        made.add(f"{theirs}.input_layernorm.weight", f"{ours}.attention_norm.weight")
-        made.add(f"{theirs}.post_attention_layernorm.weight", f"{ours}.feed_forward_norm.weight")
-        _add_attention(made, spec, f"{theirs}.self_attn", f"{ours}.attention")
+        add_block(made, spec, layer, f"model.layers.{layer}", f"blocks.{layer}")
     return made
+
+
+def add_block(made: WeightMap, spec: ModelSpec, layer: int, theirs: str, ours: str) -> None:
+    """The norms and the attention of one layer."""
+    made.add(f"{theirs}.input_layernorm.weight", f"{ours}.attention_norm.weight")
+    made.add(f"{theirs}.post_attention_layernorm.weight", f"{ours}.feed_forward_norm.weight")
+    add = _add_attention if spec.mla is None else _add_latent_attention
+    add(made, spec, f"{theirs}.self_attn", f"{ours}.attention")
 
 
 def _add_attention(made: WeightMap, spec: ModelSpec, theirs: str, ours: str) -> None:
@@ -71,6 +76,24 @@ def _add_attention(made: WeightMap, spec: ModelSpec, theirs: str, ours: str) -> 
     if spec.qk_norm:
         made.add(f"{theirs}.q_norm.weight", f"{ours}.q_norm.weight")
         made.add(f"{theirs}.k_norm.weight", f"{ours}.k_norm.weight")
+
+
+def _add_latent_attention(made: WeightMap, spec: ModelSpec, theirs: str, ours: str) -> None:
+    mla = spec.mla
+    assert mla is not None
+    if mla.q_lora is None:
+        first = spec.heads * (mla.nope + mla.rope)
+        made.add(f"{theirs}.q_proj.weight", f"{ours}.down.weight", slice(0, first))
+    else:
+        first = mla.q_lora
+        made.add_linear(f"{theirs}.q_a_proj", f"{ours}.down", slice(0, first), bias=mla.bias)
+        made.add(f"{theirs}.q_a_layernorm.weight", f"{ours}.q_norm.weight")
+        made.add(f"{theirs}.q_b_proj.weight", f"{ours}.q_up.weight")
+    lines = slice(first, first + mla.kv_lora + mla.rope)
+    made.add_linear(f"{theirs}.kv_a_proj_with_mqa", f"{ours}.down", lines, bias=mla.bias)
+    made.add(f"{theirs}.kv_a_layernorm.weight", f"{ours}.kv_norm.weight")
+    made.add(f"{theirs}.kv_b_proj.weight", f"{ours}.kv_up.weight")
+    made.add_linear(f"{theirs}.o_proj", f"{ours}.out", bias=spec.o_bias)
 
 
 def add_gated_mlp(made: WeightMap, spec: ModelSpec, theirs: str, ours: str) -> None:

@@ -114,9 +114,12 @@ def decoder_spec(
     defaults: Defaults,
     window: int | None,
     types: Sequence[str],
+    rotated: int | None = None,
     **more: Any,
 ) -> ModelSpec:
     """The facts that every family has; ``more`` are the fields of ``ModelSpec`` that it has beside them.
+
+    rotated: dims of a head that are rotated, None for all of ``head_dim``.
 
     ``eos_ids`` and ``dtype`` are those of ``config.json`` alone; ``load_spec`` completes them.
     """
@@ -129,7 +132,7 @@ def decoder_spec(
         )
     head_dim = facts.integer("head_dim", defaults.head_dim or hidden // heads)
     positions = facts.integer("max_position_embeddings", defaults.max_position)
-    rope = rope_spec(facts, head_dim, positions, defaults.theta)
+    rope = rope_spec(facts, rotated or head_dim, positions, defaults.theta)
     bos = facts.integers("bos_token_id") if "bos_token_id" in facts else ()
     fields: dict[str, Any] = {
         "family": family,

@@ -10,8 +10,8 @@ from typing import Any
 
 from weft.common.errors import ConfigError
 
-#: Fields that change what a model computes and that no family here implements, with the values that leave
-#: them without effect. Anything else is refused by name instead of being served wrongly.
+#: Fields that change what a model computes, with the values that leave them without effect. Anything else in
+#: a field that the model's family does not read is refused by name instead of being served wrongly.
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (None, 1, 1.0),
     "attn_logit_softcapping": (None,),
@@ -64,12 +64,14 @@ class Facts:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = config
+        self._read: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
         return name in self._config
 
     def get(self, name: str) -> Any:
         """The raw value; None where it is missing."""
+        self._read.add(name)
         return self._config.get(name)
 
     def fail(self, name: str, problem: str) -> ConfigError:
@@ -153,8 +155,11 @@ class Facts:
         return name
 
     def refuse_unknown_computation(self) -> None:
-        """Raises ConfigError for a field that would change results and that Weft does not implement."""
+        """Raises ConfigError for a field that would change results and that nobody has read so far.
+
+        A family reads what it implements, so this comes after it.
+        """
         for name, harmless in _WITHOUT_EFFECT.items():
-            value = self.get(name)
-            if not any(value == h and type(value) is type(h) for h in harmless):
+            value = self._config.get(name)
+            if name not in self._read and not any(value == h and type(value) is type(h) for h in harmless):
                 raise self.fail(name, f"= {value!r} is not supported by this version")

@@ -23,6 +23,8 @@ FAMILIES.add("Qwen2ForCausalLM", "weft.config.families.qwen2:build_spec")
 FAMILIES.add("Qwen3ForCausalLM", "weft.config.families.qwen3:build_spec")
 FAMILIES.add("Qwen3MoeForCausalLM", "weft.config.families.qwen3_moe:build_spec")
 FAMILIES.add("MixtralForCausalLM", "weft.config.families.mixtral:build_spec")
+FAMILIES.add("DeepseekV2ForCausalLM", "weft.config.families.deepseek:build_v2")
+FAMILIES.add("DeepseekV3ForCausalLM", "weft.config.families.deepseek:build_v3")
 
 _SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _MAX_HEADER = 100 << 20
@@ -51,8 +53,8 @@ def load_spec(
         )
     facts = Facts(config)
     build = FAMILIES.get(_architecture(facts))
-    facts.refuse_unknown_computation()
     spec = build(facts, num_hidden_layers_override)
+    facts.refuse_unknown_computation()
     return msgspec.structs.replace(
         spec,
         eos_ids=_eos_ids(spec, path),

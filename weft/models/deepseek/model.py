@@ -1,0 +1,20 @@
+"""DeepSeek V2 and V3: latent attention; all but the first feed-forward blocks are routed experts."""
+
+from __future__ import annotations
+
+from weft.attention.mla import LatentAttention
+from weft.config.spec import ModelSpec
+from weft.layers.build import Build, Layer
+from weft.layers.mlp import GatedMLP
+from weft.models.decoder import Block
+from weft.moe.block import RoutedMLP
+
+
+def make_block(spec: ModelSpec, layer: int, build: Build) -> Block:
+    """Layer ``layer``, its weights unset; from ``spec.layers`` on that of a module that predicts ahead."""
+    feed_forward: Layer
+    if spec.moe is not None and layer in spec.moe.layers:
+        feed_forward = RoutedMLP(spec.hidden, spec.moe, spec.activation, build)
+    else:
+        feed_forward = GatedMLP(spec.hidden, spec.intermediate, spec.activation, build)
+    return Block(spec, build, attention=LatentAttention(spec, layer, build), feed_forward=feed_forward)
