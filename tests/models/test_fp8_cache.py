@@ -84,7 +84,7 @@ def test_logits_are_near_those_of_the_plain_cache(
     assert torch.float8_e4m3fn in dtypes[1]
     assert torch.isfinite(logits[1]).all()
     error = (logits[1] - logits[0]).abs().mean() / logits[0].abs().mean()
-    assert 1e-4 < error < 0.15, float(error)
+    assert 1e-4 < error < 0.25, float(error)
 
 
 @pytest.mark.parametrize("name", NAMES)
