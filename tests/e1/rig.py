@@ -93,7 +93,7 @@ def attention_backends(name: str, dtype: torch.dtype) -> AttentionBackend:
 def model_of(folder: Path, dtype: str, form: str) -> tuple[Model, Backends]:
     """The model and its attention in one of the forms that promise E1.
 
-    cpp         the C++ operations, and nothing asked of them but for MoE, whose experts need --deterministic
+    cpp         the C++ operations, and nothing asked of them
     fallback    --deterministic where the C++ operations are not there
     """
     spec, kind = load_spec(str(folder), None), DTYPES[dtype]
@@ -101,7 +101,7 @@ def model_of(folder: Path, dtype: str, form: str) -> tuple[Model, Backends]:
         if not cpu.load():
             pytest.skip("the C++ operations are not built")
         backends = choose("cpu", spec, kind, CPU, BLOCK, invariant=True)
-        model = load_model(str(folder), spec, kind, CPU, progress=False, invariant=spec.moe is not None)
+        model = load_model(str(folder), spec, kind, CPU, progress=False)
     else:
         backends = choose("invariant", spec, kind, CPU, BLOCK, invariant=True)
         with pytest.MonkeyPatch.context() as patch:

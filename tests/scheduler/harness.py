@@ -6,6 +6,8 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from tests.scheduler.fake_runner import (
     BAD_SEED,
     ROW_ERROR,
@@ -18,7 +20,9 @@ from tests.scheduler.fake_runner import (
 from weft.common.errors import ErrorInfo
 from weft.config.resolved import KVConfig
 from weft.config.sections import SchedulerSection
+from weft.kv.snapshots import StateKind
 from weft.scheduler import Scheduler
+from weft.scheduler.draft import Draft
 from weft.types.messages import Submit, TokenEvent, ids_from_bytes
 from weft.types.plan import StepPlan, StepResult
 
@@ -38,6 +42,36 @@ class Told:
     aborted: bool = False
 
 
+class DraftingScheduler(Scheduler):
+    """A scheduler whose decode rows verify up to ``drafts`` drafts: a number for each row by whim."""
+
+    def __init__(self, kv: KVConfig, section: SchedulerSection, drafts: int) -> None:
+        super().__init__(kv, section, VOCAB)
+        self._drafts = drafts
+        self._whim = random.Random(drafts)
+
+    def _decode(self, draft: Draft) -> None:
+        book, columns = self._book, self._book.columns
+        slots = book.order()
+        slots = slots[~columns.prefilling(slots) & (columns.num_scheduled[slots] + 1 < columns.limit[slots])]
+        counts, left = {}, draft.budget
+        for slot in slots.tolist():
+            sequence = book.tenants[slot]
+            if sequence is None or left < 1:  # preempted just now
+                continue
+            run, start = sequence.state, int(columns.num_scheduled[slot])
+            count = min(1 + self._whim.randint(0, self._drafts), int(columns.limit[slot]) - 1 - start, left)
+            if not book.caches.fits(book.caches.needed(slot, start + count)):
+                count = 1  # drafts preempt nobody
+            ops = self._reserve(sequence, run, start + count, draft)
+            if ops is not None:
+                draft.grow(ops)
+                counts[slot] = count
+                left -= count
+        kept = [slot for slot in counts if book.tenants[slot] is not None]
+        draft.add_decode(np.array(kept, np.intp), np.array([counts[slot] for slot in kept], np.int32))
+
+
 class Rig:
     """The real scheduler and the fake runner, with ``depth`` steps in flight."""
 
@@ -46,7 +80,10 @@ class Rig:
         section.setdefault("max_num_batched_tokens", 24)
         self.kv = kv
         self.section = SchedulerSection(**section)  # type: ignore[arg-type]
-        self.scheduler = Scheduler(kv, self.section, VOCAB)
+        drafts = kv.copies - 1
+        self.scheduler = (
+            DraftingScheduler(kv, self.section, drafts) if drafts else Scheduler(kv, self.section, VOCAB)
+        )
         self.runner = FakeRunner(kv)
         self.depth = depth
         self.in_flight: deque[tuple[StepPlan, StepResult]] = deque()
@@ -151,7 +188,12 @@ class Rig:
         for kind in book.caches.kinds:
             pool = kind._pool  # type: ignore[attr-defined]
             held: dict[int, int] = {}
-            tables = [table.blocks[table.live :] for table in kind._tables.values()]  # type: ignore[attr-defined]
+            if isinstance(kind, StateKind):
+                savings = [saving for savings in kind._saving.values() for saving in savings]
+                tables = [list(kind._loaded.values()), [saving.block for saving in savings]]
+                assert {key: slot for slot, key in kind._newest.items()} == kind._owner
+            else:
+                tables = [table.blocks[table.live :] for table in kind._tables.values()]  # type: ignore[attr-defined]
             for blocks in [*tables, *pool._pending.values()]:
                 for block in blocks:
                     held[block] = held.get(block, 0) + 1
@@ -223,6 +265,12 @@ def random_rig(rng: random.Random, depth: int) -> Rig:
         full=window is None or rng.random() < 0.7,
         caching=rng.random() < 0.6,
         slots=rng.choice([4, 12]),
+        latent=rng.random() < 0.3,
+        sliding=rng.choice([0, 0, 0, 2, 8]),
+        ratio=rng.choice([0, 0, 0, 2, 4, 6]),
+        states=rng.choice([0, 0, 1, 2, 5, 40]),
+        stride=rng.choice([0, 8, 16]),
+        copies=rng.choice([1, 1, 2, 4]),
     )
     return Rig(
         kv,

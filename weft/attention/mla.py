@@ -13,6 +13,8 @@ from __future__ import annotations
 from typing import cast
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from weft.attention.base import LayerCache
 from weft.attention.gqa import AttentionInput
@@ -42,6 +44,23 @@ class UpLayer(Packs):
         self.matrices = UpMatrices(keys=keys, values=values, packed=self._pack(keys, values))
 
 
+class _Down(Linear):
+    """The first matrix. Where its first outputs are the queries themselves, they have no bias."""
+
+    def __init__(self, hidden: int, first: int, mla: MLASpec, build: Build) -> None:
+        outputs = first + mla.kv_lora + mla.rope
+        super().__init__(hidden, outputs, build)
+        self._outputs = outputs
+        if mla.bias:
+            self.bias = build.weight(outputs - (first if mla.q_lora is None else 0))
+
+    def pack(self) -> None:
+        super().pack()
+        if self.bias is not None:
+            missing = self._outputs - len(self.bias)
+            self.bias = nn.Parameter(F.pad(self.bias.data, (missing, 0)), requires_grad=False)
+
+
 class LatentAttention(Layer):
     """Latent attention with rotary positions; returns a partial."""
 
@@ -54,13 +73,11 @@ class LatentAttention(Layer):
         self._cache_spec = spec.caches[self._kind]
         queries = spec.heads * (mla.nope + mla.rope)
         first = queries if mla.q_lora is None else mla.q_lora
-        self.down = Linear(spec.hidden, first + mla.kv_lora + mla.rope, build, bias=mla.bias)
+        self.down = _Down(spec.hidden, first, mla, build)
         self.q_norm = self.q_up = None
         if mla.q_lora is not None:
             self.q_norm = RMSNorm(mla.q_lora, mla.norm_eps, build)
             self.q_up = Linear(mla.q_lora, queries, build)
-        elif self.down.bias is not None:
-            self.down.bias.data[:queries].zero_()  # none is published for them
         self.kv_norm = RMSNorm(mla.kv_lora, mla.norm_eps, build)
         self.kv_up = UpLayer(spec.heads, mla, build)
         self.out = RowLinear(spec.heads * mla.v, spec.hidden, build, bias=spec.o_bias)

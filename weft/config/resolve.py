@@ -21,6 +21,7 @@ from weft.config.memory import (
     GIB,
     activation_bytes,
     bytes_for,
+    live_bytes,
     longest_that_fits,
     pools_for,
     show_bytes,
@@ -61,10 +62,13 @@ def resolve(config: Config) -> EngineConfig:
     dtype = choose_dtype(model, spec, device, path)
     num_bytes = cache_bytes(spec, dtype, device, model, cache, scheduler)
     max_model_len = choose_max_model_len(spec, dtype, num_bytes, model, cache, scheduler)
+    caching = cache.enable_prefix_caching
     kv = KVConfig(
-        pools=pools_for(spec, cache.block_size, dtype, num_bytes, max_model_len, scheduler),
+        pools=pools_for(
+            spec, cache.block_size, dtype, num_bytes, max_model_len, scheduler, snapshots=caching
+        ),
         block_size=cache.block_size,
-        enable_prefix_caching=cache.enable_prefix_caching,
+        enable_prefix_caching=caching,
         max_model_len=max_model_len,
         num_slots=scheduler.max_num_seqs * scheduler.steps_in_flight,
     )
@@ -219,7 +223,15 @@ def cache_bytes(
         _check_asked(asked, device)
         return asked
     length = model.max_model_len if isinstance(model.max_model_len, int) else spec.max_position
-    usable = bytes_for(spec, cache.block_size, dtype, scheduler.max_num_seqs, length, scheduler)
+    usable = bytes_for(
+        spec,
+        cache.block_size,
+        dtype,
+        scheduler.max_num_seqs,
+        length,
+        scheduler,
+        snapshots=cache.enable_prefix_caching,
+    )
     weights = weight_bytes(spec, dtype)
     if device == "cpu":
         available = devices.available_memory()
@@ -278,6 +290,8 @@ def choose_max_model_len(
         return spec.max_position
     longest = longest_that_fits(spec, cache.block_size, dtype, num_bytes, spec.max_position, scheduler)
     if longest < 1:
+        if live_bytes(spec, dtype, scheduler):
+            pools_for(spec, cache.block_size, dtype, num_bytes, 1, scheduler)  # says more
         one = bytes_for(spec, cache.block_size, dtype, 1, 1, scheduler)
         raise ConfigError(
             f"--kv-cache-memory {show_bytes(num_bytes)} does not hold one block "

@@ -13,7 +13,10 @@ class PoolSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     cache: CacheSpec
     block_size: int
+    """Positions of a block; of a state, what its snapshots are made at multiples of."""
     num_blocks: int
+    stride: int = 0
+    """Of a state: positions between the snapshots of a long prompt; 0 for as many as may be."""
 
 
 class KVConfig(msgspec.Struct, frozen=True, kw_only=True):

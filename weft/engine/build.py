@@ -97,5 +97,15 @@ def fit_pools(config: EngineConfig, free: int, total: int) -> KVConfig:
     spec, cache, scheduler = config.spec, config.cache, config.scheduler
     others = int(total * (1 - cache.gpu_memory_utilization))
     room = max(free - others - activation_bytes(spec, config.dtype, scheduler), 0)
-    pools = pools_for(spec, config.kv.block_size, config.dtype, room, config.kv.max_model_len, scheduler)
-    return msgspec.structs.replace(config.kv, pools=pools)
+    kv = config.kv
+    pools = pools_for(
+        spec,
+        kv.block_size,
+        config.dtype,
+        room,
+        kv.max_model_len,
+        scheduler,
+        copies=kv.copies,
+        snapshots=kv.enable_prefix_caching,
+    )
+    return msgspec.structs.replace(kv, pools=pools)

@@ -90,7 +90,10 @@ def _add_latent_attention(made: WeightMap, spec: ModelSpec, theirs: str, ours: s
         made.add(f"{theirs}.q_a_layernorm.weight", f"{ours}.q_norm.weight")
         made.add(f"{theirs}.q_b_proj.weight", f"{ours}.q_up.weight")
     lines = slice(first, first + mla.kv_lora + mla.rope)
-    made.add_linear(f"{theirs}.kv_a_proj_with_mqa", f"{ours}.down", lines, bias=mla.bias)
+    made.add(f"{theirs}.kv_a_proj_with_mqa.weight", f"{ours}.down.weight", lines)
+    if mla.bias:
+        biased = (lines,) if mla.q_lora is not None else ()  # full queries have none
+        made.add(f"{theirs}.kv_a_proj_with_mqa.bias", f"{ours}.down.bias", *biased)
     made.add(f"{theirs}.kv_a_layernorm.weight", f"{ours}.kv_norm.weight")
     made.add(f"{theirs}.kv_b_proj.weight", f"{ours}.kv_up.weight")
     made.add_linear(f"{theirs}.o_proj", f"{ours}.out", bias=spec.o_bias)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections.abc import Sequence
 
 import torch
 
@@ -14,18 +15,28 @@ from weft.ops.torch_ops import wide
 
 
 def allocate(kv: KVConfig, dtype: torch.dtype, device: torch.device) -> list[LayerCache]:
-    """Each layer's caches, in layer order; shapes as ``LayerCache`` says.
+    """``by_layer`` of fresh memory."""
+    return by_layer(kv, stacked(kv, dtype, device))
+
+
+def stacked(kv: KVConfig, dtype: torch.dtype, device: torch.device) -> list[list[torch.Tensor]]:
+    """For each cache kind its tensors, zeros; the first dim of each counts the kind's layers.
 
     Block 0 is the null block: padding of tables points at it, no row's own positions ever do. Likewise the
     last line of a state is nobody's slot.
     """
+    return [
+        [zeros((len(pool.cache.layers), *shape), of, device) for shape, of in _shapes(kv, pool, dtype)]
+        for pool in kv.pools
+    ]
+
+
+def by_layer(kv: KVConfig, memory: Sequence[Sequence[torch.Tensor]]) -> list[LayerCache]:
+    """Each layer's views of ``stacked`` memory, in layer order; shapes as ``LayerCache`` says."""
     layers: dict[int, dict[int, tuple[torch.Tensor, ...]]] = {}
     for kind, pool in enumerate(kv.pools):
-        memory = [
-            _zeros((len(pool.cache.layers), *shape), of, device) for shape, of in _shapes(kv, pool, dtype)
-        ]
         for number, layer in enumerate(pool.cache.layers):
-            layers.setdefault(layer, {})[kind] = tuple(tensor[number] for tensor in memory)
+            layers.setdefault(layer, {})[kind] = tuple(tensor[number] for tensor in memory[kind])
     return [layers[number] for number in sorted(layers)]
 
 
@@ -47,7 +58,7 @@ def _shapes(kv: KVConfig, pool: PoolSpec, dtype: torch.dtype) -> list[tuple[tupl
     return [((*lines, cache.head_dim), kv_fp8.VALUES), (lines, torch.float32)]
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeros. On a CPU they are pages that the system gives when they are first written.
 
     So a cache that a small load never fills costs what was used of it; ``torch.zeros`` would write it all.

@@ -146,6 +146,8 @@ class _Builder:
             program.end_list()
         elif isinstance(value, list | tuple) and all(isinstance(entry, int) for entry in value):
             program.constant_ints(list(value))
+        elif isinstance(value, torch.ScriptObject):
+            program.constant_any(value)
         elif isinstance(value, torch.memory_format):
             program.constant_int(_MEMORY_FORMATS[value])
         elif isinstance(value, torch.layout) and value is torch.strided:

@@ -26,11 +26,12 @@ from weft.overlap.drive import drive
 from weft.runner.batch import BatchBuilder, StepRows, plain
 from weft.runner.device_queue import DeviceQueue, result_of
 from weft.runner.graphs import DecodeGraphs, GraphOptions
-from weft.runner.kv_tensors import allocate
+from weft.runner.kv_tensors import by_layer, stacked
 from weft.runner.result import HostCopy, to_result
 from weft.runner.sampler import Sampler
 from weft.runner.slot_state import SlotState
 from weft.runner.staging import StagingBuffer, StagingRing
+from weft.runner.states import States
 from weft.runner.trace import StepTrace
 from weft.types.plan import AllocSlot, FreeSlot, StepPlan, StepResult
 
@@ -75,7 +76,9 @@ class Runner:
         self._backends = backends
         self._device = device
         self._state = SlotState(kv, device)
-        self._cache = allocate(kv, dtype, device)
+        memory = stacked(kv, dtype, device)
+        self._cache = by_layer(kv, memory)
+        self._states = States(kv, memory, self._state.live)
         self._sampler = Sampler(kv.num_slots, vocab_size, device)
         self._ring = StagingRing(device, depth, poison=poison)
         self._builder = BatchBuilder(self._state, kv, backends, dtype)
@@ -147,6 +150,7 @@ class Runner:
                 self._sampler.alloc(op)
             elif isinstance(op, FreeSlot):
                 self._sampler.free(op.slot)
+        self._states.apply(plan.ops)
         self._state.validate(plan.prefill)
         self._state.validate(plan.decode)
         handle.buffer = self._ring.acquire()

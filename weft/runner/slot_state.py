@@ -15,7 +15,7 @@ import torch
 from weft.common.errors import EngineDead
 from weft.config.resolved import KVConfig
 from weft.ops.upload import upload
-from weft.types.plan import AllocSlot, AppendBlocks, AppendEach, FreeSlot, Op, Segment
+from weft.types.plan import AllocSlot, AppendBlocks, AppendEach, FreeSlot, LoadState, Op, SaveState, Segment
 
 Tensor = torch.Tensor
 
@@ -64,7 +64,10 @@ class SlotState:
             return
         if not 0 <= op.slot < self.num_slots:
             raise EngineDead(f"step names slot {op.slot}, the table has {self.num_slots}")
-        if isinstance(op, AllocSlot):
+        if isinstance(op, SaveState | LoadState):  # carried out by ``States``
+            if not self._live[op.slot]:
+                raise EngineDead(f"a state is copied of slot {op.slot}, which is free")
+        elif isinstance(op, AllocSlot):
             self._alloc(op)
         elif isinstance(op, FreeSlot):
             self._free(op)
@@ -129,6 +132,6 @@ class SlotState:
         if not self._live[slots].all() or (self._gen[slots] != segment.gen).any():
             raise EngineDead("a row names a slot without its tenant")
         ends = segment.start.astype(np.int64) + segment.count
-        for entries, size in zip(self._entries, self._block_sizes, strict=True):
-            if (entries[slots] * size < ends).any():
+        for table, entries, size in zip(self.tables, self._entries, self._block_sizes, strict=True):
+            if table.shape[1] and (entries[slots] * size < ends).any():
                 raise EngineDead("a row's positions lie beyond its block table")

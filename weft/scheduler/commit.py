@@ -183,6 +183,8 @@ def _commit_row(book: Book, row: _Row, result: StepResult) -> TokenEvent | None:
     rejected = max(row.sample - len(tokens), 0)
     if rejected:
         row.run.num_scheduled -= rejected
+        if row.run.num_scheduled == row.computed + row.count - rejected:  # no later row has been planned
+            row.run.exact = row.count - rejected
     _advance(book, row, row.computed + row.count - rejected)
     prompt_logprobs = _deliver_prompt_logprobs(row, result)
     made, ending = _append(sequence, tokens)

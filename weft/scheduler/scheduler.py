@@ -199,6 +199,8 @@ class Scheduler:
             end = self._chunk_end(sequence, start, run.known, draft)
             if end <= start:
                 continue
+            if run.marks is not None:
+                end = run.marks.cut(start, end, run.snapshot)
             ops = self._reserve(sequence, run, end, draft)
             if ops is not None:
                 self._add_chunk(draft, sequence, run, end, ops)
@@ -221,7 +223,10 @@ class Scheduler:
             end = self._chunk_end(sequence, num_hit, known, draft)
             if end <= num_hit:
                 return
-            run, ops = book.admit(sequence, hashes, num_hit, end)
+            marks = book.marks(sequence, hashes, num_hit)
+            if marks is not None:
+                end = marks.cut(num_hit, end, num_hit)
+            run, ops = book.admit(sequence, hashes, num_hit, end, marks)
             self._add_chunk(draft, sequence, run, end, ops)
             rest = book.caches.needed(run.slot, known + 1)
             promised = [p + n for p, n in zip(promised, rest, strict=True)]
@@ -232,7 +237,7 @@ class Scheduler:
             self._watch_progress()
             return None
         self._empty_plans = 0
-        plan = draft.seal(book.slots.announce())
+        plan = draft.seal([*book.slots.announce(), *book.snapshots(self._step)])
         book.launched(plan)
         self._step += 1
         return plan

@@ -99,7 +99,28 @@ class AppendEach(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         return AppendEach(kind=self.kind, slots=column(self.slots[keep]), blocks=column(self.blocks[keep]))
 
 
-Op: TypeAlias = AllocSlot | FreeSlot | AppendBlocks | AppendEach
+class SaveState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Copies the slot's recurrent state of cache kind ``kind`` into ``block``: a snapshot.
+
+    The state is the one ``back`` positions before the slot's last: 0 for the live one; more only after a
+    decode row, which left the state after each of its tokens. The plan's maker knows the length exactly.
+    """
+
+    slot: int
+    kind: int
+    block: int
+    back: int = 0
+
+
+class LoadState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Copies the snapshot in ``block`` to copy 0 of the slot's state of kind ``kind``; it is live then."""
+
+    slot: int
+    kind: int
+    block: int
+
+
+Op: TypeAlias = AllocSlot | FreeSlot | AppendBlocks | AppendEach | SaveState | LoadState
 
 
 class Segment(msgspec.Struct, frozen=True, kw_only=True):

@@ -47,6 +47,7 @@ class Program : public torch::CustomClassHolder {
   void constant_float(double value) { add({kConstant, value}); }
   void constant_bool(bool value) { add({kConstant, value}); }
   void constant_str(std::string value) { add({kConstant, std::move(value)}); }
+  void constant_any(c10::IValue value) { add({kConstant, std::move(value)}); }  // objects of ours
   void constant_ints(std::vector<int64_t> value) { add({kConstant, c10::IValue(value)}); }
   void constant_dtype(Tensor of) { add({kConstant, static_cast<int64_t>(of.scalar_type())}); }
   void constant_device(Tensor of) { add({kConstant, of.device()}); }
@@ -142,6 +143,7 @@ TORCH_LIBRARY_FRAGMENT(weft_cpu, m) {
       .def("constant_float", &Program::constant_float)
       .def("constant_bool", &Program::constant_bool)
       .def("constant_str", &Program::constant_str)
+      .def("constant_any", &Program::constant_any)
       .def("constant_ints", &Program::constant_ints)
       .def("constant_dtype", &Program::constant_dtype)
       .def("constant_device", &Program::constant_device)
