@@ -82,7 +82,7 @@ class Scene:
         for prepared in (backend.prepare(self.segment, 0, spec, self.block, self.q.dtype), None):
             out = torch.full_like(self.q, math.nan)
             cache, scales = (self.values, self.scales) if fp8 else (self.plain, None)
-            backend.attend(self.q, out, cache, self.segment, 0, spec, 0.2, prepared, scales)
+            backend.attend(self.q, out, cache, self.segment, 0, spec, 0.2, prepared, scales=scales)
             outs.append(out)
         assert torch.equal(outs[0], outs[1])
         return outs[0]

@@ -55,6 +55,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {"sliding_window": 70}),
     "qwen2_mixed": ("Qwen2", {**_MIXED, "layer_types": ["sliding_attention", "full_attention"] * 2}),
     "qwen3_moe": ("Qwen3Moe", {"moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 3}),
+    "gpt_oss": ("GptOss", {"num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 70}),
 }
 
 

@@ -179,6 +179,10 @@ OTHERS = [
         ("fallback", "float64", 16, 16),
     )
 ]
+OTHERS += [
+    {"model": "gpt_oss", "form": form, "dtype": dtype, "batch": 16, "chunk": chunk}
+    for form, dtype, chunk in (("cpp", "bfloat16", 16), ("cpp", "float32", 0), ("fallback", "float64", 256))
+]
 OTHERS.append({"model": "qwen3_moe", "form": "fallback", "dtype": "float64", "batch": 16, "chunk": 16})
 
 

@@ -20,7 +20,13 @@ HIDDEN, INNER, EXPERTS, TOP_K, VOCAB = 24, 20, 8, 3, 40
 
 
 def _config(made: type[Any], **settings: Any) -> Any:
-    config = made(hidden_size=HIDDEN, num_experts_per_tok=TOP_K, vocab_size=VOCAB, **settings)
+    config = made(
+        hidden_size=HIDDEN,
+        num_attention_heads=4,
+        num_experts_per_tok=TOP_K,
+        vocab_size=VOCAB,
+        **settings,
+    )
     config._experts_implementation = "eager"
     return config
 

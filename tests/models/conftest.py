@@ -14,6 +14,8 @@ import pytest
 import torch
 import transformers
 
+from tests.support.delta_models import CASES as DELTA_CASES
+from tests.support.gpt_oss_models import CASES as GPT_OSS_CASES
 from tests.support.latent_models import CASES as LATENT_CASES
 from weft.attention.base import SegmentInput, StepInput
 from weft.attention.registry import choose
@@ -116,7 +118,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     **LATENT_CASES,
+    **DELTA_CASES,
+    **GPT_OSS_CASES,
 }
+#: Families whose configuration transformers calls otherwise.
+_CONFIGS = {"Qwen3_5": "Qwen3_5TextConfig", "Qwen3_5Moe": "Qwen3_5MoeTextConfig"}
 
 
 @torch.no_grad()
@@ -125,7 +131,9 @@ def _randomize(model: torch.nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for name, weight in model.named_parameters():
         if weight.dim() == 1:
-            weight.normal_(1.0 if "norm" in name else 0.0, 0.3, generator=generator)
+            # Norms around 1, or around 0 where they are published as their difference from 1.
+            around = float(weight[0]) if "norm" in name else 0.0
+            weight.normal_(around, 0.3, generator=generator)
         else:
             weight.normal_(0.0, 0.25, generator=generator)
     for name, buffer in model.named_buffers():
@@ -164,7 +172,8 @@ class Checkpoint:
 
 def make_checkpoint(name: str, folder: Path, seed: int = 0) -> Checkpoint:
     family, changes = CASES[name]
-    config = getattr(transformers, f"{family}Config")(**{**_BASE, **changes})
+    settings = {name: value for name, value in {**_BASE, **changes}.items() if value is not None}
+    config = getattr(transformers, _CONFIGS.get(family, f"{family}Config"))(**settings)
     reference = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     _randomize(reference, seed)
     reference.save_pretrained(folder)

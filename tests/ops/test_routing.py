@@ -28,7 +28,7 @@ def test_rules_by_plain_python(kind: str) -> None:
 
 
 def _config(module: Any, name: str, **settings: Any) -> Any:
-    return getattr(module, name)(hidden_size=48, num_experts_per_tok=3, **settings)
+    return getattr(module, name)(hidden_size=48, num_attention_heads=4, num_experts_per_tok=3, **settings)
 
 
 _GROUPED: dict[str, Any] = {

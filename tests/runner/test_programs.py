@@ -90,9 +90,9 @@ def test_what_cannot_be_recorded_is_refused(what: str) -> None:
         record(run)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("programs"), "qwen2_mixed")
+@pytest.fixture(scope="module", params=["qwen2_mixed", "qwen3_moe", "gpt_oss"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("programs"), request.param)
 
 
 def _answers(folder: Path, *, replay: bool, dtype: str = "bfloat16", broken: bool = False) -> Any:

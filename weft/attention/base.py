@@ -167,6 +167,7 @@ class AttentionBackend(Backend):
         spec: CacheSpec,
         scale: float,
         prepared: object = None,
+        sinks: Tensor | None = None,  # [heads], q's dtype
         scales: Tensor | None = None,  # float32 [blocks, 2, kv_heads, block], where the cache is E4M3
     ) -> None:
         """Attends causally (and within ``spec.window``) to keys and values that are all in the cache.
@@ -174,5 +175,6 @@ class AttentionBackend(Backend):
         Entries of the block table that lie wholly outside the window, and positions beyond a row's end, may
         have other tenants: never let their values (NaN included) reach an output. Block 0 is the null block.
         Must accept a segment with no rows. ``prepared`` is ``prepare``'s answer for this segment and kind;
-        without it the backend prepares by itself.
+        without it the backend prepares by itself. ``sinks``: a score of each head that takes its part of
+        the softmax and adds nothing to the sum; who sees no key gets 0.
         """

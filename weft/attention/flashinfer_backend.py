@@ -112,6 +112,10 @@ class FlashInferAttention(AttentionBackend):
             raise ConfigError(
                 f"{spec.heads} query heads cannot share {cache.kv_heads} KV heads", param="--model"
             )
+        if spec.sinks:
+            raise ConfigError(
+                "attention backend 'flashinfer' has no attention sinks", param="--attention-backend"
+            )
         if cache.head_dim not in DIMS:
             raise ConfigError(
                 f"attention backend 'flashinfer' has heads of {', '.join(map(str, DIMS))} dims, not of "
@@ -134,6 +138,7 @@ class FlashInferAttention(AttentionBackend):
         spec: CacheSpec,
         scale: float,
         prepared: object = None,
+        sinks: Tensor | None = None,
         scales: Tensor | None = None,
     ) -> None:
         if not segment.tokens:

@@ -118,6 +118,7 @@ class InvariantAttention(AttentionBackend):
         spec: CacheSpec,
         scale: float,
         prepared: object = None,
+        sinks: Tensor | None = None,
         scales: Tensor | None = None,
     ) -> None:
         if not segment.tokens:
@@ -133,7 +134,7 @@ class InvariantAttention(AttentionBackend):
         lines = cache.view(-1, g * spec.head_dim)
         own = None if scales is None else scales.view(-1, g)
         for group in prepared.groups:
-            _attend(q, out, lines, own, group, spec, scale, prepared.shapes)
+            _attend(q, out, lines, own, group, spec, scale, prepared.shapes, sinks)
 
 
 def _shapes(dim: int, dtype: torch.dtype) -> tuple[ProductShapes, ProductShapes]:
@@ -234,6 +235,7 @@ def _attend(
     spec: CacheSpec,
     scale: float,
     shapes: tuple[ProductShapes, ProductShapes],
+    sinks: Tensor | None,
 ) -> None:
     (pieces, n), kv_heads, dim = group.queries.shape, spec.kv_heads, spec.head_dim
     shared, dtype = q.shape[1] // kv_heads, wide(q.dtype)
@@ -247,10 +249,14 @@ def _attend(
     folded = folded.permute(0, 2, 3, 1, 4).reshape(pieces, kv_heads, shared * n, dim)
     size = next((rows for rows in reversed(shapes[0].rows) if rows >= shared * n), shapes[0].rows[0])
     made = folded.new_empty(folded.shape)
+    drawn = None
+    if sinks is not None:  # [1, kv_heads, shared * n, 1]
+        drawn = sinks.to(dtype).view(1, kv_heads, shared, 1).repeat_interleave(n, dim=2)
     for begin in range(0, shared * n, size):
         part = slice(begin, min(begin + size, shared * n))
         hidden = group.hidden.expand(-1, -1, -1, shared, -1, -1).flatten(3, 4)[:, :, :, part]
-        made[:, :, part] = _tiles(folded[:, :, part], k, v, hidden, scale, size, shapes)
+        sink = None if drawn is None else drawn[:, :, part]
+        made[:, :, part] = _tiles(folded[:, :, part], k, v, hidden, scale, size, shapes, sink)
     made = made.view(pieces, kv_heads, shared, n, dim).permute(0, 3, 1, 2, 4)
     made = made.reshape(pieces * n, kv_heads * shared, dim)
     out[group.places] = made[group.real].to(out.dtype)
@@ -264,6 +270,7 @@ def _tiles(
     scale: float,
     size: int,
     shapes: tuple[ProductShapes, ProductShapes],
+    sink: Tensor | None,  # [1, kv_heads, as many as in q, 1]
 ) -> Tensor:
     """Attention of matrices of queries, filled up to ``size`` rows: the shape of q."""
     pieces, kv_heads, width, _, dim = k.shape
@@ -288,4 +295,7 @@ def _tiles(
     for tile in range(width):
         total += parts[:, :, tile]
         mass += masses[:, :, tile]
-    return (total / mass)[:, :, :rows]
+    total, mass = total[:, :, :rows], mass[:, :, :rows]
+    if sink is not None:
+        mass = mass + (sink - top[:, :, 0, :rows]).exp()
+    return total / mass

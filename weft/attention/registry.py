@@ -24,8 +24,13 @@ LATENT: Registry[type[LatentBackend]] = Registry("attention backend")
 LATENT.add("cpu", "weft.attention.latent_cpu:CpuLatent")
 LATENT.add("torch", "weft.attention.latent_torch:TorchLatent")
 
+DELTA: Registry[type[Backend]] = Registry("delta net backend")
+DELTA.add("cpu", "weft.attention.delta_cpu:CpuDelta")
+DELTA.add("torch", "weft.attention.delta_torch:TorchDelta")
+DELTA.add("invariant", "weft.attention.delta_torch:InvariantDelta")
+
 #: Form to its backends, by name.
-FORMS: dict[str, Registry[Any]] = {"gqa": BACKENDS, "latent": LATENT}
+FORMS: dict[str, Registry[Any]] = {"gqa": BACKENDS, "latent": LATENT, "delta": DELTA}
 
 #: Form and device to names, the best first; ``auto`` takes the first that can serve the model. FlashInfer is
 #: taken only by name.
@@ -35,6 +40,10 @@ PREFERRED: dict[str, dict[str, tuple[str, ...]]] = {
         "cuda": ("triton", "triton-invariant", "torch"),
     },
     "latent": {"cpu": ("cpu", "torch"), "cuda": ("torch",)},
+    "delta": {
+        "cpu": ("cpu", "torch", "invariant"),
+        "cuda": ("torch", "invariant"),
+    },
 }
 
 

@@ -119,6 +119,7 @@ class TorchAttention(AttentionBackend):
         spec: CacheSpec,
         scale: float,
         prepared: object = None,
+        sinks: Tensor | None = None,
         scales: Tensor | None = None,
     ) -> None:
         if not isinstance(prepared, _Prepared):
@@ -127,7 +128,7 @@ class TorchAttention(AttentionBackend):
             return
         lines = cache.view(-1, cache.shape[3] * spec.head_dim)
         for group in prepared.groups:
-            out[group.tokens] = _attend(q[group.tokens], lines, group, spec, scale, scales)
+            out[group.tokens] = _attend(q[group.tokens], lines, group, spec, scale, sinks, scales)
 
 
 def cut(segment: SegmentInput, window: int, block_size: int) -> list[Piece]:
@@ -213,7 +214,13 @@ def _places(pieces: list[Piece], device: torch.device) -> Tensor | slice:
 
 
 def _attend(
-    q: Tensor, lines: Tensor, group: Group, spec: CacheSpec, scale: float, scales: Tensor | None
+    q: Tensor,
+    lines: Tensor,
+    group: Group,
+    spec: CacheSpec,
+    scale: float,
+    sinks: Tensor | None,
+    scales: Tensor | None,
 ) -> Tensor:
     """q: [B * n, heads, head_dim]; returns the same shape."""
     b, n, kv_heads, dim = group.pieces, group.queries, spec.kv_heads, spec.head_dim
@@ -227,7 +234,23 @@ def _attend(
     mask = group.visible
     if n > 1 and shared > 1:
         mask = mask.unsqueeze(1).expand(b, 1, shared, n, -1).reshape(b, 1, shared * n, -1)
-    made = F.scaled_dot_product_attention(
-        folded, kv[0].to(q.dtype), kv[1].to(q.dtype), attn_mask=mask, scale=scale
-    )
+    k, v = kv.to(q.dtype)
+    if sinks is not None:
+        k, v, mask = _with_sinks(k, v, mask.expand(b, 1, shared * n, -1), sinks)
+    made = F.scaled_dot_product_attention(folded, k, v, attn_mask=mask, scale=scale)
     return made.view(b, kv_heads, shared, n, dim).permute(0, 3, 1, 2, 4).reshape(b * n, -1, dim)
+
+
+def _with_sinks(k: Tensor, v: Tensor, visible: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values with one of zeros behind them, and scores to add: the last key has its head's sink.
+
+    k, v: [B, kv_heads, keys, dim]; visible: bool [B, 1, group * n, keys].
+    """
+    b, kv_heads, _, dim = k.shape
+    lines = visible.shape[2]
+    column = sinks.to(k.dtype).view(kv_heads, -1)
+    column = column.repeat_interleave(lines // column.shape[1], dim=1)  # [kv_heads, group * n]
+    added = k.new_zeros(visible.shape).masked_fill_(~visible, float("-inf")).expand(b, kv_heads, lines, -1)
+    added = torch.cat((added, column.view(1, kv_heads, lines, 1).expand(b, -1, -1, 1)), dim=-1)
+    nothing = k.new_zeros(b, kv_heads, 1, dim)
+    return torch.cat((k, nothing), dim=2), torch.cat((v, nothing), dim=2), added

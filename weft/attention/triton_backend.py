@@ -112,6 +112,7 @@ class TritonAttention(AttentionBackend):
         spec: CacheSpec,
         scale: float,
         prepared: object = None,
+        sinks: Tensor | None = None,
         scales: Tensor | None = None,
     ) -> None:
         if not segment.tokens:
@@ -139,6 +140,7 @@ class TritonAttention(AttentionBackend):
                 split=cut.split,
                 splits=cut.splits,
                 tokens=(part.begin, part.end),
+                sinks=sinks,
             )
         if whole is not out:
             out.copy_(whole)

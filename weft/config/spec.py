@@ -189,6 +189,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     mlp_bias: bool = False
     qk_norm: bool = False
     """RMSNorm over head_dim of queries and keys before rope."""
+    centred_norms: bool = False
+    """RMSNorm weights are published as their difference from 1, and kept wide: rounded to bf16 near 1 they
+    would lose what they were trained to."""
+    output_gate: bool = False
+    """Whether attention's output is multiplied by the sigmoid of a projection of its input."""
     sinks: bool = False
     """Whether each head has a score that takes part in every softmax and has no value."""
     moe: MoESpec | None = None

@@ -31,9 +31,9 @@ class Block(nn.Module):
 
     def __init__(self, spec: ModelSpec, build: Build, attention: Layer, feed_forward: Layer) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(spec.hidden, spec.norm_eps, build)
+        self.attention_norm = RMSNorm(spec.hidden, spec.norm_eps, build, wide=spec.centred_norms)
         self.attention = attention
-        self.feed_forward_norm = RMSNorm(spec.hidden, spec.norm_eps, build)
+        self.feed_forward_norm = RMSNorm(spec.hidden, spec.norm_eps, build, wide=spec.centred_norms)
         self.feed_forward = feed_forward
         self._comm = build.comm
 
@@ -71,7 +71,7 @@ class Decoder(Model):
         super().__init__(spec, build)
         self.embedding = Embedding(spec.vocab_size, spec.hidden, build, tied=spec.tied)
         self.blocks = nn.ModuleList(make_block(spec, layer, build) for layer in range(spec.layers))
-        self.norm = RMSNorm(spec.hidden, spec.norm_eps, build)
+        self.norm = RMSNorm(spec.hidden, spec.norm_eps, build, wide=spec.centred_norms)
         self.head = Head(self.embedding, build, tied=spec.tied)
         self._rope = Rope(spec.rope, build)
 

@@ -97,12 +97,12 @@ def _saved_layers(folder: Path, spec: ModelSpec) -> int:
     Modules that predict further tokens are saved as the layers behind the last.
     """
     config = read_json(folder, "config.json")
-    if not config:
+    if config is None:
         return spec.layers
-    facts = Facts(config)
-    return facts.integer("num_hidden_layers", spec.layers) + facts.integer(
-        "num_nextn_predict_layers", 0, low=0
-    )
+    nested = config.get("text_config")
+    facts = Facts(nested if isinstance(nested, dict) else config)
+    predicting = facts.integer("num_nextn_predict_layers", 0, low=0)
+    return facts.integer("num_hidden_layers", spec.layers) + predicting
 
 
 @torch.no_grad()

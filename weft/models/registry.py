@@ -13,6 +13,18 @@ from weft.models.weights import WeightMap
 BLOCKS: Registry[Callable[[ModelSpec, int, Build], Block]] = Registry("model family")
 WEIGHTS: Registry[Callable[[ModelSpec], WeightMap]] = Registry("model family")
 
-for _family in ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek"):
+_FAMILIES = (
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "qwen3_next",
+    "qwen3_5",
+    "deepseek",
+    "gpt_oss",
+)
+for _family in _FAMILIES:
     BLOCKS.add(_family, f"weft.models.{_family}.model:make_block")
     WEIGHTS.add(_family, f"weft.models.{_family}.weights:weight_map")

@@ -76,7 +76,7 @@ def _scores(logits: Tensor, scoring: str) -> Tensor:
 
 def _chosen(choice: Tensor, rule: Rule) -> Tensor:
     if rule.groups > 1:
-        grouped = choice.view(choice.shape[0], rule.groups, -1)
+        grouped = choice.unflatten(-1, (rule.groups, choice.shape[1] // rule.groups))
         if rule.group_rule == "max":
             best = grouped.amax(-1)
         else:

@@ -128,6 +128,15 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
     return _ACTIVATIONS[activation](gate) * up
 
 
+def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
+    """``x * sigmoid(gate)``, both [T, n], in x's dtype, rounded once.
+
+    By exp, of which torch computes every element alike; of sigmoid not.
+    """
+    exact = wide(x.dtype)
+    return (x.to(exact) / (1 + (-gate.to(exact)).exp())).to(x.dtype)
+
+
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     """``gated(x @ weight.T + bias)``: x [T, K], weight [2 n, K], gate rows first; [T, n] in x's dtype."""
     return gated(F.linear(x, weight, bias), activation)
@@ -182,7 +191,8 @@ register("linear_int8", Implementation(name="torch", run=linear_int8, pack=to_in
 register("gated_linear_int8", Implementation(name="torch", run=gated_linear_int8, pack=to_int8))
 register("gated", Implementation(name="torch", run=gated))
 # Every output element is a function of its own row alone, computed in one fixed order.
-register("embedding", Implementation(name="torch", run=embedding, invariant=True))
+for _op in (embedding, sigmoid_gate):
+    register(_op.__name__, Implementation(name="torch", run=_op, invariant=True))
 # Likewise on the CPU; a GPU sums a row in an order that the number of rows has a part in.
 for _name, _run in (
     ("rms_norm", rms_norm),

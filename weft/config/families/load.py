@@ -25,6 +25,12 @@ FAMILIES.add("Qwen3MoeForCausalLM", "weft.config.families.qwen3_moe:build_spec")
 FAMILIES.add("MixtralForCausalLM", "weft.config.families.mixtral:build_spec")
 FAMILIES.add("DeepseekV2ForCausalLM", "weft.config.families.deepseek:build_v2")
 FAMILIES.add("DeepseekV3ForCausalLM", "weft.config.families.deepseek:build_v3")
+FAMILIES.add("Qwen3NextForCausalLM", "weft.config.families.qwen3_next:build_spec")
+FAMILIES.add("Qwen3_5ForCausalLM", "weft.config.families.qwen3_5:build_spec")
+FAMILIES.add("Qwen3_5MoeForCausalLM", "weft.config.families.qwen3_5:build_spec")
+FAMILIES.add("Qwen3_5ForConditionalGeneration", "weft.config.families.qwen3_5:build_text_spec")
+FAMILIES.add("Qwen3_5MoeForConditionalGeneration", "weft.config.families.qwen3_5:build_text_spec")
+FAMILIES.add("GptOssForCausalLM", "weft.config.families.gpt_oss:build_spec")
 
 _SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _MAX_HEADER = 100 << 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -128,6 +129,9 @@ def copy(
     placement = weights.placements[name]
     whole = parameters[placement.parameter].data[placement.index]
     target = whole[index] if not index or index[0] < len(whole) else None
+    if target is not None:
+        with contextlib.suppress(ValueError, IndexError, RuntimeError):  # its shape will not do either
+            values = placement.arranged(values, target.dtype)
     if target is None or values.shape != target.shape:
         shape = list(values.shape) if not index else [f"{index[0] + 1} or more", *values.shape]
         raise ConfigError(

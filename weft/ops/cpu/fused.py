@@ -51,5 +51,11 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
     return made
 
 
-for _op in (rms_norm, add_rms_norm, qkv_rope_cache, gated):
+def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
+    """``x * sigmoid(gate)``, both [T, n], in x's dtype. Either may be columns of a wider tensor."""
+    made: Tensor = torch.ops.weft_cpu.sigmoid_gate.default(x, gate)
+    return made
+
+
+for _op in (rms_norm, add_rms_norm, qkv_rope_cache, gated, sigmoid_gate):
     serve(_op.__name__, _op)

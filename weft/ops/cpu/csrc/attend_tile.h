@@ -602,7 +602,9 @@ class Worker {
   void finish(const Piece& piece, const State& state) {
     for (int row = 0; row < rows_; ++row) {
       T* to = s_.out(piece, row);
-      const float l = state.l[row];
+      float l = state.l[row];
+      if constexpr (requires { s_.sink(piece, row, 0.0f); })
+        if (l != 0.0f) l += s_.sink(piece, row, state.m[row]);
       const vf factor = splat(l == 0.0f ? 0.0f : 1.0f / l);
       for (int d = 0; d < s_.value; d += kLanes) {
         const vf o = load(state.o + int64_t(row) * s_.value + d);

@@ -5,6 +5,9 @@
 
 #include "attend_tile.h"
 
+#include <optional>
+#include <vector>
+
 namespace weft {
 namespace {
 
@@ -22,6 +25,7 @@ struct Grouped {
   const T* cache;
   int heads, kv_heads, group, dim, window;
   float scale;
+  const float* sinks;  // of each head, times log2(e), or null
   int key = dim, rest = 0, value = dim;
 
   template <class E>
@@ -43,13 +47,19 @@ struct Grouped {
     });
   }
 
+  // What a row's softmax sums besides its keys.
+  float sink(const Piece& piece, int row, float top) const {
+    return sinks ? std::exp2(sinks[int64_t(piece.head) * group + row % group] - top) : 0.0f;
+  }
+
   T* out(const Piece& piece, int row) const {
     return result + (piece.token + row / group) * out_stride + (int64_t(piece.head) * group + row % group) * dim;
   }
 };
 
 void attend_grouped(const Tensor& q, const Tensor& out, const Tensor& cache, const Tensor& offsets,
-                    const Tensor& starts, const Tensor& table, int64_t window, double scale, int64_t engine) {
+                    const Tensor& starts, const Tensor& table, int64_t window, double scale, int64_t engine,
+                    const std::optional<Tensor>& sinks) {
   TORCH_CHECK(q.dim() == 3 && out.sizes() == q.sizes() && cache.dim() == 5 && cache.size(1) == 2, "attend: shapes");
   TORCH_CHECK(q.scalar_type() == out.scalar_type() && q.scalar_type() == cache.scalar_type(), "attend: dtypes");
   TORCH_CHECK(cache.is_contiguous(), "attend: cache");
@@ -61,6 +71,16 @@ void attend_grouped(const Tensor& q, const Tensor& out, const Tensor& cache, con
   if (q.size(0) == 0) return;
   TORCH_CHECK(q.stride(2) == 1 && q.stride(1) == dim && out.stride(2) == 1 && out.stride(1) == dim, "attend: strides");
   rows.check(q.size(0), cache.size(0), int(window));
+  std::vector<float> drawn;
+  if (sinks) {
+    TORCH_CHECK(sinks->scalar_type() == q.scalar_type() && sinks->numel() == heads && sinks->is_contiguous(),
+                "attend: the sinks must be [", heads, "] in q's dtype");
+    for (int64_t i = 0; i < heads; ++i) {
+      const float sink = q.scalar_type() == at::kFloat ? sinks->const_data_ptr<float>()[i]
+                                                       : widen(sinks->const_data_ptr<bf16>()[i]);
+      drawn.push_back(sink * kLog2E);
+    }
+  }
   with_engine(q.scalar_type(), engine, [&]<class T, class E>(T, E) {
     const Grouped<T> scene{rows,
                            q.const_data_ptr<T>(),
@@ -73,7 +93,8 @@ void attend_grouped(const Tensor& q, const Tensor& out, const Tensor& cache, con
                            heads / kv_heads,
                            dim,
                            int(window),
-                           float(scale * 1.4426950408889634)};
+                           float(scale * 1.4426950408889634),
+                           sinks ? drawn.data() : nullptr};
     std::vector<Piece> pieces = rows.cut(std::max(1, kRows / scene.group), kv_heads, scene.window);
     run<E>(scene, pieces);
   });
@@ -84,7 +105,7 @@ void attend_grouped(const Tensor& q, const Tensor& out, const Tensor& cache, con
 TORCH_LIBRARY_FRAGMENT(weft_cpu, m) {
   m.def(
       "attend(Tensor q, Tensor(a!) out, Tensor cache, Tensor q_offsets, Tensor starts, Tensor table, int window, "
-      "float scale, int engine=0) -> ()");
+      "float scale, int engine=0, Tensor? sinks=None) -> ()");
   m.impl("attend", c10::DispatchKey::CPU, TORCH_FN(attend_grouped));
 }
 

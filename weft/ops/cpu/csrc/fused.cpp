@@ -24,9 +24,19 @@ namespace {
 
 using namespace vec;
 
+// f(T(), W()): x's type and that of norm weights, which are x's or float.
+template <class F>
+auto by_dtypes(const Tensor& x, bool wide, const char* op, F f) {
+  return by_dtype(x, op, [&]<class T>(T) { return wide ? f(T(), float()) : f(T(), T()); });
+}
+
+bool is_norm_weight(const Tensor& weight, const Tensor& x, int64_t n) {
+  return weight.dim() == 1 && weight.size(0) == n && weight.is_contiguous() &&
+         (weight.scalar_type() == x.scalar_type() || weight.scalar_type() == at::kFloat);
+}
+
 void check_norm(const Tensor& x, const Tensor& weight, const char* op) {
-  TORCH_CHECK(x.dim() >= 1 && weight.dim() == 1 && x.size(-1) == weight.size(0), op, ": shapes");
-  TORCH_CHECK(x.scalar_type() == weight.scalar_type() && weight.is_contiguous(), op, ": weight");
+  TORCH_CHECK(x.dim() >= 1 && is_norm_weight(weight, x, x.size(-1)), op, ": weight");
 }
 
 Tensor rms_norm(const Tensor& given, const Tensor& weight, double eps) {
@@ -34,12 +44,13 @@ Tensor rms_norm(const Tensor& given, const Tensor& weight, double eps) {
   const Tensor x = given.contiguous();
   Tensor normed = at::empty_like(x);
   const int64_t n = weight.size(0), rows = n ? x.numel() / n : 0;
-  by_dtype(x, "rms_norm", [&]<class T>(T) {
-    const T *from = x.const_data_ptr<T>(), *w = weight.const_data_ptr<T>();
+  by_dtypes(x, weight.scalar_type() == at::kFloat, "rms_norm", [&]<class T, class W>(T, W) {
+    const T* from = x.const_data_ptr<T>();
+    const W* w = weight.const_data_ptr<W>();
     T* to = normed.mutable_data_ptr<T>();
     over_rows(rows, n, [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r)
-        norm_row<T>(from + r * n, nullptr, w, float(eps), n, nullptr, to + r * n);
+        norm_row<T, W>(from + r * n, nullptr, w, float(eps), n, nullptr, to + r * n);
     });
   });
   return normed;
@@ -53,23 +64,24 @@ Tensor add_rms_norm_(const Tensor& x, const Tensor& given, const Tensor& weight,
   const Tensor delta = given.contiguous();
   Tensor normed = at::empty_like(x);
   const int64_t n = weight.size(0), rows = n ? x.numel() / n : 0;
-  by_dtype(x, "add_rms_norm", [&]<class T>(T) {
-    const T *add = delta.const_data_ptr<T>(), *w = weight.const_data_ptr<T>();
+  by_dtypes(x, weight.scalar_type() == at::kFloat, "add_rms_norm", [&]<class T, class W>(T, W) {
+    const T* add = delta.const_data_ptr<T>();
+    const W* w = weight.const_data_ptr<W>();
     T *stream = x.mutable_data_ptr<T>(), *to = normed.mutable_data_ptr<T>();
     over_rows(rows, n, [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r)
-        norm_row<T>(stream + r * n, add + r * n, w, float(eps), n, stream + r * n, to + r * n);
+        norm_row<T, W>(stream + r * n, add + r * n, w, float(eps), n, stream + r * n, to + r * n);
     });
   });
   return normed;
 }
 
 // One head: from -> to, normalized if there is a weight, the first 2 * half dims rotated. `line`: dim floats.
-template <class T>
-void rope_head(const T* from, const T* weight, float eps, const float* cos, const float* sin, int64_t dim,
+template <class T, class W>
+void rope_head(const T* from, const W* weight, float eps, const float* cos, const float* sin, int64_t dim,
                int64_t half, T* line, T* to) {
   if (weight) {
-    norm_row<T>(from, nullptr, weight, eps, dim, nullptr, line);
+    norm_row<T, W>(from, nullptr, weight, eps, dim, nullptr, line);
     from = line;
   }
   in_steps(half, [&](int64_t i, int n) {
@@ -93,9 +105,13 @@ Tensor qkv_rope_cache(const Tensor& qkv, int64_t heads, int64_t kv_heads, const 
                   sin.scalar_type() == at::kFloat,
               "qkv_rope_cache: angles");
   TORCH_CHECK(writes.dim() == 1 && writes.size(0) == tokens && writes.is_contiguous(), "qkv_rope_cache: writes");
+  const auto is_float = [](const std::optional<Tensor>& weight) {
+    return weight.has_value() && weight->scalar_type() == at::kFloat;
+  };
+  const bool wide = is_float(q_weight) || is_float(k_weight);
   for (const auto* weight : {&q_weight, &k_weight})
-    TORCH_CHECK(!weight->has_value() || ((*weight)->numel() == dim && (*weight)->is_contiguous() &&
-                                         (*weight)->scalar_type() == qkv.scalar_type()),
+    TORCH_CHECK(!weight->has_value() || (is_norm_weight(**weight, qkv, dim) &&
+                                         wide == is_float(*weight)),
                 "qkv_rope_cache: norm weight");
   TORCH_CHECK(cache.scalar_type() == qkv.scalar_type(), "qkv_rope_cache: the cache has another dtype");
   const int64_t half = cos.size(1), places = cache.size(0) * block;
@@ -103,10 +119,10 @@ Tensor qkv_rope_cache(const Tensor& qkv, int64_t heads, int64_t kv_heads, const 
   for (int64_t t = 0; t < tokens; ++t)
     TORCH_CHECK(place[t] >= 0 && place[t] < places, "qkv_rope_cache: token ", t, " goes to ", place[t], " of ", places);
   Tensor q = at::empty({tokens, heads, dim}, qkv.options());
-  by_dtype(qkv, "qkv_rope_cache", [&]<class T>(T) {
+  by_dtypes(qkv, wide, "qkv_rope_cache", [&]<class T, class W>(T, W) {
     const T* from = qkv.const_data_ptr<T>();
-    const T* qw = q_weight ? q_weight->const_data_ptr<T>() : nullptr;
-    const T* kw = k_weight ? k_weight->const_data_ptr<T>() : nullptr;
+    const W* qw = q_weight ? q_weight->const_data_ptr<W>() : nullptr;
+    const W* kw = k_weight ? k_weight->const_data_ptr<W>() : nullptr;
     const float *c = cos.const_data_ptr<float>(), *s = sin.const_data_ptr<float>();
     T *to = q.mutable_data_ptr<T>(), *kv = cache.mutable_data_ptr<T>();
     const int64_t stride = qkv.stride(0), plane = block * dim;
@@ -116,10 +132,10 @@ Tensor qkv_rope_cache(const Tensor& qkv, int64_t heads, int64_t kv_heads, const 
         const T* row = from + t * stride;
         const float *ct = c + t * half, *st = s + t * half;
         for (int64_t h = 0; h < heads; ++h)
-          rope_head(row + h * dim, qw, float(eps), ct, st, dim, half, line, to + (t * heads + h) * dim);
+          rope_head<T, W>(row + h * dim, qw, float(eps), ct, st, dim, half, line, to + (t * heads + h) * dim);
         T* k = kv + place[t] / block * 2 * kv_heads * plane + place[t] % block * dim;
         for (int64_t h = 0; h < kv_heads; ++h) {
-          rope_head(row + (heads + h) * dim, kw, float(eps), ct, st, dim, half, line, k + h * plane);
+          rope_head<T, W>(row + (heads + h) * dim, kw, float(eps), ct, st, dim, half, line, k + h * plane);
           std::memcpy(k + (kv_heads + h) * plane, row + (heads + kv_heads + h) * dim, size_t(dim) * sizeof(T));
         }
       }
