@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from weft.ops import kv_fp8, torch_ops
+from weft.ops.cpu import fused
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 #: Every value of E4M3 that is not NaN, from the definition: 1 sign, 4 exponent (bias 7), 3 mantissa.
@@ -110,3 +111,39 @@ def test_the_op_writes_the_lines_that_the_plain_one_writes(dtype: torch.dtype) -
     assert torch.equal(cache.view(torch.uint8)[where], expected.view(torch.uint8)[where])
     assert torch.equal(scales[where], own[where])
     assert scales[~where].isnan().all(), "nothing else was touched"
+
+
+@pytest.mark.parametrize("dim", [16, 80, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.usefixtures("extension")
+def test_the_cpu_op_writes_the_same_bits(dtype: torch.dtype, dim: int) -> None:
+    """Given heads that are not rotated, so that nothing but the lines is computed: every code there is."""
+    torch.manual_seed(3)
+    heads, kv_heads, block, tokens = 2, 3, 4, 200
+    lines = torch.randn(tokens, heads + 2 * kv_heads, dim) * torch.logspace(-30, 30, tokens)[:, None, None]
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    codes = torch.cat((every, every * 1.0625, every * 0.984))
+    lines[100:150] = codes[torch.randint(0, len(codes), lines[100:150].shape)]
+    lines = lines.nan_to_num(3.0)
+    lines[5] = 0
+    lines[6, :, 3] = 448 * 2.0**-4
+    lines[7, :, 3] = 450 * 2.0**-4
+    lines[8, heads + 1, 4] = math.nan
+    lines[9, heads + 4, 5] = -math.inf
+    qkv = lines.view(tokens, -1).to(dtype)
+    writes = torch.randperm(60 * block)[:tokens] + block
+    angles = (torch.ones(tokens, 4), torch.zeros(tokens, 4))
+    made = []
+    for op in (kv_fp8.qkv_rope_cache_fp8, fused.qkv_rope_cache_fp8):
+        cache = torch.zeros(64, 2, kv_heads, block, dim, dtype=torch.float8_e4m3fn)
+        scales = torch.zeros(cache.shape[:-1])
+        q = op(qkv, heads, kv_heads, None, None, 1e-6, *angles, cache, scales, writes)
+        made.append((q, cache, scales))
+    (wanted_q, wanted, wanted_scales), (q, cache, scales) = made
+    assert torch.equal(q, wanted_q)
+    assert torch.equal(scales.isnan(), wanted_scales.isnan())
+    finite = ~scales.isnan()
+    assert (~finite).sum() == 2
+    assert torch.equal(scales[finite], wanted_scales[finite])
+    assert torch.equal(cache.view(torch.uint8)[finite], wanted.view(torch.uint8)[finite])
+    assert len(cache.view(torch.uint8)[finite].unique()) > 250

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from weft.attention.base import AttentionBackend, SegmentInput, refuse_fp8
+from weft.attention.base import AttentionBackend, SegmentInput
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec, ModelSpec
 from weft.ops import cpu
@@ -36,7 +36,6 @@ class CpuAttention(AttentionBackend):
     ) -> None:
         if device.type != "cpu":
             raise ConfigError(f"attention backend 'cpu' does not run on {device.type}", param="--device")
-        refuse_fp8("cpu", cache)
         if dtype not in DTYPES:
             raise ConfigError(f"attention backend 'cpu' has no {dtype}", param="--dtype")
         if not 0 < cache.head_dim <= MAX_DIM or cache.head_dim % 16:
@@ -76,5 +75,5 @@ class CpuAttention(AttentionBackend):
     ) -> None:
         table = segment.tables[kind]
         torch.ops.weft_cpu.attend.default(
-            q, out, cache, segment.q_offsets, segment.starts, table, spec.window, scale, 0, sinks
+            q, out, cache, segment.q_offsets, segment.starts, table, spec.window, scale, 0, sinks, scales
         )
