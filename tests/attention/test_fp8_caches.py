@@ -6,14 +6,19 @@ import math
 import random
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
+from tests.support import latent
 from tests.support.specs import model_spec
 from weft.attention.base import AttentionBackend, SegmentInput
 from weft.attention.cpu_backend import CpuAttention
 from weft.attention.invariant_backend import InvariantAttention
+from weft.attention.latent import Form, LatentBackend
+from weft.attention.latent_cpu import CpuLatent
+from weft.attention.latent_torch import TorchLatent
 from weft.attention.registry import choose
 from weft.attention.torch_backend import TorchAttention
 from weft.attention.triton_backend import TritonAttention
@@ -125,3 +130,47 @@ def test_cpu(dtype: torch.dtype, block: int, window: int) -> None:
         made = scene.run(CpuAttention(), fp8=True)
         assert torch.isfinite(made).all()
         assert torch.equal(made, scene.run(CpuAttention(), fp8=False))
+
+
+# --- latent ---
+
+LATENT_ROWS = [(0, 1), (0, 37), (700, 3), (5, 20), (63, 1), (64, 64), (513, 2)]
+
+
+def _run_latent(scene: latent.Scene, backend: LatentBackend, form: Form, fp8: bool) -> torch.Tensor:
+    """The scene's cache in 8 bits, or the plain one that it reads as."""
+    segment, tokens = scene.segment()
+    latents, keys = scene.cache.split((scene.shape.lora, scene.shape.rope), dim=-1)
+    values, scales = kv_fp8.quantize(latents)
+    cache: tuple[torch.Tensor, ...] = (values, scales, keys.contiguous())
+    if fp8:
+        values.view(torch.uint8)[scales.isnan()] = 0x7F
+    else:
+        cache = (torch.cat((kv_fp8.dequantize(values, scales, scene.dtype), keys), dim=-1),)
+    spec = msgspec.structs.replace(scene.spec, fp8=fp8, exact=scene.shape.rope if fp8 else 0)
+    backend.check(
+        spec, model_spec(scene.shape.heads, spec, mla=scene.mla), scene.shape.block, scene.dtype, CPU
+    )
+    q, angles = scene.q[tokens], (scene.cos[tokens], scene.sin[tokens])
+    out = q.new_full((len(q), scene.shape.heads, scene.shape.v), math.nan)
+    backend.attend(q, angles, out, cache, segment, 0, spec, scene.mla, scene.up, form)
+    assert torch.isfinite(out).all()
+    return out
+
+
+@pytest.mark.parametrize("window", [0, 50])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("form", ["expanded", "absorbed"])
+def test_latent_torch(form: Form, dtype: torch.dtype, window: int) -> None:
+    scene, backend = latent.Scene(LATENT_ROWS, latent.Shape(), window, dtype), TorchLatent()
+    assert torch.equal(_run_latent(scene, backend, form, True), _run_latent(scene, backend, form, False))
+
+
+@pytest.mark.parametrize("window", [0, 50])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("form", ["expanded", "absorbed"])
+@pytest.mark.usefixtures("extension")
+def test_latent_cpu(form: Form, dtype: torch.dtype, window: int) -> None:
+    for shape in (latent.SMALL, latent.WIDE):
+        scene, backend = latent.Scene(LATENT_ROWS, shape, window, dtype), CpuLatent()
+        assert torch.equal(_run_latent(scene, backend, form, True), _run_latent(scene, backend, form, False))
