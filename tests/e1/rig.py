@@ -70,6 +70,20 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_mixed": ("Qwen2", {**_MIXED, "layer_types": ["sliding_attention", "full_attention"] * 2}),
     "qwen3_moe": ("Qwen3Moe", {"moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 3}),
     "deepseek_v3": ("DeepseekV3", LATENT),
+    "qwen3_next": (
+        "Qwen3Next",
+        {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 16,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 32,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+        },
+    ),
     "gpt_oss": ("GptOss", {"num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 70}),
 }
 
@@ -194,7 +208,7 @@ def make_engine(
     """An engine whose caches are full of NaN. ``replay``: decode steps are replayed where they can be."""
     model, backends = model_of(folder, dtype, form)
     spec = model.spec
-    sizes = {"full": blocks, "latent": blocks, "window": 2048}
+    sizes = {"full": blocks, "latent": blocks, "window": 2048, "state": 256}
     pools = tuple(PoolSpec(cache=c, block_size=BLOCK, num_blocks=sizes[c.kind]) for c in spec.caches)
     kv = KVConfig(
         pools=pools,

@@ -21,6 +21,7 @@ OTHERS = (
     "add_rms_norm",
     "qkv_rope_cache",
     "gated",
+    "sigmoid_gate",
     "latent_rope_cache",
     "latent_forms",
 )

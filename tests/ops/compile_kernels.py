@@ -150,10 +150,24 @@ def products(dtype: torch.dtype) -> None:
     matmul.linear(torch.empty(1, 1024, dtype=dtype), torch.empty(512, 1024, dtype=dtype))
 
 
+def experts(dtype: torch.dtype) -> None:
+    """Routed blocks: few and many tokens an expert, biases, a shared expert with a gate."""
+    from tests.support.routed import routed, tokens
+    from weft.ops.triton import moe
+
+    for kind in ("biased", "gated_shared"):
+        weights = routed(kind, dtype, experts=8, hidden=256, inner=192, shared=100)
+        for count in (4, 200):
+            x, ids = tokens(count, dtype, 256)
+            moe.moe(x, ids, weights)
+        moe.moe_invariant(*tokens(4, dtype, 256), weights)
+
+
 def main() -> None:
     names = compile_only()
     elementwise(HALF)
     products(HALF)
+    experts(HALF)
     attention(32, 8, 128, 64, 0, HALF)
     attention(12, 4, 64, 16, 100, HALF)
     latent(128, 512, 64, 64, 0, HALF)
@@ -162,6 +176,7 @@ def main() -> None:
         latent(8, 500, 24, 3, 0, FULL)
         elementwise(FULL)
         products(FULL)
+        experts(FULL)
         attention(32, 8, 128, 64, 0, FULL)
         attention(16, 2, 256, 64, 0, HALF)
         attention(8, 8, 96, 4, 0, torch.float16)
