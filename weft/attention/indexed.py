@@ -49,7 +49,10 @@ class Indexer(Layer):
         self._spec, self._wide = spec, build.wide
 
     def forward(self, x: Tensor, low: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """(queries [T, heads, dim], weights wide [T, heads], keys [T, dim]) of x [T, hidden], low [T, rank]."""
+        """x: [T, hidden], low: [T, q_lora].
+
+        Returns (queries [T, heads, dim], weights wide [T, heads], keys [T, dim]).
+        """
         spec = self._spec
         key, weights = self.down(x).split((spec.dim, spec.heads), dim=1)
         exact = [tensor.to(self._wide) for tensor in (key, self.key_norm, self.key_bias)]
