@@ -191,6 +191,8 @@ class FakeRunner:
     """Step in flight -> slots, and for each kind blocks, that it uses."""
     verifying: dict[int, dict[int, None]] = field(default_factory=dict)
     """Step in flight -> slots whose drafts it verifies."""
+    saving: dict[int, dict[tuple[int, int], None]] = field(default_factory=dict)
+    """Step in flight -> (kind, block) of the snapshots that it makes."""
     states: dict[tuple[int, int, int], int] = field(default_factory=dict)
     """(slot, kind, copy) -> the prefix that the state is after; outlives tenants, as memory does."""
     right: float = 0.7
@@ -210,6 +212,7 @@ class FakeRunner:
         self.last_step = plan.step
         self.named[plan.step] = ({}, [{} for _ in self.kv.pools])
         self.verifying[plan.step] = {}
+        self.saving[plan.step] = {}
         for op in plan.ops:
             if isinstance(op, AllocSlot):
                 self._alloc(op)
@@ -234,7 +237,7 @@ class FakeRunner:
         return _result(plan.step, made)
 
     def committed(self, step: int) -> None:
-        del self.named[step], self.verifying[step]
+        del self.named[step], self.verifying[step], self.saving[step]
 
     # ---- ops
 
@@ -288,6 +291,7 @@ class FakeRunner:
         self._name(step, op.kind, op.block, "a snapshot is written over while a plan in flight names it")
         self.named[step][0][op.slot] = None
         self.memory[op.kind][op.block, 0] = self.states[op.slot, op.kind, copy]
+        self.saving[step][op.kind, op.block] = None
         self.saved += 1
 
     def _load(self, step: int, op: LoadState) -> None:
@@ -296,6 +300,8 @@ class FakeRunner:
         wanted = tenant.prefix[tenant.num_computed - 1]
         assert self.memory[op.kind].get((op.block, 0)) == wanted, "a snapshot of another prefix is loaded"
         assert 1 <= op.block <= self.kv.pools[op.kind].num_blocks
+        for saved in self.saving.values():
+            assert (op.kind, op.block) not in saved, "a snapshot is loaded whose plan has not committed"
         self.named[step][1][op.kind][op.block] = None
         self.states[op.slot, op.kind, 0] = wanted
         tenant.live = 0

@@ -76,6 +76,7 @@ class Rig:
         self._check_shape(plan)
         self.plans.append(plan)
         self.in_flight.append((plan, self.runner.launch(plan)))
+        self._check_snapshots(plan)
         return plan
 
     def commit(self) -> None:
@@ -179,6 +180,18 @@ class Rig:
         members = [i for request in book.requests.values() for i in request.members]
         assert sorted(members) == sorted(book.live)
 
+    def _check_snapshots(self, plan: StepPlan) -> None:
+        """What a plan saves is the state after the very prefix that it will be found by."""
+        book = self.scheduler._book
+        for kind in book.caches.kinds:
+            for saving in kind._saving.get(plan.step, []) if isinstance(kind, StateKind) else []:
+                sequence = book.tenants[saving.slot]
+                length = (sequence.chain.hashes.index(saving.key) + 1) * self.kv.block_size
+                found = self.runner.memory[kind.number][saving.block, 0]
+                assert found == self.runner.tenants[saving.slot].prefix[length - 1], (
+                    "a state of another prefix"
+                )
+
     def _check_shape(self, plan: StepPlan) -> None:
         section = self.section
         assert plan.tokens <= section.max_num_batched_tokens
@@ -194,9 +207,17 @@ def random_bases(rng: random.Random) -> list[list[int]]:
     return [*([rng.randrange(VOCAB) for _ in range(40)] for _ in range(2)), [rng.randrange(VOCAB)] * 40]
 
 
+def next_turn(rng: random.Random, rig: Rig) -> list[int]:
+    """A prompt to take prefixes of: what somebody asked and was answered."""
+    told = rng.choice(list(rig.told.values()))
+    return (ids_from_bytes(told.request.prompt_ids).tolist() + told.tokens)[:40]
+
+
 def random_submits(rng: random.Random, first: int, request: int, bases: list[list[int]]) -> list[Submit]:
     """One request of 1 to 3 choices; its prompt may share a prefix with others."""
-    prompt = rng.choice(bases)[: rng.randint(1, 40)] + [rng.randrange(VOCAB)] * rng.randint(0, 3)
+    base = rng.choice(bases)
+    length = rng.choice([rng.randint(1, 40), len(base)])
+    prompt = base[: min(length, 40)] + [rng.randrange(VOCAB)] * rng.randint(0, 3)
     most = rng.randint(1, 20)
     emitted = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 4))] if rng.random() < 0.1 else []
     return [
@@ -256,7 +277,8 @@ def random_run(seed: int, depth: int, drafts: bool = True) -> Rig:
     request = 0
     for _ in range(150):
         if rng.random() < 0.3 and len(rig.told) < 40:
-            for one in random_submits(rng, len(rig.told), request, bases):
+            turn = [next_turn(rng, rig)] if rig.told and rng.random() < 0.5 else []
+            for one in random_submits(rng, len(rig.told), request, turn or bases):
                 rig.submit(one)
             request += 1
         if rng.random() < 0.05 and rig.told:

@@ -98,3 +98,25 @@ def test_results_that_do_not_fit_their_plan() -> None:
         commit(book, plan, msgspec.structs.replace(good, rows=EMPTY))
     with pytest.raises(EngineDead, match="logprobs"):
         commit(book, plan, good)
+
+
+@pytest.mark.parametrize("accepted", [0, 1, 2])
+def test_states_after_rejected_drafts_are_no_states(accepted: int) -> None:
+    rig = Rig(kv_config(states=4, copies=3), 1)
+    rig.submit(submit(0, [1, 2, 3], max_tokens=9))
+    rig.step()
+    plan, run = verify_step(rig, 2)
+    assert run.exact == 3
+    commit(rig.scheduler._book, plan, result(plan, [7, 8, 9], accepted))
+    assert run.exact == 1 + accepted
+
+
+def test_states_of_a_later_row_are_left_alone() -> None:
+    rig = Rig(kv_config(states=4, copies=3), 1)
+    rig.submit(submit(0, [1, 2, 3], max_tokens=12))
+    rig.step()
+    first, run = verify_step(rig, 2)
+    later = msgspec.structs.replace(first, step=first.step + 1)
+    rig.scheduler._book.launched(later)
+    commit(rig.scheduler._book, first, result(first, [7, 8, 9], 0))
+    assert (run.num_scheduled, run.exact) == (7, 3)

@@ -54,6 +54,45 @@ def _mistral() -> tuple[str, dict[str, Any]]:
     return "Mistral", {**_COMMON, "num_hidden_layers": 2, "intermediate_size": 64, "sliding_window": 21}
 
 
+def _qwen3_next() -> tuple[str, dict[str, Any]]:
+    return "Qwen3Next", {
+        **_COMMON,
+        "num_hidden_layers": 4,
+        "intermediate_size": 64,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 24,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "mlp_only_layers": [1],
+    }
+
+
+def _deepseek_v3() -> tuple[str, dict[str, Any]]:
+    return "DeepseekV3", {
+        **_COMMON,
+        "initializer_range": 0.33,
+        "num_hidden_layers": 2,
+        "intermediate_size": 64,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 20,
+        "kv_lora_rank": 24,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 10,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+    }
+
+
 def _deepseek_v4() -> tuple[str, dict[str, Any]]:
     layers = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]
     return "DeepseekV4", {
@@ -95,6 +134,8 @@ SHAPES = {
     "mistral": _mistral,
     "qwen3_moe": _qwen3_moe,
     "qwen2_windowed": _qwen2_windowed,
+    "qwen3_next": _qwen3_next,
+    "deepseek_v3": _deepseek_v3,
 }
 
 

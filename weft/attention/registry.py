@@ -27,6 +27,8 @@ SPARSE.add("torch", "weft.attention.sparse_torch:TorchSparse")
 LATENT: Registry[type[LatentBackend]] = Registry("attention backend")
 LATENT.add("cpu", "weft.attention.latent_cpu:CpuLatent")
 LATENT.add("torch", "weft.attention.latent_torch:TorchLatent")
+LATENT.add("triton", "weft.attention.latent_triton:TritonLatent")
+LATENT.add("invariant", "weft.attention.latent_invariant:InvariantLatent")
 
 DELTA: Registry[type[Backend]] = Registry("delta net backend")
 DELTA.add("cpu", "weft.attention.delta_cpu:CpuDelta")
@@ -43,7 +45,7 @@ PREFERRED: dict[str, dict[str, tuple[str, ...]]] = {
         "cpu": ("cpu", "torch", "invariant"),
         "cuda": ("triton", "triton-invariant", "torch"),
     },
-    "latent": {"cpu": ("cpu", "torch"), "cuda": ("torch",)},
+    "latent": {"cpu": ("cpu", "torch", "invariant"), "cuda": ("triton", "torch")},
     "delta": {
         "cpu": ("cpu", "torch", "invariant"),
         "cuda": ("torch", "invariant"),

@@ -15,7 +15,7 @@ from weft.attention.base import Backends, LayerCache, StepInput
 from weft.attention.gqa import AttentionInput
 from weft.config.spec import ModelSpec
 from weft.layers.build import Build, Layer
-from weft.layers.linear import Embedding, Head
+from weft.layers.linear import Embedding, Head, Linear
 from weft.layers.norm import RMSNorm
 from weft.layers.rope import Rope
 from weft.models.base import Model
@@ -63,6 +63,35 @@ class Block(nn.Module):
         return x, delta
 
 
+class Ahead(nn.Module):
+    """Predicts one token further, from a hidden state and the embedding of the token that it predicts.
+
+    Source: DeepSeek-V3, arXiv 2412.19437, section 2.2.
+    """
+
+    def __init__(self, spec: ModelSpec, build: Build, block: Block) -> None:
+        super().__init__()
+        wide = spec.centred_norms
+        self.embedding_norm = RMSNorm(spec.hidden, spec.norm_eps, build, wide=wide)
+        self.hidden_norm = RMSNorm(spec.hidden, spec.norm_eps, build, wide=wide)
+        self.project = Linear(2 * spec.hidden, spec.hidden, build)
+        self.block = block
+        self.norm = RMSNorm(spec.hidden, spec.norm_eps, build, wide=wide)
+
+    def steps(
+        self,
+        embedded: Tensor,
+        hidden: Tensor,
+        shared: AttentionInput,
+        caches: LayerCache,
+        keep: Tensor | None,
+    ) -> Generator[Pending, None, Tensor]:
+        """embedded, hidden: [T, hidden]; returns [L, hidden] after the last norm, for the rows ``keep``."""
+        x = self.project(torch.cat([self.embedding_norm(embedded), self.hidden_norm(hidden)], dim=1))
+        x, delta = yield from self.block.steps(x, None, shared, caches, keep)
+        return self.norm.add(x, delta)[1]
+
+
 class Decoder(Model):
     """Embedding, blocks, norm, head.
 
@@ -79,6 +108,8 @@ class Decoder(Model):
         self.norm = RMSNorm(spec.hidden, spec.norm_eps, build, wide=spec.centred_norms)
         self.head = Head(self.embedding, build, tied=spec.tied)
         self._rope = Rope(spec.rope, build)
+        modules = range(spec.layers, spec.layers + spec.mtp_layers)
+        self.mtp = nn.ModuleList(Ahead(spec, build, make_block(spec, layer, build)) for layer in modules)
 
     def hidden(
         self,
@@ -108,6 +139,21 @@ class Decoder(Model):
     def leave(self, x: Tensor, delta: Tensor | None) -> Tensor:
         """What the head reads, [L, hidden], of the last block's stream and delta."""
         return self.norm.add(x, delta)[1]
+
+    def ahead(
+        self,
+        step: StepInput,
+        hidden: Tensor,
+        kv: Sequence[LayerCache],
+        backends: Backends,
+        keep: Tensor | None = None,
+    ) -> Generator[Pending, None, Tensor]:
+        # Rotated by the position of the hidden state. Only differences count, and all are alike.
+        shared = AttentionInput(step=step, angles=self._rope.angles(step.positions), backends=backends)
+        module = self.mtp[0]
+        assert isinstance(module, Ahead)
+        caches = kv[self.spec.layers]
+        return (yield from module.steps(self.embedding(step.ids), hidden, shared, caches, keep))
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.head(hidden)

@@ -38,6 +38,7 @@
 //   pack_q<E>(piece, to)     the piece's rows, [rows, key + rest]
 //   point(lines, piece, tile, low, high)
 //                            where the keys and values of positions low .. high of a tile are, others `kZeros`
+//   copied                   elements of memory that `point` wants for each key of a tile, `Lines::copies`; 0 for none
 //   out(piece, row)          where `value` elements of a row go
 #pragma once
 
@@ -401,6 +402,7 @@ struct Lines {
   const Piece* piece = nullptr;
   int64_t tile = 0;
   const T *k[kTile], *rest[kTile], *v[kTile];
+  T* copies = nullptr;  // kTile times the scene's `copied` elements: for lines that the cache has in another form
 
   void zero(int at) { k[at] = rest[at] = v[at] = reinterpret_cast<const T*>(kZeros); }
 };
@@ -426,6 +428,7 @@ class Worker {
     const size_t s = place(E::kBlock * kTile * sizeof(float)), p = place(E::kBlock * kTile * sizeof(elem));
     const size_t run = place(State::floats(scene.value) * sizeof(float));
     const size_t total = place(State::floats(scene.value) * sizeof(float));
+    const size_t each = kTile * size_t(scene.copied) * sizeof(T), lines = place(2 * each);
     static thread_local Kept kept;
     char* base = kept.at_least(bytes);
     q_ = reinterpret_cast<elem*>(base + q);
@@ -436,6 +439,8 @@ class Worker {
     p_ = reinterpret_cast<elem*>(base + p);
     run_ = State::at(reinterpret_cast<float*>(base + run));
     total_ = State::at(reinterpret_cast<float*>(base + total));
+    lines_.copies = reinterpret_cast<T*>(base + lines);
+    ahead_.copies = reinterpret_cast<T*>(base + lines + each);
   }
   ~Worker() { E::release(); }
 
