@@ -19,6 +19,7 @@ from tests.support.sparse_models import watch_cuts
 FEATURES: dict[str, list[Any]] = {
     **grid.FEATURES,
     "model": ["deepseek_v4"],
+    "batch": [1, 5],
     "n": [1],
     "sampling": ["greedy"],
 }
@@ -56,6 +57,12 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> speculation.Reference:
 def test_pairwise_cover(case: dict[str, Any], reference: grid.Reference, cuts: list[float]) -> None:
     grid.check(case, reference)
     assert min(cuts) > MARGIN, "the fixture has a tie among groups"
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("case", covering({**FEATURES, "batch": [1, 16]}), ids=name)
+def test_larger_batches(case: dict[str, Any], reference: grid.Reference, cuts: list[float]) -> None:
+    test_pairwise_cover(case, reference, cuts)
 
 
 @pytest.mark.parametrize("case", covering(DRAFTS), ids=name)

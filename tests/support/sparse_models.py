@@ -67,6 +67,38 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "index_n_heads": 16,
+    "index_head_dim": 12,
+    "index_topk": 7,
+}
+CASES["deepseek-v32"] = "DeepseekV32", {**_LATENT, "n_group": 4, "topk_group": 2}
+CASES["deepseek-v32-yarn"] = (
+    "DeepseekV32",
+    {
+        **_LATENT,
+        "n_group": 1,
+        "topk_group": 1,
+        "attention_bias": True,
+        "index_topk": 4,
+        "rope_parameters": {**_YARN, "rope_theta": 10000.0, "mscale": 1.0, "mscale_all_dim": 0.7},
+    },
+)
+CASES["glm-dsa"] = (
+    "GlmMoeDsa",
+    {**_LATENT, "num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]},
+)
+
 
 def watch_cuts(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Collects, from now on, how far each choice of groups was from another: last chosen to first left."""

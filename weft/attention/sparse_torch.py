@@ -20,11 +20,11 @@ from typing import cast
 import numpy as np
 import torch
 
-from weft.attention.base import LayerCache, SegmentInput
+from weft.attention.base import LayerCache, SegmentInput, refuse_fp8
 from weft.attention.sparse import Reads, SparseBackend, places
-from weft.attention.torch_backend import BITS
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec, ModelSpec
+from weft.ops.registry import ALL_DTYPES
 from weft.ops.sampling import top_ids
 from weft.ops.torch_ops import wide
 from weft.ops.upload import upload
@@ -88,10 +88,11 @@ class TorchSparse(SparseBackend):
     def check(
         self, cache: CacheSpec, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        if dtype not in BITS:
+        if dtype not in ALL_DTYPES:
             raise ConfigError(f"attention backend 'torch' has no {dtype}", param="--dtype")
         if device.type not in ("cpu", "cuda"):
             raise ConfigError(f"attention backend 'torch' does not run on {device.type}", param="--device")
+        refuse_fp8("torch", cache)
 
     def plan(self, segment: SegmentInput, reads: Reads, caches: LayerCache) -> _Plan:
         pieces = list(_cut(segment, reads))

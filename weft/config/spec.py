@@ -89,6 +89,23 @@ class MLASpec(msgspec.Struct, frozen=True, kw_only=True):
     """Of the norms of queries' rank and latent."""
 
 
+class IndexSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """An indexer that chooses the positions that latent attention reads.
+
+    Its keys are the last ``dim`` elements of the lines of layers that have one. Source: DeepSeek-V3.2 (2025),
+    section 2.
+    """
+
+    layers: tuple[int, ...]
+    """Layers that have their own; the others take what the last one before them chose."""
+    heads: int
+    dim: int
+    top: int
+    """Positions that a token chooses."""
+    interleaved: bool
+    """As in ``MLASpec``, of the indexer's queries and keys, whose first dims are rotated."""
+
+
 class DeltaSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Gated delta net. Source: Yang et al. 2024, arXiv 2412.06464."""
 
@@ -232,6 +249,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Whether each head has a score that takes part in every softmax and has no value."""
     moe: MoESpec | None = None
     mla: MLASpec | None = None
+    index: IndexSpec | None = None
     delta: DeltaSpec | None = None
     sparse: SparseSpec | None = None
     hyper: HyperSpec | None = None

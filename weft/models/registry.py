@@ -23,6 +23,7 @@ _FAMILIES = (
     "qwen3_next",
     "qwen3_5",
     "deepseek",
+    "deepseek_v32",
     "deepseek_v4",
     "gpt_oss",
 )
@@ -32,4 +33,5 @@ for _family in _FAMILIES:
 
 #: Families whose frame is not ``Decoder`` itself.
 FRAMES: Registry[type[Decoder]] = Registry("model family")
+FRAMES.add("deepseek_v32", "weft.models.deepseek_v32.model:IndexedDecoder")
 FRAMES.add("deepseek_v4", "weft.models.deepseek_v4.model:StreamsDecoder")
