@@ -57,7 +57,7 @@ def _mistral() -> tuple[str, dict[str, Any]]:
 def _qwen3_next() -> tuple[str, dict[str, Any]]:
     return "Qwen3Next", {
         **_COMMON,
-        "initializer_range": 0.2,
+        "initializer_range": 0.18,
         "num_hidden_layers": 3,
         "layer_types": ["linear_attention", "linear_attention", "full_attention"],
         "linear_num_key_heads": 2,
