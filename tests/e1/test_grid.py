@@ -184,6 +184,10 @@ OTHERS += [
     for form, dtype, chunk in (("cpp", "bfloat16", 16), ("cpp", "float32", 0), ("fallback", "float64", 256))
 ]
 OTHERS += [
+    {"model": "deepseek_v3", "form": form, "dtype": dtype, "batch": 16, "chunk": chunk}
+    for form, dtype, chunk in (("cpp", "bfloat16", 16), ("cpp", "float32", 0), ("fallback", "float64", 256))
+]
+OTHERS += [
     {"model": "qwen3_next", "form": form, "dtype": dtype, "batch": 16, "chunk": chunk, **more}
     for form, dtype, chunk, more in (
         ("cpp", "bfloat16", 16, {"prefix": "hit", "preempt": True}),

@@ -15,7 +15,16 @@ from weft.models.loader import build_model
 from weft.ops.registry import choose
 
 MATRICES = ("linear", "gated_linear", "linear_int8", "gated_linear_int8", "moe", "moe_int8")
-OTHERS = ("embedding", "rms_norm", "add_rms_norm", "qkv_rope_cache", "gated", "sigmoid_gate")
+OTHERS = (
+    "embedding",
+    "rms_norm",
+    "add_rms_norm",
+    "qkv_rope_cache",
+    "gated",
+    "sigmoid_gate",
+    "latent_rope_cache",
+    "latent_forms",
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)

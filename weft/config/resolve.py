@@ -37,7 +37,7 @@ from weft.config.sections import (
     SchedulerSection,
     SpeculationSection,
 )
-from weft.config.spec import ModelSpec, without_mtp
+from weft.config.spec import ModelSpec
 
 _CPU_CACHE_MOST = 4 * GIB
 #: Share of the memory that the weights leave which the cache may take by default on a CPU.
@@ -55,8 +55,13 @@ def resolve(config: Config) -> EngineConfig:
     if model.tokenizer is not None:
         tokenizer_path = hub.resolve_model_path(model.tokenizer, load_format="dummy")
     check_checkpoint(model, path, tokenizer_path)
-    spec = load_spec(path, model.num_hidden_layers_override, trust_remote_code=model.trust_remote_code)
-    spec = choose_drafter(speculation, spec)
+    check_ngram(speculation)
+    spec = load_spec(
+        path,
+        model.num_hidden_layers_override,
+        trust_remote_code=model.trust_remote_code,
+        mtp=int(speculation.speculative_method == "mtp"),
+    )
     device = choose_device(runner)
     if not scheduler.steps_in_flight:
         # A CPU's threads all compute: planning beside them takes from them what it saves (docs/adr/0001).
@@ -183,26 +188,14 @@ def choose_device(runner: RunnerSection) -> str:
     return "cpu"
 
 
-def choose_drafter(speculation: SpeculationSection, spec: ModelSpec) -> ModelSpec:
-    """``spec`` with the modules that drafts need, and without those that nothing needs.
-
-    Raises ConfigError when the model cannot draft as asked.
-    """
+def check_ngram(speculation: SpeculationSection) -> None:
+    """Lengths that contradict each other."""
     if speculation.ngram_min_length > speculation.ngram_max_length:
         raise ConfigError(
             f"--ngram-min-length {speculation.ngram_min_length} is more than --ngram-max-length "
             f"{speculation.ngram_max_length}",
             param="--ngram-min-length",
         )
-    if speculation.speculative_method != "mtp":
-        return without_mtp(spec)
-    if not spec.mtp_layers:
-        raise ConfigError(
-            f"--speculative-method mtp: {spec.architecture} has no module that predicts further tokens in "
-            "this checkpoint; use --speculative-method ngram or none",
-            param="--speculative-method",
-        )
-    return spec
 
 
 def choose_dtype(model: ModelSection, spec: ModelSpec, device: str, path: str) -> str:
@@ -252,7 +245,7 @@ def cache_bytes(
         copies=copies,
         snapshots=cache.enable_prefix_caching,
     )
-    weights = weight_bytes(spec, dtype)
+    weights = weight_bytes(spec, dtype, model.quantization)
     if device == "cpu":
         available = devices.available_memory()
         if available is None:

@@ -57,6 +57,22 @@ class Model(nn.Module, ABC):
         configuration alone fixes; on one rank never.
         """
 
+    def ahead(
+        self,
+        step: StepInput,
+        hidden: Tensor,
+        kv: Sequence[LayerCache],
+        backends: Backends,
+        keep: Tensor | None = None,
+    ) -> Generator[Pending, None, Tensor]:
+        """The module that predicts one token further: [L, hidden] for the rows ``keep``, or for all.
+
+        ``step.ids`` are those one position on, hidden [T, hidden] what ``hidden`` returned for the step's
+        positions. What it returns is like it, of the next positions: ``logits`` predict the token after
+        ``step.ids``. Only of models with ``spec.mtp_layers``.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
         """[L, vocab] in the model's dtype, of what ``hidden`` returned."""

@@ -250,18 +250,21 @@ class BatchBuilder:
         counts = self._ones[: len(slots)]
         return {"slots": slots, "counts": counts, "starts": positions, "sample_rows": rows}
 
-    def decode(self, slots: Tensor, bound: Segment) -> StepInput:
+    def decode(
+        self, slots: Tensor, bound: Segment, starts: Tensor | None = None, shift: int = 0
+    ) -> StepInput:
         """A step of one token of each of ``slots`` (int64 [R]), all of whose logits are wanted.
 
         It is derived on the device from the slots alone, so it can be captured; ``bound`` has as many rows,
-        and its largest start bounds the context of all.
+        and its largest start bounds the context of all. ``starts``, ``shift``: as for ``follow``.
         """
         rows = len(slots)
         order = self._order[: rows + 1]
-        starts = self._state.num_computed[slots]
+        if starts is None:
+            starts = self._state.num_computed[slots]
         segments = (self._empty, self._segment(bound, 0, slots, starts, self._offsets[: rows + 1]))
         return StepInput(
-            ids=self._state.history[slots, starts].long(),
+            ids=self._state.history[slots, starts + shift if shift else starts].long(),
             positions=starts,
             writes=self._writes(slots, starts),
             segments=segments,

@@ -38,6 +38,7 @@ from weft.runner.states import States
 from weft.runner.trace import StepTrace
 from weft.runner.verify import accept
 from weft.speculation.base import Drafter, Sampled
+from weft.speculation.mtp import MtpDrafter
 from weft.speculation.ngram import NgramDrafter
 from weft.types.plan import AllocSlot, FreeSlot, StepPlan, StepResult
 
@@ -88,6 +89,7 @@ class Runner:
         memory = stacked(kv, dtype, device)
         self._cache = by_layer(kv, memory)
         self._states = States(kv, memory, self._state.live)
+        self._vocab_size = vocab_size
         self._sampler = Sampler(kv.num_slots, vocab_size, device)
         self._ring = StagingRing(device, depth, poison=poison)
         self._builder = BatchBuilder(self._state, kv, backends, dtype)
@@ -221,4 +223,14 @@ class Runner:
     def _make_drafter(self, speculation: SpeculationSection | None) -> Drafter | None:
         if speculation is None or speculation.speculative_method == "none":
             return None
+        if speculation.speculative_method == "mtp":
+            return MtpDrafter(
+                self._model,
+                self._cache,
+                self._backends,
+                self._builder,
+                self._state.history,
+                self._vocab_size,
+                self.kv.block_size,
+            )
         return NgramDrafter(self._state.history, speculation.ngram_min_length, speculation.ngram_max_length)

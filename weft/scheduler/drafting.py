@@ -89,8 +89,8 @@ class DraftPolicy:
 
     def first(self, room: int) -> int:
         """Drafts that a sequence proposes after its prompt."""
-        if self._forced >= 0:
-            return min(room, self._forced)
+        if not self.adaptive or self._forced >= 0:
+            return min(room, self._forced if self.adaptive else self.most)
         chances = self._expected * np.cumprod(np.concatenate([[1.0], self._later]))
         return min(room, int((chances >= self._least).sum()))
 

@@ -50,7 +50,7 @@ def follow(ids: Tensor, ends: Tensor, count: int, least: int, most: int) -> Tens
         wanted = ids.gather(1, (ends - back).clamp(min=0).unsqueeze(1))
         same = ids == wanted
         if back:  # the token ``back`` places before each place; there is none before the first
-            same = torch.nn.functional.pad(same[:, :-back], (back, 0))
+            same = torch.nn.functional.pad(same, (back, 0))[:, : ids.shape[1]]
         going = going & same & (ends >= back).unsqueeze(1)
         matched += going
     # The longest match, and of those the last place; shorter than ``least`` is none.
