@@ -14,6 +14,7 @@ from tests.support.checkpoints import VOCAB
 from weft.attention.registry import choose
 from weft.config.families import load_spec
 from weft.config.memory import hit_unit, kind_block
+from weft.config.resolve import with_cache_dtype
 from weft.config.resolved import EngineConfig, KVConfig, PoolSpec
 from weft.config.sections import (
     CacheSection,
@@ -38,8 +39,14 @@ CPU = torch.device("cpu")
 
 
 @cache
-def model_of(folder: Path, mtp: int = 0) -> Decoder:
-    return load_model(str(folder), load_spec(str(folder), None, mtp=mtp), torch.float64, CPU, progress=False)
+def model_of(folder: Path, mtp: int = 0, kv_cache_dtype: str = "auto") -> Decoder:
+    spec = spec_of(folder, mtp, kv_cache_dtype)
+    return load_model(str(folder), spec, torch.float64, CPU, progress=False)
+
+
+def spec_of(folder: Path, mtp: int = 0, kv_cache_dtype: str = "auto") -> ModelSpec:
+    section = CacheSection(kv_cache_dtype=kv_cache_dtype)  # type: ignore[arg-type]
+    return with_cache_dtype(load_spec(str(folder), None, mtp=mtp), section)
 
 
 class Recorder(Runner):
@@ -87,12 +94,13 @@ def make_engine(
     model: Decoder | None = None,
     speculation: SpeculationSection | None = None,
     drafter: Drafter | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> tuple[EngineCore, Recorder]:
     """An engine over ``blocks`` blocks of each kind (windows get what they need, or ``window_blocks``), its
     caches full of NaN. ``drafter`` takes the place of the one that ``speculation`` names."""
     speculation = speculation or SpeculationSection()
     mtp = int(speculation.speculative_method == "mtp")
-    spec = model.spec if model is not None else load_spec(str(folder), None, mtp=mtp)
+    spec = model.spec if model is not None else spec_of(folder, mtp, kv_cache_dtype)
     pools = make_pools(spec, blocks, window_blocks or max(blocks, 64))
     kv = KVConfig(
         pools=pools,
@@ -124,7 +132,7 @@ def make_engine(
         speculation=speculation,
     )
     runner = Recorder(
-        model or model_of(folder, mtp),
+        model or model_of(folder, mtp, kv_cache_dtype),
         choose("torch", spec, torch.float64, CPU, BLOCK),
         kv,
         vocab_size=VOCAB,

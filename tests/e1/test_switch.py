@@ -20,10 +20,12 @@ OTHERS = (
     "rms_norm",
     "add_rms_norm",
     "qkv_rope_cache",
+    "qkv_rope_cache_fp8",
+    "latent_rope_cache",
+    "latent_rope_cache_fp8",
+    "latent_forms",
     "gated",
     "sigmoid_gate",
-    "latent_rope_cache",
-    "latent_forms",
 )
 
 

@@ -178,7 +178,8 @@ class Checkpoint:
 
 def make_checkpoint(name: str, folder: Path, seed: int = 0) -> Checkpoint:
     family, changes = CASES[name]
-    settings = {name: value for name, value in {**_BASE, **changes}.items() if value is not None}
+    unlike = {name for name, value in changes.items() if value is None and name in _BASE}
+    settings = {name: value for name, value in {**_BASE, **changes}.items() if name not in unlike}
     config = getattr(transformers, _CONFIGS.get(family, f"{family}Config"))(**settings)
     reference = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     _randomize(reference, seed)

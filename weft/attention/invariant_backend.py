@@ -28,6 +28,7 @@ from weft.attention.base import AttentionBackend, SegmentInput
 from weft.attention.torch_backend import BITS
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec, ModelSpec
+from weft.ops import kv_fp8
 from weft.ops.fixed_shapes import ProductShapes, product_shapes, products
 from weft.ops.torch_ops import wide
 from weft.ops.upload import upload
@@ -118,6 +119,7 @@ class InvariantAttention(AttentionBackend):
         scale: float,
         prepared: object = None,
         sinks: Tensor | None = None,
+        scales: Tensor | None = None,
     ) -> None:
         if not segment.tokens:
             return
@@ -129,9 +131,11 @@ class InvariantAttention(AttentionBackend):
             memory = Memory(2 * spec.kv_heads, spec.head_dim, cache.shape[3], cache.dtype)
             prepared.groups = tuple(cut(segment, kind, spec, memory, shared, prepared.shapes[0].rows))
             prepared.shared = shared
-        lines = cache.view(-1, gcd(cache.shape[3], TILE) * spec.head_dim)
+        g = gcd(cache.shape[3], TILE)
+        lines = cache.view(-1, g * spec.head_dim)
+        own = None if scales is None else scales.view(-1, g)
         for group in prepared.groups:
-            _attend(q, out, lines, group, spec, scale, prepared.shapes, sinks)
+            _attend(q, out, lines, own, group, spec, scale, prepared.shapes, sinks)
 
 
 def pair_shapes(keys: int, values: int, dtype: torch.dtype) -> tuple[ProductShapes, ProductShapes]:
@@ -242,6 +246,7 @@ def _attend(
     q: Tensor,
     out: Tensor,
     lines: Tensor,
+    scales: Tensor | None,  # of the lines, each as many as it has positions
     group: Group,
     spec: CacheSpec,
     scale: float,
@@ -252,6 +257,9 @@ def _attend(
     shared, dtype = q.shape[1] // kv_heads, wide(q.dtype)
     kv = lines.index_select(0, group.lines).view(2, pieces, kv_heads, -1, dim)
     kv.view(group.seen.dtype).bitwise_and_(group.seen)  # +0.0, whatever was there
+    if scales is not None:
+        own = scales.index_select(0, group.lines).view(kv.shape[:-1])
+        kv = kv_fp8.dequantize(kv, own.where(group.seen.squeeze(-1) != 0, 0.0), dtype)
     k, v = kv.to(dtype).view(2, pieces, kv_heads, -1, TILE, dim)
     folded = q[group.queries].to(dtype).view(pieces, n, kv_heads, shared, dim)
     folded = folded.permute(0, 2, 3, 1, 4).reshape(pieces, kv_heads, shared * n, dim)

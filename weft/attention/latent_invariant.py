@@ -12,7 +12,7 @@ from math import gcd
 
 import torch
 
-from weft.attention.base import SegmentInput
+from weft.attention.base import SegmentInput, refuse_fp8
 from weft.attention.invariant_backend import TILE, Group, Memory, cut, pair_shapes, tiles
 from weft.attention.latent import Form, LatentBackend, UpMatrices
 from weft.attention.torch_backend import BITS
@@ -46,6 +46,7 @@ class InvariantLatent(LatentBackend):
             raise ConfigError(
                 f"attention backend 'invariant' does not run on {device.type}", param="--device"
             )
+        refuse_fp8("invariant", cache)
         assert spec.mla is not None
         pair_shapes(cache.width, spec.mla.kv_lora, wide(dtype))  # the trials, before anybody waits
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from weft.attention.base import SegmentInput
+from weft.attention.base import SegmentInput, refuse_fp8
 from weft.attention.latent import Form, UpMatrices
 from weft.attention.latent_torch import TorchLatent
 from weft.attention.triton_backend import MOST_SPLITS, SHORT_SPLIT, Cut, longest, make_cut
@@ -50,6 +50,7 @@ class TritonLatent(TorchLatent):
             )
         if dtype not in kernels.DTYPES:
             raise ConfigError(f"attention backend 'triton' has no {dtype}", param="--dtype")
+        refuse_fp8("triton", cache)
         assert spec.mla is not None
         if spec.mla.kv_lora > MAX_LORA or spec.mla.rope > MAX_ROPE:
             raise ConfigError(

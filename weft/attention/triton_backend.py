@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from weft.attention.base import AttentionBackend, SegmentInput
+from weft.attention.base import AttentionBackend, SegmentInput, refuse_fp8
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec, ModelSpec
 from weft.ops import triton as kernels
@@ -85,6 +85,7 @@ class TritonAttention(AttentionBackend):
                 f"attention backend {name!r} needs Triton: pip install 'weft[cuda]'",
                 param="--attention-backend",
             )
+        refuse_fp8(name, cache)
         if dtype not in kernels.DTYPES:
             raise ConfigError(f"attention backend {name!r} has no {dtype}", param="--dtype")
         if spec.heads % cache.kv_heads or spec.heads // cache.kv_heads > 128:
@@ -112,6 +113,7 @@ class TritonAttention(AttentionBackend):
         scale: float,
         prepared: object = None,
         sinks: Tensor | None = None,
+        scales: Tensor | None = None,
     ) -> None:
         if not segment.tokens:
             return

@@ -168,13 +168,24 @@ class CacheSpec(msgspec.Struct, frozen=True, kw_only=True):
     parts: tuple[StatePart, ...] = ()
     form: str = "gqa"
     """The form of core attention that reads it; "" where none prepares for it."""
+    fp8: bool = False
+    """full, window, latent: values in 8 bits (E4M3), and a float32 scale for each line of a KV head (or for
+    each latent line)."""
+    exact: int = 0
+    """Elements at the end of a latent line that keep the model's dtype all the same."""
 
     def block_bytes(self, block_size: int, dtype: str) -> int:
         """Bytes of one block of ``block_size`` positions (a snapshot, for ``state``) over all the layers."""
         if self.kind == "state":
             return len(self.layers) * sum(part.nbytes(dtype) for part in self.parts)
-        width = self.width or 2 * self.kv_heads * self.head_dim
-        return len(self.layers) * (block_size // self.ratio) * width * DTYPE_BYTES[dtype]
+        return len(self.layers) * (block_size // self.ratio) * self.position_bytes(dtype)
+
+    def position_bytes(self, dtype: str) -> int:
+        """Bytes that one layer keeps of one position (of ``ratio`` of them): lines and their scales."""
+        number = DTYPE_BYTES[dtype]
+        if self.width:
+            return self.width - self.exact + 4 + self.exact * number if self.fp8 else self.width * number
+        return 2 * self.kv_heads * (self.head_dim + 4 if self.fp8 else self.head_dim * number)
 
 
 class QuantizedSpec(msgspec.Struct, frozen=True, kw_only=True):
