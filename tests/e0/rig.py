@@ -27,6 +27,7 @@ from weft.config.spec import ModelSpec
 from weft.engine.core import EngineCore
 from weft.models.decoder import Decoder
 from weft.models.loader import load_model
+from weft.runner.graphs import GraphOptions
 from weft.runner.runner import Runner, StepHandle
 from weft.speculation.base import Drafter
 from weft.types.messages import HeadStats, Submit, TokenEvent, ids_to_bytes
@@ -95,6 +96,7 @@ def make_engine(
     speculation: SpeculationSection | None = None,
     drafter: Drafter | None = None,
     kv_cache_dtype: str = "auto",
+    graphs: GraphOptions | None = None,
 ) -> tuple[EngineCore, Recorder]:
     """An engine over ``blocks`` blocks of each kind (windows get what they need, or ``window_blocks``), its
     caches full of NaN. ``drafter`` takes the place of the one that ``speculation`` names."""
@@ -142,6 +144,7 @@ def make_engine(
         poison=True,
         step_timeout=60,
         speculation=speculation,
+        graphs=graphs,
     )
     if drafter is not None:
         runner.drafter = drafter

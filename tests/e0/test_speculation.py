@@ -6,6 +6,7 @@ rejected wherever they are compared.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from tests.support.mtp_models import make_mtp_checkpoint
 from tests.support.oracle import Oracle
 from tests.support.pairwise import covering, name
 from weft.config.sections import SpeculationSection
+from weft.runner.graphs import GraphOptions
+from weft.speculation.mtp import MtpDrafter
 from weft.types.messages import Submit
 from weft.types.plan import AllocSlot
 from weft.types.sampling import TokenParams
@@ -61,6 +64,7 @@ FEATURES: dict[str, list[Any]] = {
     "preempt": [False, True],
     "n": [1, 3],
     "sampling": list(SAMPLING),
+    "replayed": [False, True],
 }
 COVER = covering(FEATURES)
 MTP_FEATURES = {**FEATURES, "model": ["deepseek_mtp"], "drafter": ["mtp"]}
@@ -132,6 +136,16 @@ def oracle(case: dict[str, Any], reference: Reference) -> Oracle:
     return Oracle(answer, 0.6, VOCAB)
 
 
+def replaying(drafts: int) -> GraphOptions:
+    """Steps and drafting go through the fixed tensors of a capture, whose function is then called again."""
+
+    def capture(run: Callable[[], None]) -> Callable[[], None]:
+        run()
+        return run
+
+    return GraphOptions(max_rows=48, capture=capture, lazy=True, most_each=1 + drafts)
+
+
 def check_same(answer: Answer, expected: Answer, what: str) -> None:
     assert answer.tokens == expected.tokens, what
     assert (answer.ends, answer.stop_id) == (expected.ends, expected.stop_id), what
@@ -175,6 +189,7 @@ def check(case: dict[str, Any], reference: Reference) -> None:
         max_num_seqs=48,
         speculation=speculation,
         drafter=knows,
+        graphs=replaying(case["drafts"]) if case["replayed"] else None,
     )
     try:
         if hit:
@@ -195,7 +210,17 @@ def check(case: dict[str, Any], reference: Reference) -> None:
             answers[sequence].prompt_logprobs = list(expected.prompt_logprobs)
         check_same(answers[sequence], expected, f"prompt {prompt}, choice {choice}")
     # The features engaged.
-    assert sum(stats.drafts) > sum(stats.drafts_accepted) > 0
+    if case["replayed"]:
+        assert runner.graphs is not None
+        assert any(each > 1 for _, each, _ in runner.graphs._replays)
+        assert runner.graphs.replayed > 0
+    if case["replayed"] and case["drafter"] == "mtp":
+        assert isinstance(runner.drafter, MtpDrafter)
+        assert runner.drafter.recorded is not None
+        assert runner.drafter.recorded.replayed > 0
+    assert sum(stats.drafts) > sum(stats.drafts_accepted)
+    # How much an adaptive policy drafts hangs on measured times, and look-up may then never be right.
+    assert sum(stats.drafts_accepted) > 0 or (case["adaptive"] and case["drafter"] == "ngram")
     assert (stats.preemptions > 0) == case["preempt"]
     assert runner.deepest == case["depth"]
     if hit and not case["preempt"] and case["sampling"] != "listed":
@@ -204,7 +229,7 @@ def check(case: dict[str, Any], reference: Reference) -> None:
         assert max(int(p.prefill.count.max(initial=0)) for p in runner.plans) <= case["chunk"]
     if case["policy"] == "exclusive":
         assert stats.mixed_steps == 0
-    else:
+    elif not case["adaptive"]:
         assert any(p.prefill.rows and (p.decode.count > 1).any() for p in runner.plans), (
             "verified in a mixed step"
         )

@@ -30,7 +30,7 @@ def same(run: Callable[[], None]) -> Callable[[], None]:
     return run
 
 
-def with_graphs(folder: Path, max_rows: int, **more: Any) -> tuple[EngineCore, Recorder]:
+def with_graphs(folder: Path, max_rows: int, most_each: int = 1, **more: Any) -> tuple[EngineCore, Recorder]:
     engine, runner = make_engine(folder, **more)
     runner.graphs = DecodeGraphs(
         runner._model,
@@ -39,7 +39,7 @@ def with_graphs(folder: Path, max_rows: int, **more: Any) -> tuple[EngineCore, R
         runner._builder,
         runner._state,
         MAX_LEN,
-        GraphOptions(max_rows=max_rows, capture=same),
+        GraphOptions(max_rows=max_rows, capture=same, most_each=most_each),
     )
     return engine, runner
 
@@ -153,11 +153,21 @@ def test_which_steps_are_replayed(folder: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(graphs, "FIRST_CONTEXT", 16)
     engine, runner = with_graphs(folder, 6)
     found = runner.graphs.find  # type: ignore[union-attr]
-    assert found(plan_of(slot=[0], start=[15])) == (1, 16)
-    assert found(plan_of(slot=[0, 1, 2], start=[3, 16, 4])) == (4, 64)
-    assert found(plan_of(slot=[0] * 5, start=[95] * 5)) == (6, 96)
+    assert found(plan_of(slot=[0], start=[15])) == (1, 1, 16)
+    assert found(plan_of(slot=[0, 1, 2], start=[3, 16, 4])) == (4, 1, 64)
+    assert found(plan_of(slot=[0] * 5, start=[95] * 5)) == (6, 1, 96)
     assert found(plan_of(slot=[0] * 7, start=[5] * 7)) is None
-    assert found(plan_of(slot=[0, 1], start=[5, 5], count=[1, 2])) is None
+    pair = {"slot": [0, 1], "count": [1, 2], "logits": [1, 2], "sample": [1, 2]}
+    assert found(plan_of(**pair, start=[5, 15])) is None
+    engine.close()
+    engine, runner = with_graphs(folder, 6, most_each=2)
+    found = runner.graphs.find  # type: ignore[union-attr]
+    assert found(plan_of(slot=[0], start=[15])) == (1, 1, 16)
+    assert found(plan_of(**pair, start=[5, 14])) == (2, 2, 16)
+    assert found(plan_of(**pair, start=[5, 15])) == (2, 2, 64)
+    assert (
+        found(plan_of(**{**pair, "count": [1, 3], "logits": [1, 3], "sample": [1, 3]}, start=[5, 5])) is None
+    )
     assert found(plan_of(slot=[0, 1], start=[5, 5], logits=[1, 0], sample=[1, 0])) is None
     assert found(plan_of(slot=[], start=[])) is None
     assert found(StepPlan(step=0, prefill=plan_of(slot=[0], start=[3]).decode)) is None

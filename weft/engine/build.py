@@ -81,7 +81,9 @@ def graph_options(
         log.info("decode steps are launched op by op, and not replayed: %s", why)
         return None
     if config.device == "cpu":
-        return GraphOptions(max_rows=config.scheduler.max_num_seqs, capture=record, lazy=True)
+        return GraphOptions(
+            max_rows=config.scheduler.max_num_seqs, capture=record, lazy=True, most_each=config.kv.copies
+        )
     return GraphOptions(
         max_rows=config.scheduler.max_num_seqs,
         capture=CudaCapture(torch.device(config.device)),

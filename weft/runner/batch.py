@@ -27,12 +27,18 @@ Tensor = torch.Tensor
 _NONE = np.empty(0, np.int64)
 
 
-def plain(plan: StepPlan) -> bool:
-    """Whether every row of the plan decodes one token and draws the next."""
+def most_each(plan: StepPlan) -> int:
+    """Most tokens of a row, in a plan of decode rows alone, all of which draw behind each; 0 of any other."""
     rows = plan.decode
     if plan.prefill.rows or not rows.rows:
-        return False
-    return all((column == 1).all() for column in (rows.count, rows.logits, rows.sample))
+        return 0
+    alike = (rows.logits == rows.count).all() and (rows.sample == rows.count).all()
+    return int(rows.count.max()) if alike else 0
+
+
+def even(plan: StepPlan) -> bool:
+    """Whether the plan has decode rows alone, of equally many tokens."""
+    return most_each(plan) == int(plan.decode.count.min(initial=1))
 
 
 def ragged(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -114,18 +120,19 @@ def _logits_columns(plan: StepPlan) -> tuple[np.ndarray, list[np.ndarray]]:
     ]
 
 
-def _verify_columns(plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
+def _verify_columns(plan: StepPlan, each: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """int64 [decode rows, most drafts]: (number of the sample, merged row) of each draft; -1 pads the latter.
 
-    A draft is the id of its merged row; the sample at the same position comes from the row before.
+    A draft is the id of its merged row; the sample at the same position comes from the row before. ``each``:
+    tokens that every row takes up, where rows of fewer are filled up.
     """
     count = plan.decode.count.astype(np.int64)
     place = np.arange(int(count.max(initial=1)) - 1)
     there = place < count[:, None] - 1
     before = np.cumsum(count) - count
+    begins = np.arange(len(count)) * each if each else plan.prefill.tokens + before
     entries = int(plan.prefill.sample.sum()) + before[:, None] + np.where(there, place, 0)
-    merged = plan.prefill.tokens + before[:, None] + 1 + place
-    return entries, np.where(there, merged, -1)
+    return entries, np.where(there, begins[:, None] + 1 + place, -1)
 
 
 class BatchBuilder:
@@ -137,7 +144,7 @@ class BatchBuilder:
         self._backends = backends
         self._dtype = dtype
         # Columns of steps that never change, and the segment of no rows.
-        most, device = state.history.shape[0], state.history.device
+        most, device = state.history.shape[0] * kv.copies, state.history.device
         self._order = torch.arange(most + 1, device=device)
         self._offsets = self._order.int()
         self._ones = torch.ones(most, dtype=torch.int64, device=device)
@@ -224,52 +231,93 @@ class BatchBuilder:
             logits_index=logits_index,
         )
 
-    def build_plain(self, plan: StepPlan, buffer: StagingBuffer) -> Batch:
-        """``build`` of a plan that is ``plain``: the same step, from the slots alone."""
-        slot = plan.decode.slot
-        buffer.begin(len(slot))
-        where = buffer.add(slot)
-        buffer.upload()
-        slots = buffer.tensor(where)
-        step = self.decode(slots, plan.decode)
-        return Batch(step=step, **self.plain_rows(plan, slots, step.positions))
+    def build_even(self, plan: StepPlan, buffer: StagingBuffer) -> Batch:
+        """``build`` of a plan that is ``even``: the same step, from the slots alone."""
+        staged = self.stage_decode(plan, 0, buffer)
+        step = self.decode(staged[0], plan.decode)
+        rows = self.decode_rows(plan, staged, step.ids, step.positions)
+        return Batch(step=step, **rows)
 
-    def plain_rows(self, plan: StepPlan, slots: Tensor, positions: Tensor) -> dict[str, Any]:
-        """The fields of ``StepRows`` of a plain plan: slots int64 [R], and the positions they compute."""
-        order = self._order[: len(slots)]
-        rows = SampleRows(
-            slot_host=plan.decode.slot,
-            slot=slots,
-            logits_row=order,
-            position=positions + 1,
-            prompt_slot_host=_NONE,
-            prompt_slot=order[:0],
-            prompt_logits_row=order[:0],
-            prompt_position=order[:0],
-        )
-        counts = self._ones[: len(slots)]
-        return {"slots": slots, "counts": counts, "starts": positions, "sample_rows": rows}
+    def stage_decode(self, plan: StepPlan, each: int, buffer: StagingBuffer) -> list[Tensor]:
+        """What ``decode_rows`` needs: the slots and, if rows are filled up to ``each``, what is theirs."""
+        columns = [plan.decode.slot]
+        if each:
+            count = plan.decode.count
+            slot = np.repeat(plan.decode.slot, count)
+            mine = ragged(np.arange(len(count)) * each, count)
+            columns += [count, slot, mine, *(column.ravel() for column in _verify_columns(plan, each))]
+        buffer.begin(sum(map(len, columns)))
+        where = [buffer.add(column) for column in columns]
+        buffer.upload()
+        return [buffer.tensor(w) for w in where]
+
+    def decode_rows(
+        self, plan: StepPlan, staged: Sequence[Tensor], ids: Tensor, positions: Tensor
+    ) -> dict[str, Any]:
+        """The fields of ``StepRows`` of a plan of decode rows: their ids and positions, int64 [R * each].
+
+        ``staged``: see ``stage_decode``.
+        """
+        slots, rows = staged[0], len(staged[0])
+        each = len(positions) // rows
+        row = self._order[: rows * each]
+        verify = None
+        if len(staged) > 1:
+            counts, slot, row = staged[1:4]
+            entries, merged = (column.view(rows, -1) for column in staged[4:])
+            verify = Verify(entries=entries, drafts=torch.where(merged < 0, merged, ids[merged]))
+            at, slot_host = positions[row], np.repeat(plan.decode.slot, plan.decode.count)
+        else:
+            counts, slot, at, slot_host = self._ones[:rows], slots, positions, plan.decode.slot
+            if each > 1:
+                counts = counts * each
+                slot = slots.repeat_interleave(each, output_size=rows * each)
+                slot_host = np.repeat(slot_host, each)
+                verify = Verify(entries=row.view(rows, each)[:, :-1], drafts=ids.view(rows, each)[:, 1:])
+        none = row[:0]
+        return {
+            "slots": slots,
+            "counts": counts,
+            "starts": positions.view(rows, each)[:, 0],
+            "verify": verify,
+            "sample_rows": SampleRows(
+                slot_host=slot_host,
+                slot=slot,
+                logits_row=row,
+                position=at + 1,
+                prompt_slot_host=_NONE,
+                prompt_slot=none,
+                prompt_logits_row=none,
+                prompt_position=none,
+            ),
+        }
 
     def decode(
         self, slots: Tensor, bound: Segment, starts: Tensor | None = None, shift: int = 0
     ) -> StepInput:
-        """A step of one token of each of ``slots`` (int64 [R]), all of whose logits are wanted.
+        """A step of as many tokens of each of ``slots`` (int64 [R]), all of whose logits are wanted.
 
         It is derived on the device from the slots alone, so it can be captured; ``bound`` has as many rows,
-        and its largest start bounds the context of all. ``starts``, ``shift``: as for ``follow``.
+        all of one count, and its largest start bounds the context of all. ``starts``, ``shift``: as for
+        ``follow``. A position beyond the longest sequence stands for the last one.
         """
-        rows = len(slots)
-        order = self._order[: rows + 1]
+        rows, each = len(slots), int(bound.count[0])
         if starts is None:
             starts = self._state.num_computed[slots]
-        segments = (self._empty, self._segment(bound, 0, slots, starts, self._offsets[: rows + 1]))
+        positions, token_slots, offsets = starts, slots, self._offsets[: rows + 1]
+        if each > 1:
+            most = self._state.history.shape[1] - 1 - shift
+            positions = (starts.unsqueeze(1) + self._order[:each]).clamp(max=most).view(-1)
+            token_slots = slots.repeat_interleave(each, output_size=rows * each)
+            offsets = self._offsets[: rows * each + 1 : each].contiguous()
+        segments = (self._empty, self._segment(bound, 0, slots, starts, offsets))
         return StepInput(
-            ids=self._state.history[slots, starts + shift if shift else starts].long(),
-            positions=starts,
-            writes=self._writes(slots, starts),
+            ids=self._state.history[token_slots, positions + shift if shift else positions].long(),
+            positions=positions,
+            writes=self._writes(token_slots, positions),
             segments=segments,
             prepared=(self._prepare(segments[0]), self._prepare(segments[1])),
-            logits_index=order[:rows],
+            logits_index=self._order[: rows * each],
         )
 
     def _writes(self, token_slots: Tensor, positions: Tensor) -> tuple[Tensor, ...]:

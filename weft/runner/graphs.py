@@ -1,10 +1,11 @@
 """Decode steps captured and replayed: one launch in place of hundreds, CUDA graphs on a GPU.
 
-A step of one token a row is a function of the rows' slots alone: ids, positions, block tables and writes are
-derived on the device. So one column is all that a graph reads from outside, and its address never changes:
+A step of equally many tokens of each row is a function of the rows' slots alone: ids, positions, block tables
+and writes are derived on the device. So one column is all that a graph reads from outside, and its address
+never changes:
 
     slots      [most rows]   filled before each replay; rows beyond the step's name the spare slot
-    logits     [most rows, vocab], hidden [most rows, hidden] and positions [most rows]: what a replay leaves,
+    logits     [most tokens, vocab], and the like of hidden states, ids and positions: what a replay leaves,
                read before the next one
 
 Everything is ordered by the stream: a replay follows the sampling of the step before it. Graphs are captured
@@ -25,7 +26,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -33,7 +33,7 @@ from weft.attention.base import Backends, LayerCache
 from weft.common.log import get_logger
 from weft.models.base import Model
 from weft.overlap.drive import drive
-from weft.runner.batch import BatchBuilder, StepRows, plain
+from weft.runner.batch import BatchBuilder, StepRows, even, most_each
 from weft.runner.programs import CannotRecord
 from weft.runner.slot_state import SlotState
 from weft.runner.staging import StagingBuffer
@@ -44,8 +44,8 @@ log = get_logger(__name__)
 Tensor = torch.Tensor
 Capture: TypeAlias = Callable[[Callable[[], None]], Callable[[], None]]
 """From a function of fixed tensors to one that does the same again. Tests pass the identity."""
-Key: TypeAlias = tuple[int, int]
-"""Bucket: rows, positions of context."""
+Key: TypeAlias = tuple[int, int, int]
+"""Bucket: rows, tokens of each, positions of context."""
 
 MOST_ROWS = 512
 """Steps of more rows are launched op by op: launching costs them little."""
@@ -108,6 +108,8 @@ class GraphOptions:
     capture: Capture
     progress: bool = False
     """Show a bar on stderr."""
+    most_each: int = 1
+    """Most tokens of a row."""
     lazy: bool = False
     """Capture when a step first needs it, for exactly its rows: ``capture`` then computes that step, too."""
 
@@ -139,9 +141,11 @@ class DecodeGraphs:
         most, device = self._rows[-1], model.device
         self._spare = state.spare
         self._slots = torch.full((most,), state.spare, dtype=torch.int64, device=device)
-        self._logits = torch.empty((most, model.spec.vocab_size), dtype=model.dtype, device=device)
-        self._hidden = torch.empty((most, model.spec.hidden), dtype=model.dtype, device=device)
-        self._positions = torch.zeros(most, dtype=torch.int64, device=device)
+        tokens = most * options.most_each
+        self._logits = torch.empty((tokens, model.spec.vocab_size), dtype=model.dtype, device=device)
+        self._hidden = torch.empty((tokens, model.spec.hidden), dtype=model.dtype, device=device)
+        self._ids = torch.zeros(tokens, dtype=torch.int64, device=device)
+        self._positions = torch.zeros(tokens, dtype=torch.int64, device=device)
         self._replays: dict[Key, Callable[[], None]] = {}
         if not options.lazy:
             self._capture(options)
@@ -150,7 +154,8 @@ class DecodeGraphs:
     def _capture(self, options: GraphOptions) -> None:
         began, before = time.monotonic(), _reserved(self._slots.device)
         # The largest first: the others then fit in its memory.
-        keys = list(itertools.product(reversed(self._rows), reversed(self._contexts)))
+        each = reversed(range(1, options.most_each + 1))
+        keys = list(itertools.product(reversed(self._rows), each, reversed(self._contexts)))
         for key in tqdm(keys, desc="capturing decode", unit="graph", disable=not options.progress):
             self._replays[key] = options.capture(self._closure(key))
         log.info(
@@ -162,11 +167,12 @@ class DecodeGraphs:
         )
 
     def _closure(self, key: Key) -> Callable[[], None]:
-        rows, context = key
-        slots, logits, positions = self._slots[:rows], self._logits[:rows], self._positions[:rows]
-        hidden = self._hidden[:rows]
-        zero, one = column([0] * rows), column([1] * rows)
-        bound = Segment(slot=zero, gen=zero, start=column([context - 1] * rows), count=one)
+        rows, each, context = key
+        tokens = slice(rows * each)
+        slots, logits, positions = self._slots[:rows], self._logits[tokens], self._positions[tokens]
+        hidden, ids = self._hidden[tokens], self._ids[tokens]
+        zero, count = column([0] * rows), column([each] * rows)
+        bound = Segment(slot=zero, gen=zero, start=column([context - each] * rows), count=count)
 
         def run() -> None:
             step = self._builder.decode(slots, bound)
@@ -174,41 +180,42 @@ class DecodeGraphs:
             hidden.copy_(made)
             logits.copy_(self._model.logits(made))
             positions.copy_(step.positions)
+            ids.copy_(step.ids)
 
         return run
 
     def find(self, plan: StepPlan) -> Key | None:
         """The bucket that holds the plan's step; None when it must be launched op by op."""
-        rows = plan.decode
-        if rows.rows > self._rows[-1] or not plain(plan):
+        rows, each = plan.decode, most_each(plan)
+        if rows.rows > self._rows[-1] or not 1 <= each <= self._options.most_each:
             return None
-        longest = int(rows.start.max()) + 1
+        longest = int(rows.start.max()) + each
         if longest > self._contexts[-1]:
             return None
-        return _bucket(self._rows, rows.rows), _bucket(self._contexts, longest)
+        return _bucket(self._rows, rows.rows), each, _bucket(self._contexts, longest)
 
     def run(self, key: Key, plan: StepPlan, buffer: StagingBuffer) -> tuple[StepRows, Tensor]:
-        """Replays a step. The logits [rows, vocab] are valid until the next call."""
-        rows = plan.decode.rows
-        slots = np.full(key[0], self._spare, np.int64)
-        slots[:rows] = plan.decode.slot
-        buffer.begin(len(slots))
-        where = buffer.add(slots)
-        buffer.upload()
-        staged = buffer.tensor(where)
-        self._slots[: key[0]].copy_(staged)
+        """Replays a step. The logits [tokens, vocab] are valid until the next call.
+
+        Rows of fewer tokens than others are filled up; what is computed of the filling is nobody's.
+        """
+        rows, each = plan.decode.rows, key[1]
+        staged = self._builder.stage_decode(plan, 0 if even(plan) else each, buffer)
+        self._slots[:rows].copy_(staged[0])
+        self._slots[rows : key[0]] = self._spare
         replay = self._replays.get(key)
         if replay is not None:
             replay()
             self.replayed += 1
         else:
             self._capture_now(key)
-        made = self._builder.plain_rows(plan, staged[:rows], self._positions[:rows])
-        return StepRows(**made), self._logits[:rows]
+        tokens = slice(rows * each)
+        made = self._builder.decode_rows(plan, staged, self._ids[tokens], self._positions[tokens])
+        return StepRows(**made), self._logits[tokens]
 
-    def hidden(self, rows: int) -> Tensor:
-        """[rows, hidden] of the step replayed last, valid until the next."""
-        return self._hidden[:rows]
+    def hidden(self, key: Key, rows: int) -> Tensor:
+        """[rows * tokens of each, hidden] of the step replayed last, valid until the next."""
+        return self._hidden[: rows * key[1]]
 
     def _capture_now(self, key: Key) -> None:
         """Computes a step while capturing it. What cannot be captured is computed plainly, now and later."""

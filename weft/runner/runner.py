@@ -26,9 +26,9 @@ from weft.config.resolved import KVConfig
 from weft.config.sections import SpeculationSection
 from weft.models.base import Model
 from weft.overlap.drive import drive
-from weft.runner.batch import BatchBuilder, StepRows, plain
+from weft.runner.batch import BatchBuilder, StepRows, even
 from weft.runner.device_queue import DeviceQueue, result_of
-from weft.runner.graphs import DecodeGraphs, GraphOptions
+from weft.runner.graphs import MOST_EXACT, DecodeGraphs, GraphOptions, context_buckets
 from weft.runner.kv_tensors import by_layer, stacked
 from weft.runner.result import HostCopy, to_result
 from weft.runner.sampler import Sampler
@@ -38,6 +38,7 @@ from weft.runner.states import States
 from weft.runner.trace import StepTrace
 from weft.runner.verify import accept
 from weft.speculation.base import Drafter, Sampled
+from weft.speculation.chain import Recording
 from weft.speculation.mtp import MtpDrafter
 from weft.speculation.ngram import NgramDrafter
 from weft.types.plan import AllocSlot, FreeSlot, StepPlan, StepResult
@@ -56,6 +57,8 @@ class StepHandle:
     buffer: StagingBuffer | None = field(default=None, repr=False)
     hidden: Tensor | None = field(default=None, repr=False)
     """[T, hidden] of the step's tokens, where a drafter reads them."""
+    each: int = 0
+    """Tokens that every row takes up there; 0: as many as it has."""
 
 
 class Runner:
@@ -98,7 +101,7 @@ class Runner:
         self._timeout = step_timeout
         self._next_step: int | None = None
         self._has_state = any(pool.cache.kind == "state" for pool in kv.pools)
-        self.drafter = self._make_drafter(speculation)
+        self.drafter = self._make_drafter(speculation, graphs)
         """Proposes drafts; None without speculation."""
         self.graphs: DecodeGraphs | None = None
         if graphs is not None:
@@ -177,9 +180,9 @@ class Runner:
         assert handle.buffer is not None
         if self.graphs is not None and (key := self.graphs.find(plan)) is not None:
             rows, logits = self.graphs.run(key, plan, handle.buffer)
-            handle.hidden = self.graphs.hidden(plan.rows)
+            handle.hidden, handle.each = self.graphs.hidden(key, plan.rows), key[1]
             return rows, logits
-        build = self._builder.build_plain if plain(plan) else self._builder.build
+        build = self._builder.build_even if even(plan) else self._builder.build
         batch = build(plan, handle.buffer)
         if self.drafter is None or not self.drafter.reads_hidden:
             return batch, drive(self._model.steps(batch.step, self._cache, self._backends))
@@ -213,6 +216,7 @@ class Runner:
                 starts=step.starts,
                 ends=ends,
                 hidden=handle.hidden,
+                each=handle.each,
             )
         )
         handle.hidden = None
@@ -220,9 +224,19 @@ class Runner:
             state.draft(step.slots, ends, drafts, next_k)
         return drafts
 
-    def _make_drafter(self, speculation: SpeculationSection | None) -> Drafter | None:
+    def _make_drafter(
+        self, speculation: SpeculationSection | None, graphs: GraphOptions | None
+    ) -> Drafter | None:
         if speculation is None or speculation.speculative_method == "none":
             return None
+        recording = None
+        if graphs is not None and graphs.lazy:
+            recording = Recording(
+                record=graphs.capture,
+                contexts=context_buckets(self.kv.max_model_len + self.kv.copies),
+                most_rows=min(graphs.max_rows, MOST_EXACT),
+                most_each=graphs.most_each,
+            )
         if speculation.speculative_method == "mtp":
             return MtpDrafter(
                 self._model,
@@ -232,5 +246,6 @@ class Runner:
                 self._state.history,
                 self._vocab_size,
                 self.kv.block_size,
+                recording,
             )
         return NgramDrafter(self._state.history, speculation.ngram_min_length, speculation.ngram_max_length)

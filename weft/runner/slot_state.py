@@ -86,6 +86,8 @@ class SlotState:
         self.num_computed[op.slot] = op.num_cached
         self.num_prompt[op.slot] = op.num_prompt
         self.live[op.slot] = 0
+        for table in self.tables:  # what a row is filled up with goes to the null block, not to a stranger's
+            table[op.slot] = 0
 
     def _free(self, op: FreeSlot) -> None:
         self._check(op.slot, op.gen)

@@ -35,10 +35,20 @@ class Sampled:
     """int64 [rows]: positions computed and accepted now. Of a row that sampled, the newest token is there."""
     hidden: Tensor | None
     """[T, hidden] of the merged tokens, for a drafter that ``reads_hidden``."""
+    each: int = 0
+    """Tokens that every row takes up in ``hidden``; 0: as many as it has."""
 
     def wanted(self) -> np.ndarray:
         """int64: the rows that want drafts."""
         return np.flatnonzero(self.next_k)
+
+    def begins(self) -> np.ndarray:
+        """int64 [rows], on the host: the first token of each row in ``hidden``."""
+        if self.each:
+            return np.arange(self.plan.rows) * self.each
+        count = np.concatenate([self.plan.prefill.count, self.plan.decode.count]).astype(np.int64)
+        made: np.ndarray = np.cumsum(count) - count
+        return made
 
     def bounds(self) -> np.ndarray:
         """int64 [rows], on the host: upper bounds of ``ends``."""

@@ -19,38 +19,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 
-from weft.attention.base import Backends, LayerCache, StepInput
+from weft.attention.base import Backends, LayerCache
 from weft.models.base import Model
-from weft.ops import sampling as ops
-from weft.ops.cpu import sampling as direct
 from weft.ops.upload import upload
-from weft.overlap.drive import drive
 from weft.speculation.base import Drafter, Sampled
+from weft.speculation.chain import Chain, RecordedChains, Recording, Steps
 from weft.types.plan import Segment, column
 
 Tensor = torch.Tensor
 
 MOST_WAITING = 64
 """Hidden states of a slot that wait for their lines."""
-
-
-class Steps(Protocol):
-    """Makes steps over rows of the drafter's own. ``runner.batch.BatchBuilder`` does."""
-
-    def follow(
-        self, prefill: Segment, decode: Segment, starts: Tensor, logits_index: np.ndarray, shift: int
-    ) -> StepInput:
-        """Any rows."""
-
-    def decode(
-        self, slots: Tensor, bound: Segment, starts: Tensor | None = None, shift: int = 0
-    ) -> StepInput:
-        """Rows of one token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +69,11 @@ class MtpDrafter(Drafter):
         history: Tensor,
         vocab_size: int,
         block_size: int,
+        recording: Recording | None = None,
     ) -> None:
         """history: int32 [slots + 1, longest]. ``block_size``: positions of a block that others may find."""
-        self._model, self._cache, self._backends = model, cache, backends
+        self._chain = Chain(model, cache, backends, steps, history, vocab_size)
         self._steps = steps
-        self._history = history
-        self._vocab = vocab_size
         self._block = block_size
         self._most = min(block_size, MOST_WAITING)
         slots = history.shape[0]
@@ -101,6 +83,8 @@ class MtpDrafter(Drafter):
         """Whether the slot's last row had drafts: then nobody here knows where the next one starts."""
         self._kept: Tensor | None = None
         """[slots, most waiting, hidden]."""
+        self.recorded = None if recording is None else RecordedChains(self._chain, recording)
+        """Drafting that is replayed."""
 
     def enter(self, slot: int) -> None:
         self._waiting[slot] = 0
@@ -108,36 +92,30 @@ class MtpDrafter(Drafter):
 
     def propose(self, step: Sampled) -> Tensor | None:
         assert step.hidden is not None, "hidden states that nobody kept"
-        made = self._due(step)
         wanted = step.wanted()
+        made = self._due(step, len(wanted) > 0)
         if not len(made.rows):
             return None
+        if len(wanted) and self.recorded is not None and not step.plan.prefill.rows and not made.chunks:
+            drafts = self.recorded.propose(step)
+            if drafts is not None:
+                return drafts if len(wanted) == len(drafts) else drafts[upload(wanted, drafts.device)]
         hidden = self._first(step, made, wanted)
         if not len(wanted):
             return None
-        drafts = [self._best(hidden)]
-        ends, slots, bounds = step.ends, step.slots, step.bounds()
+        ends, slots = step.ends, step.slots
         if len(wanted) < len(step.next_k):
             at = upload(wanted, slots.device)
             ends, slots = ends[at], slots[at]
-        # Rows that want fewer drafts than others run along: what they get is dropped, and so are their lines.
-        left, bounds = step.next_k[wanted], bounds[wanted]
-        for place in range(1, int(left.max())):
-            self._write(slots, ends + place, drafts[-1])
-            positions = (ends + (place - 1)).clamp_(max=self._history.shape[1] - 2)
-            bound = _bound(np.minimum(bounds + place - 1, self._history.shape[1] - 2))
-            one = self._steps.decode(slots, bound, positions, 1)
-            hidden = drive(self._model.ahead(one, hidden, self._cache, self._backends))
-            drafts.append(self._best(hidden))
-        return torch.stack(drafts, dim=1)
+        return self._chain.go_on(hidden, slots, ends, step.bounds()[wanted], int(step.next_k.max()))
 
-    def _due(self, step: Sampled) -> _Rows:
-        """The rows whose lines are made now; of the others the hidden states are kept."""
+    def _due(self, step: Sampled, drafting: bool) -> _Rows:
+        """The rows whose lines are made now: all, if any drafts. Of others the hidden states are kept."""
         prefill, decode = step.plan.prefill, step.plan.decode
         slots, plain = decode.slot, decode.count == 1
         waiting = self._waiting[slots]
         full = (decode.start + 1) % self._block == 0
-        keep = plain & (decode.next_k == 0) & ~self._verified[slots] & ~full & (waiting + 1 < self._most)
+        keep = plain & ~self._verified[slots] & ~full & (waiting + 1 < self._most) & (not drafting)
         self._verified[slots] = ~plain
         if keep.any():
             self._keep(step, np.flatnonzero(keep))
@@ -157,7 +135,7 @@ class MtpDrafter(Drafter):
         if self._kept is None:
             shape = (len(self._waiting), self._most, step.hidden.shape[1])
             self._kept = step.hidden.new_empty(shape)
-        begins = step.plan.prefill.tokens + np.cumsum(decode.count) - decode.count
+        begins = step.begins()[step.plan.prefill.rows :]
         slots = decode.slot[rows]
         columns = np.stack([begins[rows], slots * self._most + self._waiting[slots]]).astype(np.int64)
         source, to = upload(columns, step.hidden.device)
@@ -176,16 +154,16 @@ class MtpDrafter(Drafter):
         keep = at[1] + (step.ends - step.starts - 1)[at[0]] if len(wanted) else at[1]
         own = self._steps.follow(*parts, starts, np.zeros(0, np.int64), 1)
         hidden = self._gather(step, made)
-        return drive(self._model.ahead(own, hidden, self._cache, self._backends, keep))
+        return self._chain.ahead(own, hidden, keep)
 
     def _gather(self, step: Sampled, made: _Rows) -> Tensor:
         """[tokens of ``made``, hidden]: what waited, and what this step made."""
         assert step.hidden is not None
-        if len(made.rows) == step.plan.rows and not made.waiting.any():
+        whole = len(made.rows) == step.plan.rows and not made.waiting.any()
+        if whole and len(step.hidden) == int(made.counts.sum()):
             return step.hidden
-        count = np.concatenate([step.plan.prefill.count, step.plan.decode.count]).astype(np.int64)
-        theirs = (np.cumsum(count) - count)[made.rows]
-        source, to = _ranges(theirs, made.begins() + made.waiting, count[made.rows])
+        own = made.counts - made.waiting
+        source, to = _ranges(step.begins()[made.rows], made.begins() + made.waiting, own)
         slot = np.concatenate([step.plan.prefill.slot, step.plan.decode.slot])[made.rows].astype(np.int64)
         kept, place = _ranges(slot * self._most, made.begins(), made.waiting)
         total = len(source) + len(kept)
@@ -196,18 +174,6 @@ class MtpDrafter(Drafter):
         hidden[upload(to, device)] = step.hidden[upload(source, device)]
         hidden[upload(place, device)] = self._kept.view(-1, hidden.shape[1])[upload(kept, device)]
         return hidden
-
-    def _best(self, hidden: Tensor) -> Tensor:
-        """int64 [rows]: the likeliest token behind each; any where there is none."""
-        logits = self._model.logits(hidden)
-        if direct.serves(logits):
-            ids, wrong = direct.greedy(logits, torch.arange(len(logits)), self._vocab)
-        else:
-            ids, wrong = ops.greedy(logits[:, : self._vocab])
-        return ids.masked_fill(wrong, 0)
-
-    def _write(self, slots: Tensor, places: Tensor, ids: Tensor) -> None:
-        self._history[slots, places.clamp(max=self._history.shape[1] - 1)] = ids.to(self._history.dtype)
 
 
 def _segments(step: Sampled, made: _Rows) -> tuple[Segment, Segment]:
@@ -223,12 +189,6 @@ def _segments(step: Sampled, made: _Rows) -> tuple[Segment, Segment]:
         )
         for part in parts
     )
-
-
-def _bound(starts: np.ndarray) -> Segment:
-    """Rows of one token, as far as shapes depend on them."""
-    one = column(np.ones(len(starts)))
-    return Segment(slot=one, start=column(starts), count=one)
 
 
 def _ranges(first: np.ndarray, other: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
