@@ -7,6 +7,7 @@ gelu, sigmoid, pow and exp2 do not, which is why the invariant forms are written
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -36,11 +37,17 @@ ELEMENTS: dict[str, Callable[[Tensor], Tensor]] = {
     "log1p": lambda x: x.abs().neg().exp().log1p(),
     "sqrt": lambda x: x.abs().sqrt(),
 }
+
+
+def _weights(rule: Rule, logits: Tensor) -> Tensor:
+    return route(logits, rule)[1]
+
+
 ROWS: dict[str, Callable[[Tensor], Tensor]] = {
     "mean of squares": lambda x: x.square().mean(-1, keepdim=True),
     "softmax": lambda x: x.softmax(-1),
     "log_softmax": lambda x: x.log_softmax(-1),
-    **{f"route {scoring}": lambda x, by=scoring: route(x, Rule(3, by, True))[1] for scoring in SCORINGS},
+    **{f"route {scoring}": partial(_weights, Rule(3, scoring, True)) for scoring in SCORINGS},
     "route in groups": lambda x: route(x[:, :8], Rule(2, "sigmoid", True, 4, 2, "top2"))[1],
     "mass_of": sampling.mass_of,
 }
@@ -161,8 +168,27 @@ def test_experts(kind: str, op: str, dtype: torch.dtype, threads: int) -> None:
 
 @pytest.mark.parametrize("dtype", ALL, ids=str)
 @pytest.mark.parametrize("columns", [100, 2048])
-def test_norms(columns: int, dtype: torch.dtype, threads: int) -> None:
-    x, weight = noise(170, columns, dtype=dtype), noise(columns, dtype=dtype)
+def test_sigmoid_gate(columns: int, dtype: torch.dtype, threads: int) -> None:
+    """Also of gates that are columns of a wider tensor."""
+    x = noise(170, 2 * columns + 3, dtype=dtype)
+    right = x[:, :columns].double() * x[:, columns : 2 * columns].double().sigmoid()
+    for made in implementations("sigmoid_gate", dtype):
+
+        def weighed(rows: Tensor, run: Callable[..., Any] = made.run) -> Tensor:
+            found: Tensor = run(rows[:, :columns], rows[:, columns : 2 * columns])
+            return found
+
+        check_rows(weighed, x)
+        tolerance = {torch.bfloat16: 4e-3, torch.float16: 1e-3}.get(dtype, 1e-6)
+        assert torch.allclose(weighed(x).double(), right, rtol=tolerance, atol=1e-6)
+
+
+@pytest.mark.parametrize("kept", ["narrow", "wide"])
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+@pytest.mark.parametrize("columns", [100, 2048])
+def test_norms(columns: int, dtype: torch.dtype, kept: str, threads: int) -> None:
+    x = noise(170, columns, dtype=dtype)
+    weight = noise(columns, dtype=torch_ops.wide(dtype) if kept == "wide" else dtype)
     delta = noise(170, columns, dtype=dtype).flip(0)
     joined = torch.cat((x, delta), dim=1)
 

@@ -23,7 +23,9 @@ OTHERS = (
     "qkv_rope_cache_fp8",
     "latent_rope_cache",
     "latent_rope_cache_fp8",
+    "latent_forms",
     "gated",
+    "sigmoid_gate",
 )
 
 

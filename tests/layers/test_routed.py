@@ -36,12 +36,21 @@ def _spec(**settings: Any) -> MoESpec:
     return MoESpec(**{**common, **settings})
 
 
-_V2 = {"n_routed_experts": EXPERTS, "moe_intermediate_size": INNER, "n_shared_experts": 2, "n_group": 4}
+_V2: dict[str, Any] = {
+    "n_routed_experts": EXPERTS,
+    "moe_intermediate_size": INNER,
+    "n_shared_experts": 2,
+    "n_group": 4,
+}
 _V2 = {**_V2, "topk_group": 2, "routed_scaling_factor": 2.5}
-_V2_SPEC = {"groups": 4, "top_groups": 2, "scale": 2.5, "shared": 2 * INNER}
-_V4 = {"num_local_experts": EXPERTS, "intermediate_size": INNER, "moe_intermediate_size": INNER}
+_V2_SPEC: dict[str, Any] = {"groups": 4, "top_groups": 2, "scale": 2.5, "shared": 2 * INNER}
+_V4: dict[str, Any] = {
+    "num_local_experts": EXPERTS,
+    "intermediate_size": INNER,
+    "moe_intermediate_size": INNER,
+}
 _V4 = {**_V4, "n_shared_experts": 1, "swiglu_limit": 0.7, "routed_scaling_factor": 1.5}
-_V4_SPEC = {"scoring": "sqrtsoftplus", "scale": 1.5, "shared": INNER, "limit": 0.7}
+_V4_SPEC: dict[str, Any] = {"scoring": "sqrtsoftplus", "scale": 1.5, "shared": INNER, "limit": 0.7}
 #: Name -> (their module, our facts, error allowed: routers of some compute in float32 whatever the dtype).
 BLOCKS: dict[str, tuple[Any, MoESpec, float]] = {
     "deepseek_v2": (

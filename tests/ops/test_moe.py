@@ -77,7 +77,8 @@ def assert_block(made: Tensor, x: Tensor, ids: Tensor, weights: Routed) -> None:
         loose = ((len(one) + 3) * eps * (exact.router.abs() @ one.abs())).max() * 4 + 8 * eps
         total, bound = torch.zeros_like(one), torch.zeros_like(one)
         for e, scale in zip(picked, scales, strict=True):
-            bias = tuple(None if b is None else b[e] for b in (exact.gate_up_bias, exact.down_bias))
+            first, second = exact.gate_up_bias, exact.down_bias
+            bias = (None if first is None else first[e], None if second is None else second[e])
             out, miss = expert(one, exact, exact.gate_up[e], exact.down[e], bias, eps, half)
             total += scale * out
             bound += scale * miss + (loose + 4 * eps) * scale * out.abs()

@@ -179,4 +179,4 @@ def test_what_cannot_be_captured_is_said(tmp_path: Path, folder: Path) -> None:
     assert obstacle(dense, Backends([TritonAttention()])) is None
     assert "attention backend" in str(obstacle(dense, Backends([TorchAttention()])))
     routed = make_engine(make_checkpoint(tmp_path, "qwen3_moe"))[1]._model
-    assert "experts" in str(obstacle(routed, Backends([TritonAttention()])))
+    assert "moe (torch)" in str(obstacle(routed, Backends([TritonAttention()])))

@@ -34,6 +34,11 @@ from weft.types.plan import (
 )
 from weft.types.sampling import TokenParams
 
+Row: TypeAlias = tuple[int, int, int, int, int, int, int]
+"""slot, gen, start, count, logits, sample, next_k."""
+Made: TypeAlias = tuple[int, list[int], list[int], bool, int]
+"""A plan's row with logits: its number, and what ``_run_row`` returns."""
+
 VOCAB = 50
 BAD_SEED = 666
 """A sequence with this seed fails with a row error at its third output token."""
@@ -166,6 +171,8 @@ class Tenant:
     num_computed: int
     tables: list[list[int]]
     live: int = 0
+    next_k: int = 0
+    """Drafts that its last row has left for the next."""
 
     def push(self, token: int) -> None:
         self.prefix.append(hash((self.prefix[-1], token)))
@@ -184,9 +191,14 @@ class FakeRunner:
     """Step in flight -> slots, and for each kind blocks, that it uses."""
     verifying: dict[int, dict[int, None]] = field(default_factory=dict)
     """Step in flight -> slots whose drafts it verifies."""
+    saving: dict[int, dict[tuple[int, int], None]] = field(default_factory=dict)
+    """Step in flight -> (kind, block) of the snapshots that it makes."""
     states: dict[tuple[int, int, int], int] = field(default_factory=dict)
     """(slot, kind, copy) -> the prefix that the state is after; outlives tenants, as memory does."""
+    right: float = 0.7
+    """Share of drafts that are."""
     accepted: int = 0
+    rejected: int = 0
     saved: int = 0
     loaded: int = 0
     last_step: int = -1
@@ -200,6 +212,7 @@ class FakeRunner:
         self.last_step = plan.step
         self.named[plan.step] = ({}, [{} for _ in self.kv.pools])
         self.verifying[plan.step] = {}
+        self.saving[plan.step] = {}
         for op in plan.ops:
             if isinstance(op, AllocSlot):
                 self._alloc(op)
@@ -224,7 +237,7 @@ class FakeRunner:
         return _result(plan.step, made)
 
     def committed(self, step: int) -> None:
-        del self.named[step], self.verifying[step]
+        del self.named[step], self.verifying[step], self.saving[step]
 
     # ---- ops
 
@@ -278,6 +291,7 @@ class FakeRunner:
         self._name(step, op.kind, op.block, "a snapshot is written over while a plan in flight names it")
         self.named[step][0][op.slot] = None
         self.memory[op.kind][op.block, 0] = self.states[op.slot, op.kind, copy]
+        self.saving[step][op.kind, op.block] = None
         self.saved += 1
 
     def _load(self, step: int, op: LoadState) -> None:
@@ -286,6 +300,8 @@ class FakeRunner:
         wanted = tenant.prefix[tenant.num_computed - 1]
         assert self.memory[op.kind].get((op.block, 0)) == wanted, "a snapshot of another prefix is loaded"
         assert 1 <= op.block <= self.kv.pools[op.kind].num_blocks
+        for saved in self.saving.values():
+            assert (op.kind, op.block) not in saved, "a snapshot is loaded whose plan has not committed"
         self.named[step][1][op.kind][op.block] = None
         self.states[op.slot, op.kind, 0] = wanted
         tenant.live = 0
@@ -299,22 +315,21 @@ class FakeRunner:
 
     # ---- rows
 
-    def _rows(self, s: Segment) -> list[tuple[int, int, int, int, int, int]]:
-        lengths = {len(c) for c in (s.slot, s.gen, s.start, s.count, s.logits, s.sample, s.next_k)}
-        assert len(lengths) == 1
-        columns = (s.slot, s.gen, s.start, s.count, s.logits, s.sample)
+    def _rows(self, s: Segment) -> list[Row]:
+        columns = (s.slot, s.gen, s.start, s.count, s.logits, s.sample, s.next_k)
+        assert len({len(c) for c in columns}) == 1
         assert not any(c.flags.writeable for c in columns)
         return list(zip(*(c.tolist() for c in columns), strict=True))
 
-    def _run_row(
-        self, step: int, row: tuple[int, int, int, int, int, int], decode: bool
-    ) -> tuple[list[int], list[int], bool, int]:
+    def _run_row(self, step: int, row: Row, decode: bool) -> tuple[list[int], list[int], bool, int]:
         """(sampled ids, prompt ids with logits, whether it failed, drafts accepted)."""
-        slot, gen, start, count, logits, sample = row
+        slot, gen, start, count, logits, sample, next_k = row
         tenant = self.tenants[slot]
         assert tenant.gen == gen, "a row names another tenant"
         assert count > 0
         assert 0 <= sample <= logits <= count
+        assert 0 <= next_k < self.kv.copies
+        assert sample or not next_k, "drafts behind an unfinished prompt"
         begin = tenant.num_computed
         loose = any(slot in slots for slots in self.verifying.values())
         assert start >= begin if loose else start == begin
@@ -322,7 +337,7 @@ class FakeRunner:
         known = len(tenant.op.token_ids)
         if decode:
             assert begin >= known
-            assert count == logits == sample <= self.kv.copies
+            assert count == logits == sample <= 1 + tenant.next_k, "drafts that nobody proposed"
             drafts = self._drafts(tenant, count - 1)
             if drafts:
                 self.verifying[step][slot] = None
@@ -330,45 +345,50 @@ class FakeRunner:
             assert start + count <= known
             assert sample == (start + count == known)
             drafts = []
-        made = len(tenant.history) - tenant.op.num_prompt
+        tenant.next_k = next_k
         content = tenant.prefix[begin : begin + count]
         for draft in drafts:
             content.append(hash((content[-1], draft)))
-        self._touch(step, slot, tenant, start + count, begin, content)
+        assert start + count + next_k <= self.kv.max_model_len
+        self._touch(step, slot, tenant, start + count + next_k, begin, content)
         self._recur(slot, tenant, begin, content, decode)
         end = begin + count
         prompt = [] if decode else tenant.history[end - logits + 1 : end - sample + 1]
         if not sample:
             tenant.num_computed = end
             return [], prompt, False, 0
-        if tenant.op.seed == BAD_SEED and made == 2:
-            tenant.num_computed = begin + 1 if decode else end
-            tenant.push(0)
-            return [0] * sample, prompt, True, 0
-        op = tenant.op
+        tokens, error, accepted = self._sampled(tenant, content[-sample:], drafts)
+        tenant.num_computed = begin + 1 + accepted if decode else end
+        tenant.live = accepted
+        return tokens, prompt, error, accepted
+
+    def _sampled(self, tenant: Tenant, content: list[int], drafts: list[int]) -> tuple[list[int], bool, int]:
+        """(a token behind each of ``content``, whether the last that counts is an error, drafts accepted)."""
+        op, made = tenant.op, len(tenant.history) - tenant.op.num_prompt
         tokens = [
             next_token(prefix, op.seed, op.choice, made + number, op.params)
-            for number, prefix in enumerate(content[-sample:])
+            for number, prefix in enumerate(content)
         ]
-        accepted = 0
-        while accepted < len(drafts) and drafts[accepted] == tokens[accepted]:
+        accepted, fails = 0, 2 - made if op.seed == BAD_SEED else -1
+        while accepted < len(drafts) and drafts[accepted] == tokens[accepted] and accepted != fails:
             accepted += 1
         assert made + accepted < op.params.max_tokens, "a row beyond max_tokens"
+        if accepted == fails:
+            tokens[accepted] = 0
         for token in tokens[: accepted + 1]:
             tenant.push(token)
         assert len(tenant.history) <= self.kv.max_model_len, "a row beyond the context"
-        tenant.num_computed = begin + 1 + accepted if decode else end
-        tenant.live = accepted
         self.accepted += accepted
-        return tokens, prompt, False, accepted
+        self.rejected += len(drafts) - accepted
+        return tokens, accepted == fails, accepted
 
     def _drafts(self, tenant: Tenant, count: int) -> list[int]:
-        """Guesses at the next ids, often right. They stop being so before a planted error."""
+        """Guesses at the next ids, often right."""
         op, drafts = tenant.op, list[int]()
         prefix, made = tenant.prefix[-1], len(tenant.history) - tenant.op.num_prompt
         for number in range(count):
             right = next_token(prefix, op.seed, op.choice, made + number, op.params)
-            wrong = hash((prefix, "draft")) % 10 < 3 or (op.seed == BAD_SEED and made + number >= 1)
+            wrong = hash((prefix, 1)) % 100 >= 100 * self.right
             drafts.append((right + 1) % VOCAB if wrong else right)
             prefix = hash((prefix, drafts[-1]))
         return drafts
@@ -408,10 +428,6 @@ class FakeRunner:
                 if (p + 1) % ratio == 0:
                     line = memory.get((block, p % size // ratio))
                     assert line == whole[p], "attention reads foreign content"
-
-
-Made: TypeAlias = tuple[int, list[int], list[int], bool, int]
-"""A plan's row with logits: its number, and what ``_run_row`` returns."""
 
 
 def _result(step: int, made: list[Made]) -> StepResult:

@@ -82,11 +82,9 @@ def tokens(count: int, dtype: torch.dtype, hidden: int = 48, seed: int = 1) -> t
 
 def doubled(weights: Routed) -> Routed:
     """The same numbers in float64."""
-    made = {f.name: getattr(weights, f.name) for f in fields(weights)}
-    return replace(
-        weights,
-        **{k: v.double() for k, v in made.items() if isinstance(v, Tensor) and v.is_floating_point()},
-    )
+    made: dict[str, Any] = {f.name: getattr(weights, f.name) for f in fields(weights)}
+    made = {k: v.double() for k, v in made.items() if isinstance(v, Tensor) and v.is_floating_point()}
+    return replace(weights, **made)
 
 
 def chosen(logits: list[float], weights: Routed, token: int) -> tuple[list[int], list[float]]:

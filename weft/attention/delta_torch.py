@@ -328,7 +328,7 @@ def _chunked(tokens: _Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
     beta = _in_chunks(F.pad(tokens.beta, (0, filler)).unsqueeze(3))  # [B, heads, chunks, CHUNK, 1]
     log_decay = _in_chunks(F.pad(tokens.log_decay, (0, filler)).unsqueeze(3))
     later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu()
-    # e^(G_i - G_j), j <= i, from sums of their own: a difference of large sums would be off by their rounding.
+    # e^(G_i - G_j), j <= i, from sums of their own: the difference of two large sums has lost digits.
     between = log_decay.expand(-1, -1, -1, -1, CHUNK).masked_fill(later, 0.0).cumsum(3)
     between = between.masked_fill(later.triu(1), -torch.inf).exp()
     system = beta * (k @ k.transpose(3, 4)) * between  # its diagonal is not read

@@ -52,7 +52,7 @@ class TorchLatent(LatentBackend):
 
     def prepare(
         self, segment: SegmentInput, kind: int, spec: CacheSpec, block_size: int, dtype: torch.dtype
-    ) -> _Prepared:
+    ) -> object:
         return _Prepared()
 
     def attend(

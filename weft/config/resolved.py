@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import msgspec
 
-from weft.config.sections import CacheSection, Config, ModelSection, RunnerSection, SchedulerSection
+from weft.config.sections import (
+    CacheSection,
+    Config,
+    ModelSection,
+    RunnerSection,
+    SchedulerSection,
+    SpeculationSection,
+)
 from weft.config.spec import CacheSpec, ModelSpec
 
 
@@ -42,6 +49,11 @@ class KVConfig(msgspec.Struct, frozen=True, kw_only=True):
     copies: int = 1
     """Copies of a slot's recurrent state: one, and one for each draft that a step may verify."""
 
+    @property
+    def drafts(self) -> int:
+        """Drafts of one sequence that a step may verify."""
+        return self.copies - 1
+
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One group's configuration, resolved. ``model_path`` is a local folder."""
@@ -58,6 +70,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     scheduler: SchedulerSection
     runner: RunnerSection
     kv: KVConfig
+    speculation: SpeculationSection = SpeculationSection()
 
 
 __all__ = ["Config", "EngineConfig", "KVConfig", "PoolSpec"]

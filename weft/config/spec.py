@@ -101,6 +101,40 @@ class DeltaSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Taps of the causal convolution."""
 
 
+class SparseSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Attention to a window of lines and, further back, to one line for each group of positions.
+
+    Keys and values are one line, shared by all heads. Source: DeepSeek-V4, sections 2.2 and 2.3.
+    """
+
+    types: tuple[Literal["window", "chosen", "all"], ...]
+    """What each layer sees of groups: nothing, those that its indexer chooses, or all."""
+    window: int
+    chosen_ratio: int
+    """Positions of a group, in layers that choose; their groups overlap: a line is made of two."""
+    all_ratio: int
+    """Likewise in layers that see all."""
+    q_lora: int
+    o_groups: int
+    """Groups of heads, each with a low-rank output projection of its own."""
+    o_lora: int
+    index_heads: int
+    index_dim: int
+    index_top: int
+    """Groups that a token chooses."""
+    group_rope: RopeSpec
+    """Of layers with groups; those without have the model's."""
+
+
+class HyperSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Several residual streams with learned mixing. Source: Xie et al. 2025, arXiv 2512.24880."""
+
+    streams: int
+    iterations: int
+    """Of the normalization of rows and columns (Sinkhorn and Knopp)."""
+    eps: float
+
+
 class StatePart(msgspec.Struct, frozen=True, kw_only=True):
     """One tensor of what a recurrent layer keeps of a sequence, whatever its length."""
 
@@ -199,6 +233,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     moe: MoESpec | None = None
     mla: MLASpec | None = None
     delta: DeltaSpec | None = None
+    sparse: SparseSpec | None = None
+    hyper: HyperSpec | None = None
     mtp_layers: int = 0
     """Modules that predict the token after the next; they are layers ``layers`` .. of the caches."""
     caches: tuple[CacheSpec, ...]
@@ -226,3 +262,19 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     def forms(self) -> tuple[str, ...]:
         """The forms of core attention that the model needs, in the order of its cache kinds."""
         return tuple(dict.fromkeys(cache.form for cache in self.caches if cache.form))
+
+
+def keep_mtp(spec: ModelSpec, modules: int) -> ModelSpec:
+    """``spec`` with no more than ``modules`` of its modules that predict further tokens, and their caches."""
+    if spec.mtp_layers <= modules:
+        return spec
+    end = spec.layers + modules
+    kept = [
+        msgspec.structs.replace(cache, layers=tuple(n for n in cache.layers if n < end))
+        for cache in spec.caches
+    ]
+    caches = tuple(cache for cache in kept if cache.layers)
+    moe = spec.moe
+    if moe is not None:
+        moe = msgspec.structs.replace(moe, layers=tuple(n for n in moe.layers if n < end))
+    return msgspec.structs.replace(spec, mtp_layers=modules, caches=caches, moe=moe)

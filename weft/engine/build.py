@@ -66,6 +66,7 @@ def build_runner(config: EngineConfig, *, progress: bool = True, poison: bool = 
         trace=trace,
         poison=poison,
         graphs=graph_options(config, model, backends, progress),
+        speculation=config.speculation,
     )
 
 

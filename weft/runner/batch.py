@@ -7,6 +7,7 @@ of both segments, prefill first, are derived together.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 from weft.attention.base import Backends, SegmentInput, StepInput
 from weft.config.resolved import KVConfig
+from weft.ops.upload import upload
 from weft.runner.sampler import SampleRows
 from weft.runner.slot_state import SlotState
 from weft.runner.staging import StagingBuffer
@@ -50,6 +52,29 @@ def offsets_of(lengths: np.ndarray) -> np.ndarray:
     return offsets
 
 
+def _row_columns(prefill: Segment, decode: Segment) -> list[np.ndarray]:
+    """Slot and count of each row; each token's row and place in it; the offsets of each segment's rows."""
+    count = np.concatenate([prefill.count, decode.count])
+    return [
+        np.concatenate([prefill.slot, decode.slot]),
+        count,
+        np.repeat(np.arange(len(count)), count),
+        ragged(np.zeros(len(count)), count),
+        offsets_of(prefill.count),
+        offsets_of(decode.count),
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verify:
+    """Where the drafts of decode rows are, and the samples that they must equal. One line a decode row."""
+
+    entries: Tensor
+    """int64 [decode rows, most drafts]: the sample at draft j's position; of a row with fewer, any."""
+    drafts: Tensor
+    """int64 [decode rows, most drafts]: draft j's id; -1 where a row has fewer."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRows:
     """What is left to do for a step's rows once its logits are there."""
@@ -58,7 +83,11 @@ class StepRows:
     """int64 [rows]."""
     counts: Tensor
     """int64 [rows]."""
+    starts: Tensor
+    """int64 [rows]: positions computed before the step."""
     sample_rows: SampleRows
+    verify: Verify | None = None
+    """None where no row has drafts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +114,20 @@ def _logits_columns(plan: StepPlan) -> tuple[np.ndarray, list[np.ndarray]]:
     ]
 
 
+def _verify_columns(plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
+    """int64 [decode rows, most drafts]: (number of the sample, merged row) of each draft; -1 pads the latter.
+
+    A draft is the id of its merged row; the sample at the same position comes from the row before.
+    """
+    count = plan.decode.count.astype(np.int64)
+    place = np.arange(int(count.max(initial=1)) - 1)
+    there = place < count[:, None] - 1
+    before = np.cumsum(count) - count
+    entries = int(plan.prefill.sample.sum()) + before[:, None] + np.where(there, place, 0)
+    merged = plan.prefill.tokens + before[:, None] + 1 + place
+    return entries, np.where(there, merged, -1)
+
+
 class BatchBuilder:
     """Stages plans over one ``SlotState``."""
 
@@ -104,47 +147,30 @@ class BatchBuilder:
     def build(self, plan: StepPlan, buffer: StagingBuffer) -> Batch:
         """Uploads the plan's columns through ``buffer`` and derives the rest on the device."""
         prefill, decode = plan.prefill, plan.decode
-        count = np.concatenate([prefill.count, decode.count])
         index, entry_columns = _logits_columns(plan)
-        columns = [
-            np.concatenate([prefill.slot, decode.slot]),
-            count,
-            np.repeat(np.arange(len(count)), count),
-            ragged(np.zeros(len(count)), count),
-            offsets_of(prefill.count),
-            offsets_of(decode.count),
-            index,
-            *entry_columns,
-        ]
+        entries, merged = _verify_columns(plan)
+        columns = [*_row_columns(prefill, decode), index, *entry_columns, entries.ravel(), merged.ravel()]
         buffer.begin(sum(len(c) for c in columns))
         where = [buffer.add(c) for c in columns]
         buffer.upload()
-        slots, counts, row, within, *q_offsets = (buffer.tensor(w) for w in where[:6])
-        logits_index, s_slot, s_row, p_slot, p_row = (buffer.tensor(w) for w in where[6:])
-
-        state = self._state
-        starts = state.num_computed[slots]
-        positions = starts[row] + within
-        token_slots = slots[row]
-        segments = (
-            self._segment(prefill, 0, slots[: prefill.rows], starts[: prefill.rows], q_offsets[0].int()),
-            self._segment(
-                decode, prefill.tokens, slots[prefill.rows :], starts[prefill.rows :], q_offsets[1].int()
-            ),
-        )
-        step = StepInput(
-            ids=state.history[token_slots, positions].long(),
-            positions=positions,
-            writes=self._writes(token_slots, positions),
-            segments=segments,
-            prepared=(self._prepare(segments[0]), self._prepare(segments[1])),
-            logits_index=logits_index,
-        )
-        predicted = positions[logits_index] + 1
+        rows = [buffer.tensor(w) for w in where[:6]]
+        logits_index, s_slot, s_row, p_slot, p_row = (buffer.tensor(w) for w in where[6:11])
+        starts = self._state.num_computed[rows[0]]
+        step = self._step(prefill, decode, rows, starts, logits_index)
+        verify = None
+        if entries.shape[1]:
+            at = buffer.tensor(where[12]).view(merged.shape)
+            verify = Verify(
+                entries=buffer.tensor(where[11]).view(entries.shape),
+                drafts=torch.where(at < 0, at, step.ids[at]),
+            )
+        predicted = step.positions[logits_index] + 1
         return Batch(
             step=step,
-            slots=slots,
-            counts=counts,
+            slots=rows[0],
+            counts=rows[1],
+            starts=starts,
+            verify=verify,
             sample_rows=SampleRows(
                 slot_host=entry_columns[0],
                 slot=s_slot,
@@ -155,6 +181,47 @@ class BatchBuilder:
                 prompt_logits_row=p_row,
                 prompt_position=predicted[p_row],
             ),
+        )
+
+    def follow(
+        self, prefill: Segment, decode: Segment, starts: Tensor, logits_index: np.ndarray, shift: int
+    ) -> StepInput:
+        """A step over rows of which neither plan nor ``num_computed`` knows, as a drafter makes them.
+
+        starts: int64 [rows], true, where the segments' are upper bounds. The id of a token at position p is
+        the one in history at ``p + shift``. ``logits_index``: merged rows.
+        """
+        columns = [*_row_columns(prefill, decode), logits_index]
+        lengths = [len(c) for c in columns]
+        staged = upload(np.concatenate(columns).astype(np.int64), self._state.history.device)
+        *rows, index = staged.split(lengths)
+        return self._step(prefill, decode, rows, starts, index, shift)
+
+    def _step(
+        self,
+        prefill: Segment,
+        decode: Segment,
+        rows: Sequence[Tensor],
+        starts: Tensor,
+        logits_index: Tensor,
+        shift: int = 0,
+    ) -> StepInput:
+        """``rows``: the columns of ``_row_columns``."""
+        slots, _, row, within, prefill_offsets, decode_offsets = rows
+        positions = starts[row] + within
+        token_slots = slots[row]
+        first = prefill.rows
+        segments = (
+            self._segment(prefill, 0, slots[:first], starts[:first], prefill_offsets.int()),
+            self._segment(decode, prefill.tokens, slots[first:], starts[first:], decode_offsets.int()),
+        )
+        return StepInput(
+            ids=self._state.history[token_slots, positions + shift].long(),
+            positions=positions,
+            writes=self._writes(token_slots, positions),
+            segments=segments,
+            prepared=(self._prepare(segments[0]), self._prepare(segments[1])),
+            logits_index=logits_index,
         )
 
     def build_plain(self, plan: StepPlan, buffer: StagingBuffer) -> Batch:
@@ -180,20 +247,24 @@ class BatchBuilder:
             prompt_logits_row=order[:0],
             prompt_position=order[:0],
         )
-        return {"slots": slots, "counts": self._ones[: len(slots)], "sample_rows": rows}
+        counts = self._ones[: len(slots)]
+        return {"slots": slots, "counts": counts, "starts": positions, "sample_rows": rows}
 
-    def decode(self, slots: Tensor, bound: Segment) -> StepInput:
+    def decode(
+        self, slots: Tensor, bound: Segment, starts: Tensor | None = None, shift: int = 0
+    ) -> StepInput:
         """A step of one token of each of ``slots`` (int64 [R]), all of whose logits are wanted.
 
         It is derived on the device from the slots alone, so it can be captured; ``bound`` has as many rows,
-        and its largest start bounds the context of all.
+        and its largest start bounds the context of all. ``starts``, ``shift``: as for ``follow``.
         """
         rows = len(slots)
         order = self._order[: rows + 1]
-        starts = self._state.num_computed[slots]
+        if starts is None:
+            starts = self._state.num_computed[slots]
         segments = (self._empty, self._segment(bound, 0, slots, starts, self._offsets[: rows + 1]))
         return StepInput(
-            ids=self._state.history[slots, starts].long(),
+            ids=self._state.history[slots, starts + shift if shift else starts].long(),
             positions=starts,
             writes=self._writes(slots, starts),
             segments=segments,

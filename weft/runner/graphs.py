@@ -4,7 +4,8 @@ A step of one token a row is a function of the rows' slots alone: ids, positions
 derived on the device. So one column is all that a graph reads from outside, and its address never changes:
 
     slots      [most rows]   filled before each replay; rows beyond the step's name the spare slot
-    logits     [most rows, vocab]  and positions [most rows]: what a replay leaves, read before the next one
+    logits     [most rows, vocab], hidden [most rows, hidden] and positions [most rows]: what a replay leaves,
+               read before the next one
 
 Everything is ordered by the stream: a replay follows the sampling of the step before it. Graphs are captured
 at start for buckets of rows and of context (which bound the launches' grids); any other step, and any with a
@@ -139,6 +140,7 @@ class DecodeGraphs:
         self._spare = state.spare
         self._slots = torch.full((most,), state.spare, dtype=torch.int64, device=device)
         self._logits = torch.empty((most, model.spec.vocab_size), dtype=model.dtype, device=device)
+        self._hidden = torch.empty((most, model.spec.hidden), dtype=model.dtype, device=device)
         self._positions = torch.zeros(most, dtype=torch.int64, device=device)
         self._replays: dict[Key, Callable[[], None]] = {}
         if not options.lazy:
@@ -162,12 +164,15 @@ class DecodeGraphs:
     def _closure(self, key: Key) -> Callable[[], None]:
         rows, context = key
         slots, logits, positions = self._slots[:rows], self._logits[:rows], self._positions[:rows]
+        hidden = self._hidden[:rows]
         zero, one = column([0] * rows), column([1] * rows)
         bound = Segment(slot=zero, gen=zero, start=column([context - 1] * rows), count=one)
 
         def run() -> None:
             step = self._builder.decode(slots, bound)
-            logits.copy_(drive(self._model.steps(step, self._cache, self._backends)))
+            made = drive(self._model.hidden(step, self._cache, self._backends))
+            hidden.copy_(made)
+            logits.copy_(self._model.logits(made))
             positions.copy_(step.positions)
 
         return run
@@ -200,6 +205,10 @@ class DecodeGraphs:
             self._capture_now(key)
         made = self._builder.plain_rows(plan, staged[:rows], self._positions[:rows])
         return StepRows(**made), self._logits[:rows]
+
+    def hidden(self, rows: int) -> Tensor:
+        """[rows, hidden] of the step replayed last, valid until the next."""
+        return self._hidden[:rows]
 
     def _capture_now(self, key: Key) -> None:
         """Computes a step while capturing it. What cannot be captured is computed plainly, now and later."""

@@ -115,6 +115,38 @@ class SlotState:
         table[where[0], where[1]] = where[2].int()
         self._entries[op.kind, slots] = at + 1
 
+    def advance(self, slots: Tensor, counts: Tensor, accepted: Tensor | None, *, moves: bool) -> None:
+        """A step has computed ``counts`` positions of each of ``slots``, int64 [rows].
+
+        accepted: int64 [decode rows], the last of the rows: drafts that were right, where a row had any; what
+        was computed of the others is not counted. None: no row had drafts. With ``moves`` the recurrent state
+        that holds is the one of the last position that counts.
+        """
+        if accepted is not None:
+            first = len(slots) - len(accepted)
+            counts = torch.cat([counts[:first], accepted + 1])
+        self.num_computed.index_add_(0, slots, counts)
+        if not moves:
+            return
+        if accepted is None:
+            self.live.index_fill_(0, slots, 0)
+        else:
+            self.live.index_copy_(0, slots, torch.nn.functional.pad(accepted, (first, 0)))
+
+    def draft(self, slots: Tensor, ends: Tensor, drafts: Tensor, next_k: np.ndarray) -> None:
+        """Puts ``drafts`` [rows with next_k > 0, most] behind the newest token, at ``ends``, of those slots.
+
+        slots, ends: int64 [rows]. Behind a row's own drafts the history is arbitrary, so all may be written.
+        """
+        rows = np.flatnonzero(next_k)
+        if len(rows) < len(next_k):
+            at = upload(rows, slots.device)
+            slots, ends = slots[at], ends[at]
+        places = ends.unsqueeze(1) + torch.arange(1, drafts.shape[1] + 1, device=slots.device)
+        # The last place of a line is no position.
+        places.clamp_(max=self.history.shape[1] - 1)
+        self.history[slots.unsqueeze(1), places] = drafts.to(self.history.dtype)
+
     def _upload(self, column: np.ndarray) -> Tensor:
         return upload(np.array(column, dtype=np.int32), self.history.device)
 
@@ -123,7 +155,8 @@ class SlotState:
             raise EngineDead(f"slot {slot} is named with generation {gen}, which does not live in it")
 
     def validate(self, segment: Segment) -> None:
-        """Before anything is launched: every row names a live tenant whose tables cover its positions."""
+        """Before anything is launched: every row names a live tenant whose tables cover its positions, and
+        those of its next drafts."""
         if not segment.rows:
             return
         slots = segment.slot
@@ -131,7 +164,7 @@ class SlotState:
             raise EngineDead("a row names a slot outside the table")
         if not self._live[slots].all() or (self._gen[slots] != segment.gen).any():
             raise EngineDead("a row names a slot without its tenant")
-        ends = segment.start.astype(np.int64) + segment.count
+        ends = segment.start.astype(np.int64) + segment.count + segment.next_k
         for table, entries, size in zip(self.tables, self._entries, self._block_sizes, strict=True):
             if table.shape[1] and (entries[slots] * size < ends).any():
                 raise EngineDead("a row's positions lie beyond its block table")

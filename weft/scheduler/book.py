@@ -45,6 +45,9 @@ class Counts:
     prompt_tokens: int = 0
     generation_tokens: int = 0
     row_errors: int = 0
+    drafts: list[int] = field(default_factory=list)
+    """Drafts verified, by their place in the row."""
+    drafts_accepted: list[int] = field(default_factory=list)
 
 
 class Book:
@@ -66,7 +69,7 @@ class Book:
         self.in_flight: deque[StepPlan] = deque()
         """Plans that have not committed, oldest first."""
         self.last_commit = -1
-        self.counts = Counts()
+        self.counts = Counts(drafts=[0] * kv.drafts, drafts_accepted=[0] * kv.drafts)
 
     # ---- arrival and end
 
@@ -153,13 +156,13 @@ class Book:
     def hashes(self, sequence: Sequence, upto: int) -> list[bytes]:
         """Hashes of the blocks below ``upto`` that ``sequence`` may share; empty when it shares none.
 
-        The list may reach further than ``upto``.
+        The list may reach further than ``upto``. It ends where the ids do: drafts behind the token that ended
+        the sequence were computed, and are none of it.
         """
         caching = self.kv.enable_prefix_caching
         if not caching and not self.requests[sequence.request].shared:
             return []
-        if not caching:
-            upto = min(upto, sequence.num_prompt)
+        upto = min(upto, len(sequence.tokens) if caching else sequence.num_prompt)
         if sequence.chain is None:
             root = salted_root(sequence.salt) if caching else request_root(sequence.request, sequence.salt)
             sequence.chain = HashChain(root, self.kv.block_size)
@@ -220,6 +223,7 @@ class Book:
         for segment in (plan.prefill, plan.decode):
             self.columns.num_scheduled[segment.slot] += segment.count
             self.columns.last_step[segment.slot] = plan.step
+            self.columns.drafts[segment.slot] = segment.next_k
         if self.caches.has_states:
             self.columns.exact[plan.prefill.slot] = 1
             self.columns.exact[plan.decode.slot] = plan.decode.count
@@ -244,6 +248,7 @@ class Book:
         columns.num_cached[slot] = sequence.num_cached
         columns.set_stops(slot, sequence.stop_ids, quiet=sequence.params.logprobs < 0)
         columns.last_step[slot] = -1
+        columns.drafts[slot] = 0
         columns.exact[slot] = 0
         self.tenants[slot] = sequence
         self._order = None
@@ -256,7 +261,7 @@ class Book:
         if run.marks is None or not run.marks.wants(boundary, run.snapshot):
             return []
         number = boundary // self.kv.block_size
-        hashes = self.hashes(sequence, min(boundary, len(sequence.tokens)))
+        hashes = self.hashes(sequence, boundary)
         if len(hashes) < number:
             return []
         ops = self.caches.save(slot, hashes[number - 1], back, boundary < run.known, step)

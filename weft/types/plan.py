@@ -210,8 +210,9 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     accepted: np.ndarray
     """int32 [rows]: drafts accepted; the first ``accepted + 1`` tokens of a sampling row are valid."""
     drafts: np.ndarray = EMPTY
+    """int32: what was proposed after the step, ``next_k`` ids of each row of the plan."""
     row_error: tuple[tuple[int, ErrorInfo], ...] = ()
-    """(result row, what went wrong); such a row has no valid token."""
+    """(result row, what went wrong); of such a row the last token is not valid, only accepted drafts are."""
     logprobs: LogprobRows | None = None
     """Entries by ``sample``, for the sampled tokens."""
     prompt_logprobs: LogprobRows | None = None

@@ -40,7 +40,10 @@ def build_v2(facts: Facts, override: int | None) -> ModelSpec:
 
 def build_v3(facts: Facts, override: int | None) -> ModelSpec:
     """Sigmoid scores; experts are chosen by score and trained bias, from the groups with the best pairs."""
-    return _build(facts, override, _V3, _v3_routing, first_dense=3, q_lora=1536)
+    spec = _build(facts, override, _V3, _v3_routing, first_dense=3, q_lora=1536)
+    whole = spec.layers == layer_count(facts, None)
+    modules = facts.integer("num_nextn_predict_layers", 0, low=0, high=MOST_PARTS)
+    return with_mtp(spec, modules) if whole and modules else spec
 
 
 def _build(

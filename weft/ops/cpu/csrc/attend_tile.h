@@ -62,7 +62,7 @@ constexpr int kRows = 192;
 constexpr int kMaxDim = 1024;
 constexpr int kFetchRows = 32;  // pieces of more rows compute long enough on a tile to need no prefetch
 constexpr int kStep = 12;  // rows whose softmax is computed together; at most kLanes
-// Keys * rows below which waking other threads costs more than it gains.
+// Keys * rows of 128 elements (key and value) below which waking other threads costs more than it gains.
 constexpr int64_t kAlone = 1 << 13;
 
 alignas(64) const uint32_t kZeros[kMaxDim] = {};
@@ -647,13 +647,16 @@ void drain(const S& scene, int64_t items, int threads, F f) {
     at::parallel_for(0, threads, 1, work);
 }
 
-inline int most_threads() { return at::in_parallel_region() ? 1 : at::get_num_threads(); }
+// For so many keys * rows of `elements` each.
+inline int threads_for(int64_t work, int64_t elements) {
+  return work * elements < 128 * kAlone || at::in_parallel_region() ? 1 : at::get_num_threads();
+}
 
 template <class E, class S>
 void run(const S& scene, std::vector<Piece>& pieces) {
   int64_t total = 0;
   for (const Piece& piece : pieces) total += piece.cost(scene.group);
-  const int threads = total < kAlone ? 1 : most_threads();
+  const int threads = threads_for(total, scene.key + scene.rest + scene.value);
   std::vector<Item> items;
   std::vector<int32_t> divided;
   int64_t states = 0;

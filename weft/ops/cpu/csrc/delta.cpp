@@ -25,7 +25,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <memory>
 #include <numeric>
 #include <vector>
 
@@ -40,6 +39,8 @@ constexpr int kStripFloats = 4096;  // of S in a strip: 16 KiB
 // Elements of all states times tokens below which waking other threads costs more than it gains.
 constexpr int64_t kAlone = 1 << 15;
 constexpr float kLengthEps = 1e-6f;
+
+alignas(64) const float kZeros[4 * kLanes] = {};
 
 inline vf exponential(vf x) { return exp2v(x * splat(kLog2E)); }
 inline vf sigmoid(vf x) { return splat(1.0f) / (splat(1.0f) + exponential(splat(0.0f) - x)); }
@@ -128,19 +129,25 @@ inline void store_line(float* to, const vf* line) {
   for (int n = 0; n < N; ++n) store(to + n * kLanes, line[n]);
 }
 
-// a = k S, b = q S over a strip [k_dim, 16 N], whose rows take the step of the token before first, if kStep.
+// Rows of a strip: 16 N columns of S, which may lie in a wider matrix.
+struct Rows {
+  const float* at;
+  int64_t stride;
+};
+
+// a = k S, b = q S over a strip. If kStep, S takes the step of the token before first, and goes to `to` [k_dim, 16 N].
 template <int N, bool kStep>
-inline void pass(float* strip, int k_dim, const float* before, const vf* change, float decay, const float* k,
+inline void pass(Rows from, float* to, int k_dim, const float* before, const vf* change, float decay, const float* k,
                  const float* q, vf* a, vf* b) {
 #pragma GCC unroll 4
   for (int n = 0; n < N; ++n) a[n] = b[n] = splat(0.0f);
   const vf by = splat(decay);
   for (int i = 0; i < k_dim; ++i) {
     vf line[N];
-    load_line<N>(strip + i * N * kLanes, line);
+    load_line<N>(from.at + i * from.stride, line);
     if (kStep) {
       advance<N>(line, change, before[i], by);
-      store_line<N>(strip + i * N * kLanes, line);
+      store_line<N>(to + i * N * kLanes, line);
     }
     const vf ki = splat(k[i]), qi = splat(q[i]);
 #pragma GCC unroll 4
@@ -151,22 +158,21 @@ inline void pass(float* strip, int k_dim, const float* before, const vf* change,
   }
 }
 
-// Columns column .. column + 16 N of a panel: from S (null: zeros) to the S after its last token. strip: scratch.
+// Columns column .. column + 16 N of a panel: from S (null: zeros) to the S after its last token, which may be the
+// same memory. strip: scratch.
 template <int N>
 void recur(const Panel& p, int column, const float* from, float* to, float* strip) {
-  for (int i = 0; i < p.k_dim; ++i) {
-    vf line[N] = {};
-    if (from) load_line<N>(from + i * p.v_dim + column, line);
-    store_line<N>(strip + i * N * kLanes, line);
-  }
+  Rows rows = from ? Rows{from + column, p.v_dim} : Rows{kZeros, 0};
   vf change[N] = {};
   for (int t = 0; t < p.tokens; ++t) {
     const float *k = p.k + t * p.k_dim, *q = p.q + t * p.k_dim;
     vf a[N], b[N];
-    if (t)
-      pass<N, true>(strip, p.k_dim, k - p.k_dim, change, p.decay[t - 1], k, q, a, b);
-    else
-      pass<N, false>(strip, p.k_dim, nullptr, change, 0.0f, k, q, a, b);
+    if (t) {
+      pass<N, true>(rows, strip, p.k_dim, k - p.k_dim, change, p.decay[t - 1], k, q, a, b);
+      rows = {strip, N * kLanes};
+    } else {
+      pass<N, false>(rows, nullptr, p.k_dim, nullptr, change, 0.0f, k, q, a, b);
+    }
     const vf decay = splat(p.decay[t]), beta = splat(p.beta[t]), qk = splat(p.qk[t]);
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) {
@@ -179,7 +185,7 @@ void recur(const Panel& p, int column, const float* from, float* to, float* stri
   const float* k = p.k + (p.tokens - 1) * p.k_dim;
   for (int i = 0; i < p.k_dim; ++i) {
     vf line[N];
-    load_line<N>(strip + i * N * kLanes, line);
+    load_line<N>(rows.at + i * rows.stride, line);
     advance<N>(line, change, k[i], decay);
     store_line<N>(to + i * p.v_dim + column, line);
   }
@@ -223,13 +229,12 @@ struct Call {
 template <class T, int K>
 class Worker {
  public:
-  explicit Worker(const Call<T>& call)
-      : c_(call),
-        memory_(new float[size_t(2 * call.k_dim + 2 * call.v_dim) * kPanel + size_t(call.k_dim) * 64 + kLanes]) {
-    // lines of 64 bytes
-    float* at = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory_.get()) + 63) / 64 * 64);
-    strip_ = at;
-    q_ = strip_ + call.k_dim * 64;
+  explicit Worker(const Call<T>& call) : c_(call) {
+    thread_local std::vector<float> memory;  // kept: a decode step calls once a layer
+    const size_t floats = kStripFloats + size_t(2 * call.k_dim + 2 * call.v_dim) * kPanel;
+    if (memory.size() < floats + kLanes) memory.resize(floats + kLanes);
+    strip_ = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
+    q_ = strip_ + kStripFloats;
     k_ = q_ + call.k_dim * kPanel;
     v_ = k_ + call.k_dim * kPanel;
     o_ = v_ + call.v_dim * kPanel;
@@ -306,7 +311,6 @@ class Worker {
   }
 
   const Call<T>& c_;
-  std::unique_ptr<float[]> memory_;
   float *strip_, *q_, *k_, *v_, *o_;
   alignas(64) float qk_[kPanel], decay_[kPanel] = {}, beta_[kPanel] = {};
 };

@@ -255,16 +255,20 @@ struct Absorbed {
   T* out(const Piece& piece, int row) const { return result + place(piece, row) * value; }
 };
 
-// How many pieces share a query's heads: few sequences are divided over the threads, whatever is too much is, too.
-inline int head_parts(int heads, int64_t rows) {
-  const int64_t wanted = std::min<int64_t>(rows < most_threads() ? most_threads() : 1, heads / 4);
+// How many pieces share a query's heads. Few sequences with much to do are divided over the threads.
+template <class T>
+int head_parts(const Given<T>& given) {
+  int64_t work = 0;
+  for (const Piece& piece : given.rows.cut(kRows, 1, given.window)) work += piece.cost(given.heads);
+  const int64_t threads = threads_for(work, given.width() + given.lora);
+  const int64_t wanted = std::min<int64_t>(given.rows.count < threads ? threads : 1, given.heads / 4);
   for (int64_t parts = std::max<int64_t>(1, wanted);; ++parts)
-    if (heads % parts == 0 && heads / parts <= kRows) return int(parts);
+    if (given.heads % parts == 0 && given.heads / parts <= kRows) return int(parts);
 }
 
 template <class T, class E>
 void absorbed(const Given<T>& given, const HeadMatrices<T>& keys, const HeadMatrices<T>& values) {
-  const int parts = head_parts(given.heads, given.rows.count), group = given.heads / parts, width = given.width();
+  const int parts = head_parts(given), group = given.heads / parts, width = given.width();
   const std::vector<Piece> all = given.rows.cut(std::max(1, kRows / group), parts, given.window);
   const int64_t each = int64_t(given.heads) * (width + given.lora) * int64_t(sizeof(T));  // bytes a token
   const int64_t most = std::max<int64_t>(1, int64_t(kBudget) / each);
@@ -349,7 +353,7 @@ void expand(const Given<T>& given, const HeadMatrices<T>& keys, const HeadMatric
       pieces.push_back({part.row, at, std::min(part.end, at + kProductRows), part.base + at - part.begin});
   const int64_t count = int64_t(pieces.size()), stride = given.nope + given.value;
   // Whole pieces where there are enough of them: a piece's lines are gathered once an item.
-  const int64_t some = count >= 4 * most_threads() ? given.heads : 1, groups = given.heads / some;
+  const int64_t some = count >= 4 * at::get_num_threads() ? given.heads : 1, groups = given.heads / some;
   at::parallel_for(0, count * groups, 1, [&](int64_t begin, int64_t end) {
     static thread_local Kept kept;
     T* lines = reinterpret_cast<T*>(kept.at_least(size_t(kProductRows * given.lora) * sizeof(T)));

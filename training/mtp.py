@@ -1,0 +1,128 @@
+"""A DeepSeek-V3 with its multi-token prediction (MTP) layer, for training and for measuring drafts.
+
+``transformers`` keeps that layer out of its model class, so it is put here, as the published checkpoints have
+it: one more decoder layer behind the last, with two norms and a projection before it, a norm behind it. Its
+weights have the hub's names: ``model.layers.{L}.enorm.weight`` and so on, L the number of main layers.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RMSNorm
+
+
+class SharedHead(nn.Module):
+    """The norm before the head; the head itself is the main model's."""
+
+    def __init__(self, config: DeepseekV3Config) -> None:
+        super().__init__()
+        self.norm = DeepseekV3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+
+class MtpLayer(DeepseekV3DecoderLayer):
+    """Drafts the token after next from a hidden state and the next token (DeepSeek-V3, section 2.2)."""
+
+    def __init__(self, config: DeepseekV3Config, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.enorm = DeepseekV3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.hnorm = DeepseekV3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        self.shared_head = SharedHead(config)
+
+    def forward(self, embedded: Tensor, hidden: Tensor, **kwargs: object) -> Tensor:
+        """Hidden states [B, N, H] after the last norm, from embeddings and hidden states [B, N, H]."""
+        x = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1))
+        return self.shared_head.norm(super().forward(x, **kwargs))
+
+
+@dataclass
+class ChainKeys:
+    """Keys of all chained steps, later ones behind earlier ones; to ``transformers`` it is a cache."""
+
+    latent: Tensor | None = None
+    rotated: Tensor | None = None
+
+    def update(self, latent: Tensor, rotated: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Append a step's keys [B, 1, N, width], and return all."""
+        if self.latent is not None and self.rotated is not None:
+            latent, rotated = torch.cat((self.latent, latent), 2), torch.cat((self.rotated, rotated), 2)
+        self.latent, self.rotated = latent, rotated
+        return latent, rotated
+
+
+def chain_mask(first: int, step: int) -> Tensor:
+    """Additive mask [1, 1, N, keys] of chained step ``step`` when the first has ``first`` entries.
+
+    The j-th entry of a step sees the first step's entries up to its own start, as a cache holds them that was
+    written from verified tokens, and behind them the entries of its own chain.
+    """
+    rows = first - step
+    parts = [torch.ones(rows, first).tril()]
+    parts += [torch.eye(rows, first - s) for s in range(1, step + 1)]
+    seen = torch.cat(parts, dim=1)
+    return torch.where(seen > 0, 0.0, float("-inf"))[None, None]
+
+
+class DeepseekV3WithMtp(DeepseekV3ForCausalLM):
+    """``DeepseekV3ForCausalLM`` that owns its MTP layer: ``model.layers[L]``, which ``forward`` skips."""
+
+    _keys_to_ignore_on_load_unexpected = (r"\.embed_tokens\.weight$", r"\.shared_head\.head\.weight$")
+
+    def __init__(self, config: DeepseekV3Config) -> None:
+        super().__init__(config)
+        self.model.layers.append(MtpLayer(config, config.num_hidden_layers))
+        self.post_init()
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return True  # transformers looks for this in the source of the module that defines the class
+
+    def chain(self, ids: Tensor, hidden: Tensor, steps: int) -> list[Tensor]:
+        """Hidden states of drafts: step s gives [B, L - 1 - s, H], and entry i predicts ids[:, i + 2 + s].
+
+        ``hidden`` [B, L, H] is the main model after its last norm. Step s > 0 takes the output of step s - 1
+        and the token that it drafted; here that is the one in ``ids`` [B, L]: the same if it was right.
+        """
+        layer, keys, outs = self.model.layers[-1], ChainKeys(), []
+        first = ids.shape[1] - 1
+        for s in range(min(steps, first)):
+            hidden = hidden[:, :-1]  # [B, L - 1 - s, H]
+            positions = torch.arange(1 + s, first + 1)[None]
+            embedded = self.model.embed_tokens(ids[:, 1 + s :])
+            hidden = layer(
+                embedded,
+                hidden,
+                attention_mask=chain_mask(first, s),
+                position_ids=positions,
+                position_embeddings=self.model.rotary_emb(embedded, positions),
+                past_key_values=keys,
+            )
+            outs.append(hidden)
+        return outs
+
+
+def cross_entropy(model: DeepseekV3WithMtp, hidden: Tensor, ids: Tensor, wanted: Tensor) -> Tensor:
+    """Losses [N] of predicting ``ids`` [B, M] from ``hidden`` [B, M, H] where ``wanted`` [B, M]."""
+    logits = model.lm_head(hidden[wanted]).float()
+    return F.cross_entropy(logits, ids[wanted], reduction="none")
+
+
+@torch.no_grad()
+def draft_hits(model: DeepseekV3WithMtp, prompt: list[int], reply: list[int], drafts: int) -> Tensor:
+    """Whether drafts equal the reply, bool [drafts, len(reply) - 1].
+
+    Column i: chained drafts made when the first i + 1 tokens of the greedy ``reply`` are known. Past its end
+    nothing is right. A draft behind a wrong one is computed as if that had been right, so only hits before a
+    column's first miss mean anything.
+    """
+    ids = torch.tensor([prompt + reply])
+    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+    hits = torch.zeros(drafts, len(reply) - 1, dtype=torch.bool)
+    for s, out in enumerate(model.chain(ids, hidden, drafts)):
+        drafted = model.lm_head(out).argmax(-1)  # [1, L - 1 - s]
+        row = (drafted[:, :-1] == ids[:, 2 + s :])[0, len(prompt) - 1 :]
+        hits[s, : len(row)] = row
+    return hits

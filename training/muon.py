@@ -1,0 +1,60 @@
+"""Muon: momentum whose matrices are made orthogonal before they are applied (Jordan et al., 2024)."""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # the quintic that drives singular values toward 1 in five rounds
+ROUNDS = 5
+
+
+def orthogonal(matrices: Tensor) -> Tensor:
+    """Matrices [N, rows, columns] with their singular values replaced by values near 1, in float32."""
+    a, b, c = NEWTON_SCHULZ
+    x = matrices.bfloat16()
+    wide = x.shape[-2] > x.shape[-1]
+    x = x.mT if wide else x
+    x = x / (torch.linalg.vector_norm(x.float(), dim=(-2, -1), keepdim=True) + 1e-7).bfloat16()
+    for _ in range(ROUNDS):
+        square = x @ x.mT
+        x = a * x + torch.baddbmm(b * square, square, square, alpha=c) @ x
+    return (x.mT if wide else x).float()
+
+
+class Muon(torch.optim.Optimizer):
+    """For weights [rows, columns] and stacks of them [N, rows, columns], with decoupled weight decay.
+
+    The update has the size of Adam's (0.2 an element, Liu et al., 2025), so Adam's rates fit. A group's
+    ``halves`` says that its matrices are two stacked on their rows, each made orthogonal by itself.
+    """
+
+    def __init__(
+        self, params: Iterable[dict[str, object]], lr: float, weight_decay: float, momentum: float = 0.95
+    ) -> None:
+        super().__init__(
+            params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "halves": False}
+        )
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Apply the gradients, which are the same in all workers; each makes its share of the updates."""
+        rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        todo = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        updates = []
+        for i, (group, p) in enumerate(todo):
+            mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+            mean.lerp_(p.grad, 1 - group["momentum"])
+            if i % size == rank:
+                rows = p.shape[-2] // 2 if group["halves"] else p.shape[-2]
+                ahead = p.grad.lerp(mean, group["momentum"]).view(-1, rows, p.shape[-1])
+                scale = -0.2 * group["lr"] * max(ahead.shape[-2:]) ** 0.5
+                updates.append(orthogonal(ahead).mul_(scale).reshape(-1))
+            else:
+                updates.append(torch.zeros(p.numel()))
+        flat = torch.cat(updates)
+        if size > 1:
+            dist.all_reduce(flat)
+        for (group, p), update in zip(todo, flat.split([p.numel() for _, p in todo]), strict=True):
+            p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update.view_as(p))
