@@ -125,7 +125,7 @@ def test_auto_takes_one_that_can() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.usefixtures("extension")
 def test_cpu(dtype: torch.dtype, block: int, window: int) -> None:
-    for dim in (32, 80):
+    for dim in (32, 80, 128):
         scene = Scene(dtype, block, window, dim)
         made = scene.run(CpuAttention(), fp8=True)
         assert torch.isfinite(made).all()
@@ -174,3 +174,29 @@ def test_latent_cpu(form: Form, dtype: torch.dtype, window: int) -> None:
     for shape in (latent.SMALL, latent.WIDE):
         scene, backend = latent.Scene(LATENT_ROWS, shape, window, dtype), CpuLatent()
         assert torch.equal(_run_latent(scene, backend, form, True), _run_latent(scene, backend, form, False))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.usefixtures("extension")
+def test_cpu_reads_every_code_under_every_scale(dtype: torch.dtype) -> None:
+    """A row that sees one key gets its value: here all codes but NaN, in two lines of 128."""
+    powers = [-126, -120, -111, -110, -30, 0, 9, 110, 111, 118]
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes[[0x7F, 0xFF]] = 0  # NaN
+    values = torch.zeros(2 * len(powers) + 2, 2, 1, 1, 128, dtype=torch.uint8)
+    scales = torch.ones(values.shape[:-1])
+    for i, power in enumerate(powers):
+        for half in range(2):
+            values[1 + 2 * i + half, 1, 0, 0] = codes[128 * half : 128 * half + 128]
+            scales[1 + 2 * i + half, 1] = 2.0**power
+    scales[-1, 1] = math.nan
+    rows = len(values) - 1
+    q, out = torch.zeros(rows, 1, 128, dtype=dtype), torch.empty(rows, 1, 128, dtype=dtype)
+    offsets, starts = torch.arange(rows + 1, dtype=torch.int32), torch.zeros(rows, dtype=torch.int64)
+    table, cache = torch.arange(1, rows + 1).view(rows, 1), values.view(kv_fp8.VALUES)
+    torch.ops.weft_cpu.attend.default(q, out, cache, offsets, starts, table, 0, 1.0, 0, None, scales)
+    made, exact = out[:-1, 0].double(), (cache.double() * scales.double()[..., None])[1:-1, 1, 0, 0]
+    whole = exact.abs() >= 2.0**-126  # numbers below it may become zero
+    assert torch.equal(made[whole], exact[whole])
+    assert ((made[~whole] == 0) | (made[~whole] == exact[~whole])).all()
+    assert out[-1].isnan().all()

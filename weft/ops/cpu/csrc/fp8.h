@@ -87,9 +87,57 @@ inline float quantize_line(const T* from, int64_t n, uint8_t* codes) {
   return finite ? power_of_two(power) : std::numeric_limits<float>::quiet_NaN();
 }
 
+#if WEFT_AVX512 && defined(__AVX512VBMI__)
+// The low and the high byte of each code's magnitude in bf16, which is exact.
+struct CodeTable {
+  alignas(64) uint8_t low[128], high[128];
+  constexpr CodeTable() : low(), high() {
+    for (int code = 1; code < 128; ++code) {
+      int exponent = code >> 3, mantissa = code & 7;
+      if (exponent == 0) {  // mantissa * 2^-9
+        exponent = 1;
+        while (mantissa < 8) mantissa <<= 1, --exponent;
+        mantissa &= 7;
+      }
+      const int bits = (exponent - 7 + 127) << 7 | mantissa << 4;
+      low[code] = uint8_t(bits), high[code] = uint8_t(bits >> 8);
+    }
+  }
+};
+constexpr CodeTable kCodeTable;
+
+// 64 codes at a time: looked up as bf16, whose exponents then take the scale's. Returns how many were done: all
+// whole sixty-fours, or none where a result could lack an exponent.
+inline int64_t dequantize_table(const uint8_t* codes, float scale, int64_t n, bf16* to) {
+  const int power = int(float_to_bits(scale) >> 23) - 127;  // 128 for NaN
+  if (power < -110 || power > 110) return 0;
+  const __m512i* tables = reinterpret_cast<const __m512i*>(&kCodeTable);
+  const __m512i sign = _mm512_set1_epi8(char(0x80)), add = _mm512_set1_epi16(short(power * 128));
+  const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), size = _mm512_set1_epi16(0x7fff);
+  const int64_t whole = n / 64 * 64;
+  for (int64_t i = 0; i < whole; i += 64) {
+    // Unpacking works within 128 bits: codes 8 i .. 8 i + 7 and 32 further on share them.
+    const __m512i code = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(codes + i));
+    const __m512i low = _mm512_permutex2var_epi8(tables[0], code, tables[1]);
+    const __m512i magnitude = _mm512_permutex2var_epi8(tables[2], code, tables[3]);
+    const __m512i high = _mm512_ternarylogic_epi32(magnitude, code, sign, 0xf8);  // magnitude | (code & sign)
+    for (int half = 0; half < 2; ++half) {
+      const __m512i x = half ? _mm512_unpackhi_epi8(low, high) : _mm512_unpacklo_epi8(low, high);
+      const __mmask32 some = _mm512_test_epi16_mask(x, size);  // zeros stay zeros
+      _mm512_storeu_si512(to + i + 32 * half, _mm512_mask_add_epi16(x, some, x, add));
+    }
+  }
+  return whole;
+}
+#else
+inline int64_t dequantize_table(const uint8_t*, float, int64_t, bf16*) { return 0; }
+#endif
+inline int64_t dequantize_table(const uint8_t*, float, int64_t, float*) { return 0; }
+
 template <class T>
 inline void dequantize_line(const uint8_t* codes, float scale, int64_t n, T* to) {
-  for (int64_t i = 0; i < n; i += kLanes) store(to + i, from_codes(codes + i) * splat(scale));
+  for (int64_t i = dequantize_table(codes, scale, n, to); i < n; i += kLanes)
+    store(to + i, from_codes(codes + i) * splat(scale));
 }
 
 }  // namespace
