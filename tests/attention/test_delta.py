@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.specs import model_spec
+from weft.attention import delta_torch
 from weft.attention.base import SegmentInput
 from weft.attention.delta_backend import DeltaBackend, DeltaWeights
 from weft.attention.delta_cpu import CpuDelta
@@ -101,8 +103,8 @@ class Scene:
             for part in state_cache(self.spec).parts
         )
 
-    def step(self, backend: DeltaBackend, parts: list[tuple[Row, int]], *, each: bool = False) -> None:
-        """Runs ``count`` more tokens of each row, as one segment of merged rows with others around it."""
+    def stage(self, parts: list[tuple[Row, int]]) -> tuple[SegmentInput, Tensor, Tensor]:
+        """The next ``count`` tokens of each row as a segment, and their inputs."""
         counts = np.array([count for _, count in parts], np.int32)
         segment = SegmentInput(
             begin=0,
@@ -116,10 +118,16 @@ class Scene:
             live=torch.tensor([row.live for row, _ in parts], dtype=torch.int64),
             tables=(torch.zeros(len(parts), 0, dtype=torch.int64),),
         )
-        cache = state_cache(self.spec)
-        prepared = backend.prepare(segment, 0, cache, 64, self.rows[0].qkvz.dtype)
-        qkvz = self._merged(self.rows[0].qkvz, [row.qkvz[row.done : row.done + n] for row, n in parts])
-        gates = self._merged(self.rows[0].gates, [row.gates[row.done : row.done + n] for row, n in parts])
+        none = self.rows[0]
+        qkvz = torch.cat([none.qkvz[:0], *(row.qkvz[row.done : row.done + n] for row, n in parts)])
+        gates = torch.cat([none.gates[:0], *(row.gates[row.done : row.done + n] for row, n in parts)])
+        return segment, qkvz, gates
+
+    def step(self, backend: DeltaBackend, parts: list[tuple[Row, int]], *, each: bool = False) -> None:
+        """Runs ``count`` more tokens of each row, as one segment of merged rows with others around it."""
+        segment, qkvz, gates = self.stage(parts)
+        prepared = backend.prepare(segment, 0, state_cache(self.spec), 64, qkvz.dtype)
+        qkvz, gates = self._amid(qkvz), self._amid(gates)
         out = torch.full_like(qkvz, NAN)[:, : self.spec.v_heads * self.spec.v_dim]
         backend.run(
             qkvz[3:-2],
@@ -133,17 +141,16 @@ class Scene:
         )
         assert out[:3].isnan().all()
         assert out[-2:].isnan().all()
-        made = out[3:-2].split(counts.tolist())
+        made = out[3:-2].split([count for _, count in parts])
         for (row, count), values in zip(parts, made, strict=True):
             row.out += list(values)
             row.done += count
             row.live = count - 1 if each else 0
 
     @staticmethod
-    def _merged(like: Tensor, pieces: list[Tensor]) -> Tensor:
-        rows = torch.cat([like[:0], *pieces])
-        around = torch.full_like(like[:1].expand(3, -1), NAN)
-        return torch.cat((around, rows, around[:2]))
+    def _amid(rows: Tensor) -> Tensor:
+        """Three rows of others before them and two behind."""
+        return torch.nn.functional.pad(rows, (0, 0, 3, 2), value=NAN)
 
     def whole(self, backend: DeltaBackend) -> list[Tensor]:
         """Every row in one piece, in one segment."""
@@ -364,6 +371,32 @@ def test_a_broken_row_spoils_itself_alone() -> None:
                 assert torch.equal(bits(a[:since]), bits(b[:since]))
             assert a[since:].isnan().any() == (since < len(a))
             assert number in (1, 3) or not a.isnan().any()
+
+
+@pytest.mark.parametrize("backend", [TorchDelta(), InvariantDelta()], ids=["torch", "invariant"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_rows_of_equal_counts_ask_the_host_nothing(
+    backend: DeltaBackend, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a CUDA graph captures: nothing uploaded, no value read."""
+
+    def refused(array: Any, device: Any) -> Tensor:
+        raise AssertionError("a copy from the host")
+
+    class Guard(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            assert not any(word in func.name() for word in ("local_scalar", "nonzero", "unique"))
+            return func(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(delta_torch, "upload", refused)
+    scene = Scene(SHAPES[0], lengths=[6, 6, 6])
+    segment, qkvz, gates = scene.stage([(row, count) for row in scene.rows])
+    out = torch.empty(len(qkvz), scene.spec.v_heads * scene.spec.v_dim, dtype=qkvz.dtype)
+    with Guard():
+        prepared = backend.prepare(segment, 0, state_cache(scene.spec), 64, qkvz.dtype)
+        backend.run(qkvz, gates, out, scene.state, segment, scene.weights, each=True, prepared=prepared)
+    assert backend.capturable
+    assert not out.isnan().any()
 
 
 def test_segments_of_no_rows() -> None:

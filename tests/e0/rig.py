@@ -13,6 +13,8 @@ import torch
 from tests.support.checkpoints import VOCAB
 from weft.attention.registry import choose
 from weft.config.families import load_spec
+from weft.config.memory import hit_unit, kind_block
+from weft.config.resolve import with_cache_dtype
 from weft.config.resolved import EngineConfig, KVConfig, PoolSpec
 from weft.config.sections import (
     CacheSection,
@@ -21,6 +23,7 @@ from weft.config.sections import (
     SchedulerSection,
     SpeculationSection,
 )
+from weft.config.spec import ModelSpec
 from weft.engine.core import EngineCore
 from weft.models.decoder import Decoder
 from weft.models.loader import load_model
@@ -37,8 +40,14 @@ CPU = torch.device("cpu")
 
 
 @cache
-def model_of(folder: Path, mtp: int = 0) -> Decoder:
-    return load_model(str(folder), load_spec(str(folder), None, mtp=mtp), torch.float64, CPU, progress=False)
+def model_of(folder: Path, mtp: int = 0, kv_cache_dtype: str = "auto") -> Decoder:
+    spec = spec_of(folder, mtp, kv_cache_dtype)
+    return load_model(str(folder), spec, torch.float64, CPU, progress=False)
+
+
+def spec_of(folder: Path, mtp: int = 0, kv_cache_dtype: str = "auto") -> ModelSpec:
+    section = CacheSection(kv_cache_dtype=kv_cache_dtype)  # type: ignore[arg-type]
+    return with_cache_dtype(load_spec(str(folder), None, mtp=mtp), section)
 
 
 class Recorder(Runner):
@@ -61,6 +70,18 @@ class Recorder(Runner):
         return super().read(handle)
 
 
+def make_pools(spec: ModelSpec, blocks: int, window_blocks: int) -> tuple[PoolSpec, ...]:
+    """As many positions in every kind, whatever a line stands for; and snapshots at every boundary."""
+    pools = []
+    for one in spec.caches:
+        size = hit_unit(spec, BLOCK) if one.kind == "state" else kind_block(one, BLOCK)
+        count = (window_blocks if one.window else blocks) * BLOCK // size
+        if one.kind == "state":
+            count = 64
+        pools.append(PoolSpec(cache=one, block_size=size, num_blocks=count))
+    return tuple(pools)
+
+
 def make_engine(
     folder: Path,
     *,
@@ -74,15 +95,15 @@ def make_engine(
     model: Decoder | None = None,
     speculation: SpeculationSection | None = None,
     drafter: Drafter | None = None,
+    kv_cache_dtype: str = "auto",
     graphs: GraphOptions | None = None,
 ) -> tuple[EngineCore, Recorder]:
     """An engine over ``blocks`` blocks of each kind (windows get what they need, or ``window_blocks``), its
     caches full of NaN. ``drafter`` takes the place of the one that ``speculation`` names."""
     speculation = speculation or SpeculationSection()
     mtp = int(speculation.speculative_method == "mtp")
-    spec = model.spec if model is not None else load_spec(str(folder), None, mtp=mtp)
-    sizes = {"full": blocks, "latent": blocks, "window": window_blocks or max(blocks, 64)}
-    pools = tuple(PoolSpec(cache=c, block_size=BLOCK, num_blocks=sizes[c.kind]) for c in spec.caches)
+    spec = model.spec if model is not None else spec_of(folder, mtp, kv_cache_dtype)
+    pools = make_pools(spec, blocks, window_blocks or max(blocks, 64))
     kv = KVConfig(
         pools=pools,
         block_size=BLOCK,
@@ -113,7 +134,7 @@ def make_engine(
         speculation=speculation,
     )
     runner = Recorder(
-        model or model_of(folder, mtp),
+        model or model_of(folder, mtp, kv_cache_dtype),
         choose("torch", spec, torch.float64, CPU, BLOCK),
         kv,
         vocab_size=VOCAB,

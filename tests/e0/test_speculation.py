@@ -53,7 +53,7 @@ SAMPLING = {
     ),
 }
 FEATURES: dict[str, list[Any]] = {
-    "model": ["qwen3_moe", "qwen2_windowed"],
+    "model": ["qwen3_moe", "qwen2_windowed", "qwen3_next"],
     "drafter": ["oracle", "ngram"],
     "drafts": [1, 2, 3, 4, 8],
     "adaptive": [False, True],

@@ -49,12 +49,41 @@ _COMMON: dict[str, Any] = {
     "pad_token_id": None,
 }
 _MIXED = {"use_sliding_window": True, "sliding_window": 70}
+LATENT = {
+    "num_key_value_heads": 6,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+}
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"num_attention_heads": 4}),
     "mistral": ("Mistral", {"sliding_window": 70}),
     "qwen2_mixed": ("Qwen2", {**_MIXED, "layer_types": ["sliding_attention", "full_attention"] * 2}),
     "qwen3_moe": ("Qwen3Moe", {"moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 3}),
+    "deepseek_v3": ("DeepseekV3", LATENT),
+    "qwen3_next": (
+        "Qwen3Next",
+        {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 16,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 32,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+        },
+    ),
     "gpt_oss": ("GptOss", {"num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 70}),
 }
 
@@ -94,7 +123,7 @@ def attention_backends(name: str, dtype: torch.dtype) -> AttentionBackend:
 def model_of(folder: Path, dtype: str, form: str) -> tuple[Model, Backends]:
     """The model and its attention in one of the forms that promise E1.
 
-    cpp         the C++ operations, and nothing asked of them
+    cpp         the C++ operations, and nothing asked of them; of latent attention one form
     fallback    --deterministic where the C++ operations are not there
     """
     spec, kind = load_spec(str(folder), None), DTYPES[dtype]
@@ -102,7 +131,8 @@ def model_of(folder: Path, dtype: str, form: str) -> tuple[Model, Backends]:
         if not cpu.load():
             pytest.skip("the C++ operations are not built")
         backends = choose("cpu", spec, kind, CPU, BLOCK, invariant=True)
-        model = load_model(str(folder), spec, kind, CPU, progress=False)
+        asked = spec.mla is not None
+        model = load_model(str(folder), spec, kind, CPU, progress=False, invariant=asked)
     else:
         backends = choose("invariant", spec, kind, CPU, BLOCK, invariant=True)
         with pytest.MonkeyPatch.context() as patch:
@@ -178,7 +208,7 @@ def make_engine(
     """An engine whose caches are full of NaN. ``replay``: decode steps are replayed where they can be."""
     model, backends = model_of(folder, dtype, form)
     spec = model.spec
-    sizes = {"full": blocks, "window": 2048}
+    sizes = {"full": blocks, "latent": blocks, "window": 2048, "state": 256}
     pools = tuple(PoolSpec(cache=c, block_size=BLOCK, num_blocks=sizes[c.kind]) for c in spec.caches)
     kv = KVConfig(
         pools=pools,

@@ -168,8 +168,27 @@ def test_experts(kind: str, op: str, dtype: torch.dtype, threads: int) -> None:
 
 @pytest.mark.parametrize("dtype", ALL, ids=str)
 @pytest.mark.parametrize("columns", [100, 2048])
-def test_norms(columns: int, dtype: torch.dtype, threads: int) -> None:
-    x, weight = noise(170, columns, dtype=dtype), noise(columns, dtype=dtype)
+def test_sigmoid_gate(columns: int, dtype: torch.dtype, threads: int) -> None:
+    """Also of gates that are columns of a wider tensor."""
+    x = noise(170, 2 * columns + 3, dtype=dtype)
+    right = x[:, :columns].double() * x[:, columns : 2 * columns].double().sigmoid()
+    for made in implementations("sigmoid_gate", dtype):
+
+        def weighed(rows: Tensor, run: Callable[..., Any] = made.run) -> Tensor:
+            found: Tensor = run(rows[:, :columns], rows[:, columns : 2 * columns])
+            return found
+
+        check_rows(weighed, x)
+        tolerance = {torch.bfloat16: 4e-3, torch.float16: 1e-3}.get(dtype, 1e-6)
+        assert torch.allclose(weighed(x).double(), right, rtol=tolerance, atol=1e-6)
+
+
+@pytest.mark.parametrize("kept", ["narrow", "wide"])
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+@pytest.mark.parametrize("columns", [100, 2048])
+def test_norms(columns: int, dtype: torch.dtype, kept: str, threads: int) -> None:
+    x = noise(170, columns, dtype=dtype)
+    weight = noise(columns, dtype=torch_ops.wide(dtype) if kept == "wide" else dtype)
     delta = noise(170, columns, dtype=dtype).flip(0)
     joined = torch.cat((x, delta), dim=1)
 

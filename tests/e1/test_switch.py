@@ -15,7 +15,18 @@ from weft.models.loader import build_model
 from weft.ops.registry import choose
 
 MATRICES = ("linear", "gated_linear", "linear_int8", "gated_linear_int8", "moe", "moe_int8")
-OTHERS = ("embedding", "rms_norm", "add_rms_norm", "qkv_rope_cache", "gated")
+OTHERS = (
+    "embedding",
+    "rms_norm",
+    "add_rms_norm",
+    "qkv_rope_cache",
+    "qkv_rope_cache_fp8",
+    "latent_rope_cache",
+    "latent_rope_cache_fp8",
+    "latent_forms",
+    "gated",
+    "sigmoid_gate",
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -17,6 +17,7 @@ import transformers
 from tests.support.delta_models import CASES as DELTA_CASES
 from tests.support.gpt_oss_models import CASES as GPT_OSS_CASES
 from tests.support.latent_models import CASES as LATENT_CASES
+from tests.support.sparse_models import CASES as SPARSE_CASES
 from weft.attention.base import SegmentInput, StepInput
 from weft.attention.registry import choose
 from weft.config.families import load_spec
@@ -120,6 +121,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **LATENT_CASES,
     **DELTA_CASES,
     **GPT_OSS_CASES,
+    **SPARSE_CASES,
 }
 #: Families whose configuration transformers calls otherwise.
 _CONFIGS = {"Qwen3_5": "Qwen3_5TextConfig", "Qwen3_5Moe": "Qwen3_5MoeTextConfig"}
@@ -139,6 +141,10 @@ def _randomize(model: torch.nn.Module, seed: int) -> None:
     for name, buffer in model.named_buffers():
         if name.endswith("correction_bias"):
             buffer.normal_(0.0, 0.25, generator=generator)
+        elif name.endswith("tid2eid"):
+            experts = model.config.n_routed_experts
+            order = torch.rand(len(buffer), experts, generator=generator).argsort(dim=1)
+            buffer.copy_(order[:, : buffer.shape[1]])
 
 
 @dataclass(frozen=True)
@@ -172,7 +178,8 @@ class Checkpoint:
 
 def make_checkpoint(name: str, folder: Path, seed: int = 0) -> Checkpoint:
     family, changes = CASES[name]
-    settings = {name: value for name, value in {**_BASE, **changes}.items() if value is not None}
+    unlike = {name for name, value in changes.items() if value is None and name in _BASE}
+    settings = {name: value for name, value in {**_BASE, **changes}.items() if name not in unlike}
     config = getattr(transformers, _CONFIGS.get(family, f"{family}Config"))(**settings)
     reference = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     _randomize(reference, seed)
@@ -251,6 +258,7 @@ class Paged:
         """
         rows = [*prefill, *decode]
         for sequence, count in rows:
+            self.slide(sequence)  # not sooner: what was computed last may have been rejected
             self._reserve(sequence, sequence.computed + count + bound)
         first = self._segment(prefill, 0, bound)
         segments = (first, self._segment(decode, first.tokens, bound))
@@ -276,7 +284,6 @@ class Paged:
             begin += count
         for sequence, count in rows:
             sequence.live = count - 1 if any(sequence is s for s, _ in decode) else 0
-            self._slide(sequence)
 
     def reject(self, sequence: Sequence, count: int) -> None:
         """Undoes the last ``count`` tokens of a decode row just computed: they were drafts."""
@@ -335,7 +342,7 @@ class Paged:
             while len(table) * self.sizes[kind] < upto:
                 table.append(self.free[kind].pop())
 
-    def _slide(self, sequence: Sequence) -> None:
+    def slide(self, sequence: Sequence) -> None:
         """Frees what no later token can see, and spoils it."""
         for kind, cache in enumerate(self.model.spec.caches):
             if not cache.window:

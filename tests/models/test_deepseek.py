@@ -15,12 +15,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from weft.attention.base import Backends
+from weft.attention.latent_torch import TorchLatent
 from weft.common.errors import ConfigError
 from weft.config.families import load_spec
 from weft.config.families.deepseek import with_mtp
 from weft.config.spec import ModelSpec
+from weft.layers.build import Build
+from weft.models.deepseek.model import make_block
 from weft.models.deepseek.weights import weight_map
 from weft.models.loader import load_model
+from weft.parallel.comm import LocalComm
 
 CPU = torch.device("cpu")
 
@@ -224,3 +229,47 @@ def test_a_dense_last_layer_makes_a_dense_module() -> None:
     assert made.caches[0].layers == (0, 1, 2, 3)
     assert made.moe is not None
     assert made.moe.layers == (0,)
+
+
+def test_a_module_is_an_ordinary_block_behind_the_last(checkpoints: Any) -> None:
+    spec = with_mtp(_spec("deepseek-v3", checkpoints), 1)
+    build = Build(dtype=torch.float32, device=CPU, comm=LocalComm())
+    block = make_block(spec, 3, build)
+    last = make_block(spec, 2, build)
+    assert [(n, p.shape) for n, p in block.named_parameters()] == [
+        (n, p.shape) for n, p in last.named_parameters()
+    ]
+
+
+class _Watched(TorchLatent):
+    """Keeps which form every segment was computed in."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int]] = []
+
+    def attend(self, q: Any, angles: Any, out: Any, cache: Any, segment: Any, *rest: Any) -> None:
+        self.seen.append((rest[4], segment.tokens))
+        super().attend(q, angles, out, cache, segment, *rest)
+
+
+def test_prompts_are_expanded_and_decodes_absorbed_in_one_step(checkpoints: Any, paged: Any) -> None:
+    for invariant, prompts in ((False, "expanded"), (True, "absorbed")):
+        harness = paged(checkpoints("deepseek-v3").load(invariant=invariant))
+        harness.backends = Backends([watched := _Watched()])
+        one, two = harness.sequence([1, 2, 3, 4]), harness.sequence([5, 6, 7])
+        harness.step([(one, 3)])
+        watched.seen.clear()
+        harness.step([(two, 3)], [(one, 1)])
+        assert watched.seen == [(prompts, 3), ("absorbed", 1)] * 3
+
+
+def test_eight_bits_are_close(checkpoints: Any, paged: Any) -> None:
+    """Key and value matrices stay as they are, the others lose little."""
+    results = []
+    for quantization in ("none", "int8"):
+        harness = paged(checkpoints("deepseek-v3-dense-halves").load(quantization=quantization))
+        sequence = harness.sequence([3 * i % 131 for i in range(30)])
+        harness.step([(sequence, 25)])
+        harness.step([], [(sequence, 5)])
+        results.append(torch.stack(sequence.logits))
+    assert 0 < (results[0] - results[1]).abs().mean() / results[0].abs().mean() < 0.1

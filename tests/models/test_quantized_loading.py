@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.support import quantized as make
 from weft.common.errors import ConfigError
@@ -216,6 +217,52 @@ def test_stacked_experts(plain: Path, tmp_path: Path) -> None:
     short = {n: t[:2].contiguous() if n.startswith(prefix) else t for n, t in saved.items()}
     save_file(short, packed / "model.safetensors")
     assert re.search(r"experts\.(gate_up|down)_proj .* make \d+ bytes", _message(packed))
+
+
+def test_gpt_oss(tmp_path: Path) -> None:
+    """Its experts as published: MXFP4 blocks of [experts, outputs, inputs], gate and up rows in turn."""
+    config = transformers.GptOssConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=3,
+        num_experts_per_tok=2,
+    )
+    torch.manual_seed(0)
+    model = transformers.GptOssForCausalLM(config)
+    for _, weight in sorted(model.named_parameters()):
+        torch.nn.init.normal_(weight, 0.0, 0.3)
+    model.save_pretrained(tmp_path / "plain")
+    found = json.loads((tmp_path / "plain" / "config.json").read_text())
+    saved, meant = {}, {}
+    for name, tensor in load_file(tmp_path / "plain" / "model.safetensors").items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            values, scales, made = make.mxfp4(tensor.transpose(1, 2))
+            saved[f"{name}_blocks"] = values.unflatten(-1, (-1, 16)).contiguous()
+            saved[f"{name}_scales"] = scales
+            meant[name] = made.transpose(1, 2).contiguous()
+            theirs = convert_moe_packed_tensors(saved[f"{name}_blocks"], scales, dtype=torch.float32)
+            assert torch.equal(theirs.double(), meant[name])
+        else:
+            saved[name], meant[name] = tensor, tensor.double()
+    quantized = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    for folder, tensors, more in (
+        ("packed", saved, {"quantization_config": quantized}),
+        ("exact", meant, {}),
+    ):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text(json.dumps({**found, **more}))
+        save_file(tensors, tmp_path / folder / "model.safetensors")
+    ours, exact = _load(tmp_path / "packed"), _load(tmp_path / "exact")
+    assert _same(ours, exact)
+    names = dict(ours.named_parameters())
+    experts = load_file(tmp_path / "exact" / "model.safetensors")["model.layers.1.mlp.experts.gate_up_proj"]
+    gate = names["blocks.1.feed_forward.experts.gate_up"][2, :32]
+    assert torch.equal(gate, experts[2, :, ::2].T)
 
 
 def _change(folder: Path, change: Callable[[Tensors], None]) -> Path:

@@ -90,7 +90,7 @@ def test_what_cannot_be_recorded_is_refused(what: str) -> None:
         record(run)
 
 
-@pytest.fixture(scope="module", params=["qwen2_mixed", "qwen3_moe", "gpt_oss"])
+@pytest.fixture(scope="module", params=["qwen2_mixed", "qwen3_moe", "gpt_oss", "deepseek_v3"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("programs"), request.param)
 

@@ -23,14 +23,13 @@ def test_random_loads(depth: int) -> None:
         mixed += stats.mixed_steps
         errors += stats.row_errors
         accepted += rig.runner.accepted
+        saved += rig.runner.saved
+        loaded += rig.runner.loaded
         rejected += rig.runner.rejected
         # Of the rows that were still alive when they committed.
         assert sum(stats.drafts_accepted) <= rig.runner.accepted
         assert sum(stats.drafts) <= rig.runner.accepted + rig.runner.rejected
-        saved += rig.runner.saved
-        loaded += rig.runner.loaded
-    # Each of these did happen.
-    assert min(preempted, hits, mixed, errors, accepted, rejected, saved, loaded) > 0
+    assert min(preempted, hits, mixed, errors, accepted, rejected, saved, loaded) > 0  # each did happen
 
 
 class SchedulerMachine(RuleBasedStateMachine):

@@ -222,3 +222,20 @@ def test_a_preempted_sequence_comes_back_to_its_last_boundary() -> None:
     it.check_told()
     assert it.scheduler.stats().preemptions > 0
     assert loads(it.plans) > 0
+
+
+def test_what_was_said_by_way_of_drafts_can_be_hit() -> None:
+    """Tokens that come several a step fill blocks, and boundaries lie among them."""
+    for states in (0, 40):
+        it = rig(stride=4, copies=4, states=states)
+        it.runner.right = 1.0
+        for number in range(5):
+            it.submit(submit(number, PROMPT[: 8 + number], max_tokens=30 - number))
+        it.drain()
+        for number in range(5):
+            said = PROMPT[: 8 + number] + it.told[number].tokens
+            it.submit(submit(10 + number, [*said, 3]))
+            it.drain()
+            # 37 positions were computed. No plan comes after the last, so what ends in it is not saved.
+            assert it.told[10 + number].num_cached >= (32 if states else 36)
+        it.check_told()

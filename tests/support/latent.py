@@ -11,7 +11,9 @@ import torch
 from weft.attention.base import SegmentInput
 from weft.attention.latent import Form, LatentBackend, UpMatrices
 from weft.config.spec import CacheSpec, MLASpec
+from weft.ops import cpu
 from weft.ops.cpu.latent import latent_up
+from weft.ops.cpu.served import DTYPES
 from weft.ops.latent_ops import rotate_pairs
 from weft.ops.torch_ops import wide
 
@@ -87,7 +89,7 @@ class Scene:
 
     @property
     def up(self) -> UpMatrices:
-        packs = self.dtype in (torch.bfloat16, torch.float32) and self.shape.lora % 16 == 0
+        packs = self.dtype in DTYPES and self.shape.lora % 16 == 0 and cpu.load()
         packed = latent_up(self.keys, self.values) if packs else None
         return UpMatrices(keys=self.keys, values=self.values, packed=packed)
 

@@ -14,6 +14,7 @@ from typing import ClassVar, TypeAlias
 import numpy as np
 import torch
 
+from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec, ModelSpec
 
 Tensor = torch.Tensor
@@ -22,7 +23,10 @@ LayerCache: TypeAlias = Mapping[int, tuple[Tensor, ...]]
 """A layer's caches: for each cache kind that it is in, by the kind's number, the tensors of it.
 
 full, window    (``[1 + blocks, 2, kv_heads, block, head_dim]``,)
+                in 8 bits: values E4M3 of that shape, scales float32 ``[1 + blocks, 2, kv_heads, block]``
 latent          (``[1 + blocks, block, width]``,)
+                in 8 bits: values E4M3 ``[.., width - exact]``, scales float32 ``[1 + blocks, block]``, and
+                what is left of the lines, ``[.., exact]``
 compressed      (``[1 + blocks, block // ratio, width]``,), the block counted in source positions
 state           for each part one, ``[slots + 1, copies, *shape]``; see ``SegmentInput.live``
 """
@@ -105,6 +109,16 @@ class Backend(ABC):
         return None
 
 
+def refuse_fp8(name: str, cache: CacheSpec) -> None:
+    """For backends that read plain lines alone. Raises ConfigError for others."""
+    if cache.fp8:
+        raise ConfigError(
+            f"attention backend {name!r} cannot read a cache in 8 bits: use --kv-cache-dtype auto, or "
+            "another --attention-backend",
+            param="--kv-cache-dtype",
+        )
+
+
 class Backends:
     """The backends of one model, by form."""
 
@@ -154,6 +168,7 @@ class AttentionBackend(Backend):
         scale: float,
         prepared: object = None,
         sinks: Tensor | None = None,  # [heads], q's dtype
+        scales: Tensor | None = None,  # float32 [blocks, 2, kv_heads, block], where the cache is E4M3
     ) -> None:
         """Attends causally (and within ``spec.window``) to keys and values that are all in the cache.
 

@@ -71,8 +71,9 @@ class CpuAttention(AttentionBackend):
         scale: float,
         prepared: object = None,
         sinks: Tensor | None = None,
+        scales: Tensor | None = None,
     ) -> None:
         table = segment.tables[kind]
         torch.ops.weft_cpu.attend.default(
-            q, out, cache, segment.q_offsets, segment.starts, table, spec.window, scale, 0, sinks
+            q, out, cache, segment.q_offsets, segment.starts, table, spec.window, scale, 0, sinks, scales
         )

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from weft.attention.base import AttentionBackend, SegmentInput
+from weft.attention.base import AttentionBackend, SegmentInput, refuse_fp8
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec, ModelSpec
 from weft.ops.upload import upload
@@ -105,6 +105,7 @@ class FlashInferAttention(AttentionBackend):
             raise ConfigError(
                 f"attention backend 'flashinfer' does not run on {device.type}", param="--device"
             )
+        refuse_fp8("flashinfer", cache)
         if dtype not in DTYPES:
             raise ConfigError(f"attention backend 'flashinfer' has no {dtype}", param="--dtype")
         if spec.heads % cache.kv_heads:
@@ -138,6 +139,7 @@ class FlashInferAttention(AttentionBackend):
         scale: float,
         prepared: object = None,
         sinks: Tensor | None = None,
+        scales: Tensor | None = None,
     ) -> None:
         if not segment.tokens:
             return

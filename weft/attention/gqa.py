@@ -50,14 +50,15 @@ class Attention(Layer):
             self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps, build, wide=spec.centred_norms)
         self.sinks = build.weight(spec.heads) if spec.sinks else None
         self._eps = spec.norm_eps
-        self._rotate_and_cache = build.op("qkv_rope_cache").run
+        fp8 = self._cache_spec.fp8
+        self._rotate_and_cache = build.op("qkv_rope_cache_fp8" if fp8 else "qkv_rope_cache").run
         self._weigh = build.op("sigmoid_gate").run if spec.output_gate else None
 
     def forward(
         self, x: Tensor, shared: AttentionInput, caches: LayerCache, keep: Tensor | None = None
     ) -> Tensor:
         """x: [T, hidden]; caches: this layer's, written and read; keep: rows that are wanted, or all."""
-        step, (cache,) = shared.step, caches[self._kind]
+        step, tensors = shared.step, caches[self._kind]
         backend = shared.backends["gqa"]
         assert isinstance(backend, AttentionBackend)
         made = self.qkv(x)
@@ -69,7 +70,7 @@ class Attention(Layer):
             None if self.k_norm is None else self.k_norm.weight,
             self._eps,
             *shared.angles,
-            cache,
+            *tensors,
             step.writes[self._kind],
         )
         out = torch.empty_like(q)
@@ -81,13 +82,14 @@ class Attention(Layer):
             backend.attend(
                 q if alone else q[rows],
                 out if alone else out[rows],
-                cache,
+                tensors[0],
                 segment,
                 self._kind,
                 self._cache_spec,
                 self._dim**-0.5,
                 prepared[self._kind],
                 self.sinks,
+                tensors[1] if self._cache_spec.fp8 else None,
             )
         out = out.view(x.shape[0], self._heads * self._dim)
         if keep is not None:

@@ -51,7 +51,7 @@ class LatentBackend(Backend):
         q: Tensor,  # [T, heads, nope + rope] of this segment, not rotated; rows may lie apart
         angles: tuple[Tensor, Tensor],  # cos and sin of its positions, wide [T, rope / 2]
         out: Tensor,  # [T, heads, v], written
-        cache: tuple[Tensor, ...],  # lines [blocks, block, kv_lora + rope] of this layer
+        cache: tuple[Tensor, ...],  # lines [blocks, block, kv_lora + rope] of this layer, or as in 8 bits
         segment: SegmentInput,
         kind: int,
         spec: CacheSpec,

@@ -77,12 +77,13 @@ class CpuLatent(LatentBackend):
         assert isinstance(packed, PackedUp)
         op = torch.ops.weft_cpu
         absorbed = form == "absorbed"
+        lines, scales, keys = cache if spec.fp8 else (cache[0], None, None)
         (op.latent_absorbed if absorbed else op.latent_expanded).default(
             q,
             *angles,
             mla.interleaved,
             out,
-            *cache,
+            lines,
             segment.q_offsets,
             segment.starts,
             segment.tables[kind],
@@ -91,4 +92,6 @@ class CpuLatent(LatentBackend):
             mla.kv_lora,
             spec.window,
             mla.scale,
+            scales=scales,
+            rotated=keys,
         )

@@ -20,6 +20,7 @@ from weft.attention.merge import merge
 from weft.attention.torch_backend import BITS, GATHER, Group, batches, cut, make_group
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec, MLASpec, ModelSpec
+from weft.ops import kv_fp8
 from weft.ops.latent_ops import rotate_pairs
 from weft.ops.torch_ops import wide
 
@@ -51,7 +52,7 @@ class TorchLatent(LatentBackend):
 
     def prepare(
         self, segment: SegmentInput, kind: int, spec: CacheSpec, block_size: int, dtype: torch.dtype
-    ) -> _Prepared:
+    ) -> object:
         return _Prepared()
 
     def attend(
@@ -72,18 +73,17 @@ class TorchLatent(LatentBackend):
             return
         nope, turned = q.split((mla.nope, mla.rope), dim=-1)
         turned = rotate_pairs(turned, *angles, mla.interleaved)
-        (lines,) = cache
         if form == "expanded":
-            _expanded(torch.cat((nope, turned), dim=-1), out, lines, segment, kind, spec, mla, up)
+            _expanded(torch.cat((nope, turned), dim=-1), out, cache, segment, kind, spec, mla, up)
             return
         if not isinstance(prepared, _Prepared):
             prepared = _Prepared()
         if prepared.groups is None:
-            prepared.groups = _groups(segment, kind, spec, lines)
+            prepared.groups = _groups(segment, kind, spec, cache[0])
         absorbed = torch.cat((torch.einsum("thd,hdl->thl", nope, up.keys), turned), dim=-1)
         latent = torch.empty_like(absorbed[..., : mla.kv_lora])
         for group in prepared.groups:
-            latent[group.tokens] = _absorbed(absorbed[group.tokens], lines, group, mla)
+            latent[group.tokens] = _absorbed(absorbed[group.tokens], cache, group, mla)
         out.copy_(torch.einsum("thl,hvl->thv", latent, up.values))
 
 
@@ -99,11 +99,10 @@ def _groups(segment: SegmentInput, kind: int, spec: CacheSpec, lines: Tensor) ->
     )
 
 
-def _absorbed(q: Tensor, lines: Tensor, group: Group, mla: MLASpec) -> Tensor:
+def _absorbed(q: Tensor, cache: tuple[Tensor, ...], group: Group, mla: MLASpec) -> Tensor:
     """q: [B * n, heads, width]; returns [B * n, heads, kv_lora]."""
     b, n, heads, width = group.pieces, group.queries, q.shape[1], q.shape[2]
-    keys = lines.flatten(1).index_select(0, group.gather).view(b, 1, -1, width)
-    keys.view(group.seen.dtype).bitwise_and_(group.seen)  # +0.0, whatever was there
+    keys = _read(cache, cache[0].shape[1], group.gather, group.seen.view(-1, 1)).view(b, 1, -1, width)
     keys = keys.to(q.dtype)
     mask = group.visible.unsqueeze(3).expand(b, 1, n, heads, -1).reshape(b, 1, n * heads, -1)
     made = F.scaled_dot_product_attention(
@@ -118,7 +117,7 @@ def _absorbed(q: Tensor, lines: Tensor, group: Group, mla: MLASpec) -> Tensor:
 def _expanded(
     q: Tensor,  # [T, heads, nope + rope]
     out: Tensor,
-    lines: Tensor,
+    cache: tuple[Tensor, ...],
     segment: SegmentInput,
     kind: int,
     spec: CacheSpec,
@@ -140,7 +139,7 @@ def _expanded(
             seen = positions < end
             if spec.window:
                 seen &= positions > true - spec.window
-            chunk = _lines(lines, segment.tables[kind][row], positions, seen).to(exact)
+            chunk = _lines(cache, segment.tables[kind][row], positions, seen).to(exact)
             k = torch.einsum("sl,hdl->hsd", chunk[:, : mla.kv_lora], keys)
             shared = chunk[:, mla.kv_lora :].expand(k.shape[0], -1, -1)
             v = torch.einsum("sl,hvl->hsv", chunk[:, : mla.kv_lora], values)
@@ -149,13 +148,30 @@ def _expanded(
         begin += count
 
 
-def _lines(lines: Tensor, table: Tensor, positions: Tensor, seen: Tensor) -> Tensor:
+def _lines(cache: tuple[Tensor, ...], table: Tensor, positions: Tensor, seen: Tensor) -> Tensor:
     """[S, width]: lines of the positions, zeros where not ``seen``."""
-    block = lines.shape[1]
+    block = cache[0].shape[1]
     entries = (positions // block).clamp(max=table.shape[0] - 1)  # past the table nothing is seen
-    found = lines.view(-1, lines.shape[2]).index_select(0, table[entries] * block + positions % block)
-    found.view(BITS[found.dtype]).bitwise_and_(-seen.unsqueeze(1).to(BITS[found.dtype]))
-    return found
+    return _read(cache, 1, table[entries] * block + positions % block, -seen.unsqueeze(1).to(torch.int8))
+
+
+def _read(cache: tuple[Tensor, ...], run: int, index: Tensor, seen: Tensor) -> Tensor:
+    """[N * run, width]: the runs of ``run`` lines that ``index`` [N] names.
+
+    Zeros, whatever was there, where ``seen`` [N * run, 1] (integers) is 0 and not -1.
+    """
+
+    def take(lines: Tensor) -> Tensor:
+        width = lines.shape[2]
+        found = lines.view(-1, run * width).index_select(0, index).view(-1, width)
+        found.view(BITS[found.dtype]).bitwise_and_(seen.to(BITS[found.dtype]))
+        return found
+
+    if len(cache) == 1:
+        return take(cache[0])
+    values, scales, keys = cache
+    own = scales.view(-1, run).index_select(0, index).view(-1).where(seen.squeeze(1) != 0, 0.0)
+    return torch.cat((kv_fp8.dequantize(take(values), own, keys.dtype), take(keys)), dim=1)
 
 
 class _RowState:

@@ -81,7 +81,8 @@ class LatentAttention(Layer):
         self.kv_norm = RMSNorm(mla.kv_lora, mla.norm_eps, build)
         self.kv_up = UpLayer(spec.heads, mla, build)
         self.out = RowLinear(spec.heads * mla.v, spec.hidden, build, bias=spec.o_bias)
-        self._cache_lines = build.op("latent_rope_cache").run
+        fp8 = self._cache_spec.fp8
+        self._cache_lines = build.op("latent_rope_cache_fp8" if fp8 else "latent_rope_cache").run
         self._forms = cast(tuple[Form, Form], build.op("latent_forms").run())
 
     def forward(
@@ -100,7 +101,7 @@ class LatentAttention(Layer):
             cos,
             sin,
             mla.interleaved,
-            cache[0],
+            *cache,
             step.writes[self._kind],
         )
         if self.q_up is not None:

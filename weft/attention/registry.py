@@ -8,6 +8,7 @@ import torch
 
 from weft.attention.base import AttentionBackend, Backend, Backends
 from weft.attention.latent import LatentBackend
+from weft.attention.sparse import SparseBackend
 from weft.common.errors import ConfigError
 from weft.common.registry import Registry
 from weft.config.spec import ModelSpec
@@ -20,9 +21,14 @@ BACKENDS.add("triton", "weft.attention.triton_backend:TritonAttention")
 BACKENDS.add("triton-invariant", "weft.attention.triton_backend:TritonInvariant")
 BACKENDS.add("flashinfer", "weft.attention.flashinfer_backend:FlashInferAttention")
 
+SPARSE: Registry[type[SparseBackend]] = Registry("attention backend")
+SPARSE.add("torch", "weft.attention.sparse_torch:TorchSparse")
+
 LATENT: Registry[type[LatentBackend]] = Registry("attention backend")
 LATENT.add("cpu", "weft.attention.latent_cpu:CpuLatent")
 LATENT.add("torch", "weft.attention.latent_torch:TorchLatent")
+LATENT.add("triton", "weft.attention.latent_triton:TritonLatent")
+LATENT.add("invariant", "weft.attention.latent_invariant:InvariantLatent")
 
 DELTA: Registry[type[Backend]] = Registry("delta net backend")
 DELTA.add("cpu", "weft.attention.delta_cpu:CpuDelta")
@@ -30,7 +36,7 @@ DELTA.add("torch", "weft.attention.delta_torch:TorchDelta")
 DELTA.add("invariant", "weft.attention.delta_torch:InvariantDelta")
 
 #: Form to its backends, by name.
-FORMS: dict[str, Registry[Any]] = {"gqa": BACKENDS, "latent": LATENT, "delta": DELTA}
+FORMS: dict[str, Registry[Any]] = {"gqa": BACKENDS, "latent": LATENT, "delta": DELTA, "sparse": SPARSE}
 
 #: Form and device to names, the best first; ``auto`` takes the first that can serve the model. FlashInfer is
 #: taken only by name.
@@ -39,11 +45,12 @@ PREFERRED: dict[str, dict[str, tuple[str, ...]]] = {
         "cpu": ("cpu", "torch", "invariant"),
         "cuda": ("triton", "triton-invariant", "torch"),
     },
-    "latent": {"cpu": ("cpu", "torch"), "cuda": ("torch",)},
+    "latent": {"cpu": ("cpu", "torch", "invariant"), "cuda": ("triton", "torch")},
     "delta": {
         "cpu": ("cpu", "torch", "invariant"),
         "cuda": ("torch", "invariant"),
     },
+    "sparse": {"cpu": ("torch",), "cuda": ("torch",)},
 }
 
 

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from weft.attention.base import AttentionBackend, SegmentInput
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec, ModelSpec
+from weft.ops import kv_fp8
 from weft.ops.upload import upload
 
 Tensor = torch.Tensor
@@ -35,12 +36,13 @@ TILE = 128
 GATHER = 1 << 24
 """Elements gathered at once at most (a single piece may need more)."""
 
-#: The dtypes that can be served, and the integers of their width.
+#: The dtypes of models that can be served (the last: of their caches), and the integers of their width.
 BITS = {
     torch.float64: torch.int64,
     torch.float32: torch.int32,
     torch.bfloat16: torch.int16,
     torch.float16: torch.int16,
+    kv_fp8.VALUES: torch.int8,
 }
 
 
@@ -118,14 +120,15 @@ class TorchAttention(AttentionBackend):
         scale: float,
         prepared: object = None,
         sinks: Tensor | None = None,
+        scales: Tensor | None = None,
     ) -> None:
         if not isinstance(prepared, _Prepared):
-            prepared = self.prepare(segment, kind, spec, cache.shape[3], cache.dtype)
+            prepared = self.prepare(segment, kind, spec, cache.shape[3], q.dtype)
         if not segment.tokens:
             return
         lines = cache.view(-1, cache.shape[3] * spec.head_dim)
         for group in prepared.groups:
-            out[group.tokens] = _attend(q[group.tokens], lines, group, spec, scale, sinks)
+            out[group.tokens] = _attend(q[group.tokens], lines, group, spec, scale, sinks, scales)
 
 
 def cut(segment: SegmentInput, window: int, block_size: int) -> list[Piece]:
@@ -196,7 +199,7 @@ def make_group(
         pieces=len(pieces),
         queries=n,
         gather=(blocks[None, :, None, :] * planes + plane).view(-1),
-        seen=-seen[:, None, :, None].to(BITS[dtype]),
+        seen=-seen[:, None, :, None].to(BITS[kv_fp8.VALUES if spec.fp8 else dtype]),
         visible=visible.unsqueeze(1),
     )
 
@@ -211,13 +214,22 @@ def _places(pieces: list[Piece], device: torch.device) -> Tensor | slice:
 
 
 def _attend(
-    q: Tensor, lines: Tensor, group: Group, spec: CacheSpec, scale: float, sinks: Tensor | None
+    q: Tensor,
+    lines: Tensor,
+    group: Group,
+    spec: CacheSpec,
+    scale: float,
+    sinks: Tensor | None,
+    scales: Tensor | None,
 ) -> Tensor:
     """q: [B * n, heads, head_dim]; returns the same shape."""
     b, n, kv_heads, dim = group.pieces, group.queries, spec.kv_heads, spec.head_dim
     shared = q.shape[1] // kv_heads
     kv = lines.index_select(0, group.gather).view(2, b, kv_heads, -1, dim)
     kv.view(group.seen.dtype).bitwise_and_(group.seen)  # +0.0, whatever was there
+    if scales is not None:
+        own = scales.view(-1, scales.shape[3]).index_select(0, group.gather).view(kv.shape[:-1])
+        kv = kv_fp8.dequantize(kv, own.where(group.seen.squeeze(-1) != 0, 0.0), q.dtype)
     folded = q.view(b, n, kv_heads, shared, dim).permute(0, 2, 3, 1, 4).reshape(b, kv_heads, shared * n, dim)
     mask = group.visible
     if n > 1 and shared > 1:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from weft.common.errors import ConfigError
 from weft.config.resolved import PoolSpec
 from weft.config.sections import SchedulerSection
-from weft.config.spec import DTYPE_BYTES, CacheSpec, ModelSpec
+from weft.config.spec import DTYPE_BYTES, CacheSpec, ModelSpec, SparseSpec
 from weft.types.plan import MAX_PROMPT_LOGITS
 
 GIB = 1 << 30
@@ -256,24 +256,37 @@ def longest_that_fits(
     return low
 
 
-def weight_bytes(spec: ModelSpec, dtype: str) -> int:
-    """Bytes of the model's parameters (an estimate: norms and biases are left out)."""
-    attention = _attention_elements(spec)
+def weight_bytes(spec: ModelSpec, dtype: str, quantization: str = "none") -> int:
+    """Bytes of the model's parameters (an estimate: norms, biases and scales are left out).
+
+    With ``int8`` the matrices of layers, experts' included, take a byte an element; embedding, head and
+    routers do not change.
+    """
+    size = DTYPE_BYTES[dtype]
+    recurrent = len(spec.delta.layers) if spec.delta is not None else 0
+    matrices = (spec.layers - recurrent) * _attention_elements(spec)
+    matrices += recurrent * _delta_elements(spec)
     dense = 3 * spec.hidden * spec.intermediate
-    routed = 0
-    routing: tuple[int, ...] = ()
-    if spec.moe is not None:
-        routing = spec.moe.layers
-        routed = spec.moe.experts * (3 * spec.hidden * spec.moe.intermediate + spec.hidden)
-    layers = spec.layers * attention + (spec.layers - len(routing)) * dense + len(routing) * routed
+    routers = 0
+    if spec.moe is None:
+        matrices += spec.layers * dense
+    else:
+        moe, routing = spec.moe, len(spec.moe.layers)
+        matrices += (spec.layers - routing) * dense
+        matrices += routing * 3 * spec.hidden * (moe.experts * moe.intermediate + moe.shared)
+        routers = routing * moe.experts * spec.hidden * max(4, size)
     embeddings = spec.vocab_size * spec.hidden * (1 if spec.tied else 2)
-    return (layers + embeddings) * DTYPE_BYTES[dtype]
+    return matrices * (1 if quantization == "int8" else size) + routers + embeddings * size
 
 
 def _attention_elements(spec: ModelSpec) -> int:
+    """Of one layer; where layers differ, their mean."""
     mla = spec.mla
+    if spec.sparse is not None:
+        return _sparse_elements(spec, spec.sparse)
     if mla is None:
-        return spec.hidden * spec.head_dim * (2 * spec.heads + 2 * spec.kv_heads)
+        queries = spec.heads * (3 if spec.output_gate else 2)
+        return spec.hidden * spec.head_dim * (queries + 2 * spec.kv_heads)
     queries = spec.heads * (mla.nope + mla.rope)
     inputs = spec.hidden + queries if mla.q_lora else queries
     return (
@@ -284,11 +297,40 @@ def _attention_elements(spec: ModelSpec) -> int:
     )
 
 
+def _delta_elements(spec: ModelSpec) -> int:
+    delta = spec.delta
+    if delta is None:
+        return 0
+    key, value = delta.k_heads * delta.k_dim, delta.v_heads * delta.v_dim
+    return spec.hidden * (2 * key + 3 * value + 2 * delta.v_heads) + delta.conv * (2 * key + value)
+
+
+def _sparse_elements(spec: ModelSpec, sparse: SparseSpec) -> int:
+    queries = spec.heads * spec.head_dim
+    inputs = sparse.q_lora * (spec.hidden + queries) + spec.hidden * spec.head_dim
+    outputs = queries * sparse.o_lora + sparse.o_groups * sparse.o_lora * spec.hidden
+    index = sparse.index_heads * sparse.index_dim
+    of_groups = {
+        "window": 0,
+        "chosen": 4 * spec.hidden * (spec.head_dim + sparse.index_dim) + sparse.q_lora * index,
+        "all": 2 * spec.hidden * spec.head_dim,
+    }
+    return inputs + outputs + sum(of_groups[kind] for kind in sparse.types) // len(sparse.types)
+
+
 def activation_bytes(spec: ModelSpec, dtype: str, scheduler: SchedulerSection) -> int:
     """Bytes of the largest step's intermediate results (an upper estimate, to divide memory at first)."""
     tokens = scheduler.max_num_batched_tokens
-    wide = max(spec.intermediate, spec.moe.intermediate * spec.moe.top_k if spec.moe else 0)
-    row = 4 * spec.hidden + 2 * spec.head_dim * (spec.heads + spec.kv_heads) + 3 * wide
+    wide = spec.intermediate
+    if spec.moe is not None:
+        wide = max(wide, spec.moe.intermediate * spec.moe.top_k + spec.moe.shared)
+    inner = 2 * spec.head_dim * (spec.heads + spec.kv_heads)
+    if spec.delta is not None:
+        heads = spec.delta.k_heads * spec.delta.k_dim + spec.delta.v_heads * spec.delta.v_dim
+        inner = max(inner, 4 * heads)
+    row = 4 * spec.hidden + inner + 3 * wide
+    if spec.hyper is not None:
+        row += 7 * spec.hyper.streams * spec.hidden  # the streams, and copies of them in float32
     logits = scheduler.max_num_seqs * spec.vocab_size * 4 * 4
     logits += MAX_PROMPT_LOGITS * spec.vocab_size * DTYPE_BYTES[dtype]
     return (tokens * row * DTYPE_BYTES[dtype] + logits) * scheduler.steps_in_flight

@@ -62,6 +62,7 @@ def resolve(config: Config) -> EngineConfig:
         trust_remote_code=model.trust_remote_code,
         mtp=int(speculation.speculative_method == "mtp"),
     )
+    spec = with_cache_dtype(spec, cache)
     device = choose_device(runner)
     if not scheduler.steps_in_flight:
         # A CPU's threads all compute: planning beside them takes from them what it saves (docs/adr/0001).
@@ -102,6 +103,24 @@ def resolve(config: Config) -> EngineConfig:
         kv=kv,
         speculation=speculation,
     )
+
+
+def with_cache_dtype(spec: ModelSpec, cache: CacheSection) -> ModelSpec:
+    """``spec`` with cache kinds as ``--kv-cache-dtype`` says. Raises ConfigError when it changes none."""
+    if cache.kv_cache_dtype == "auto":
+        return spec
+    caches = tuple(
+        msgspec.structs.replace(kind, fp8=True, exact=spec.mla.rope if kind.width and spec.mla else 0)
+        if kind.kind in ("full", "window", "latent") and kind.form in ("gqa", "latent")
+        else kind
+        for kind in spec.caches
+    )
+    if caches == spec.caches:
+        raise ConfigError(
+            f"--kv-cache-dtype fp8: {spec.architecture} has no cache that can be kept in 8 bits; use auto",
+            param="--kv-cache-dtype",
+        )
+    return msgspec.structs.replace(spec, caches=caches)
 
 
 def check_files(runner: RunnerSection, front: FrontSection) -> None:
@@ -245,7 +264,7 @@ def cache_bytes(
         copies=copies,
         snapshots=cache.enable_prefix_caching,
     )
-    weights = weight_bytes(spec, dtype)
+    weights = weight_bytes(spec, dtype, model.quantization)
     if device == "cpu":
         available = devices.available_memory()
         if available is None:

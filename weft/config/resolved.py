@@ -25,6 +25,16 @@ class PoolSpec(msgspec.Struct, frozen=True, kw_only=True):
     stride: int = 0
     """Of a state: positions between the snapshots of a long prompt; 0 for as many as may be."""
 
+    def nbytes(self, dtype: str) -> int:
+        """Bytes of all its blocks in a model of ``dtype``, the null block included."""
+        return (1 + self.num_blocks) * self.cache.block_bytes(self.block_size, dtype)
+
+    def describe(self, dtype: str) -> str:
+        """For the log: ``512 blocks of 64 (full, 18.9 MB in fp8)``."""
+        form = "fp8" if self.cache.fp8 else dtype
+        size = self.nbytes(dtype) / 1e6
+        return f"{self.num_blocks} blocks of {self.block_size} ({self.cache.kind}, {size:.1f} MB in {form})"
+
 
 class KVConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What ``kv`` and ``scheduler`` need, no file or device behind it."""

@@ -71,6 +71,12 @@ class CacheSection(_Section, frozen=True, kw_only=True):
             extra={"size": True},
         ),
     ] = None
+    kv_cache_dtype: Annotated[
+        Literal["auto", "fp8"],
+        Meta(
+            description="fp8: keys, values and latents in 8 bits, with a scale each; auto: the model's type."
+        ),
+    ] = "auto"
     gpu_memory_utilization: Annotated[
         float, Meta(gt=0, le=1, description="Share of a GPU's memory for weights, activations and cache.")
     ] = 0.9

@@ -89,6 +89,23 @@ class MLASpec(msgspec.Struct, frozen=True, kw_only=True):
     """Of the norms of queries' rank and latent."""
 
 
+class IndexSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """An indexer that chooses the positions that latent attention reads.
+
+    Its keys are the last ``dim`` elements of the lines of layers that have one. Source: DeepSeek-V3.2 (2025),
+    section 2.
+    """
+
+    layers: tuple[int, ...]
+    """Layers that have their own; the others take what the last one before them chose."""
+    heads: int
+    dim: int
+    top: int
+    """Positions that a token chooses."""
+    interleaved: bool
+    """As in ``MLASpec``, of the indexer's queries and keys, whose first dims are rotated."""
+
+
 class DeltaSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Gated delta net. Source: Yang et al. 2024, arXiv 2412.06464."""
 
@@ -99,6 +116,40 @@ class DeltaSpec(msgspec.Struct, frozen=True, kw_only=True):
     v_dim: int
     conv: int
     """Taps of the causal convolution."""
+
+
+class SparseSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Attention to a window of lines and, further back, to one line for each group of positions.
+
+    Keys and values are one line, shared by all heads. Source: DeepSeek-V4, sections 2.2 and 2.3.
+    """
+
+    types: tuple[Literal["window", "chosen", "all"], ...]
+    """What each layer sees of groups: nothing, those that its indexer chooses, or all."""
+    window: int
+    chosen_ratio: int
+    """Positions of a group, in layers that choose; their groups overlap: a line is made of two."""
+    all_ratio: int
+    """Likewise in layers that see all."""
+    q_lora: int
+    o_groups: int
+    """Groups of heads, each with a low-rank output projection of its own."""
+    o_lora: int
+    index_heads: int
+    index_dim: int
+    index_top: int
+    """Groups that a token chooses."""
+    group_rope: RopeSpec
+    """Of layers with groups; those without have the model's."""
+
+
+class HyperSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Several residual streams with learned mixing. Source: Xie et al. 2025, arXiv 2512.24880."""
+
+    streams: int
+    iterations: int
+    """Of the normalization of rows and columns (Sinkhorn and Knopp)."""
+    eps: float
 
 
 class StatePart(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,13 +185,24 @@ class CacheSpec(msgspec.Struct, frozen=True, kw_only=True):
     parts: tuple[StatePart, ...] = ()
     form: str = "gqa"
     """The form of core attention that reads it; "" where none prepares for it."""
+    fp8: bool = False
+    """full, window, latent: values in 8 bits (E4M3), and a float32 scale for each line of a KV head (or for
+    each latent line)."""
+    exact: int = 0
+    """Elements at the end of a latent line that keep the model's dtype all the same."""
 
     def block_bytes(self, block_size: int, dtype: str) -> int:
         """Bytes of one block of ``block_size`` positions (a snapshot, for ``state``) over all the layers."""
         if self.kind == "state":
             return len(self.layers) * sum(part.nbytes(dtype) for part in self.parts)
-        width = self.width or 2 * self.kv_heads * self.head_dim
-        return len(self.layers) * (block_size // self.ratio) * width * DTYPE_BYTES[dtype]
+        return len(self.layers) * (block_size // self.ratio) * self.position_bytes(dtype)
+
+    def position_bytes(self, dtype: str) -> int:
+        """Bytes that one layer keeps of one position (of ``ratio`` of them): lines and their scales."""
+        number = DTYPE_BYTES[dtype]
+        if self.width:
+            return self.width - self.exact + 4 + self.exact * number if self.fp8 else self.width * number
+        return 2 * self.kv_heads * (self.head_dim + 4 if self.fp8 else self.head_dim * number)
 
 
 class QuantizedSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -187,7 +249,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Whether each head has a score that takes part in every softmax and has no value."""
     moe: MoESpec | None = None
     mla: MLASpec | None = None
+    index: IndexSpec | None = None
     delta: DeltaSpec | None = None
+    sparse: SparseSpec | None = None
+    hyper: HyperSpec | None = None
     mtp_layers: int = 0
     """Modules that predict the token after the next; they are layers ``layers`` .. of the caches."""
     caches: tuple[CacheSpec, ...]

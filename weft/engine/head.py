@@ -204,7 +204,7 @@ def run_head(config: EngineConfig, endpoint: str) -> None:
     """
     core = EngineCore(config)
     kinds = core.runner.kv.pools  # a GPU's are divided when the weights are there
-    pools = ", ".join(f"{p.num_blocks} blocks of {p.block_size} ({p.cache.kind})" for p in kinds)
+    pools = ", ".join(pool.describe(config.dtype) for pool in kinds)
     log.info(
         "engine ready: %s, %s on %s, %s", pools, config.dtype, config.device, core.describe_determinism()
     )

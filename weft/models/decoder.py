@@ -6,6 +6,7 @@ Only ``Block.steps`` and ``Decoder.steps`` yield, once for each collective; on o
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,7 +45,7 @@ class Block(nn.Module):
         shared: AttentionInput,
         caches: LayerCache,
         keep: Tensor | None = None,
-    ) -> Generator[Pending, None, tuple[Tensor, Tensor]]:
+    ) -> Generator[Pending, None, tuple[Tensor, Tensor | None]]:
         """x: [T, hidden], the stream, may be overwritten; delta: [T, hidden] still to be added to it.
 
         Writes this layer's caches. Returns stream and delta of the rows ``keep`` (int64 [L]), or of all.
@@ -92,7 +93,11 @@ class Ahead(nn.Module):
 
 
 class Decoder(Model):
-    """Embedding, blocks, norm, head."""
+    """Embedding, blocks, norm, head.
+
+    A family whose stream or whose layers' common input has another form overrides ``share``, ``enter`` and
+    ``leave``.
+    """
 
     def __init__(
         self, spec: ModelSpec, build: Build, make_block: Callable[[ModelSpec, int, Build], Block]
@@ -113,13 +118,26 @@ class Decoder(Model):
         backends: Backends,
         keep: Tensor | None = None,
     ) -> Generator[Pending, None, Tensor]:
-        shared = AttentionInput(step=step, angles=self._rope.angles(step.positions), backends=backends)
-        x, delta = self.embedding(step.ids), None
+        shared = self.share(step, kv, backends)
+        x, delta = self.enter(step.ids), None
         last = len(self.blocks) - 1
         for layer, (block, caches) in enumerate(zip(self.blocks, kv[: last + 1], strict=True)):
             assert isinstance(block, Block)
             # After the last layer's keys and values nothing is needed but the rows that are wanted.
             x, delta = yield from block.steps(x, delta, shared, caches, keep if layer == last else None)
+        return self.leave(x, delta)
+
+    def share(self, step: StepInput, kv: Sequence[LayerCache], backends: Backends) -> Any:
+        """What every block gets as ``shared``."""
+        return AttentionInput(step=step, angles=self._rope.angles(step.positions), backends=backends)
+
+    def enter(self, ids: Tensor) -> Tensor:
+        """ids: int64 [T]; returns the stream before the first block, [T, hidden]."""
+        made: Tensor = self.embedding(ids)
+        return made
+
+    def leave(self, x: Tensor, delta: Tensor | None) -> Tensor:
+        """What the head reads, [L, hidden], of the last block's stream and delta."""
         return self.norm.add(x, delta)[1]
 
     def ahead(

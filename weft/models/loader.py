@@ -24,14 +24,14 @@ from weft.models.decoder import Decoder
 from weft.models.files import WeightFile, weight_files
 from weft.models.quantized.filling import Target, is_zero_bias
 from weft.models.quantized.sources import Part, Source, part_of, without_effect
-from weft.models.registry import BLOCKS, WEIGHTS
+from weft.models.registry import BLOCKS, FRAMES, WEIGHTS
 from weft.models.weights import WeightMap
 from weft.ops import torch_ops
 from weft.parallel.comm import Comm, LocalComm
 
 __all__ = ["Model", "build_model", "load_model"]
 
-_LAYER = re.compile(r"\.layers\.(\d+)\.")
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _SHOWN = 8
 
 
@@ -55,7 +55,8 @@ def build_model(
         quantization=quantization,
         invariant=invariant,
     )
-    return Decoder(spec, build, BLOCKS.get(spec.family))
+    frame = FRAMES.get(spec.family) if spec.family in FRAMES else Decoder
+    return frame(spec, build, BLOCKS.get(spec.family))
 
 
 def load_model(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from weft.ops import kv_fp8
 from weft.ops.registry import Implementation, register
 from weft.ops.torch_ops import rms_norm
 
@@ -43,11 +44,50 @@ def latent_rope_cache(
     weight [kv_lora]: of the latent. cos, sin: [T, rope / 2] (wide). cache: [blocks, block, kv_lora + rope] of
     one layer, written at ``writes``, int64 [T]: block id * block + offset.
     """
+    q, *line = _parts(joined, q_weight, weight, eps, cos, sin, interleaved)
+    cache.view(-1, cache.shape[2]).index_copy_(0, writes, torch.cat(line, dim=1).to(cache.dtype))
+    return q
+
+
+def latent_rope_cache_fp8(
+    joined: Tensor,
+    q_weight: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+    cache: Tensor,
+    scales: Tensor,
+    keys: Tensor,
+    writes: Tensor,
+) -> Tensor:
+    """``latent_rope_cache`` into a cache in 8 bits.
+
+    cache: latents E4M3 [blocks, block, kv_lora]; scales: float32 [blocks, block]; keys: rotated, in joined's
+    dtype, [blocks, block, rope].
+    """
+    q, latent, key = _parts(joined, q_weight, weight, eps, cos, sin, interleaved)
+    kv_fp8.write(cache, scales, writes, latent)
+    keys.view(-1, keys.shape[2]).index_copy_(0, writes, key)
+    return q
+
+
+def _parts(
+    joined: Tensor,
+    q_weight: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each token the queries' part and the latent, normalized, and the rotated key."""
     lora, rope = weight.shape[0], 2 * cos.shape[1]
     q, latent, key = joined.split((joined.shape[1] - lora - rope, lora, rope), dim=1)
-    line = torch.cat((rms_norm(latent, weight, eps), rotate_pairs(key, cos, sin, interleaved)), dim=1)
-    cache.view(-1, lora + rope).index_copy_(0, writes, line.to(cache.dtype))
-    return q if q_weight is None else rms_norm(q, q_weight, eps)
+    if q_weight is not None:
+        q = rms_norm(q, q_weight, eps)
+    return q, rms_norm(latent, weight, eps), rotate_pairs(key, cos, sin, interleaved)
 
 
 def latent_up(keys: Tensor, values: Tensor) -> None:
@@ -65,11 +105,9 @@ def one_form() -> tuple[str, str]:
     return ("absorbed", "absorbed")
 
 
-register(
-    "latent_rope_cache",
-    Implementation(name="torch", run=latent_rope_cache, invariant=True, devices=("cpu",)),
-)
-register("latent_rope_cache", Implementation(name="torch-cuda", run=latent_rope_cache, devices=("cuda",)))
+for _op in (latent_rope_cache, latent_rope_cache_fp8):
+    register(_op.__name__, Implementation(name="torch", run=_op, invariant=True, devices=("cpu",)))
+    register(_op.__name__, Implementation(name="torch-cuda", run=_op, devices=("cuda",)))
 register("latent_up", Implementation(name="torch", run=latent_up, invariant=True))
 register("latent_forms", Implementation(name="expanded and absorbed", run=both_forms, priority=1))
 register("latent_forms", Implementation(name="absorbed", run=one_form, invariant=True))

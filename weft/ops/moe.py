@@ -3,7 +3,7 @@
     out[t] = sum over j of weight[t, j] * expert[ids[t, j]](x[t])  +  gate[t] * shared(x[t])
 
 summed in top-k order, the shared expert last, in a wide dtype and rounded once. Three forms compute the
-experts in torch; which one is the business of a measured table (``moe_table``).
+experts in torch; a measured table says which (``moe_table``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 import torch.nn.functional as F
 
-from weft.ops import tiled, torch_ops
+from weft.ops import moe_table, tiled, torch_ops
 from weft.ops.fixed_shapes import linear as fixed_linear
 from weft.ops.registry import Implementation, register
 from weft.ops.routing import Rule, route
@@ -217,6 +217,35 @@ def by_group(x: Tensor, ids: Tensor, weights: Routed) -> Tensor:
     return out.view(tokens, top_k, x.shape[1])
 
 
+FORMS: dict[str, Experts] = {"loop": by_expert, "gather": by_gather, "grouped": by_group}
+"""By their names in the table."""
+
+
+def usable(weights: Routed) -> tuple[str, ...]:
+    """The forms that can compute plain weights here."""
+    return ("loop", "gather", "grouped") if _groups(weights) else ("loop", "gather")
+
+
+def _groups(weights: Routed) -> bool:
+    """Whether ``torch._grouped_mm`` takes them, without waiting for a GPU."""
+    down = weights.down
+    if down.dtype != torch.bfloat16 or down.shape[1] % 8 or down.shape[2] % 8:  # rows of whole 16 bytes
+        return False
+    return down.device.type == "cpu" or torch.cuda.get_device_capability(down.device) >= (9, 0)
+
+
+def size_of(weights: Routed) -> moe_table.Size:
+    """What the table is looked up by."""
+    experts, hidden, inner = weights.down.shape
+    return moe_table.Size(experts, weights.rule.top_k, hidden, inner)
+
+
+def chosen_form(x: Tensor, weights: Routed, forms: tuple[str, ...]) -> str:
+    """The table's form for these tokens."""
+    dtype = str(x.dtype).removeprefix("torch.")
+    return moe_table.choose(x.device.type, dtype, x.shape[0], size_of(weights), forms)
+
+
 # --- implementations ---
 
 
@@ -237,8 +266,8 @@ def quantized(weights: Routed) -> Routed:
 
 
 def moe(x: Tensor, ids: Tensor | None, weights: Routed) -> Tensor:
-    """``block`` with the experts one after another."""
-    return block(x, ids, weights, by_expert)
+    """``block`` in the form that the table has for so many tokens."""
+    return block(x, ids, weights, FORMS[chosen_form(x, weights, usable(weights))])
 
 
 def moe_int8(x: Tensor, ids: Tensor | None, weights: Routed) -> Tensor:

@@ -71,7 +71,25 @@ def qkv_rope_cache(
     block, dim] of one layer, written at ``writes``, int64 [T]: block id * block + offset. Returns
     [T, heads, dim].
     """
-    dim, rotated = cache.shape[4], 2 * cos.shape[1]
+    q, k, v = rotated_qkv(qkv, heads, kv_heads, cache.shape[4], q_weight, k_weight, eps, cos, sin)
+    new = torch.stack((k, v)).view(-1, cache.shape[4])  # [2 * T * kv_heads, dim]
+    cache.view(-1, cache.shape[4]).index_copy_(0, cache_rows(cache, writes), new.to(cache.dtype))
+    return q
+
+
+def rotated_qkv(
+    qkv: Tensor,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys, normalized and rotated, and values: [T, heads of theirs, dim]."""
+    rotated = 2 * cos.shape[1]
     q, k, v = qkv.view(qkv.shape[0], heads + 2 * kv_heads, dim).split((heads, kv_heads, kv_heads), dim=1)
     if q_weight is not None:
         q = rms_norm(q, q_weight, eps)
@@ -82,17 +100,18 @@ def qkv_rope_cache(
     else:
         q = torch.cat((rotate(q[..., :rotated], cos, sin), q[..., rotated:]), dim=-1)
         k = torch.cat((rotate(k[..., :rotated], cos, sin), k[..., rotated:]), dim=-1)
-    _write(cache, writes, k, v)
-    return q
+    return q, k, v
 
 
-def _write(cache: Tensor, writes: Tensor, k: Tensor, v: Tensor) -> None:
-    kv_heads, block, dim = cache.shape[2:]
+def cache_rows(cache: Tensor, writes: Tensor) -> Tensor:
+    """Where the keys of all KV heads, then the values go: int64 [2 * T * kv_heads], counted in lines.
+
+    cache: [blocks, 2, kv_heads, block, dim]; writes: int64 [T], block id * block + offset.
+    """
+    kv_heads, block = cache.shape[2:4]
     heads = torch.arange(2 * kv_heads, device=writes.device).view(2, 1, kv_heads)
     line = (writes // block).view(1, -1, 1) * (2 * kv_heads) + heads  # [2, T, kv_heads]
-    rows = (line * block + (writes % block).view(1, -1, 1)).view(-1)
-    new = torch.stack((k, v)).view(-1, dim)  # [2 * T * kv_heads, dim]
-    cache.view(-1, dim).index_copy_(0, rows, new.to(cache.dtype))
+    return (line * block + (writes % block).view(1, -1, 1)).view(-1)
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -10,6 +10,7 @@ import torch
 
 from weft.attention.base import LayerCache
 from weft.config.resolved import KVConfig, PoolSpec
+from weft.ops import kv_fp8
 from weft.ops.torch_ops import wide
 
 
@@ -43,11 +44,18 @@ def _shapes(kv: KVConfig, pool: PoolSpec, dtype: torch.dtype) -> list[tuple[tupl
     """Shape and dtype of each tensor of one layer in the kind of ``pool``."""
     cache, blocks = pool.cache, 1 + pool.num_blocks
     if cache.kind == "state":
-        lines = (kv.num_slots + 1, kv.copies)
-        return [((*lines, *part.shape), wide(dtype) if part.wide else dtype) for part in cache.parts]
+        slots = (kv.num_slots + 1, kv.copies)
+        return [((*slots, *part.shape), wide(dtype) if part.wide else dtype) for part in cache.parts]
     if cache.width:
-        return [((blocks, pool.block_size // cache.ratio, cache.width), dtype)]
-    return [((blocks, 2, cache.kv_heads, pool.block_size, cache.head_dim), dtype)]
+        lines: tuple[int, ...] = (blocks, pool.block_size // cache.ratio)
+        if not cache.fp8:
+            return [((*lines, cache.width), dtype)]
+        latent = (*lines, cache.width - cache.exact)
+        return [(latent, kv_fp8.VALUES), (lines, torch.float32), ((*lines, cache.exact), dtype)]
+    lines = (blocks, 2, cache.kv_heads, pool.block_size)
+    if not cache.fp8:
+        return [((*lines, cache.head_dim), dtype)]
+    return [((*lines, cache.head_dim), kv_fp8.VALUES), (lines, torch.float32)]
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -156,13 +156,13 @@ class Book:
     def hashes(self, sequence: Sequence, upto: int) -> list[bytes]:
         """Hashes of the blocks below ``upto`` that ``sequence`` may share; empty when it shares none.
 
-        The list may reach further than ``upto``.
+        The list may reach further than ``upto``. It ends where the ids do: drafts behind the token that ended
+        the sequence were computed, and are none of it.
         """
         caching = self.kv.enable_prefix_caching
         if not caching and not self.requests[sequence.request].shared:
             return []
-        if not caching:
-            upto = min(upto, sequence.num_prompt)
+        upto = min(upto, len(sequence.tokens) if caching else sequence.num_prompt)
         if sequence.chain is None:
             root = salted_root(sequence.salt) if caching else request_root(sequence.request, sequence.salt)
             sequence.chain = HashChain(root, self.kv.block_size)
@@ -261,7 +261,7 @@ class Book:
         if run.marks is None or not run.marks.wants(boundary, run.snapshot):
             return []
         number = boundary // self.kv.block_size
-        hashes = self.hashes(sequence, min(boundary, len(sequence.tokens)))
+        hashes = self.hashes(sequence, boundary)
         if len(hashes) < number:
             return []
         ops = self.caches.save(slot, hashes[number - 1], back, boundary < run.known, step)

@@ -203,11 +203,11 @@ def _commit_row(book: Book, row: _Row, result: StepResult) -> TokenEvent | None:
         row.run.num_scheduled -= rejected
         if row.run.num_scheduled == row.computed + row.count - rejected:  # no later row has been planned
             row.run.exact = row.count - rejected
+    made, ending = _append(sequence, tokens)  # first: blocks are published by the ids in them
     prompt_logprobs = None
     if error is None:  # else nobody must find its blocks
         _advance(book, row, row.computed + row.count - rejected)
         prompt_logprobs = _deliver_prompt_logprobs(row, result)
-    made, ending = _append(sequence, tokens)
     book.counts.generation_tokens += len(made)
     if error is not None and ending is None:
         book.counts.row_errors += 1

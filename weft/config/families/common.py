@@ -135,7 +135,9 @@ def decoder_spec(
         )
     head_dim = facts.integer("head_dim", defaults.head_dim or hidden // heads)
     positions = facts.integer("max_position_embeddings", defaults.max_position)
-    rope = rope_spec(facts, rotated or head_dim, positions, defaults.theta, defaults.partial)
+    rope = more.get("rope") or rope_spec(
+        facts, rotated or head_dim, positions, defaults.theta, defaults.partial
+    )
     bos = facts.integers("bos_token_id") if "bos_token_id" in facts else ()
     fields: dict[str, Any] = {
         "family": family,

@@ -35,15 +35,22 @@ def build_v2(facts: Facts, override: int | None) -> ModelSpec:
     """Softmax scores; ``group_limited_greedy`` chooses from the groups with the best experts."""
     if facts.flag("mlp_bias", False):
         raise facts.fail("mlp_bias", "= true is not supported")
+    refuse_sliding_types(facts)
     return _build(facts, override, _V2, _v2_routing, first_dense=0, q_lora=1536)
 
 
 def build_v3(facts: Facts, override: int | None) -> ModelSpec:
     """Sigmoid scores; experts are chosen by score and trained bias, from the groups with the best pairs."""
-    spec = _build(facts, override, _V3, _v3_routing, first_dense=3, q_lora=1536)
+    refuse_sliding_types(facts)
+    spec = build_latent(facts, override)
     whole = spec.layers == layer_count(facts, None)
     modules = facts.integer("num_nextn_predict_layers", 0, low=0, high=MOST_PARTS)
     return with_mtp(spec, modules) if whole and modules else spec
+
+
+def build_latent(facts: Facts, override: int | None) -> ModelSpec:
+    """The same without modules that predict ahead, for versions that read ``layer_types`` by themselves."""
+    return _build(facts, override, _V3, _v3_routing, first_dense=3, q_lora=1536)
 
 
 def _build(
@@ -55,7 +62,6 @@ def _build(
     first_dense: int,
     q_lora: int,
 ) -> ModelSpec:
-    refuse_sliding_types(facts)
     layers = layer_count(facts, override)
     nope, rope = facts.integer("qk_nope_head_dim", 128), facts.integer("qk_rope_head_dim", 64)
     spec = decoder_spec(

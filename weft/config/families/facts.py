@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +62,10 @@ def read_json(folder: Path, name: str) -> dict[str, Any] | None:
 class Facts:
     """Typed access to the fields of one ``config.json``. A missing or null field takes the default."""
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
+    def __init__(self, config: Mapping[str, Any], weights: Sequence[str] | None = None) -> None:
+        """weights: names of the tensors beside the file; None where they are not known."""
         self._config = config
+        self.weights = weights
         self._read: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
@@ -116,6 +118,12 @@ class Facts:
     def optional_number(self, name: str, *, above: float = 0.0) -> float | None:
         """Like ``number``, but None where the field is missing or null."""
         return None if self.get(name) is None else self.number(name, above=above)
+
+    def has_weights(self, prefix: str, default: bool) -> bool:
+        """Whether a tensor's name begins with ``prefix``; ``default`` where names are not known."""
+        if self.weights is None:
+            return default
+        return any(name.startswith(prefix) for name in self.weights)
 
     def flag(self, name: str, default: bool) -> bool:
         """true or false."""

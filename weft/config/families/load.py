@@ -27,6 +27,9 @@ FAMILIES.add("Qwen3MoeForCausalLM", "weft.config.families.qwen3_moe:build_spec")
 FAMILIES.add("MixtralForCausalLM", "weft.config.families.mixtral:build_spec")
 FAMILIES.add("DeepseekV2ForCausalLM", "weft.config.families.deepseek:build_v2")
 FAMILIES.add("DeepseekV3ForCausalLM", "weft.config.families.deepseek:build_v3")
+FAMILIES.add("DeepseekV32ForCausalLM", "weft.config.families.deepseek_v32:build_spec")
+FAMILIES.add("GlmMoeDsaForCausalLM", "weft.config.families.deepseek_v32:build_glm_spec")
+FAMILIES.add("DeepseekV4ForCausalLM", "weft.config.families.deepseek_v4:build_spec")
 FAMILIES.add("Qwen3NextForCausalLM", "weft.config.families.qwen3_next:build_spec")
 FAMILIES.add("Qwen3_5ForCausalLM", "weft.config.families.qwen3_5:build_spec")
 FAMILIES.add("Qwen3_5MoeForCausalLM", "weft.config.families.qwen3_5:build_spec")
@@ -64,7 +67,7 @@ def load_spec(
             "--trust-remote-code to accept the checkpoint and serve it with Weft's own implementation",
             param="--trust-remote-code",
         )
-    facts = Facts(config)
+    facts = Facts(config, _weight_names(path))
     build = FAMILIES.get(_architecture(facts))
     spec = build(facts, num_hidden_layers_override)
     facts.refuse_unknown_computation()
@@ -101,11 +104,8 @@ def _has_modules(facts: Facts, folder: Path) -> bool:
     They are named ``mtp.``, or as the layers behind the last.
     """
     behind = re.compile(rf"(^|\.)(mtp\.|layers\.{facts.get('num_hidden_layers')}\.)")
-    index = read_json(folder, "model.safetensors.index.json") or {}
-    names = index.get("weight_map")
-    files = sorted(folder.glob("*.safetensors"))
-    found = list(names) if isinstance(names, dict) else [name for path in files for name in _header(path)]
-    return not files or any(behind.search(name) for name in found)
+    names = _weight_names(folder)
+    return names is None or any(behind.search(name) for name in names)
 
 
 def _header(path: Path) -> dict[str, Any]:
@@ -132,3 +132,14 @@ def _saved_dtype(folder: Path) -> str | None:
             if "scale" not in name and isinstance(entry, dict) and entry.get("dtype") in _SAFETENSORS_DTYPES:
                 return _SAFETENSORS_DTYPES[entry["dtype"]]
     return None
+
+
+def _weight_names(folder: Path) -> list[str] | None:
+    """The names of a safetensors checkpoint's tensors; None where there are none, or they can't be read."""
+    index = read_json(folder, "model.safetensors.index.json")
+    if index is not None and isinstance(index.get("weight_map"), dict):
+        return list(index["weight_map"])
+    headers = [_header(path) for path in sorted(folder.glob("*.safetensors"))]
+    if not headers or not all(headers):
+        return None
+    return [name for header in headers for name in header]

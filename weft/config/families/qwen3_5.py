@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from weft.config.families.common import Defaults, layer_count
 from weft.config.families.facts import MOST_PARTS, Facts
-from weft.config.families.qwen3_next import MOST_MODULES, hybrid_spec, moe_spec
+from weft.config.families.qwen3_next import hybrid_spec, moe_spec, predicting_modules
 from weft.config.spec import ModelSpec
 
 _DENSE = Defaults(kv_heads=4, head_dim=256, partial=0.25)
@@ -21,7 +21,7 @@ _SHARED = ("architectures", "tie_word_embeddings", "bos_token_id", "eos_token_id
 def build_spec(facts: Facts, override: int | None) -> ModelSpec:
     """The architecture says whether layers route: all do, or none."""
     layers = layer_count(facts, override)
-    mtp = facts.integer("mtp_num_hidden_layers", 0, low=0, high=MOST_MODULES)
+    mtp = predicting_modules(facts, "mtp_num_hidden_layers")
     moe = None
     if "Moe" in facts.get("architectures")[0]:
         experts = facts.integer("num_experts", 256, high=MOST_PARTS)
@@ -36,7 +36,8 @@ def build_text_spec(facts: Facts, override: int | None) -> ModelSpec:
     text = facts.get("text_config")
     if not isinstance(text, dict):
         raise facts.fail("text_config", f"must be an object, not {text!r}")
-    inner = Facts({**{name: facts.get(name) for name in _SHARED if name in facts}, **text})
+    around = {name: facts.get(name) for name in _SHARED if name in facts}
+    inner = Facts({**around, **text}, facts.weights)
     spec = build_spec(inner, override)
     inner.refuse_unknown_computation()
     return spec

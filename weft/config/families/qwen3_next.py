@@ -23,7 +23,7 @@ _DEFAULTS = Defaults(kv_heads=2, head_dim=256, partial=0.25)
 def build_spec(facts: Facts, override: int | None) -> ModelSpec:
     """Layer i routes if i + 1 is a multiple of ``decoder_sparse_step`` and ``mlp_only_layers`` lacks i."""
     layers = layer_count(facts, override)
-    mtp = facts.integer("num_nextn_predict_layers", 0, low=0, high=MOST_MODULES)
+    mtp = predicting_modules(facts, "num_nextn_predict_layers")
     step = facts.integer("decoder_sparse_step", 1)
     dense = facts.integers("mlp_only_layers")
     routed = tuple(i for i in range(layers + mtp) if i not in dense and (i + 1) % step == 0)
@@ -66,6 +66,18 @@ def hybrid_spec(
         return made
     delta = _delta(facts, recurrent)
     return msgspec.structs.replace(made, delta=delta, caches=(*made.caches, state_cache(delta)))
+
+
+def predicting_modules(facts: Facts, field: str) -> int:
+    """How many modules that predict further tokens the checkpoint holds.
+
+    Its weights say so: published configurations of Qwen3-Next leave ``field`` out, and a checkpoint that
+    was saved again by transformers keeps the field and has lost the weights.
+    """
+    stated = facts.optional_integer(field, low=0)
+    if stated is not None and stated > MOST_MODULES:
+        raise facts.fail(field, f"must be at most {MOST_MODULES}, not {stated}")
+    return int(stated != 0 and facts.has_weights("mtp.", default=stated is not None))
 
 
 def hybrid_types(facts: Facts, layers: int) -> list[str]:

@@ -12,9 +12,12 @@ from weft.moe.block import RoutedMLP
 
 def make_block(spec: ModelSpec, layer: int, build: Build) -> Block:
     """Layer ``layer``, its weights unset; from ``spec.layers`` on that of a module that predicts ahead."""
-    feed_forward: Layer
+    attention = LatentAttention(spec, layer, build)
+    return Block(spec, build, attention=attention, feed_forward=make_feed_forward(spec, layer, build))
+
+
+def make_feed_forward(spec: ModelSpec, layer: int, build: Build) -> Layer:
+    """What follows the attention of ``layer``."""
     if spec.moe is not None and layer in spec.moe.layers:
-        feed_forward = RoutedMLP(spec.hidden, spec.moe, spec.activation, build)
-    else:
-        feed_forward = GatedMLP(spec.hidden, spec.intermediate, spec.activation, build)
-    return Block(spec, build, attention=LatentAttention(spec, layer, build), feed_forward=feed_forward)
+        return RoutedMLP(spec.hidden, spec.moe, spec.activation, build)
+    return GatedMLP(spec.hidden, spec.intermediate, spec.activation, build)

@@ -123,15 +123,16 @@ def copy(
 ) -> int:
     """Copies ``values`` into the part of a parameter (or matrix ``index`` of it) that ``name`` fills.
 
-    Returns its bytes. Raises ConfigError for values of another shape, and for numbers of
-    less than 16 bits.
+    Returns its bytes. Raises ConfigError for values of another shape, and for numbers of less than 16 bits.
     """
     placement = weights.placements[name]
     whole = parameters[placement.parameter].data[placement.index]
     target = whole[index] if not index or index[0] < len(whole) else None
     if target is not None:
         with contextlib.suppress(ValueError, IndexError, RuntimeError):  # its shape will not do either
-            values = placement.arranged(values, target.dtype)
+            # A matrix of a stack is arranged as a stack of one.
+            values = placement.arranged(values[None] if index else values, target.dtype)
+            values = values[0] if index else values
     if target is None or values.shape != target.shape:
         shape = list(values.shape) if not index else [f"{index[0] + 1} or more", *values.shape]
         raise ConfigError(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from weft.ops import latent_ops
 from weft.ops.cpu.served import serve
 
 Tensor = torch.Tensor
@@ -52,5 +53,29 @@ def latent_rope_cache(
     return made if q_weight is not None else joined[:, : joined.shape[1] - cache.shape[2]]
 
 
-for _op in (latent_up, latent_rope_cache):
+def latent_rope_cache_fp8(
+    joined: Tensor,
+    q_weight: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+    cache: Tensor,
+    scales: Tensor,
+    keys: Tensor,
+    writes: Tensor,
+) -> Tensor:
+    """``latent_ops.latent_rope_cache_fp8``; in one pass for latents of a multiple of 16. cos: float32."""
+    if cache.shape[2] % 16:
+        return latent_ops.latent_rope_cache_fp8(
+            joined, q_weight, weight, eps, cos, sin, interleaved, cache, scales, keys, writes
+        )
+    made: Tensor = torch.ops.weft_cpu.latent_rope_cache.default(
+        joined, q_weight, weight, eps, cos, sin, interleaved, cache, writes, scales, keys
+    )
+    return made if q_weight is not None else joined[:, : joined.shape[1] - cache.shape[2] - keys.shape[2]]
+
+
+for _op in (latent_up, latent_rope_cache, latent_rope_cache_fp8):
     serve(_op.__name__, _op)

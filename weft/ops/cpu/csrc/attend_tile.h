@@ -38,6 +38,7 @@
 //   pack_q<E>(piece, to)     the piece's rows, [rows, key + rest]
 //   point(lines, piece, tile, low, high)
 //                            where the keys and values of positions low .. high of a tile are, others `kZeros`
+//   copied                   elements of memory that `point` wants for each key of a tile, `Lines::copies`; 0 for none
 //   out(piece, row)          where `value` elements of a row go
 #pragma once
 
@@ -61,7 +62,7 @@ constexpr int kRows = 192;
 constexpr int kMaxDim = 1024;
 constexpr int kFetchRows = 32;  // pieces of more rows compute long enough on a tile to need no prefetch
 constexpr int kStep = 12;  // rows whose softmax is computed together; at most kLanes
-// Keys * rows below which waking other threads costs more than it gains.
+// Keys * rows of 128 elements (key and value) below which waking other threads costs more than it gains.
 constexpr int64_t kAlone = 1 << 13;
 
 alignas(64) const uint32_t kZeros[kMaxDim] = {};
@@ -401,6 +402,7 @@ struct Lines {
   const Piece* piece = nullptr;
   int64_t tile = 0;
   const T *k[kTile], *rest[kTile], *v[kTile];
+  T* copies = nullptr;  // kTile times the scene's `copied` elements: for lines that the cache has in another form
 
   void zero(int at) { k[at] = rest[at] = v[at] = reinterpret_cast<const T*>(kZeros); }
 };
@@ -426,6 +428,7 @@ class Worker {
     const size_t s = place(E::kBlock * kTile * sizeof(float)), p = place(E::kBlock * kTile * sizeof(elem));
     const size_t run = place(State::floats(scene.value) * sizeof(float));
     const size_t total = place(State::floats(scene.value) * sizeof(float));
+    const size_t each = kTile * size_t(scene.copied) * sizeof(T), lines = place(2 * each);
     static thread_local Kept kept;
     char* base = kept.at_least(bytes);
     q_ = reinterpret_cast<elem*>(base + q);
@@ -436,6 +439,8 @@ class Worker {
     p_ = reinterpret_cast<elem*>(base + p);
     run_ = State::at(reinterpret_cast<float*>(base + run));
     total_ = State::at(reinterpret_cast<float*>(base + total));
+    lines_.copies = reinterpret_cast<T*>(base + lines);
+    ahead_.copies = reinterpret_cast<T*>(base + lines + each);
   }
   ~Worker() { E::release(); }
 
@@ -642,13 +647,16 @@ void drain(const S& scene, int64_t items, int threads, F f) {
     at::parallel_for(0, threads, 1, work);
 }
 
-inline int most_threads() { return at::in_parallel_region() ? 1 : at::get_num_threads(); }
+// For so many keys * rows of `elements` each.
+inline int threads_for(int64_t work, int64_t elements) {
+  return work * elements < 128 * kAlone || at::in_parallel_region() ? 1 : at::get_num_threads();
+}
 
 template <class E, class S>
 void run(const S& scene, std::vector<Piece>& pieces) {
   int64_t total = 0;
   for (const Piece& piece : pieces) total += piece.cost(scene.group);
-  const int threads = total < kAlone ? 1 : most_threads();
+  const int threads = threads_for(total, scene.key + scene.rest + scene.value);
   std::vector<Item> items;
   std::vector<int32_t> divided;
   int64_t states = 0;

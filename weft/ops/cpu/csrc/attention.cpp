@@ -4,6 +4,7 @@
 // why a row's bits are its own, is in attend_tile.h.
 
 #include "attend_tile.h"
+#include "fp8.h"
 
 #include <optional>
 #include <vector>
@@ -23,10 +24,12 @@ struct Grouped {
   T* result;
   int64_t q_stride, out_stride;  // between tokens
   const T* cache;
+  const uint8_t* codes;       // instead of `cache`, with
+  const float* line_scales;   // a scale for each line
   int heads, kv_heads, group, dim, window;
   float scale;
   const float* sinks;  // of each head, times log2(e), or null
-  int key = dim, rest = 0, value = dim;
+  int key = dim, rest = 0, value = dim, copied = codes ? 2 * dim : 0;
 
   template <class E>
   void pack_q(const Piece& piece, typename E::elem* to) const {
@@ -36,6 +39,7 @@ struct Grouped {
   }
 
   void point(Lines<T>& lines, const Piece& piece, int64_t tile, int64_t low, int64_t high) const {
+    if (codes) return point_copies(lines, piece, tile, low, high);
     const int64_t plane = rows.block * dim;
     point_lines(rows, lines, piece.row, tile, low, high, [&](int at, int64_t id, int64_t offset, int count) {
       const T* k = cache + (id * 2 * kv_heads + piece.head) * plane + offset * dim;
@@ -43,6 +47,20 @@ struct Grouped {
       for (int i = 0; i < count; ++i) {
         lines.k[at + i] = k + i * dim;
         lines.v[at + i] = v + i * dim;
+      }
+    });
+  }
+
+  // The same from a cache in 8 bits.
+  void point_copies(Lines<T>& lines, const Piece& piece, int64_t tile, int64_t low, int64_t high) const {
+    point_lines(rows, lines, piece.row, tile, low, high, [&](int at, int64_t id, int64_t offset, int count) {
+      const int64_t k = (id * 2 * kv_heads + piece.head) * rows.block + offset, v = k + kv_heads * rows.block;
+      for (int i = 0; i < count; ++i) {
+        T* to = lines.copies + (at + i) * copied;
+        dequantize_line(codes + (k + i) * dim, line_scales[k + i], dim, to);
+        dequantize_line(codes + (v + i) * dim, line_scales[v + i], dim, to + dim);
+        lines.k[at + i] = to;
+        lines.v[at + i] = to + dim;
       }
     });
   }
@@ -59,9 +77,13 @@ struct Grouped {
 
 void attend_grouped(const Tensor& q, const Tensor& out, const Tensor& cache, const Tensor& offsets,
                     const Tensor& starts, const Tensor& table, int64_t window, double scale, int64_t engine,
-                    const std::optional<Tensor>& sinks) {
+                    const std::optional<Tensor>& sinks, const std::optional<Tensor>& scales) {
   TORCH_CHECK(q.dim() == 3 && out.sizes() == q.sizes() && cache.dim() == 5 && cache.size(1) == 2, "attend: shapes");
-  TORCH_CHECK(q.scalar_type() == out.scalar_type() && q.scalar_type() == cache.scalar_type(), "attend: dtypes");
+  TORCH_CHECK(q.scalar_type() == out.scalar_type(), "attend: dtypes");
+  TORCH_CHECK(cache.scalar_type() == (scales ? at::kFloat8_e4m3fn : q.scalar_type()), "attend: the cache's dtype");
+  TORCH_CHECK(!scales || (scales->scalar_type() == at::kFloat && scales->is_contiguous() &&
+                          scales->sizes() == cache.sizes().slice(0, 4)),
+              "attend: scales");
   TORCH_CHECK(cache.is_contiguous(), "attend: cache");
   const int heads = int(q.size(1)), dim = int(q.size(2)), kv_heads = int(cache.size(2));
   const Rows rows = Rows::of(offsets, starts, table, cache.size(3));
@@ -87,7 +109,9 @@ void attend_grouped(const Tensor& q, const Tensor& out, const Tensor& cache, con
                            out.mutable_data_ptr<T>(),
                            q.stride(0),
                            out.stride(0),
-                           cache.const_data_ptr<T>(),
+                           scales ? nullptr : cache.const_data_ptr<T>(),
+                           scales ? static_cast<const uint8_t*>(cache.const_data_ptr()) : nullptr,
+                           scales ? scales->const_data_ptr<float>() : nullptr,
                            heads,
                            kv_heads,
                            heads / kv_heads,
@@ -105,7 +129,7 @@ void attend_grouped(const Tensor& q, const Tensor& out, const Tensor& cache, con
 TORCH_LIBRARY_FRAGMENT(weft_cpu, m) {
   m.def(
       "attend(Tensor q, Tensor(a!) out, Tensor cache, Tensor q_offsets, Tensor starts, Tensor table, int window, "
-      "float scale, int engine=0, Tensor? sinks=None) -> ()");
+      "float scale, int engine=0, Tensor? sinks=None, Tensor? scales=None) -> ()");
   m.impl("attend", c10::DispatchKey::CPU, TORCH_FN(attend_grouped));
 }
 

@@ -5,11 +5,13 @@
 //                      q: norm, rotate -> out[token]
 //                      k: norm, rotate -> cache[block, 0, head, offset]
 //                      v:                cache[block, 1, head, offset]
+//                    with scales the cache is in 8 bits (fp8.h)
 //   gated            activation(gate) * up
 //
 // Every row (a token, or one head of it) is computed alone, in one order: a sum of squares is 16 partial sums,
 // one a lane, added by the fixed tree of `reduce_add`. Sizes need not be multiples of 16; absent lanes are 0.
 
+#include "fp8.h"
 #include "gemm_tile.h"
 #include "rows.h"
 
@@ -94,7 +96,7 @@ void rope_head(const T* from, const W* weight, float eps, const float* cos, cons
 
 Tensor qkv_rope_cache(const Tensor& qkv, int64_t heads, int64_t kv_heads, const std::optional<Tensor>& q_weight,
                       const std::optional<Tensor>& k_weight, double eps, const Tensor& cos, const Tensor& sin,
-                      const Tensor& cache, const Tensor& writes) {
+                      const Tensor& cache, const Tensor& writes, const std::optional<Tensor>& scales) {
   constexpr int64_t kMost = 512;
   TORCH_CHECK(cache.dim() == 5 && cache.size(1) == 2 && cache.size(2) == kv_heads && cache.is_contiguous(),
               "qkv_rope_cache: cache");
@@ -113,7 +115,11 @@ Tensor qkv_rope_cache(const Tensor& qkv, int64_t heads, int64_t kv_heads, const 
     TORCH_CHECK(!weight->has_value() || (is_norm_weight(**weight, qkv, dim) &&
                                          wide == is_float(*weight)),
                 "qkv_rope_cache: norm weight");
-  TORCH_CHECK(cache.scalar_type() == qkv.scalar_type(), "qkv_rope_cache: the cache has another dtype");
+  TORCH_CHECK(cache.scalar_type() == (scales ? at::kFloat8_e4m3fn : qkv.scalar_type()),
+              "qkv_rope_cache: the cache has another dtype");
+  TORCH_CHECK(!scales || (dim % kLanes == 0 && scales->scalar_type() == at::kFloat && scales->is_contiguous() &&
+                          scales->sizes() == cache.sizes().slice(0, 4)),
+              "qkv_rope_cache: scales");
   const int64_t half = cos.size(1), places = cache.size(0) * block;
   const int64_t* place = writes.const_data_ptr<int64_t>();
   for (int64_t t = 0; t < tokens; ++t)
@@ -124,16 +130,26 @@ Tensor qkv_rope_cache(const Tensor& qkv, int64_t heads, int64_t kv_heads, const 
     const W* qw = q_weight ? q_weight->const_data_ptr<W>() : nullptr;
     const W* kw = k_weight ? k_weight->const_data_ptr<W>() : nullptr;
     const float *c = cos.const_data_ptr<float>(), *s = sin.const_data_ptr<float>();
-    T *to = q.mutable_data_ptr<T>(), *kv = cache.mutable_data_ptr<T>();
+    T *to = q.mutable_data_ptr<T>(), *kv = scales ? nullptr : cache.mutable_data_ptr<T>();
+    uint8_t* codes = scales ? static_cast<uint8_t*>(cache.mutable_data_ptr()) : nullptr;
+    float* line_scales = scales ? scales->mutable_data_ptr<float>() : nullptr;
     const int64_t stride = qkv.stride(0), plane = block * dim;
     over_rows(tokens, width, [&](int64_t begin, int64_t end) {
-      T line[kMost];
+      T line[kMost], key[kMost];
       for (int64_t t = begin; t < end; ++t) {
         const T* row = from + t * stride;
         const float *ct = c + t * half, *st = s + t * half;
         for (int64_t h = 0; h < heads; ++h)
           rope_head<T, W>(row + h * dim, qw, float(eps), ct, st, dim, half, line, to + (t * heads + h) * dim);
-        T* k = kv + place[t] / block * 2 * kv_heads * plane + place[t] % block * dim;
+        const int64_t first = place[t] / block * 2 * kv_heads * block + place[t] % block;  // counted in lines
+        for (int64_t h = 0; codes && h < kv_heads; ++h) {
+          const int64_t k = first + h * block, v = k + kv_heads * block;
+          rope_head<T, W>(row + (heads + h) * dim, kw, float(eps), ct, st, dim, half, line, key);
+          line_scales[k] = quantize_line(key, dim, codes + k * dim);
+          line_scales[v] = quantize_line(row + (heads + kv_heads + h) * dim, dim, codes + v * dim);
+        }
+        if (codes) continue;
+        T* k = kv + first * dim;
         for (int64_t h = 0; h < kv_heads; ++h) {
           rope_head<T, W>(row + (heads + h) * dim, kw, float(eps), ct, st, dim, half, line, k + h * plane);
           std::memcpy(k + (kv_heads + h) * plane, row + (heads + kv_heads + h) * dim, size_t(dim) * sizeof(T));
@@ -176,7 +192,7 @@ TORCH_LIBRARY_FRAGMENT(weft_cpu, m) {
   m.def("add_rms_norm_(Tensor(a!) x, Tensor delta, Tensor weight, float eps) -> Tensor");
   m.def(
       "qkv_rope_cache(Tensor qkv, int heads, int kv_heads, Tensor? q_weight, Tensor? k_weight, float eps, Tensor cos, "
-      "Tensor sin, Tensor(a!) cache, Tensor writes) -> Tensor");
+      "Tensor sin, Tensor(a!) cache, Tensor writes, Tensor(b!)? scales=None) -> Tensor");
   m.def("gated(Tensor gate_up, int activation) -> Tensor");
   m.impl("rms_norm", c10::DispatchKey::CPU, TORCH_FN(rms_norm));
   m.impl("add_rms_norm_", c10::DispatchKey::CPU, TORCH_FN(add_rms_norm_));

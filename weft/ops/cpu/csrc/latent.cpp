@@ -16,6 +16,7 @@
 // so a row's bits are its own within each of the two forms; the products with the matrices are gemm_block.h's.
 
 #include "attend_tile.h"
+#include "fp8.h"
 #include "gemm_block.h"
 #include "rows.h"
 
@@ -115,22 +116,37 @@ struct Angles {
   }
 };
 
+// A cache of lines, or in 8 bits: codes of the latents, their scales, and the rotated keys in the model's dtype.
+void check_lines(const Tensor& cache, const std::optional<Tensor>& scales, const std::optional<Tensor>& rotated,
+                 at::ScalarType type, int64_t lora, int64_t rope) {
+  TORCH_CHECK(scales.has_value() == rotated.has_value(), "latent: scales without keys");
+  TORCH_CHECK(cache.is_contiguous() && cache.size(2) == (scales ? lora : lora + rope) &&
+                  cache.scalar_type() == (scales ? at::kFloat8_e4m3fn : type),
+              "latent: cache");
+  TORCH_CHECK(!scales || (lora % kLanes == 0 && lora <= attend::kMaxDim && scales->scalar_type() == at::kFloat &&
+                          scales->is_contiguous() && scales->sizes() == cache.sizes().slice(0, 2)),
+              "latent: scales");
+  TORCH_CHECK(!scales || (rotated->scalar_type() == type && rotated->is_contiguous() && rotated->dim() == 3 &&
+                          rotated->sizes().slice(0, 2) == cache.sizes().slice(0, 2) && rotated->size(2) == rope),
+              "latent: rotated keys");
+}
+
 // --- the cache line -------------------------------------------------------------------------------------------
 
 // joined [T, first + lora + rope]. Returns the first part normalized by q_weight [first]; without it nothing is
 // done to that part, and an empty tensor is returned.
 Tensor latent_rope_cache(const Tensor& joined, const std::optional<Tensor>& q_weight, const Tensor& weight, double eps,
                          const Tensor& cos, const Tensor& sin, bool interleaved, const Tensor& cache,
-                         const Tensor& writes) {
+                         const Tensor& writes, const std::optional<Tensor>& scales,
+                         const std::optional<Tensor>& rotated) {
   TORCH_CHECK(joined.dim() == 2 && joined.stride(1) == 1 && weight.dim() == 1 && weight.is_contiguous(),
               "latent_rope_cache: shapes");
   const int64_t tokens = joined.size(0), lora = weight.size(0);
   const Angles angles = Angles::of(cos, sin, tokens, interleaved);
   const int64_t width = lora + 2 * angles.half, first = joined.size(1) - width;
-  TORCH_CHECK(first >= 0 && cache.dim() == 3 && cache.size(2) == width && cache.is_contiguous(),
-              "latent_rope_cache: cache");
-  TORCH_CHECK(cache.scalar_type() == joined.scalar_type() && weight.scalar_type() == joined.scalar_type(),
-              "latent_rope_cache: dtypes");
+  TORCH_CHECK(first >= 0 && cache.dim() == 3, "latent_rope_cache: cache");
+  check_lines(cache, scales, rotated, joined.scalar_type(), lora, width - lora);
+  TORCH_CHECK(weight.scalar_type() == joined.scalar_type(), "latent_rope_cache: dtypes");
   TORCH_CHECK(!q_weight || (q_weight->numel() == first && q_weight->is_contiguous() &&
                             q_weight->scalar_type() == joined.scalar_type()),
               "latent_rope_cache: norm weight");
@@ -143,15 +159,19 @@ Tensor latent_rope_cache(const Tensor& joined, const std::optional<Tensor>& q_we
   by_dtype(joined, "latent_rope_cache", [&]<class T>(T) {
     const T *from = joined.const_data_ptr<T>(), *w = weight.const_data_ptr<T>();
     const T* qw = q_weight ? q_weight->const_data_ptr<T>() : nullptr;
-    T *to = q.mutable_data_ptr<T>(), *lines = cache.mutable_data_ptr<T>();
+    T *to = q.mutable_data_ptr<T>(), *lines = scales ? nullptr : cache.mutable_data_ptr<T>();
+    uint8_t* codes = scales ? static_cast<uint8_t*>(cache.mutable_data_ptr()) : nullptr;
     const int64_t stride = joined.stride(0);
     over_rows(tokens, first + width, [&](int64_t begin, int64_t end) {
+      T latent[attend::kMaxDim];
       for (int64_t t = begin; t < end; ++t) {
         const T* row = from + t * stride;
-        T* line = lines + place[t] * width;
+        T* line = codes ? latent : lines + place[t] * width;
         if (qw) norm_row<T>(row, nullptr, qw, float(eps), first, nullptr, to + t * first);
         norm_row<T>(row + first, nullptr, w, float(eps), lora, nullptr, line);
-        angles.rotate(t, row + first + lora, line + lora);
+        if (codes) scales->mutable_data_ptr<float>()[place[t]] = quantize_line(latent, lora, codes + place[t] * lora);
+        T* key = codes ? rotated->mutable_data_ptr<T>() + place[t] * (width - lora) : line + lora;
+        angles.rotate(t, row + first + lora, key);
       }
     });
   });
@@ -174,6 +194,9 @@ struct Given {
   T* out;
   int64_t q_stride, out_stride;  // between tokens
   const T* cache;
+  const uint8_t* codes;  // instead of `cache`, with
+  const float* scales;   // a scale for each line, and
+  const T* rotated;      // the lines' keys
   Angles angles;
   int heads, nope, rope, lora, value, window;
   float scale;  // times log2(e)
@@ -181,6 +204,17 @@ struct Given {
   int width() const { return lora + rope; }
   const T* query(int64_t token, int64_t head) const { return q + token * q_stride + head * (nope + rope); }
   const T* line(int64_t id, int64_t offset) const { return cache + (id * rows.block + offset) * width(); }
+  int key_stride() const { return codes ? rope : width(); }
+  const T* key_of(int64_t id, int64_t offset) const {
+    return codes ? rotated + (id * rows.block + offset) * rope : line(id, offset) + lora;
+  }
+  void take_latent(int64_t id, int64_t offset, T* to) const {
+    const int64_t at = id * rows.block + offset;
+    if (codes)
+      dequantize_line(codes + at * lora, scales[at], lora, to);
+    else
+      std::memcpy(to, line(id, offset), size_t(lora) * sizeof(T));
+  }
 };
 
 // --- absorbed -------------------------------------------------------------------------------------------------
@@ -195,6 +229,7 @@ struct Absorbed {
   int group, window;
   float scale;
   int key, rest, value;
+  int copied = given.codes ? key : 0;
 
   int64_t place(const Piece& piece, int row) const {
     return (piece.token - begin + row / group) * given.heads + int64_t(piece.head) * group + row % group;
@@ -206,6 +241,13 @@ struct Absorbed {
   }
   void point(Lines<T>& lines, const Piece& piece, int64_t tile, int64_t low, int64_t high) const {
     point_lines(given.rows, lines, piece.row, tile, low, high, [&](int at, int64_t id, int64_t offset, int count) {
+      for (int i = 0; copied && i < count; ++i) {
+        T* to = lines.copies + (at + i) * copied;
+        given.take_latent(id, offset + i, to);
+        std::memcpy(to + given.lora, given.key_of(id, offset + i), size_t(given.rope) * sizeof(T));
+        lines.k[at + i] = lines.v[at + i] = to;
+      }
+      if (copied) return;
       const T* line = given.line(id, offset);
       for (int i = 0; i < count; ++i) lines.k[at + i] = lines.v[at + i] = line + i * key;
     });
@@ -213,16 +255,20 @@ struct Absorbed {
   T* out(const Piece& piece, int row) const { return result + place(piece, row) * value; }
 };
 
-// How many pieces share a query's heads: few sequences are divided over the threads, whatever is too much is, too.
-inline int head_parts(int heads, int64_t rows) {
-  const int64_t wanted = std::min<int64_t>(rows < most_threads() ? most_threads() : 1, heads / 4);
+// How many pieces share a query's heads. Few sequences with much to do are divided over the threads.
+template <class T>
+int head_parts(const Given<T>& given) {
+  int64_t work = 0;
+  for (const Piece& piece : given.rows.cut(kRows, 1, given.window)) work += piece.cost(given.heads);
+  const int64_t threads = threads_for(work, given.width() + given.lora);
+  const int64_t wanted = std::min<int64_t>(given.rows.count < threads ? threads : 1, given.heads / 4);
   for (int64_t parts = std::max<int64_t>(1, wanted);; ++parts)
-    if (heads % parts == 0 && heads / parts <= kRows) return int(parts);
+    if (given.heads % parts == 0 && given.heads / parts <= kRows) return int(parts);
 }
 
 template <class T, class E>
 void absorbed(const Given<T>& given, const HeadMatrices<T>& keys, const HeadMatrices<T>& values) {
-  const int parts = head_parts(given.heads, given.rows.count), group = given.heads / parts, width = given.width();
+  const int parts = head_parts(given), group = given.heads / parts, width = given.width();
   const std::vector<Piece> all = given.rows.cut(std::max(1, kRows / group), parts, given.window);
   const int64_t each = int64_t(given.heads) * (width + given.lora) * int64_t(sizeof(T));  // bytes a token
   const int64_t most = std::max<int64_t>(1, int64_t(kBudget) / each);
@@ -269,7 +315,7 @@ struct Expanded {
   int window;
   float scale;
   int key, rest, value;
-  int group = 1;
+  int group = 1, copied = 0;
 
   template <class E>
   void pack_q(const Piece& piece, typename E::elem* to) const {
@@ -284,10 +330,10 @@ struct Expanded {
   void point(Lines<T>& lines, const Piece& piece, int64_t tile, int64_t low, int64_t high) const {
     point_lines(given.rows, lines, piece.row, tile, low, high, [&](int at, int64_t id, int64_t offset, int count) {
       const T* own = made + (piece.head * keys + piece.base + tile + at) * (key + value);
-      const T* shared = given.line(id, offset) + given.lora;
+      const T* shared = given.key_of(id, offset);
       for (int i = 0; i < count; ++i) {
         lines.k[at + i] = own + i * (key + value);
-        lines.rest[at + i] = shared + i * given.width();
+        lines.rest[at + i] = shared + i * given.key_stride();
         lines.v[at + i] = own + i * (key + value) + key;
       }
     });
@@ -307,7 +353,7 @@ void expand(const Given<T>& given, const HeadMatrices<T>& keys, const HeadMatric
       pieces.push_back({part.row, at, std::min(part.end, at + kProductRows), part.base + at - part.begin});
   const int64_t count = int64_t(pieces.size()), stride = given.nope + given.value;
   // Whole pieces where there are enough of them: a piece's lines are gathered once an item.
-  const int64_t some = count >= 4 * most_threads() ? given.heads : 1, groups = given.heads / some;
+  const int64_t some = count >= 4 * at::get_num_threads() ? given.heads : 1, groups = given.heads / some;
   at::parallel_for(0, count * groups, 1, [&](int64_t begin, int64_t end) {
     static thread_local Kept kept;
     T* lines = reinterpret_cast<T*>(kept.at_least(size_t(kProductRows * given.lora) * sizeof(T)));
@@ -315,7 +361,7 @@ void expand(const Given<T>& given, const HeadMatrices<T>& keys, const HeadMatric
       const Part& piece = pieces[size_t(i / groups)];
       given.rows.blocks(piece.row, piece.begin, piece.begin, piece.end, [&](int at, int64_t id, int64_t offset, int n) {
         for (int r = 0; r < n; ++r)
-          std::memcpy(lines + (at + r) * given.lora, given.line(id, offset + r), size_t(given.lora) * sizeof(T));
+          given.take_latent(id, offset + r, lines + (at + r) * given.lora);
       });
       for (int64_t head = i % groups * some; head < (i % groups + 1) * some; ++head) {
         T* to = made + (head * total + piece.base) * stride;
@@ -399,6 +445,7 @@ struct Inputs {
   const Tensor &q, &cos, &sin;
   bool interleaved;
   const Tensor &out, &cache, &offsets, &starts, &table;
+  const std::optional<Tensor>&scales, &rotated;
   int64_t window;
   double scale;
   int64_t lora;
@@ -407,9 +454,9 @@ struct Inputs {
     TORCH_CHECK(q.dim() == 3 && out.dim() == 3 && cache.dim() == 3 && out.size(0) == q.size(0) &&
                     out.size(1) == q.size(1),
                 "latent: shapes");
-    TORCH_CHECK(q.scalar_type() == out.scalar_type() && q.scalar_type() == cache.scalar_type(), "latent: dtypes");
+    TORCH_CHECK(q.scalar_type() == out.scalar_type(), "latent: dtypes");
     const int64_t rope = 2 * cos.size(1), nope = q.size(2) - rope, value = out.size(2);
-    TORCH_CHECK(cache.is_contiguous() && cache.size(2) == lora + rope, "latent: cache");
+    check_lines(cache, scales, rotated, q.scalar_type(), lora, rope);
     for (const int64_t size : {rope, nope, value, lora})
       TORCH_CHECK(size > 0 && size % 16 == 0 && size <= kMaxDim, "latent: a part of ", size, " elements");
     TORCH_CHECK(lora + rope <= kMaxDim && nope + rope <= kMaxDim, "latent: lines of ", lora + rope);
@@ -430,7 +477,10 @@ struct Inputs {
                  out.mutable_data_ptr<T>(),
                  q.stride(0),
                  out.stride(0),
-                 cache.const_data_ptr<T>(),
+                 scales ? nullptr : cache.const_data_ptr<T>(),
+                 scales ? static_cast<const uint8_t*>(cache.const_data_ptr()) : nullptr,
+                 scales ? scales->const_data_ptr<float>() : nullptr,
+                 scales ? rotated->const_data_ptr<T>() : nullptr,
                  Angles::of(cos, sin, q.size(0), interleaved),
                  int(q.size(1)),
                  int(q.size(2)) - rope,
@@ -449,8 +499,8 @@ struct Inputs {
 void latent_absorbed(const Tensor& q, const Tensor& cos, const Tensor& sin, bool interleaved, const Tensor& out,
                      const Tensor& cache, const Tensor& offsets, const Tensor& starts, const Tensor& table,
                      const Tensor& keys, const Tensor& values, int64_t lora, int64_t window, double scale,
-                     int64_t engine) {
-  const Inputs inputs{q, cos, sin, interleaved, out, cache, offsets, starts, table, window, scale, lora};
+                     int64_t engine, const std::optional<Tensor>& scales, const std::optional<Tensor>& rotated) {
+  const Inputs inputs{q, cos, sin, interleaved, out, cache, offsets, starts, table, scales, rotated, window, scale, lora};
   inputs.check();
   if (q.size(0) == 0) return;
   inputs.go(engine, [&]<class T, class E>(const Given<T>& given, E) {
@@ -463,8 +513,9 @@ void latent_absorbed(const Tensor& q, const Tensor& cos, const Tensor& sin, bool
 void latent_expanded(const Tensor& q, const Tensor& cos, const Tensor& sin, bool interleaved, const Tensor& out,
                      const Tensor& cache, const Tensor& offsets, const Tensor& starts, const Tensor& table,
                      const Tensor& keys, const Tensor& values, int64_t lora, int64_t window, double scale,
-                     int64_t engine, int64_t budget) {
-  const Inputs inputs{q, cos, sin, interleaved, out, cache, offsets, starts, table, window, scale, lora};
+                     int64_t engine, int64_t budget, const std::optional<Tensor>& scales,
+                     const std::optional<Tensor>& rotated) {
+  const Inputs inputs{q, cos, sin, interleaved, out, cache, offsets, starts, table, scales, rotated, window, scale, lora};
   inputs.check();
   if (q.size(0) == 0) return;
   inputs.go(engine, [&]<class T, class E>(const Given<T>& given, E) {
@@ -478,15 +529,15 @@ void latent_expanded(const Tensor& q, const Tensor& cos, const Tensor& sin, bool
 TORCH_LIBRARY_FRAGMENT(weft_cpu, m) {
   m.def(
       "latent_rope_cache(Tensor joined, Tensor? q_weight, Tensor weight, float eps, Tensor cos, Tensor sin, "
-      "bool interleaved, Tensor(a!) cache, Tensor writes) -> Tensor");
+      "bool interleaved, Tensor(a!) cache, Tensor writes, Tensor(b!)? scales=None, Tensor(c!)? rotated=None) -> Tensor");
   m.def(
       "latent_absorbed(Tensor q, Tensor cos, Tensor sin, bool interleaved, Tensor(a!) out, Tensor cache, "
       "Tensor q_offsets, Tensor starts, Tensor table, Tensor keys, Tensor values, int lora, int window, float scale, "
-      "int engine=0) -> ()");
+      "int engine=0, Tensor? scales=None, Tensor? rotated=None) -> ()");
   m.def(
       "latent_expanded(Tensor q, Tensor cos, Tensor sin, bool interleaved, Tensor(a!) out, Tensor cache, "
       "Tensor q_offsets, Tensor starts, Tensor table, Tensor keys, Tensor values, int lora, int window, float scale, "
-      "int engine=0, int budget=0) -> ()");
+      "int engine=0, int budget=0, Tensor? scales=None, Tensor? rotated=None) -> ()");
   m.impl("latent_rope_cache", c10::DispatchKey::CPU, TORCH_FN(latent_rope_cache));
   m.impl("latent_absorbed", c10::DispatchKey::CPU, TORCH_FN(latent_absorbed));
   m.impl("latent_expanded", c10::DispatchKey::CPU, TORCH_FN(latent_expanded));
