@@ -5,7 +5,8 @@ python -m bench.speculation --model spool-mla --json speculation.json
 One engine for each number of drafts, all loaded at once; rounds over them are interleaved, so that a machine
 that slows down slows all of them down. A round answers the same questions greedily, a batch at a time. What a
 step costs is the median time of steps that decode the whole batch and nothing else, drafting included; what
-could be gained is (1 + accepted drafts a step) / (cost of such a step over one without drafts).
+could be gained is (1 + accepted drafts a step) / (cost of such a step over one without drafts), and "share"
+how much of that was, in tokens a second behind the prompts.
 """
 
 from __future__ import annotations
@@ -32,6 +33,11 @@ class Runs:
     tokens: int = 0
     accepted: int = 0
     drafted: int = 0
+    sequences: int = 0
+    prompts: float = 0.0
+    """Seconds of steps with prompts in them, which make the first token of each sequence."""
+    rows: int = 0
+    """Decode rows of all other steps."""
     steps: list[float] = field(default_factory=list)
     """Seconds of steps that decode the whole batch."""
 
@@ -39,6 +45,11 @@ class Runs:
     def rate(self) -> float:
         """Output tokens a second."""
         return self.tokens / self.seconds
+
+    @property
+    def decode_rate(self) -> float:
+        """The same behind the prompts: without each first token, and the steps that made them."""
+        return (self.tokens - self.sequences) / (self.seconds - self.prompts)
 
     @property
     def step(self) -> float:
@@ -60,11 +71,19 @@ class Engine:
         observe = core.scheduler.observe
 
         def listening(plan: StepPlan, seconds: float) -> None:
-            if self._now is not None and not plan.prefill.rows and plan.decode.rows == self._batch:
-                self._now.steps.append(seconds)
+            if self._now is not None:
+                self._note(self._now, plan, seconds)
             observe(plan, seconds)
 
         core.scheduler.observe = listening  # type: ignore[method-assign]
+
+    def _note(self, runs: Runs, plan: StepPlan, seconds: float) -> None:
+        if plan.prefill.rows:
+            runs.prompts += seconds
+            return
+        runs.rows += plan.decode.rows
+        if plan.decode.rows == self._batch:
+            runs.steps.append(seconds)
 
     def round(
         self, questions: Sequence[str], batch: int, params: SamplingParams, *, count: bool
@@ -82,30 +101,31 @@ class Engine:
             answers += [output.token_ids for output in outputs]
             if count:
                 runs.seconds += seconds
+                runs.sequences += len(outputs)
                 runs.tokens += sum(len(output.token_ids) for output in outputs)
                 runs.accepted += sum(output.num_accepted_drafts for output in outputs)
                 runs.drafted += sum(o.num_accepted_drafts + o.num_rejected_drafts for o in outputs)
         return answers
 
 
-def line(name: str, batch: int, runs: Runs, off: Runs, sequences: int) -> dict[str, Any]:
+def line(name: str, batch: int, runs: Runs, off: Runs) -> dict[str, Any]:
     """One row of the table."""
-    # The first token of each sequence comes from its prompt's step.
-    behind = runs.tokens - sequences
-    steps = max(behind - runs.accepted, 1)
-    per_step = 1 + runs.accepted / steps
+    per_step = (runs.tokens - runs.sequences) / runs.rows
     cost = runs.step / off.step
+    gain = runs.decode_rate / off.decode_rate
     return {
         "drafts": name,
         "batch": batch,
-        "tok_s": round(runs.rate, 1),
+        "tok/s": round(runs.rate, 1),
         "gain": round(runs.rate / off.rate, 3),
+        "behind prompts": round(runs.decode_rate, 1),
+        "gain behind": round(gain, 3),
         "acceptance": round(runs.accepted / runs.drafted, 3) if runs.drafted else None,
-        "tokens_a_step": round(per_step, 3),
-        "step_ms": round(1e3 * runs.step, 3),
-        "step_over_plain": round(cost, 3),
-        "possible_gain": round(per_step / cost, 3),
-        "share_of_possible": round(runs.rate / off.rate / (per_step / cost), 3),
+        "tokens a step": round(per_step, 3),
+        "step ms": round(1e3 * runs.step, 3),
+        "over plain": round(cost, 3),
+        "possible gain": round(per_step / cost, 3),
+        "share": round(gain / (per_step / cost), 3),
     }
 
 
@@ -137,8 +157,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
             answers += [engine.round(questions, batch, params, count=True) for engine in order]
         assert all(answer == answers[0] for answer in answers), "answers differ"
         off = engines[0].runs[batch]
-        sequences = args.rounds * len(questions)
-        rows += [line(engine.name, batch, engine.runs[batch], off, sequences) for engine in engines]
+        rows += [line(engine.name, batch, engine.runs[batch], off) for engine in engines]
     for engine in engines:
         engine.llm.shutdown()
     return rows

@@ -19,6 +19,8 @@ from tests.e1.test_grid import PROMPTS
 from tests.support.mtp_models import make_mtp_checkpoint
 from tests.support.oracle import Oracle
 from weft.config.sections import SpeculationSection
+from weft.runner import graphs
+from weft.runner import runner as runner_module
 from weft.types.plan import AllocSlot
 from weft.types.sampling import TokenParams
 
@@ -67,6 +69,12 @@ class Reference:
                 made[prompt] = (answer.tokens, bits)
             self._known[key] = made
         return self._known[key]
+
+
+@pytest.fixture(autouse=True)
+def _capture_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "WORTH_CAPTURING", 1)
+    monkeypatch.setattr(runner_module, "WORTH_CAPTURING", 1)
 
 
 @pytest.fixture(scope="module")

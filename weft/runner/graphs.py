@@ -51,6 +51,9 @@ MOST_ROWS = 512
 """Steps of more rows are launched op by op: launching costs them little."""
 MOST_EXACT = 64
 """The same for lazy captures, of which there is one for each number of rows."""
+WORTH_CAPTURING = 4
+"""Steps of a bucket after which a lazy capture is made, where there are many buckets: as rows with drafts
+come and go, most are met once or twice, and to capture takes as long as some steps."""
 FIRST_CONTEXT = 2048
 
 
@@ -149,6 +152,7 @@ class DecodeGraphs:
         self._ids = torch.zeros(tokens, dtype=torch.int64, device=device)
         self._positions = torch.zeros(tokens, dtype=torch.int64, device=device)
         self._replays: dict[Key, Callable[[], None]] = {}
+        self._met: dict[Key, int] = {}
         if not options.lazy:
             self._capture(options)
 
@@ -196,7 +200,12 @@ class DecodeGraphs:
         longest = int(rows.start.max()) + each
         if longest > self._contexts[-1]:
             return None
-        return _bucket(self._rows, rows.rows), each, _bucket(self._contexts, longest)
+        key = _bucket(self._rows, rows.rows), each, _bucket(self._contexts, longest)
+        if each > 1 and key not in self._replays and self._options.lazy:
+            self._met[key] = met = self._met.get(key, 0) + 1
+            if met < WORTH_CAPTURING:
+                return None
+        return key
 
     def run(self, key: Key, plan: StepPlan, buffer: StagingBuffer) -> tuple[StepRows, Tensor]:
         """Replays a step. The logits [tokens, vocab] are valid until the next call.

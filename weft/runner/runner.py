@@ -27,7 +27,7 @@ from weft.models.base import Model
 from weft.overlap.drive import drive
 from weft.runner.batch import BatchBuilder, StepRows, even, most_each
 from weft.runner.device_queue import DeviceQueue, result_of
-from weft.runner.graphs import MOST_EXACT, DecodeGraphs, GraphOptions, context_buckets
+from weft.runner.graphs import MOST_EXACT, WORTH_CAPTURING, DecodeGraphs, GraphOptions, context_buckets
 from weft.runner.kv_tensors import by_layer, stacked
 from weft.runner.result import HostCopy, to_result
 from weft.runner.sampler import Sampler
@@ -231,6 +231,7 @@ class Runner:
                 contexts=context_buckets(self.kv.max_model_len + self.kv.copies),
                 most_rows=min(graphs.max_rows, MOST_EXACT),
                 most_each=graphs.most_each,
+                after=WORTH_CAPTURING,
             )
         if speculation.speculative_method == "mtp":
             return MtpDrafter(

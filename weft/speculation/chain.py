@@ -110,6 +110,8 @@ class Recording:
     """Bounds of a row's positions, one recording for each; increasing, the last holds all."""
     most_rows: int
     most_each: int
+    after: int
+    """Steps alike after which one is recorded."""
 
 
 class RecordedChains:
@@ -131,6 +133,7 @@ class RecordedChains:
         self._drafts = torch.zeros(rows, recording.most_each, dtype=torch.int64, device=device)
         self._order = torch.arange(rows, device=device)
         self._replays: dict[tuple[int, int, int, int], Callable[[], None]] = {}
+        self._met: dict[tuple[int, int, int, int], int] = {}
         self._works = True
 
     def propose(self, step: Sampled) -> Tensor | None:
@@ -150,6 +153,10 @@ class RecordedChains:
         self._ends[:rows].copy_(step.ends)
         self._hidden[: rows * each].copy_(step.hidden)
         key = (rows, each, count, context)
+        if key not in self._replays:
+            self._met[key] = met = self._met.get(key, 0) + 1
+            if met < self._recording.after:
+                return None
         replay = self._replays.get(key)
         if replay is not None:
             replay()
