@@ -36,9 +36,9 @@ def most_each(plan: StepPlan) -> int:
     return int(rows.count.max()) if alike else 0
 
 
-def even(plan: StepPlan) -> bool:
-    """Whether the plan has decode rows alone, of equally many tokens."""
-    return most_each(plan) == int(plan.decode.count.min(initial=1))
+def even(plan: StepPlan, each: int) -> bool:
+    """Whether all of the plan's rows are decode rows of ``each`` tokens, the most that one has."""
+    return each == 1 or (each > 1 and int(plan.decode.count.min()) == each)
 
 
 def ragged(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -278,7 +278,7 @@ class BatchBuilder:
         return {
             "slots": slots,
             "counts": counts,
-            "starts": positions.view(rows, each)[:, 0],
+            "starts": positions if each == 1 else positions.view(rows, each)[:, 0],
             "verify": verify,
             "sample_rows": SampleRows(
                 slot_host=slot_host,

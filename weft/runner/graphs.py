@@ -177,10 +177,11 @@ class DecodeGraphs:
         def run() -> None:
             step = self._builder.decode(slots, bound)
             made = drive(self._model.hidden(step, self._cache, self._backends))
-            hidden.copy_(made)
+            if self._options.most_each > 1:  # somebody drafts, or verifies
+                hidden.copy_(made)
+                ids.copy_(step.ids)
             logits.copy_(self._model.logits(made))
             positions.copy_(step.positions)
-            ids.copy_(step.ids)
 
         return run
 
@@ -200,7 +201,7 @@ class DecodeGraphs:
         Rows of fewer tokens than others are filled up; what is computed of the filling is nobody's.
         """
         rows, each = plan.decode.rows, key[1]
-        staged = self._builder.stage_decode(plan, 0 if even(plan) else each, buffer)
+        staged = self._builder.stage_decode(plan, 0 if even(plan, each) else each, buffer)
         self._slots[:rows].copy_(staged[0])
         self._slots[rows : key[0]] = self._spare
         replay = self._replays.get(key)

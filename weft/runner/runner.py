@@ -17,7 +17,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
 from weft.attention.base import Backends, LayerCache
@@ -26,7 +25,7 @@ from weft.config.resolved import KVConfig
 from weft.config.sections import SpeculationSection
 from weft.models.base import Model
 from weft.overlap.drive import drive
-from weft.runner.batch import BatchBuilder, StepRows, even
+from weft.runner.batch import BatchBuilder, StepRows, even, most_each
 from weft.runner.device_queue import DeviceQueue, result_of
 from weft.runner.graphs import MOST_EXACT, DecodeGraphs, GraphOptions, context_buckets
 from weft.runner.kv_tensors import by_layer, stacked
@@ -182,7 +181,7 @@ class Runner:
             rows, logits = self.graphs.run(key, plan, handle.buffer)
             handle.hidden, handle.each = self.graphs.hidden(key, plan.rows), key[1]
             return rows, logits
-        build = self._builder.build_even if even(plan) else self._builder.build
+        build = self._builder.build_even if even(plan, most_each(plan)) else self._builder.build
         batch = build(plan, handle.buffer)
         if self.drafter is None or not self.drafter.reads_hidden:
             return batch, drive(self._model.steps(batch.step, self._cache, self._backends))
@@ -205,23 +204,19 @@ class Runner:
 
     def _propose(self, drafter: Drafter, handle: StepHandle, step: StepRows) -> Tensor | None:
         """New drafts, which are in history when this returns."""
-        plan, state = handle.plan, self._state
-        next_k = np.concatenate([plan.prefill.next_k, plan.decode.next_k])
-        ends = state.num_computed[step.slots]
-        drafts = drafter.propose(
-            Sampled(
-                plan=plan,
-                next_k=next_k,
-                slots=step.slots,
-                starts=step.starts,
-                ends=ends,
-                hidden=handle.hidden,
-                each=handle.each,
-            )
+        state = self._state
+        sampled = Sampled(
+            plan=handle.plan,
+            slots=step.slots,
+            starts=step.starts,
+            num_computed=state.num_computed,
+            hidden=handle.hidden,
+            each=handle.each,
         )
+        drafts = drafter.propose(sampled)
         handle.hidden = None
         if drafts is not None:
-            state.draft(step.slots, ends, drafts, next_k)
+            state.draft(sampled.slots, sampled.ends, drafts, sampled.next_k)
         return drafts
 
     def _make_drafter(

@@ -27,6 +27,7 @@ class Columns:
     reserved        int64: how far the block tables reach
     last_step       int64: the last plan that names the slot
     drafts          int32: drafts that the last plan that names the slot leaves for the next one
+    wanted          int32: drafts that it should propose, if there is room
     acceptance      float64: running share of its first drafts that were accepted
     exact           int32: how many of the last positions scheduled the device has the state after
     snapshot        int32: where the newest snapshot of its state was made; its hit, at first
@@ -45,6 +46,7 @@ class Columns:
         self.reserved = np.zeros(num_slots, np.int64)
         self.last_step = np.full(num_slots, -1, np.int64)
         self.drafts = np.zeros(num_slots, np.int32)
+        self.wanted = np.zeros(num_slots, np.int32)
         self.acceptance = np.zeros(num_slots, np.float64)
         self.exact = np.zeros(num_slots, np.int32)
         self.snapshot = np.zeros(num_slots, np.int32)

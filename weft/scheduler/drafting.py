@@ -19,8 +19,9 @@ from __future__ import annotations
 import numpy as np
 
 from weft.scheduler.columns import Columns
-from weft.scheduler.cost import CostModel, StepShape, decode_shape
+from weft.scheduler.cost import CostModel, StepShape, decode_shape, shape_of
 from weft.scheduler.fit import CostFitter
+from weft.types.plan import StepPlan
 
 TRIALS = 4
 """Steps that each number of drafts is tried at first, for each size of batch."""
@@ -29,6 +30,10 @@ FIRST_PROBE, LAST_PROBE = 32, 512
 PLAIN_EVERY = 400
 """Steps after which ``PLAIN_STEPS`` have no drafts, to see again what they cost."""
 PLAIN_STEPS = 2
+HOLD = 8
+"""Steps for which a sequence keeps its number of drafts: to reckon takes as long as a small op."""
+REST = 24
+"""Plans for which nothing is reckoned once there are no drafts: where they do not pay nor must the policy."""
 WORTH = 1.01
 """Expected tokens a second with drafts over those without from which on there are drafts."""
 EXPECTED = 0.7
@@ -40,7 +45,7 @@ class DraftPolicy:
     """Chooses ``next_k`` for the rows of one plan after another.
 
     For each plan: ``choose`` for its decode rows, then ``first`` for each prefill row that samples;
-    ``verified`` when its result commits, ``beside`` when its time was observed.
+    ``verified`` when its result commits, ``observe`` when its time is known.
     """
 
     def __init__(self, most: int, adaptive: bool, columns: Columns, fitter: CostFitter) -> None:
@@ -54,19 +59,33 @@ class DraftPolicy:
         self._later = np.full(most - 1, EXPECTED)
         """Share of drafts 2, 3, .. accepted where the one before was."""
         self._beside = StepShape()
-        """The last step."""
+        """The last step that was looked at."""
         self._least = 0.0
         """Chance of the last draft that was worth its cost."""
         self._tried: dict[int, np.ndarray] = {}
         self._steps = self._idle = 0
         """Steps chosen for, and since one had drafts."""
+        self._next = self._size = 0
+        """When the numbers are reckoned again, and for what size of batch they were."""
         self._probe = FIRST_PROBE
         self._forced = -1
         """Drafts of every row of this plan; -1: as reckoned."""
+        self._rest = self._rested = 0
+        """Plans that need not ask, as nothing is drafted; and those that did not."""
 
     def enter(self, slot: int) -> None:
         """A new tenant."""
         self._columns.acceptance[slot] = self._expected
+        self._columns.wanted[slot] = self._wants()
+
+    def resting(self) -> bool:
+        """Whether the next plan has no drafts anyway, and nothing is to choose. To be asked once a plan."""
+        if not self._rest:
+            return False
+        self._rest -= 1
+        self._rested += 1
+        self._forced = -1
+        return True
 
     def choose(self, slots: np.ndarray, starts: np.ndarray, room: np.ndarray) -> np.ndarray:
         """int32 [rows]: drafts that each decode row proposes, at most ``room``, to be verified a step later.
@@ -82,17 +101,28 @@ class DraftPolicy:
         if self._forced >= 0:
             most = np.minimum(most, self._forced)
             return most
-        chosen = self._best(slots, starts, most)
-        if self._probing(bool(chosen.any())):
+        wanted = self._columns.wanted
+        if self._steps >= self._next or len(slots).bit_length() != self._size:
+            wanted[slots] = self._best(slots, starts)
+            self._next, self._size = self._steps + HOLD, len(slots).bit_length()
+        chosen: np.ndarray = np.minimum(wanted[slots], most)
+        drafting = bool(chosen.any())
+        if self._probing(drafting):
             chosen = np.maximum(chosen, np.minimum(most, 1))
+            return chosen
+        self._rest = 0 if drafting else REST
         return chosen
 
     def first(self, room: int) -> int:
         """Drafts that a sequence proposes after its prompt."""
-        if not self.adaptive or self._forced >= 0:
-            return min(room, self._forced if self.adaptive else self.most)
+        if not self.adaptive:
+            return min(room, self.most)
+        return min(room, self._forced if self._forced >= 0 else self._wants())
+
+    def _wants(self) -> int:
+        """Drafts that were worth their cost lately, of a sequence of which nothing is known."""
         chances = self._expected * np.cumprod(np.concatenate([[1.0], self._later]))
-        return min(room, int((chances >= self._least).sum()))
+        return int((chances >= self._least).sum())
 
     def verified(self, slots: np.ndarray, drafts: np.ndarray, accepted: np.ndarray) -> None:
         """What became of the drafts of rows that had some: integers [rows], ``accepted <= drafts``."""
@@ -110,9 +140,16 @@ class DraftPolicy:
                 right = float((accepted[seen] > place).mean())
                 self._later[place - 1] += _weight(int(seen.sum())) * (right - self._later[place - 1])
 
-    def beside(self, shape: StepShape) -> None:
-        """A step of ``shape`` has run: the next ones will have a prompt's part like it."""
-        self._beside = shape
+    def observe(self, plan: StepPlan, seconds: float, fit: bool) -> None:
+        """``plan`` took ``seconds``. ``fit``: the cost model should learn from it; else it does already.
+
+        While nothing is drafted, one step in ``REST`` is looked at.
+        """
+        if not self.adaptive or self._rest:
+            return
+        self._beside = shape_of(plan)
+        if fit:
+            self.fitter.observe(self._beside, seconds)
 
     def _trial(self, rows: int) -> int:
         """Drafts to try with that many rows; -1 when everything was tried often enough."""
@@ -126,31 +163,30 @@ class DraftPolicy:
     def _probing(self, drafting: bool) -> bool:
         """Whether rows without drafts get one in this plan, to see what would become of it."""
         if drafting:  # whoever has none tries one beside the others
-            self._idle, self._probe = 0, FIRST_PROBE
+            self._idle, self._rested, self._probe = 0, 0, FIRST_PROBE
             return self._steps % FIRST_PROBE == 0
-        self._idle += 1
+        self._idle += 1 + self._rested
+        self._rested = 0
         if self._idle < self._probe:
             return False
         self._idle, self._probe = 0, min(2 * self._probe, LAST_PROBE)
         return True
 
-    def _best(self, slots: np.ndarray, starts: np.ndarray, most: np.ndarray) -> np.ndarray:
-        """The drafts that make the expected tokens a second the most."""
+    def _best(self, slots: np.ndarray, starts: np.ndarray) -> np.ndarray:
+        """int32 [rows]: the drafts that make the expected tokens a second the most."""
         places = np.arange(1, self.most + 1)
         chain = np.cumprod(np.concatenate([[1.0], self._later]))
         chances = self._columns.acceptance[slots][:, None] * chain
-        chances[places > most[:, None]] = 0.0
         # Of equal chances the earlier place goes first: a row's drafts are always its first ones.
         order = np.argsort(-chances, axis=None, kind="stable")
-        order = order[: int((chances > 0.0).sum())]
         gains = np.cumsum(chances.ravel()[order])
-        deepest = np.maximum.accumulate(places[order % self.most]) if len(order) else order
+        deepest = np.maximum.accumulate(places[order % self.most])
         pairs = np.cumsum((starts[order // self.most] + 1).astype(np.float64))
         plain, extra = self._costs(starts, deepest, pairs)
         rows = len(slots)
         rates = (rows + gains) / (plain + extra)
-        best = int(rates.argmax()) if len(rates) else 0
-        if not len(rates) or rates[best] < WORTH * rows / plain:
+        best = int(rates.argmax())
+        if rates[best] < WORTH * rows / plain:
             self._least = np.inf
             return np.zeros(rows, np.int32)
         taken = order[: best + 1]

@@ -16,7 +16,6 @@ from weft.config.sections import SchedulerSection, SpeculationSection
 from weft.scheduler.book import Book
 from weft.scheduler.chunk import ChunkPolicy
 from weft.scheduler.commit import commit
-from weft.scheduler.cost import shape_of
 from weft.scheduler.draft import DecodeRows, Draft, Row
 from weft.scheduler.drafting import DraftPolicy
 from weft.scheduler.fit import CostFitter
@@ -151,12 +150,8 @@ class Scheduler:
         """``plan`` took the device ``seconds``, from the end of the step before it if that was later."""
         if self.chunks is not None:
             self.chunks.observe(plan, seconds)
-        if self.drafts is None or not self.drafts.adaptive:
-            return
-        shape = shape_of(plan)
-        self.drafts.beside(shape)
-        if self.chunks is None:
-            self._fitter.observe(shape, seconds)
+        if self.drafts is not None:
+            self.drafts.observe(plan, seconds, fit=self.chunks is None)
 
     @property
     def steps(self) -> int:
@@ -210,7 +205,7 @@ class Scheduler:
         slots = book.order()
         ready = ~columns.prefilling(slots) & (columns.num_scheduled[slots] + 1 < columns.limit[slots])
         rows = DecodeRows.plain(slots[ready][: max(draft.budget, 0)])
-        if self.drafts is not None:
+        if self.drafts is not None and not self.drafts.resting():
             rows = self._with_drafts(self.drafts, rows, draft.budget)
         ends = columns.num_scheduled[rows.slots] + rows.counts + rows.next_k
         short = ends > columns.reserved[rows.slots]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -20,23 +21,31 @@ from weft.types.plan import StepPlan
 Tensor = torch.Tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Sampled:
     """A step whose tokens are in the history. Rows are the plan's, prefill first; columns are of all rows."""
 
     plan: StepPlan
-    next_k: np.ndarray
-    """int32 [rows], on the host: drafts wanted."""
     slots: Tensor
     """int64 [rows]."""
     starts: Tensor
     """int64 [rows]: positions computed before the step."""
-    ends: Tensor
-    """int64 [rows]: positions computed and accepted now. Of a row that sampled, the newest token is there."""
+    num_computed: Tensor
+    """int64 [slots + 1]: positions computed and accepted now."""
     hidden: Tensor | None
     """[T, hidden] of the merged tokens, for a drafter that ``reads_hidden``."""
     each: int = 0
     """Tokens that every row takes up in ``hidden``; 0: as many as it has."""
+
+    @cached_property
+    def next_k(self) -> np.ndarray:
+        """int32 [rows], on the host: drafts wanted."""
+        return np.concatenate([self.plan.prefill.next_k, self.plan.decode.next_k])
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """int64 [rows]: ``num_computed`` of each. Of a row that sampled, the newest token is there."""
+        return self.num_computed[self.slots]
 
     def wanted(self) -> np.ndarray:
         """int64: the rows that want drafts."""

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from weft.attention.base import Backends, LayerCache
+from weft.attention.base import Backends, LayerCache, StepInput
 from weft.models.base import Model
 from weft.ops.upload import upload
 from weft.speculation.base import Drafter, Sampled
@@ -82,7 +82,7 @@ class MtpDrafter(Drafter):
         self._verified = np.zeros(slots, bool)
         """Whether the slot's last row had drafts: then nobody here knows where the next one starts."""
         self._kept: Tensor | None = None
-        """[slots, most waiting, hidden]."""
+        """[slots, most waiting, hidden], by position modulo the most."""
         self.recorded = None if recording is None else RecordedChains(self._chain, recording)
         """Drafting that is replayed."""
 
@@ -92,6 +92,9 @@ class MtpDrafter(Drafter):
 
     def propose(self, step: Sampled) -> Tensor | None:
         assert step.hidden is not None, "hidden states that nobody kept"
+        if self._rests(step):
+            self._keep(step.slots, step.starts, step.hidden)
+            return None
         wanted = step.wanted()
         made = self._due(step, len(wanted) > 0)
         if not len(made.rows):
@@ -109,6 +112,20 @@ class MtpDrafter(Drafter):
             ends, slots = ends[at], slots[at]
         return self._chain.go_on(hidden, slots, ends, step.bounds()[wanted], int(step.next_k.max()))
 
+    def _rests(self, step: Sampled) -> bool:
+        """Whether only the hidden states of all rows are to be kept; if so, notes that they wait."""
+        decode = step.plan.decode
+        slots = decode.slot
+        if step.plan.prefill.rows or decode.next_k.any() or self._verified[slots].any():
+            return False
+        waiting = self._waiting[slots] + 1
+        full = (decode.start + 1) % self._block == 0
+        assert step.hidden is not None
+        if len(step.hidden) != len(slots) or full.any() or waiting.max() >= self._most:
+            return False
+        self._waiting[slots] = waiting
+        return True
+
     def _due(self, step: Sampled, drafting: bool) -> _Rows:
         """The rows whose lines are made now: all, if any drafts. Of others the hidden states are kept."""
         prefill, decode = step.plan.prefill, step.plan.decode
@@ -118,7 +135,10 @@ class MtpDrafter(Drafter):
         keep = plain & ~self._verified[slots] & ~full & (waiting + 1 < self._most) & (not drafting)
         self._verified[slots] = ~plain
         if keep.any():
-            self._keep(step, np.flatnonzero(keep))
+            rows = prefill.rows + np.flatnonzero(keep)
+            at, source = upload(np.stack([rows, step.begins()[rows]]), step.slots.device)
+            assert step.hidden is not None
+            self._keep(step.slots[at], step.starts[at], step.hidden[source])
         self._waiting[slots] = np.where(keep, waiting + 1, 0)
         chunk = ~keep & (waiting > 0)
         order = np.concatenate([np.flatnonzero(chunk), np.flatnonzero(~keep & ~chunk)])
@@ -128,18 +148,11 @@ class MtpDrafter(Drafter):
         rows = np.concatenate([np.arange(prefill.rows), prefill.rows + order])
         return _Rows(rows, behind, counts, prefill.rows + int(chunk.sum()))
 
-    def _keep(self, step: Sampled, rows: np.ndarray) -> None:
-        """Puts the one hidden state of each of the decode rows ``rows`` to those that wait in its slot."""
-        assert step.hidden is not None
-        decode = step.plan.decode
+    def _keep(self, slots: Tensor, positions: Tensor, hidden: Tensor) -> None:
+        """Keeps hidden [rows, hidden] of one position (int64 [rows]) of each of ``slots``."""
         if self._kept is None:
-            shape = (len(self._waiting), self._most, step.hidden.shape[1])
-            self._kept = step.hidden.new_empty(shape)
-        begins = step.begins()[step.plan.prefill.rows :]
-        slots = decode.slot[rows]
-        columns = np.stack([begins[rows], slots * self._most + self._waiting[slots]]).astype(np.int64)
-        source, to = upload(columns, step.hidden.device)
-        self._kept.view(-1, step.hidden.shape[1]).index_copy_(0, to, step.hidden[source])
+            self._kept = hidden.new_empty(len(self._waiting), self._most, hidden.shape[1])
+        self._kept[slots, positions % self._most] = hidden
 
     def _first(self, step: Sampled, made: _Rows, wanted: np.ndarray) -> Tensor:
         """Makes the lines of ``made``: [wanted rows, hidden] at their last accepted positions."""
@@ -153,26 +166,26 @@ class MtpDrafter(Drafter):
         at = upload(np.stack([wanted, first[wanted]]) if len(wanted) else np.zeros((2, 1), np.int64), device)
         keep = at[1] + (step.ends - step.starts - 1)[at[0]] if len(wanted) else at[1]
         own = self._steps.follow(*parts, starts, np.zeros(0, np.int64), 1)
-        hidden = self._gather(step, made)
+        hidden = self._gather(step, made, own)
         return self._chain.ahead(own, hidden, keep)
 
-    def _gather(self, step: Sampled, made: _Rows) -> Tensor:
-        """[tokens of ``made``, hidden]: what waited, and what this step made."""
+    def _gather(self, step: Sampled, made: _Rows, own: StepInput) -> Tensor:
+        """[tokens of ``made``, hidden]: what waited, and what this step made. ``own``: the drafter's step."""
         assert step.hidden is not None
-        whole = len(made.rows) == step.plan.rows and not made.waiting.any()
-        if whole and len(step.hidden) == int(made.counts.sum()):
+        if len(made.rows) == step.plan.rows and len(step.hidden) == int(made.counts.sum()):
             return step.hidden
-        own = made.counts - made.waiting
-        source, to = _ranges(step.begins()[made.rows], made.begins() + made.waiting, own)
-        slot = np.concatenate([step.plan.prefill.slot, step.plan.decode.slot])[made.rows].astype(np.int64)
-        kept, place = _ranges(slot * self._most, made.begins(), made.waiting)
-        total = len(source) + len(kept)
-        device = step.hidden.device
-        if self._kept is None or not len(kept):
-            return step.hidden[upload(source, device)]
-        hidden = step.hidden.new_empty(total, step.hidden.shape[1])
-        hidden[upload(to, device)] = step.hidden[upload(source, device)]
-        hidden[upload(place, device)] = self._kept.view(-1, hidden.shape[1])[upload(kept, device)]
+        count = made.counts - made.waiting
+        source, to = _ranges(step.begins()[made.rows], made.begins() + made.waiting, count)
+        if self._kept is None or not made.waiting.any():
+            return step.hidden[upload(source, step.hidden.device)]
+        slot = np.concatenate([step.plan.prefill.slot, step.plan.decode.slot])[made.rows]
+        kept, _ = _ranges(made.begins(), made.begins(), made.waiting)
+        owner = np.repeat(slot.astype(np.int64), made.waiting)
+        token, slots = upload(np.stack([kept, owner]), step.hidden.device)
+        from_, into = upload(np.stack([source, to]), step.hidden.device)
+        hidden = step.hidden.new_empty(len(source) + len(kept), step.hidden.shape[1])
+        hidden[into] = step.hidden[from_]
+        hidden[token] = self._kept[slots, own.positions[token] % self._most]
         return hidden
 
 
