@@ -14,6 +14,12 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--write-composition", action="store_true", help="write docs/composition.md from tests/composition"
+    )
+
+
 @pytest.fixture(scope="session")
 def extension() -> None:
     """``torch.ops.weft_cpu`` can be called. Skips without a compiler; a build that fails is a failure."""

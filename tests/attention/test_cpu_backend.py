@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.specs import model_spec
 from weft.attention.base import SegmentInput
 from weft.attention.cpu_backend import CpuAttention
 from weft.common.errors import ConfigError
@@ -210,6 +211,8 @@ def segment(scene: Scene) -> SegmentInput:
         host_starts=starts,
         q_offsets=torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32),
         starts=torch.tensor(starts.astype(np.int64)),
+        slots=torch.arange(len(scene.rows)),
+        live=torch.zeros(len(scene.rows), dtype=torch.int64),
         tables=(scene.table,),
     )
 
@@ -249,13 +252,13 @@ def test_what_is_not_served_is_refused(
 ) -> None:
     spec = CacheSpec(kind="full", layers=(0,), window=0, kv_heads=2, head_dim=dim)
     with pytest.raises(ConfigError, match=lacking):
-        CpuAttention().check(spec, heads, 64, dtype, torch.device(device))
+        CpuAttention().check(spec, model_spec(heads), 64, dtype, torch.device(device))
 
 
 def test_what_is_served_passes_the_check() -> None:
     spec = CacheSpec(kind="window", layers=(0,), window=7, kv_heads=2, head_dim=80)
     for dtype in (torch.bfloat16, torch.float32):
-        CpuAttention().check(spec, 4, 1, dtype, torch.device("cpu"))
+        CpuAttention().check(spec, model_spec(), 1, dtype, torch.device("cpu"))
 
 
 def test_tables_that_do_not_reach_are_refused() -> None:

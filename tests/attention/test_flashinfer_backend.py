@@ -10,6 +10,7 @@ import torch
 
 from tests.attention.test_torch_backend import Scene
 from tests.attention.test_triton_backend import moved
+from tests.support.specs import model_spec
 from weft.attention import flashinfer_backend
 from weft.attention.flashinfer_backend import FlashInferAttention, pages_of
 from weft.attention.registry import BACKENDS
@@ -30,7 +31,7 @@ def test_without_the_library_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(flashinfer_backend.importlib, "import_module", missing)
     with pytest.raises(ConfigError, match="pip install flashinfer-python"):
-        FlashInferAttention().check(CACHE, 4, 64, torch.bfloat16, torch.device("cuda"))
+        FlashInferAttention().check(CACHE, model_spec(), 64, torch.bfloat16, torch.device("cuda"))
 
 
 @pytest.mark.parametrize(
@@ -48,7 +49,7 @@ def test_what_it_lacks(
     monkeypatch.setattr(flashinfer_backend.importlib, "import_module", lambda name: None)
     cache = CacheSpec(kind="full", layers=(0,), kv_heads=2, head_dim=dim)
     with pytest.raises(ConfigError, match=what):
-        FlashInferAttention().check(cache, heads, 64, dtype, torch.device(device))
+        FlashInferAttention().check(cache, model_spec(heads), 64, dtype, torch.device(device))
 
 
 @pytest.mark.parametrize("window", [0, 5, 9])

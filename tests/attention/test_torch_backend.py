@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.specs import model_spec
 from weft.attention import torch_backend
 from weft.attention.base import SegmentInput
 from weft.attention.registry import BACKENDS, choose
 from weft.attention.torch_backend import TorchAttention
 from weft.common.errors import ConfigError
-from weft.config.spec import CacheSpec, ModelSpec, RopeSpec
+from weft.config.spec import CacheSpec, ModelSpec
 
 Tensor = torch.Tensor
 CPU = torch.device("cpu")
@@ -66,6 +67,8 @@ class Scene:
             host_starts=starts + np.int32(bound),
             q_offsets=torch.tensor([0, *np.cumsum(counts).tolist()], dtype=torch.int32),
             starts=torch.tensor(starts.tolist(), dtype=torch.int64),
+            slots=torch.arange(len(rows)),
+            live=torch.zeros(len(rows), dtype=torch.int64),
             tables=(table,),
         )
         self._write(writes)
@@ -176,25 +179,11 @@ def test_prepared_once_gives_the_same() -> None:
 
 
 def _spec(heads: int = 4) -> ModelSpec:
-    cache = CacheSpec(kind="full", layers=(0,), kv_heads=2, head_dim=8)
-    return ModelSpec(
-        family="llama",
-        architecture="LlamaForCausalLM",
-        vocab_size=10,
-        hidden=32,
-        layers=1,
-        heads=heads,
-        kv_heads=2,
-        head_dim=8,
-        intermediate=8,
-        rope=RopeSpec(dim=8),
-        caches=(cache,),
-        max_position=64,
-    )
+    return model_spec(heads, CacheSpec(kind="full", layers=(0,), kv_heads=2, head_dim=8))
 
 
 def test_a_backend_that_lacks_a_form_says_so_when_chosen() -> None:
-    assert isinstance(choose("auto", _spec(), torch.bfloat16, CPU, 64), TorchAttention)
+    assert isinstance(choose("auto", _spec(), torch.bfloat16, CPU, 64)["gqa"], TorchAttention)
     with pytest.raises(ConfigError, match=r"torch.*int8"):
         choose("torch", _spec(), torch.int8, CPU, 64)
     with pytest.raises(ConfigError, match=r"no attention backend can serve.*int8"):

@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from tests.attention.test_torch_backend import Scene
+from tests.support.specs import model_spec
 from weft.attention import triton_backend
 from weft.attention.registry import choose
 from weft.attention.torch_backend import TorchAttention
 from weft.attention.triton_backend import TritonAttention, TritonInvariant
 from weft.common.errors import ConfigError
-from weft.config.spec import CacheSpec, ModelSpec, RopeSpec
+from weft.config.spec import CacheSpec
 from weft.ops import triton as kernels
 
 Tensor = torch.Tensor
@@ -249,7 +250,7 @@ def test_what_it_lacks(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "interpreting", lambda: False)
     monkeypatch.setattr(kernels, "available", lambda: True)
     cuda = torch.device("cuda")
-    backend().check(_cache(), 8, 64, torch.bfloat16, cuda)
+    backend().check(_cache(), model_spec(8), 64, torch.bfloat16, cuda)
     for cache, heads, dtype, device, what in (
         (_cache(), 8, torch.bfloat16, torch.device("cpu"), "does not run on cpu"),
         (_cache(), 8, torch.float64, cuda, "float64"),
@@ -257,35 +258,20 @@ def test_what_it_lacks(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         (_cache(head_dim=512), 8, torch.bfloat16, cuda, "256"),
     ):
         with pytest.raises(ConfigError, match=what):
-            backend().check(cache, heads, 64, dtype, device)
+            backend().check(cache, model_spec(heads), 64, dtype, device)
     monkeypatch.setattr(kernels, "available", lambda: False)
     with pytest.raises(ConfigError, match=r"weft\[cuda\]"):
-        backend().check(_cache(), 8, 64, torch.bfloat16, cuda)
-
-
-def _spec() -> ModelSpec:
-    return ModelSpec(
-        family="llama",
-        architecture="LlamaForCausalLM",
-        vocab_size=10,
-        hidden=32,
-        layers=1,
-        heads=4,
-        kv_heads=2,
-        head_dim=64,
-        intermediate=8,
-        rope=RopeSpec(dim=8),
-        caches=(_cache(),),
-        max_position=64,
-    )
+        backend().check(_cache(), model_spec(8), 64, torch.bfloat16, cuda)
 
 
 def test_it_is_preferred_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The invariant form where that is demanded; torch's where Triton cannot serve."""
     cuda = torch.device("cuda")
     monkeypatch.setattr(kernels, "available", lambda: True)
-    assert type(choose("auto", _spec(), torch.bfloat16, cuda, 64)) is TritonAttention
-    assert type(choose("auto", _spec(), torch.bfloat16, cuda, 64, invariant=True)) is TritonInvariant
-    assert "torch" in type(choose("auto", _spec(), torch.float64, cuda, 64)).__module__
+    assert type(choose("auto", model_spec(), torch.bfloat16, cuda, 64)["gqa"]) is TritonAttention
+    assert (
+        type(choose("auto", model_spec(), torch.bfloat16, cuda, 64, invariant=True)["gqa"]) is TritonInvariant
+    )
+    assert "torch" in type(choose("auto", model_spec(), torch.float64, cuda, 64)["gqa"]).__module__
     monkeypatch.setattr(kernels, "available", lambda: False)
-    assert "torch" in type(choose("auto", _spec(), torch.bfloat16, cuda, 64)).__module__
+    assert "torch" in type(choose("auto", model_spec(), torch.bfloat16, cuda, 64)["gqa"]).__module__

@@ -51,8 +51,8 @@ def test_help_and_settings() -> None:
     made = subprocess.run([sys.executable, "-m", "bench.gpu", "--help"], capture_output=True, text=True)
     assert made.returncode == 0, made.stderr
     assert "--transformers" in made.stdout
-    args = gpu.parser().parse_args(["--set", "cuda-graphs=false", "--model", "llama-3-8b"])
-    assert dict(args.set) == {"cuda_graphs": "false"}
+    args = gpu.parser().parse_args(["--set", "decode-graphs=false", "--model", "llama-3-8b"])
+    assert dict(args.set) == {"decode_graphs": "false"}
     with pytest.raises(SystemExit):
         gpu.parser().parse_args(["--set", "nothing"])
 

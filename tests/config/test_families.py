@@ -149,7 +149,7 @@ def test_yarn_factor_from_the_contexts(tmp_path: Path) -> None:
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"hidden_act": "gelu_10"}, "hidden_act 'gelu_10' is not supported; there are: silu"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quant_method = 'bitsandbytes'"),
         ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping = 30.0"),
         ({"layer_types": ["sliding_attention"] * 4}, "layer_types"),
         ({"layer_types": ["linear_attention"] * 4}, "'linear_attention' is not supported"),

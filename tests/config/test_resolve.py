@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.support.specs import model_spec
 from weft.common.errors import ConfigError
 from weft.config import devices, memory
 from weft.config.families import load_spec
@@ -16,7 +17,7 @@ from weft.config.flags import from_keywords
 from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig
 from weft.config.sections import SchedulerSection
-from weft.config.spec import CacheSpec, ModelSpec, RopeSpec
+from weft.config.spec import CacheSpec, ModelSpec, MoESpec, RopeSpec
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -336,6 +337,19 @@ def test_weight_bytes_of_a_known_model() -> None:
     # Llama 3.1 8B has 8,030,261,248 parameters, 266,240 of them norms.
     assert memory.weight_bytes(spec, "bfloat16") == 2 * (8_030_261_248 - 266_240)
     assert spec.caches[0].block_bytes(1, "bfloat16") == 131072
+    layers = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    assert memory.weight_bytes(spec, "bfloat16", "int8") == layers + 2 * 2 * 128256 * 4096
+
+
+def test_weight_bytes_count_experts_and_what_quantizes_them() -> None:
+    moe = MoESpec(experts=8, top_k=2, intermediate=10, renormalize=True, layers=(1, 2), shared=20)
+    spec = model_spec(layers=3, hidden=32, intermediate=48, vocab_size=100, moe=moe)
+    attention = 3 * 32 * 64 * (2 * 4 + 2 * 2)
+    matrices = attention + 3 * 32 * 48 + 2 * 3 * 32 * (8 * 10 + 20)
+    routers, embeddings = 2 * 8 * 32 * 4, 2 * 100 * 32
+    assert memory.weight_bytes(spec, "bfloat16") == 2 * matrices + routers + 2 * embeddings
+    assert memory.weight_bytes(spec, "bfloat16", "int8") == matrices + routers + 2 * embeddings
+    assert memory.weight_bytes(spec, "float64") == 8 * (matrices + embeddings) + 2 * routers
 
 
 @pytest.mark.parametrize(

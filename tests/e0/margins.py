@@ -11,9 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from tests.e0.rig import make_engine, model_of
+from weft.ops import moe
 from weft.ops.philox import gumbel, token_words
+from weft.ops.routing import Rule
 from weft.types.messages import Submit, ids_from_bytes, ids_to_bytes
 from weft.types.sampling import TokenParams
 
@@ -24,7 +27,7 @@ def smallest_margin(folder: Path, one: Submit, tokens: list[int]) -> float:
     """The least distance to another outcome over all positions that made ``tokens``."""
     prompt = ids_from_bytes(one.prompt_ids).tolist()
     logits, routers = _all_logits(folder, prompt + tokens)
-    least = min((_cut(np.sort(row)[::-1], 2) for rows in routers for row in rows), default=math.inf)
+    least = min((_cut(np.sort(row)[::-1], top) for rows, top in routers for row in rows), default=math.inf)
     for at, token in enumerate(tokens):
         position = len(prompt) + at
         output = tokens[:at]
@@ -35,17 +38,27 @@ def smallest_margin(folder: Path, one: Submit, tokens: list[int]) -> float:
     return least
 
 
-def _all_logits(folder: Path, ids: list[int]) -> tuple[np.ndarray, list[np.ndarray]]:
-    """(logits [len(ids), vocab], router probabilities [len(ids), experts] of each layer), in one pass."""
-    routers: list[np.ndarray] = []
-    model = model_of(folder)
-    hooks = [
-        module.register_forward_hook(lambda _m, _i, out: routers.append(out.softmax(-1).numpy()))
-        for name, module in model.named_modules()
-        if name.endswith("router")
-    ]
+def _all_logits(folder: Path, ids: list[int]) -> tuple[np.ndarray, list[tuple[np.ndarray, int]]]:
+    """(logits [len(ids), vocab]; of each router that chooses: scores [len(ids), experts], and how many it
+    chooses), in one pass."""
+    routers: list[tuple[np.ndarray, int]] = []
+    route = moe.route
+
+    def watched(
+        logits: torch.Tensor,
+        rule: Rule,
+        correction: torch.Tensor | None = None,
+        chosen: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert rule.groups == 1
+        if chosen is None:
+            scores = {"softmax": logits.softmax(-1), "sqrtsoftplus": F.softplus(logits).sqrt()}[rule.scoring]
+            routers.append(((scores if correction is None else scores + correction).numpy(), rule.top_k))
+        return route(logits, rule, correction, chosen)
+
+    moe.route = watched
+    engine, runner = make_engine(folder, caching=False, max_num_seqs=1)
     try:
-        engine, runner = make_engine(folder, caching=False, max_num_seqs=1)
         whole = Submit(
             sequence=1,
             request=1,
@@ -58,10 +71,13 @@ def _all_logits(folder: Path, ids: list[int]) -> tuple[np.ndarray, list[np.ndarr
         assert plan is not None
         _, logits = runner.forward(plan).forwarded.result()
     finally:
-        for hook in hooks:
-            hook.remove()
+        moe.route = route
+        engine.close()
     assert logits.dtype == torch.float64
     assert len(logits) == len(ids)
+    spec = model_of(folder).spec
+    choosing = 0 if spec.moe is None else len(set(spec.moe.layers) - set(spec.moe.hash_layers))
+    assert len(routers) == choosing
     return logits.numpy(), routers
 
 

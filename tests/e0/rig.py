@@ -11,14 +11,25 @@ from typing import Any
 import torch
 
 from tests.support.checkpoints import VOCAB
-from weft.attention.torch_backend import TorchAttention
+from weft.attention.registry import choose
 from weft.config.families import load_spec
+from weft.config.memory import hit_unit, kind_block
+from weft.config.resolve import with_cache_dtype
 from weft.config.resolved import EngineConfig, KVConfig, PoolSpec
-from weft.config.sections import CacheSection, ModelSection, RunnerSection, SchedulerSection
+from weft.config.sections import (
+    CacheSection,
+    ModelSection,
+    RunnerSection,
+    SchedulerSection,
+    SpeculationSection,
+)
+from weft.config.spec import ModelSpec
 from weft.engine.core import EngineCore
 from weft.models.decoder import Decoder
 from weft.models.loader import load_model
+from weft.runner.graphs import GraphOptions
 from weft.runner.runner import Runner, StepHandle
+from weft.speculation.base import Drafter
 from weft.types.messages import HeadStats, Submit, TokenEvent, ids_to_bytes
 from weft.types.plan import StepPlan, StepResult
 from weft.types.sampling import TokenParams
@@ -29,8 +40,14 @@ CPU = torch.device("cpu")
 
 
 @cache
-def model_of(folder: Path) -> Decoder:
-    return load_model(str(folder), load_spec(str(folder), None), torch.float64, CPU, progress=False)
+def model_of(folder: Path, mtp: int = 0, kv_cache_dtype: str = "auto") -> Decoder:
+    spec = spec_of(folder, mtp, kv_cache_dtype)
+    return load_model(str(folder), spec, torch.float64, CPU, progress=False)
+
+
+def spec_of(folder: Path, mtp: int = 0, kv_cache_dtype: str = "auto") -> ModelSpec:
+    section = CacheSection(kv_cache_dtype=kv_cache_dtype)  # type: ignore[arg-type]
+    return with_cache_dtype(load_spec(str(folder), None, mtp=mtp), section)
 
 
 class Recorder(Runner):
@@ -53,6 +70,18 @@ class Recorder(Runner):
         return super().read(handle)
 
 
+def make_pools(spec: ModelSpec, blocks: int, window_blocks: int) -> tuple[PoolSpec, ...]:
+    """As many positions in every kind, whatever a line stands for; and snapshots at every boundary."""
+    pools = []
+    for one in spec.caches:
+        size = hit_unit(spec, BLOCK) if one.kind == "state" else kind_block(one, BLOCK)
+        count = (window_blocks if one.window else blocks) * BLOCK // size
+        if one.kind == "state":
+            count = 64
+        pools.append(PoolSpec(cache=one, block_size=size, num_blocks=count))
+    return tuple(pools)
+
+
 def make_engine(
     folder: Path,
     *,
@@ -64,18 +93,24 @@ def make_engine(
     caching: bool = True,
     max_num_seqs: int = 24,
     model: Decoder | None = None,
+    speculation: SpeculationSection | None = None,
+    drafter: Drafter | None = None,
+    kv_cache_dtype: str = "auto",
+    graphs: GraphOptions | None = None,
 ) -> tuple[EngineCore, Recorder]:
     """An engine over ``blocks`` blocks of each kind (windows get what they need, or ``window_blocks``), its
-    caches full of NaN."""
-    spec = load_spec(str(folder), None)
-    sizes = {"full": blocks, "window": window_blocks or max(blocks, 64)}
-    pools = tuple(PoolSpec(cache=c, block_size=BLOCK, num_blocks=sizes[c.kind]) for c in spec.caches)
+    caches full of NaN. ``drafter`` takes the place of the one that ``speculation`` names."""
+    speculation = speculation or SpeculationSection()
+    mtp = int(speculation.speculative_method == "mtp")
+    spec = model.spec if model is not None else spec_of(folder, mtp, kv_cache_dtype)
+    pools = make_pools(spec, blocks, window_blocks or max(blocks, 64))
     kv = KVConfig(
         pools=pools,
         block_size=BLOCK,
         enable_prefix_caching=caching,
         max_model_len=MAX_LEN,
         num_slots=max_num_seqs * depth,
+        copies=1 + speculation.drafts,
     )
     scheduler = SchedulerSection(
         max_num_seqs=max_num_seqs,
@@ -96,10 +131,11 @@ def make_engine(
         scheduler=scheduler,
         runner=RunnerSection(device="cpu"),
         kv=kv,
+        speculation=speculation,
     )
     runner = Recorder(
-        model or model_of(folder),
-        TorchAttention(),
+        model or model_of(folder, mtp, kv_cache_dtype),
+        choose("torch", spec, torch.float64, CPU, BLOCK),
         kv,
         vocab_size=VOCAB,
         dtype=torch.float64,
@@ -107,8 +143,12 @@ def make_engine(
         depth=depth,
         poison=True,
         step_timeout=60,
+        speculation=speculation,
+        graphs=graphs,
     )
-    for tensor in runner.cache:
+    if drafter is not None:
+        runner.drafter = drafter
+    for tensor in (t for layer in runner.cache for tensors in layer.values() for t in tensors):
         tensor.fill_(float("nan"))
     return EngineCore(config, runner=runner), runner
 
@@ -121,6 +161,12 @@ class Answer:
     ends: list[str] = field(default_factory=list)
     num_cached: int = 0
     error: Any = None
+    stop_id: int | None = None
+    logprobs: list[tuple[Any, Any, Any]] = field(default_factory=list)
+    """(ids, values, rank) of each token that has them."""
+    prompt_logprobs: list[tuple[Any, Any, Any]] = field(default_factory=list)
+    accepted: int = 0
+    rejected: int = 0
 
 
 def submit(
@@ -152,9 +198,18 @@ def run(
             assert not answer.ends, "an event after the terminal one"
             answer.tokens += event.token_ids
             answer.num_cached = event.num_cached
+            answer.accepted += event.accepted
+            answer.rejected += event.rejected
+            for columns, entries in (
+                (event.logprobs, answer.logprobs),
+                (event.prompt_logprobs, answer.prompt_logprobs),
+            ):
+                if columns is not None:
+                    ids, values, rank = columns.arrays()
+                    entries += zip(ids.tolist(), values.tolist(), rank.tolist(), strict=True)
             if event.finish is not None:
                 answer.ends.append(event.finish)
-                answer.error = event.error
+                answer.error, answer.stop_id = event.error, event.stop_id
 
     number = 0
     while number < len(submits) or engine.has_work():

@@ -35,7 +35,7 @@ SAMPLING = {
     ),
 }
 FEATURES: dict[str, list[Any]] = {
-    "model": ["qwen3_moe", "qwen2_windowed"],
+    "model": ["qwen3_moe", "qwen2_windowed", "qwen3_next", "deepseek_v3"],
     "chunk": [1, 7, 16, 64, 0],
     "policy": ["mixed", "exclusive"],
     "batch": [1, 16],

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from weft.attention.base import AttentionBackend
+from tests.support.specs import model_spec
+from weft.attention.base import AttentionBackend, Backends
 from weft.attention.registry import BACKENDS, choose
 from weft.common.errors import ConfigError
 from weft.config.families import load_spec
@@ -20,6 +21,8 @@ from weft.engine.core import EngineCore
 from weft.models.base import Model
 from weft.models.loader import load_model
 from weft.ops import cpu
+from weft.runner.graphs import DecodeGraphs, GraphOptions, obstacle
+from weft.runner.programs import record
 from weft.runner.runner import Runner, StepHandle
 from weft.scheduler.sequence import Running
 from weft.types.messages import TokenEvent
@@ -46,12 +49,42 @@ _COMMON: dict[str, Any] = {
     "pad_token_id": None,
 }
 _MIXED = {"use_sliding_window": True, "sliding_window": 70}
+LATENT = {
+    "num_key_value_heads": 6,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+}
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"num_attention_heads": 4}),
     "mistral": ("Mistral", {"sliding_window": 70}),
     "qwen2_mixed": ("Qwen2", {**_MIXED, "layer_types": ["sliding_attention", "full_attention"] * 2}),
     "qwen3_moe": ("Qwen3Moe", {"moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 3}),
+    "deepseek_v3": ("DeepseekV3", LATENT),
+    "qwen3_next": (
+        "Qwen3Next",
+        {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 16,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 32,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+        },
+    ),
+    "gpt_oss": ("GptOss", {"num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 70}),
 }
 
 
@@ -79,7 +112,7 @@ def attention_backends(name: str, dtype: torch.dtype) -> AttentionBackend:
     known = CacheSpec(kind="full", layers=(0,), window=0, kv_heads=2, head_dim=16)
     try:
         backend = BACKENDS.get(name)()
-        backend.check(known, 4, 16, dtype, CPU)
+        backend.check(known, model_spec(), 16, dtype, CPU)
     except (ConfigError, ImportError) as error:
         pytest.skip(f"attention backend {name}: {error}")
     assert backend.invariant
@@ -87,20 +120,21 @@ def attention_backends(name: str, dtype: torch.dtype) -> AttentionBackend:
 
 
 @cache
-def model_of(folder: Path, dtype: str, form: str) -> tuple[Model, AttentionBackend]:
+def model_of(folder: Path, dtype: str, form: str) -> tuple[Model, Backends]:
     """The model and its attention in one of the forms that promise E1.
 
-    cpp         the C++ operations, and nothing asked of them but for MoE, whose experts need --deterministic
+    cpp         the C++ operations, and nothing asked of them; of latent attention one form
     fallback    --deterministic where the C++ operations are not there
     """
     spec, kind = load_spec(str(folder), None), DTYPES[dtype]
     if form == "cpp":
         if not cpu.load():
             pytest.skip("the C++ operations are not built")
-        backend = choose("cpu", spec, kind, CPU, BLOCK, invariant=True)
-        model = load_model(str(folder), spec, kind, CPU, progress=False, invariant=spec.moe is not None)
+        backends = choose("cpu", spec, kind, CPU, BLOCK, invariant=True)
+        asked = spec.mla is not None
+        model = load_model(str(folder), spec, kind, CPU, progress=False, invariant=asked)
     else:
-        backend = choose("invariant", spec, kind, CPU, BLOCK, invariant=True)
+        backends = choose("invariant", spec, kind, CPU, BLOCK, invariant=True)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("WEFT_DISABLE_CPU_OPS", "1")
             cpu.load.cache_clear()
@@ -108,7 +142,7 @@ def model_of(folder: Path, dtype: str, form: str) -> tuple[Model, AttentionBacke
                 model = load_model(str(folder), spec, kind, CPU, progress=False, invariant=True)
             finally:
                 cpu.load.cache_clear()
-    return model, backend
+    return model, backends
 
 
 Bits = dict[tuple[int, int], list[torch.Tensor]]
@@ -169,11 +203,12 @@ def make_engine(
     depth: int = 1,
     caching: bool = False,
     max_num_seqs: int = 80,
+    replay: bool = False,
 ) -> tuple[EngineCore, Witness]:
-    """An engine whose caches are full of NaN."""
-    model, backend = model_of(folder, dtype, form)
+    """An engine whose caches are full of NaN. ``replay``: decode steps are replayed where they can be."""
+    model, backends = model_of(folder, dtype, form)
     spec = model.spec
-    sizes = {"full": blocks, "window": 2048}
+    sizes = {"full": blocks, "latent": blocks, "window": 2048, "state": 256}
     pools = tuple(PoolSpec(cache=c, block_size=BLOCK, num_blocks=sizes[c.kind]) for c in spec.caches)
     kv = KVConfig(
         pools=pools,
@@ -202,7 +237,7 @@ def make_engine(
     )
     runner = Witness(
         model,
-        backend,
+        backends,
         kv,
         vocab_size=VOCAB,
         dtype=DTYPES[dtype],
@@ -212,8 +247,13 @@ def make_engine(
         step_timeout=60,
     )
     runner.watch()
-    for tensor in runner.cache:
+    for tensor in (t for layer in runner.cache for tensors in layer.values() for t in tensors):
         tensor.fill_(float("nan"))
+    if replay and obstacle(model, backends) is None:
+        options = GraphOptions(max_rows=max_num_seqs, capture=record, lazy=True)
+        runner.graphs = DecodeGraphs(
+            model, runner._cache, backends, runner._builder, runner._state, MAX_LEN, options
+        )
     engine = EngineCore(config, runner=runner)
     assert engine.deterministic, runner.varying
     return engine, runner

@@ -59,6 +59,8 @@ def attend(backend: AttentionBackend, rows: list[Row], block: int, window: int) 
         host_starts=starts,
         q_offsets=torch.tensor([0, *np.cumsum(counts).tolist()], dtype=torch.int32),
         starts=torch.tensor(starts.tolist(), dtype=torch.int64),
+        slots=torch.arange(len(rows)),
+        live=torch.zeros(len(rows), dtype=torch.int64),
         tables=(table,),
     )
     q = torch.cat([sequence.q[start : start + count] for sequence, start, count in rows])

@@ -7,16 +7,19 @@ gelu, sigmoid, pow and exp2 do not, which is why the invariant forms are written
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support.routed import routed, tokens
 from weft.config.spec import RopeSpec
 from weft.layers.build import Build
 from weft.layers.rope import Rope
 from weft.ops import cpu, registry, sampling, tiled, torch_ops
 from weft.ops.philox import gumbel
+from weft.ops.routing import SCORINGS, Rule, route
 from weft.parallel.comm import LocalComm
 
 Tensor = torch.Tensor
@@ -31,12 +34,21 @@ ELEMENTS: dict[str, Callable[[Tensor], Tensor]] = {
     "erf": torch.erf,
     "tanh": torch.tanh,
     "rsqrt": lambda x: torch.rsqrt(x.abs() + 1e-6),
+    "log1p": lambda x: x.abs().neg().exp().log1p(),
+    "sqrt": lambda x: x.abs().sqrt(),
 }
+
+
+def _weights(rule: Rule, logits: Tensor) -> Tensor:
+    return route(logits, rule)[1]
+
+
 ROWS: dict[str, Callable[[Tensor], Tensor]] = {
     "mean of squares": lambda x: x.square().mean(-1, keepdim=True),
     "softmax": lambda x: x.softmax(-1),
     "log_softmax": lambda x: x.log_softmax(-1),
-    "route": lambda x: torch_ops.route(x, 3, True)[1],
+    **{f"route {scoring}": partial(_weights, Rule(3, scoring, True)) for scoring in SCORINGS},
+    "route in groups": lambda x: route(x[:, :8], Rule(2, "sigmoid", True, 4, 2, "top2"))[1],
     "mass_of": sampling.mass_of,
 }
 
@@ -141,22 +153,42 @@ def test_matrices(op: str, shape: tuple[int, int], dtype: torch.dtype, threads: 
 
 
 @pytest.mark.parametrize("dtype", ALL, ids=str)
-def test_experts(dtype: torch.dtype, threads: int) -> None:
-    x = noise(290, 48, dtype=dtype, scale=1)
-    ids = torch.randint(0, 6, (290, 2), generator=torch.Generator().manual_seed(1))
-    gate_up, down = noise(6, 64, 48, dtype=dtype, scale=0.3), noise(6, 48, 32, dtype=dtype, scale=0.3)
-    for made in implementations("experts", dtype):
-        packed = (gate_up, down) if made.pack is None else (made.pack(gate_up), made.pack(down))
-        whole = made.run(x, ids, *packed, "silu")
+@pytest.mark.parametrize("op", ["moe", "moe_int8"])
+@pytest.mark.parametrize("kind", ["corrected", "hashed", "biased", "gated_shared"])
+def test_experts(kind: str, op: str, dtype: torch.dtype, threads: int) -> None:
+    weights = routed(kind, dtype)
+    x, ids = tokens(290, dtype)
+    for made in implementations(op, dtype):
+        packed = weights if made.pack is None else made.pack(weights)
+        whole = made.run(x, ids, packed)
         for begin, count in ((0, 1), (3, 1), (7, 2), (20, 17), (100, 190)):
             part = slice(begin, begin + count)
-            assert torch.equal(made.run(x[part], ids[part], *packed, "silu"), whole[part])
+            assert torch.equal(made.run(x[part], ids[part], packed), whole[part])
 
 
 @pytest.mark.parametrize("dtype", ALL, ids=str)
 @pytest.mark.parametrize("columns", [100, 2048])
-def test_norms(columns: int, dtype: torch.dtype, threads: int) -> None:
-    x, weight = noise(170, columns, dtype=dtype), noise(columns, dtype=dtype)
+def test_sigmoid_gate(columns: int, dtype: torch.dtype, threads: int) -> None:
+    """Also of gates that are columns of a wider tensor."""
+    x = noise(170, 2 * columns + 3, dtype=dtype)
+    right = x[:, :columns].double() * x[:, columns : 2 * columns].double().sigmoid()
+    for made in implementations("sigmoid_gate", dtype):
+
+        def weighed(rows: Tensor, run: Callable[..., Any] = made.run) -> Tensor:
+            found: Tensor = run(rows[:, :columns], rows[:, columns : 2 * columns])
+            return found
+
+        check_rows(weighed, x)
+        tolerance = {torch.bfloat16: 4e-3, torch.float16: 1e-3}.get(dtype, 1e-6)
+        assert torch.allclose(weighed(x).double(), right, rtol=tolerance, atol=1e-6)
+
+
+@pytest.mark.parametrize("kept", ["narrow", "wide"])
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+@pytest.mark.parametrize("columns", [100, 2048])
+def test_norms(columns: int, dtype: torch.dtype, kept: str, threads: int) -> None:
+    x = noise(170, columns, dtype=dtype)
+    weight = noise(columns, dtype=torch_ops.wide(dtype) if kept == "wide" else dtype)
     delta = noise(170, columns, dtype=dtype).flip(0)
     joined = torch.cat((x, delta), dim=1)
 

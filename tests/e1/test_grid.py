@@ -118,6 +118,7 @@ def check(case: dict[str, Any], reference: Reference) -> None:
             chunk=case["chunk"],
             depth=case["depth"],
             caching=hit,
+            replay=case["form"] == "cpp",
         )
         try:
             if hit:
@@ -178,13 +179,31 @@ OTHERS = [
         ("fallback", "float64", 16, 16),
     )
 ]
+OTHERS += [
+    {"model": "gpt_oss", "form": form, "dtype": dtype, "batch": 16, "chunk": chunk}
+    for form, dtype, chunk in (("cpp", "bfloat16", 16), ("cpp", "float32", 0), ("fallback", "float64", 256))
+]
+OTHERS += [
+    {"model": "deepseek_v3", "form": form, "dtype": dtype, "batch": 16, "chunk": chunk}
+    for form, dtype, chunk in (("cpp", "bfloat16", 16), ("cpp", "float32", 0), ("fallback", "float64", 256))
+]
+OTHERS += [
+    {"model": "qwen3_next", "form": form, "dtype": dtype, "batch": 16, "chunk": chunk, **more}
+    for form, dtype, chunk, more in (
+        ("cpp", "bfloat16", 16, {"prefix": "hit", "preempt": True}),
+        ("cpp", "bfloat16", 0, {"prefix": "hit", "threads": 2}),
+        ("cpp", "float32", 256, {"preempt": True, "sampling": "seeded"}),
+        ("fallback", "float32", 16, {"prefix": "hit"}),
+        ("fallback", "bfloat16", 0, {"preempt": True}),
+    )
+]
 OTHERS.append({"model": "qwen3_moe", "form": "fallback", "dtype": "float64", "batch": 16, "chunk": 16})
 
 
 @pytest.mark.parametrize("case", OTHERS, ids=name)
 def test_windows_everywhere_and_float64(case: dict[str, Any], reference: Reference) -> None:
     rest = {"prefix": "miss", "preempt": False, "depth": 2, "threads": 1, "sampling": "greedy"}
-    check({**case, **rest}, reference)
+    check({**rest, **case}, reference)
 
 
 def test_the_cover_covers_every_pair() -> None:

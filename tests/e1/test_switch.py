@@ -14,8 +14,19 @@ from weft.config.families import load_spec
 from weft.models.loader import build_model
 from weft.ops.registry import choose
 
-MATRICES = ("linear", "gated_linear", "linear_int8", "gated_linear_int8")
-OTHERS = ("embedding", "rms_norm", "add_rms_norm", "qkv_rope_cache", "experts", "route", "combine", "gated")
+MATRICES = ("linear", "gated_linear", "linear_int8", "gated_linear_int8", "moe", "moe_int8")
+OTHERS = (
+    "embedding",
+    "rms_norm",
+    "add_rms_norm",
+    "qkv_rope_cache",
+    "qkv_rope_cache_fp8",
+    "latent_rope_cache",
+    "latent_rope_cache_fp8",
+    "latent_forms",
+    "gated",
+    "sigmoid_gate",
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -25,8 +36,8 @@ def test_every_op_has_an_invariant_form_on_the_cpu(op: str, dtype: torch.dtype) 
 
 
 def test_a_missing_form_is_refused_naming_flag_and_op() -> None:
-    with pytest.raises(ConfigError, match=r"--deterministic: .*experts for float64 on cuda") as raised:
-        choose("experts", torch.float64, torch.device("cuda"), invariant=True)
+    with pytest.raises(ConfigError, match=r"--deterministic: .*moe for float64 on cuda") as raised:
+        choose("moe", torch.float64, torch.device("cuda"), invariant=True)
     assert raised.value.param == "--deterministic"
 
 
@@ -43,4 +54,4 @@ def test_models_say_what_varies(shape: str, tmp_path: Path) -> None:
     assert build_model(spec, torch.float64, CPU, invariant=True).varying == ()
     varying = build_model(spec, torch.float64, CPU).varying
     assert "linear (torch)" in varying
-    assert ("experts (torch)" in varying) == (shape == "qwen3_moe")
+    assert ("moe (torch)" in varying) == (shape == "qwen3_moe")

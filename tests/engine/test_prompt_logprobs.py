@@ -71,8 +71,10 @@ def check(found: tuple[np.ndarray, np.ndarray, np.ndarray], expected: np.ndarray
     ids, values, rank = found
     assert ids[:, 0].tolist() == own
     assert ids.shape == (len(own), 1 + TOP)
-    np.testing.assert_allclose(values, np.take_along_axis(expected, ids, 1), atol=1e-4)
-    np.testing.assert_allclose(values[:, 1:], -np.sort(-expected, axis=1)[:, :TOP], atol=1e-4)
+    # transformers computes in float32, and a delta net of wild weights makes 3e-4 of its rounding.
+    near = max(1e-4, 3e-5 * float(np.abs(expected).max()))
+    np.testing.assert_allclose(values, np.take_along_axis(expected, ids, 1), atol=near)
+    np.testing.assert_allclose(values[:, 1:], -np.sort(-expected, axis=1)[:, :TOP], atol=near)
     own_values = np.take_along_axis(expected, ids[:, :1], 1)
-    assert (rank - 1 <= (expected > own_values - 1e-4).sum(1)).all()
-    assert (rank - 1 >= (expected > own_values + 1e-4).sum(1)).all()
+    assert (rank - 1 <= (expected > own_values - near).sum(1)).all()
+    assert (rank - 1 >= (expected > own_values + near).sum(1)).all()

@@ -238,3 +238,21 @@ def test_the_ready_text_can_be_pasted(weft_server: Any) -> None:
     assert body is not None
     answer = httpx.post(url[0], content=body[1], headers={"Content-Type": "application/json"}, timeout=30)
     assert "19" in answer.json()["choices"][0]["message"]["content"]
+
+
+def test_usage_and_metrics_tell_of_drafts(start_weft: Any, weft_server: Any) -> None:
+    flags = ("--num-speculative-tokens", "2", "--no-speculative-adaptive", "--ngram-min-length", "1")
+    server = start_weft("--speculative-method", "ngram", *flags)
+    fields: dict[str, Any] = {"temperature": 0, "max_tokens": 60, "ignore_eos": True}
+    plain, drafted = (one.chat(QUESTION, **fields).json() for one in (weft_server, server))
+    assert drafted["choices"] == plain["choices"]
+    assert "completion_tokens_details" not in plain["usage"]
+    details = drafted["usage"].pop("completion_tokens_details")
+    assert drafted["usage"] == plain["usage"]
+    assert 0 < details["accepted_prediction_tokens"] < 60
+    accepted = details["accepted_prediction_tokens"]
+    server.wait(lambda: server.metric("spec_decode_num_accepted_tokens_total") >= accepted)
+    assert server.metric("spec_decode_num_draft_tokens_total") >= accepted
+    by_place = server.metric("spec_decode_num_accepted_tokens_per_pos_total")
+    assert by_place == server.metric("spec_decode_num_accepted_tokens_total")
+    assert weft_server.metric("spec_decode_num_draft_tokens_total") == 0

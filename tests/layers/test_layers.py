@@ -1,4 +1,4 @@
-"""Norm, rotary embedding, feed-forward, routing: values, precision, ties."""
+"""Norm, rotary embedding, feed-forward: values, precision."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from weft.common.errors import ConfigError
 from weft.config.families.facts import Facts
 from weft.config.families.rope import rope_spec
-from weft.config.spec import MoESpec, RopeSpec
+from weft.config.spec import RopeSpec
 from weft.layers.build import Build
 from weft.layers.linear import RowLinear
 from weft.layers.rope import Rope, attention_factor, inverse_frequencies
-from weft.moe.block import RoutedMLP
 from weft.ops import registry, torch_ops
 from weft.parallel.comm import Comm, LocalComm, Pending, reduced
 
@@ -133,59 +132,6 @@ def test_rotation_preserves_length_and_depends_on_distance() -> None:
     assert torch_ops.rotate(q, cos, sin).norm().item() == pytest.approx(q.norm().item(), rel=1e-12)
 
 
-def test_router_ties_go_to_the_lowest_expert() -> None:
-    logits = torch.tensor([[1.0, 3.0, 3.0, 3.0, 0.0], [2.0] * 5, [0.0, 0.0, 5.0, 0.0, 5.0]])
-    ids, weights = torch_ops.route(logits, 2, True)
-    assert ids.tolist() == [[1, 2], [0, 1], [2, 4]]
-    assert torch.allclose(weights, torch.full((3, 2), 0.5))
-    many = torch.zeros(300, 128)
-    ids, weights = torch_ops.route(many, 8, False)
-    assert torch.equal(ids, torch.arange(8).expand(300, 8))
-    assert torch.allclose(weights, torch.full((300, 8), 1 / 128))
-
-
-def test_router_computes_wide() -> None:
-    assert torch_ops.route(torch.zeros(1, 4, dtype=torch.bfloat16), 2, True)[1].dtype == torch.float32
-    assert torch_ops.route(torch.zeros(1, 4, dtype=torch.float64), 2, True)[1].dtype == torch.float64
-
-
-@pytest.mark.parametrize("tokens", [1, 2, 37])
-def test_routed_mlp_equals_each_expert_by_itself(tokens: int) -> None:
-    torch.manual_seed(1)
-    spec = MoESpec(experts=7, top_k=3, intermediate=10, renormalize=True, layers=(0,))
-    moe = RoutedMLP(12, spec, "silu", _build(torch.float64))
-    for weight in moe.parameters():
-        weight.data.normal_()
-    moe.router.pack()
-    x = torch.randn(tokens, 12, dtype=torch.float64)
-    scores = torch.softmax(x @ moe.router.weight.T, -1)
-    expected = torch.zeros_like(x)
-    for t in range(tokens):
-        chosen = sorted(range(7), key=lambda e: (-scores[t, e].item(), e))[:3]
-        for e in chosen:
-            gate, up = (moe.experts.gate_up[e] @ x[t]).chunk(2)
-            made = moe.experts.down[e] @ (torch.nn.functional.silu(gate) * up)
-            expected[t] += made * scores[t, e] / scores[t, chosen].sum()
-    assert torch.allclose(moe(x), expected, rtol=1e-11, atol=1e-11)
-
-
-def test_routed_mlp_takes_no_tokens() -> None:
-    spec = MoESpec(experts=4, top_k=2, intermediate=6, renormalize=False, layers=(0,))
-    moe = RoutedMLP(8, spec, "silu", _build(torch.float32))
-    for weight in moe.parameters():
-        weight.data.normal_()
-    moe.router.pack()
-    assert moe(torch.empty(0, 8)).shape == (0, 8)
-
-
-def test_combination_adds_in_top_k_order() -> None:
-    """1e16 - 1e16 + 1 is 1 in that order alone."""
-    out = torch.tensor([[[1e16], [-1e16], [1.0]]], dtype=torch.float64)
-    ones = torch.ones(1, 3, dtype=torch.float64)
-    assert torch_ops.combine(out, ones).item() == 1.0
-    assert torch_ops.combine(out[:, [0, 2, 1]], ones).item() == 0.0
-
-
 @pytest.mark.parametrize("name", ["silu", "gelu", "gelu_pytorch_tanh", "relu"])
 def test_activations_equal_transformers(name: str) -> None:
     x = torch.linspace(-4, 4, 40).view(2, 20)
@@ -196,8 +142,8 @@ def test_activations_equal_transformers(name: str) -> None:
 
 def test_ops_are_chosen_by_capability() -> None:
     assert registry.choose("rms_norm", torch.bfloat16, CPU, invariant=True).name in ("torch", "cpu")
-    assert registry.choose("experts", torch.float64, CPU).name == "torch"
-    assert registry.choose("experts", torch.float64, CPU, invariant=True).name == "torch_tiled"
+    assert registry.choose("moe", torch.float64, CPU).name == "torch"
+    assert registry.choose("moe", torch.float64, CPU, invariant=True).name == "torch_tiled"
     with pytest.raises(ConfigError, match=r"no implementation of rms_norm for int8 on cpu"):
         registry.choose("rms_norm", torch.int8, CPU)
     with pytest.raises(ValueError, match="already"):

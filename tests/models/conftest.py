@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -13,12 +14,18 @@ import pytest
 import torch
 import transformers
 
+from tests.support.delta_models import CASES as DELTA_CASES
+from tests.support.gpt_oss_models import CASES as GPT_OSS_CASES
+from tests.support.latent_models import CASES as LATENT_CASES
+from tests.support.sparse_models import CASES as SPARSE_CASES
 from weft.attention.base import SegmentInput, StepInput
 from weft.attention.registry import choose
 from weft.config.families import load_spec
+from weft.config.resolved import KVConfig, PoolSpec
 from weft.models.base import Model
 from weft.models.loader import load_model
 from weft.overlap.drive import drive
+from weft.runner.kv_tensors import allocate
 
 Tensor = torch.Tensor
 CPU = torch.device("cpu")
@@ -111,7 +118,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6},
         },
     ),
+    **LATENT_CASES,
+    **DELTA_CASES,
+    **GPT_OSS_CASES,
+    **SPARSE_CASES,
 }
+#: Families whose configuration transformers calls otherwise.
+_CONFIGS = {"Qwen3_5": "Qwen3_5TextConfig", "Qwen3_5Moe": "Qwen3_5MoeTextConfig"}
 
 
 @torch.no_grad()
@@ -120,9 +133,18 @@ def _randomize(model: torch.nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for name, weight in model.named_parameters():
         if weight.dim() == 1:
-            weight.normal_(1.0 if "norm" in name else 0.0, 0.3, generator=generator)
+            # Norms around 1, or around 0 where they are published as their difference from 1.
+            around = float(weight[0]) if "norm" in name else 0.0
+            weight.normal_(around, 0.3, generator=generator)
         else:
             weight.normal_(0.0, 0.25, generator=generator)
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):
+            buffer.normal_(0.0, 0.25, generator=generator)
+        elif name.endswith("tid2eid"):
+            experts = model.config.n_routed_experts
+            order = torch.rand(len(buffer), experts, generator=generator).argsort(dim=1)
+            buffer.copy_(order[:, : buffer.shape[1]])
 
 
 @dataclass(frozen=True)
@@ -156,7 +178,9 @@ class Checkpoint:
 
 def make_checkpoint(name: str, folder: Path, seed: int = 0) -> Checkpoint:
     family, changes = CASES[name]
-    config = getattr(transformers, f"{family}Config")(**{**_BASE, **changes})
+    unlike = {name for name, value in changes.items() if value is None and name in _BASE}
+    settings = {name: value for name, value in {**_BASE, **changes}.items() if name not in unlike}
+    config = getattr(transformers, _CONFIGS.get(family, f"{family}Config"))(**settings)
     reference = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     _randomize(reference, seed)
     reference.save_pretrained(folder)
@@ -174,6 +198,9 @@ class Sequence:
     """For each kind, the first table entry that was not freed."""
     logits: list[Tensor] = field(default_factory=list)
     """[vocab] of each computed position."""
+    slot: int = 0
+    live: int = 0
+    """The copy of the slot's recurrent state that holds for ``computed``."""
 
 
 class Paged:
@@ -183,25 +210,40 @@ class Paged:
     while the table entries that named them stay.
     """
 
-    def __init__(self, model: Model, block_size: int = 4, blocks: int = 160, seed: int = 0) -> None:
-        self.model, self.size = model, block_size
+    def __init__(
+        self, model: Model, block_size: int = 4, blocks: int = 160, seed: int = 0, copies: int = 4
+    ) -> None:
+        self.model = model
         spec = model.spec
-        self.backend = choose("auto", spec, model.dtype, model.device, block_size)
+        self.backends = choose("auto", spec, model.dtype, model.device, block_size)
         self.random = random.Random(seed)
         self.free = [self.random.sample(range(1, blocks), blocks - 1) for _ in spec.caches]
-        self.kv = [
-            torch.full(
-                (blocks, 2, spec.kv_heads, block_size, spec.head_dim),
-                float("nan"),
-                dtype=model.dtype,
-                device=model.device,
-            )
-            for _ in range(spec.layers)
-        ]
+        self.sizes = [math.lcm(block_size, cache.ratio) for cache in spec.caches]
+        self.slots = self.random.sample(range(16), 16)
+        pools = tuple(
+            PoolSpec(cache=cache, block_size=size, num_blocks=blocks - 1)
+            for cache, size in zip(spec.caches, self.sizes, strict=True)
+        )
+        config = KVConfig(
+            pools=pools,
+            block_size=block_size,
+            enable_prefix_caching=False,
+            max_model_len=1,
+            num_slots=16,
+            copies=copies,
+        )
+        self.kv = allocate(config, model.dtype, model.device)
+        for tensor in self._tensors():
+            tensor.fill_(float("nan"))
+
+    def _tensors(self) -> list[Tensor]:
+        return [tensor for layer in self.kv for tensors in layer.values() for tensor in tensors]
 
     def sequence(self, ids: Seq[int]) -> Sequence:
         kinds = len(self.model.spec.caches)
-        return Sequence(list(ids), tables=[[] for _ in range(kinds)], first=[0] * kinds)
+        return Sequence(
+            list(ids), tables=[[] for _ in range(kinds)], first=[0] * kinds, slot=self.slots.pop()
+        )
 
     def step(
         self,
@@ -216,6 +258,7 @@ class Paged:
         """
         rows = [*prefill, *decode]
         for sequence, count in rows:
+            self.slide(sequence)  # not sooner: what was computed last may have been rejected
             self._reserve(sequence, sequence.computed + count + bound)
         first = self._segment(prefill, 0, bound)
         segments = (first, self._segment(decode, first.tokens, bound))
@@ -230,7 +273,7 @@ class Paged:
             logits_index=torch.arange(len(ids), device=self.model.device),
         )
         with torch.inference_mode():
-            generator = self.model.steps(step, self.kv, self.backend)
+            generator = self.model.steps(step, self.kv, self.backends)
             logits = drive(generator)
         assert logits.shape == (len(ids), self.model.spec.vocab_size)
         assert logits.dtype == self.model.dtype
@@ -239,7 +282,14 @@ class Paged:
             sequence.logits += list(logits[begin : begin + count].cpu())
             sequence.computed += count
             begin += count
-            self._slide(sequence)
+        for sequence, count in rows:
+            sequence.live = count - 1 if any(sequence is s for s, _ in decode) else 0
+
+    def reject(self, sequence: Sequence, count: int) -> None:
+        """Undoes the last ``count`` tokens of a decode row just computed: they were drafts."""
+        sequence.computed -= count
+        sequence.live -= count
+        del sequence.logits[len(sequence.logits) - count :]
 
     def _column(self, values: Seq[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.model.device)
@@ -260,6 +310,8 @@ class Paged:
             host_starts=starts + np.int32(bound),
             q_offsets=self._column([0, *np.cumsum(counts).tolist()]).int(),
             starts=self._column(starts.tolist()),
+            slots=self._column([s.slot for s, _ in rows]),
+            live=self._column([s.live for s, _ in rows]),
             tables=tuple(tables),
         )
 
@@ -267,35 +319,39 @@ class Paged:
         return tuple(
             self._column(
                 [
-                    s.tables[kind][p // self.size] * self.size + p % self.size
+                    s.tables[kind][p // size] * size + p % size
                     for s, n in rows
                     for p in range(s.computed, s.computed + n)
+                    if self.model.spec.caches[kind].kind != "state"
                 ]
             )
-            for kind in range(len(self.model.spec.caches))
+            for kind, size in enumerate(self.sizes)
         )
 
     def _prepare(self, segment: SegmentInput) -> tuple[object, ...]:
         caches = enumerate(self.model.spec.caches)
         return tuple(
-            self.backend.prepare(segment, kind, cache, self.size, self.model.dtype) for kind, cache in caches
+            self.backends.prepare(segment, kind, cache, self.sizes[kind], self.model.dtype)
+            for kind, cache in caches
         )
 
     def _reserve(self, sequence: Sequence, upto: int) -> None:
         for kind, table in enumerate(sequence.tables):
-            while len(table) * self.size < upto:
+            if self.model.spec.caches[kind].kind == "state":
+                continue
+            while len(table) * self.sizes[kind] < upto:
                 table.append(self.free[kind].pop())
 
-    def _slide(self, sequence: Sequence) -> None:
+    def slide(self, sequence: Sequence) -> None:
         """Frees what no later token can see, and spoils it."""
         for kind, cache in enumerate(self.model.spec.caches):
             if not cache.window:
                 continue
-            keep = max(0, sequence.computed - cache.window + 1) // self.size
+            keep = max(0, sequence.computed - cache.window + 1) // self.sizes[kind]
             for entry in range(sequence.first[kind], keep):
                 block = sequence.tables[kind][entry]
                 for layer in cache.layers:
-                    self.kv[layer][block] = float("nan")
+                    self.kv[layer][kind][0][block] = float("nan")
                 self.free[kind].insert(0, block)
             sequence.first[kind] = max(keep, sequence.first[kind])
 

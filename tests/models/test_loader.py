@@ -18,6 +18,7 @@ from weft.config.families import load_spec
 from weft.models import loader
 from weft.models.files import weight_files
 from weft.models.loader import build_model, load_model
+from weft.models.quantized import filling
 from weft.models.registry import WEIGHTS
 
 CPU = torch.device("cpu")
@@ -229,14 +230,14 @@ def test_parameters_are_filled_in_place(checkpoints: Any, monkeypatch: pytest.Mo
     model = build_model(spec, torch.float32, CPU)
     before = {name: p.data_ptr() for name, p in model.named_parameters()}
     alive: list[Any] = []
-    copy = loader._copy
+    copy = filling.copy
 
-    def watched(name: str, tensor: torch.Tensor, *more: Any) -> None:
+    def watched(name: str, tensor: torch.Tensor, *more: Any) -> int:
         assert sum(ref() is not None for ref in alive) <= 1, "earlier tensors are still held"
         alive.append(weakref.ref(tensor))
-        copy(name, tensor, *more)
+        return copy(name, tensor, *more)
 
-    monkeypatch.setattr(loader, "_copy", watched)
+    monkeypatch.setattr(filling, "copy", watched)
     files = weight_files(Path(checkpoint.folder), "auto")
     loader.fill(model, WEIGHTS.get(spec.family)(spec), files, spec.layers, False)
     assert len(alive) > 50
@@ -290,7 +291,8 @@ def test_every_parameter_is_named_by_its_family(checkpoint: Any) -> None:
     """No weight could be left uninitialized: placements cover every element of every parameter once."""
     model = checkpoint.read()
     weights = WEIGHTS.get(model.spec.family)(model.spec)
-    optional = {name for forms in weights.choices for name in forms[1]}
+    first = {name for forms in weights.choices for name in forms[0]}
+    optional = {name for forms in weights.choices for form in forms[1:] for name in form} - first
     counts = {name: torch.zeros(p.shape, dtype=torch.int8) for name, p in model.named_parameters()}
     for name, placement in weights.placements.items():
         if name not in optional:

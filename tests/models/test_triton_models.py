@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.e0.rig import make_engine, run, submit
 from tests.support.checkpoints import make_checkpoint
 from weft.attention import triton_backend
+from weft.attention.base import Backends, LayerCache
 from weft.attention.triton_backend import TritonAttention, TritonInvariant
 from weft.config.families import load_spec
 from weft.layers import build
@@ -49,7 +50,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 def test_logits_are_the_references(name: str, checkpoints: Any, paged: Any, chosen: set[str]) -> None:
     checkpoint = checkpoints(name)
     harness = paged(checkpoint.load())
-    harness.backend = TritonAttention()
+    harness.backends = Backends([TritonAttention()])
     one, two = harness.sequence(list(range(14))), harness.sequence([5, 9, 40, 7, 8])
     harness.step([(one, 9)])
     harness.step([(two, 4)], [(one, 1)])
@@ -71,12 +72,12 @@ def test_replayed_decodes_have_the_bits_of_launched_ones(tmp_path: Path, chosen:
     answers = []
     for graphs in (False, True):
         engine, runner = make_engine(folder, model=model, chunk=5 if graphs else 0, max_num_seqs=4)
-        runner._backend = runner._builder._backend = TritonInvariant()
-        runner._cache[:] = [torch.zeros_like(layer, dtype=torch.float32) for layer in runner._cache]
+        runner._backends = runner._builder._backends = Backends([TritonInvariant()])
+        runner._cache[:] = _float32(runner._cache)
         if graphs:
             options = GraphOptions(max_rows=4, capture=lambda run: run)
             runner.graphs = DecodeGraphs(
-                model, runner._cache, runner._backend, runner._builder, runner._state, 96, options
+                model, runner._cache, runner._backends, runner._builder, runner._state, 96, options
             )
         asked = [
             submit(
@@ -125,16 +126,26 @@ def test_a_decode_step_asks_the_host_nothing(
     folder = make_checkpoint(tmp_path, "qwen2_windowed")
     model = load_model(str(folder), load_spec(str(folder), None), torch.float32, CPU, progress=False)
     engine, runner = make_engine(folder, model=model, max_num_seqs=4)
-    attention = runner._builder._backend = backend()
-    cache = [torch.zeros_like(layer, dtype=torch.float32) for layer in runner._cache]
+    backends = runner._builder._backends = Backends([backend()])
+    cache = _float32(runner._cache)
     for rows, context in ((1, 96), (4, 96)):
         slots = torch.full((rows,), runner._state.spare)
         start, one = column([context - 1] * rows), column([1] * rows)
         bound = Segment(slot=one, gen=one, start=start, count=one)
         with torch.no_grad(), _NoHost():
-            logits = drive(model.steps(runner._builder.decode(slots, bound), cache, attention))
+            logits = drive(model.steps(runner._builder.decode(slots, bound), cache, backends))
         assert logits.shape[0] == rows
     engine.close()
+
+
+def _float32(cache: list[LayerCache]) -> list[LayerCache]:
+    return [
+        {
+            kind: tuple(torch.zeros_like(t, dtype=torch.float32) for t in tensors)
+            for kind, tensors in layer.items()
+        }
+        for layer in cache
+    ]
 
 
 def _kept(runner: Any) -> dict[tuple[int, int], torch.Tensor]:

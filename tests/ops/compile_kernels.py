@@ -50,9 +50,27 @@ def compile_only() -> list[str]:
     return names
 
 
+def _segment(counts: list[int]) -> Any:
+    """Rows of ``counts`` tokens behind 3,000 others."""
+    from weft.attention.base import SegmentInput
+
+    rows = len(counts)
+    return SegmentInput(
+        begin=0,
+        rows=rows,
+        tokens=sum(counts),
+        host_counts=np.array(counts, np.int32),
+        host_starts=np.full(rows, 3000, np.int32),
+        q_offsets=torch.zeros(rows + 1, dtype=torch.int32),
+        starts=torch.zeros(rows, dtype=torch.int64),
+        slots=torch.zeros(rows, dtype=torch.int64),
+        live=torch.zeros(rows, dtype=torch.int64),
+        tables=(torch.zeros(rows, 4096, dtype=torch.int64),),
+    )
+
+
 def attention(heads: int, kv_heads: int, dim: int, block: int, window: int, dtype: torch.dtype) -> None:
     """Decodes, chunks and their splits in both backends, and the merge with its log-sum-exp."""
-    from weft.attention.base import SegmentInput
     from weft.attention.triton_backend import TritonAttention, TritonInvariant
     from weft.config.spec import CacheSpec
     from weft.ops.triton.attention import merge
@@ -63,22 +81,45 @@ def attention(heads: int, kv_heads: int, dim: int, block: int, window: int, dtyp
     cache = torch.empty(2, 2, kv_heads, block, dim, dtype=dtype)
     for backend in (TritonAttention(), TritonInvariant()):
         for counts in ([1, 1, 1, 1], [700, 20], [700] * 64):
-            rows, tokens = len(counts), sum(counts)
-            table = torch.zeros(rows, 4096, dtype=torch.int64)
-            segment = SegmentInput(
-                begin=0,
-                rows=rows,
-                tokens=tokens,
-                host_counts=np.array(counts, np.int32),
-                host_starts=np.full(rows, 3000, np.int32),
-                q_offsets=torch.zeros(rows + 1, dtype=torch.int32),
-                starts=torch.zeros(rows, dtype=torch.int64),
-                tables=(table,),
-            )
-            q = torch.empty(tokens, heads, dim, dtype=dtype)
+            segment = _segment(counts)
+            q = torch.empty(segment.tokens, heads, dim, dtype=dtype)
             backend.attend(q, torch.empty_like(q), cache, segment, 0, spec, 0.1)
     states = torch.empty(3, heads, 5, dim)
     merge(states, states[..., 0].contiguous(), torch.empty(3, heads, dim), torch.empty(3, heads))
+
+
+def latent(heads: int, lora: int, rope: int, block: int, window: int, dtype: torch.dtype) -> None:
+    """Latent attention of decodes, of one query and of several, in one piece and in splits."""
+    from weft.attention.triton_backend import make_cut
+    from weft.config.spec import CacheSpec
+    from weft.ops.triton import forms
+    from weft.ops.triton.latent import attend
+
+    group = min(heads, 16)
+    spec = CacheSpec(kind="full", layers=(0,), kv_heads=heads // group, head_dim=lora)
+    for lines in (16, 32):
+        segment = _segment([lines // group] * 3)
+        q = torch.empty(segment.tokens, heads, lora + rope, dtype=dtype)
+        out, cache = q[..., :lora].contiguous(), torch.empty(2, block, lora + rope, dtype=dtype)
+        for split in (0, 1024):
+            form = forms.latent(lines, dtype)
+            cut = make_cut(segment, heads, spec, form, split)
+            attend(
+                q,
+                out,
+                cache,
+                segment.q_offsets,
+                segment.starts,
+                segment.tables[0],
+                cut.parts[0].tiles,
+                form=form,
+                group=group,
+                window=window,
+                scale=0.1,
+                split=cut.split,
+                splits=cut.splits,
+                tokens=(0, segment.tokens),
+            )
 
 
 def elementwise(dtype: torch.dtype) -> None:
@@ -109,15 +150,33 @@ def products(dtype: torch.dtype) -> None:
     matmul.linear(torch.empty(1, 1024, dtype=dtype), torch.empty(512, 1024, dtype=dtype))
 
 
+def experts(dtype: torch.dtype) -> None:
+    """Routed blocks: few and many tokens an expert, biases, a shared expert with a gate."""
+    from tests.support.routed import routed, tokens
+    from weft.ops.triton import moe
+
+    for kind in ("biased", "gated_shared"):
+        weights = routed(kind, dtype, experts=8, hidden=256, inner=192, shared=100)
+        for count in (4, 200):
+            x, ids = tokens(count, dtype, 256)
+            moe.moe(x, ids, weights)
+        moe.moe_invariant(*tokens(4, dtype, 256), weights)
+
+
 def main() -> None:
     names = compile_only()
     elementwise(HALF)
     products(HALF)
+    experts(HALF)
     attention(32, 8, 128, 64, 0, HALF)
     attention(12, 4, 64, 16, 100, HALF)
+    latent(128, 512, 64, 64, 0, HALF)
+    latent(8, 128, 32, 16, 100, HALF)
     if "all" in sys.argv:
+        latent(8, 500, 24, 3, 0, FULL)
         elementwise(FULL)
         products(FULL)
+        experts(FULL)
         attention(32, 8, 128, 64, 0, FULL)
         attention(16, 2, 256, 64, 0, HALF)
         attention(8, 8, 96, 4, 0, torch.float16)

@@ -34,4 +34,6 @@ def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
     )
     assert made.returncode == 0, made.stderr[-4000:]
     names = {line.split()[0] for line in made.stdout.splitlines()}
-    assert names == {"_attend", "_merge", "_add_rms_norm", "_qkv_rope_cache", "_gated_silu", "_linear"}
+    attention = {"_attend", "_attend_latent", "_merge"}
+    layers = {"_add_rms_norm", "_qkv_rope_cache", "_gated_silu", "_linear", "_grouped", "_combine"}
+    assert names == attention | layers

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tests.runner.test_slot_state import alloc
+from weft.attention.base import Backends
 from weft.attention.torch_backend import TorchAttention
 from weft.config.resolved import KVConfig, PoolSpec
 from weft.config.spec import CacheSpec
@@ -56,7 +57,9 @@ def segment(*rows: tuple[int, int, int, int, int]) -> Segment:
 
 def build(state: SlotState, prefill: Segment, decode: Segment) -> Batch:
     plan = StepPlan(step=0, prefill=prefill, decode=decode)
-    return BatchBuilder(state, KV, TorchAttention(), torch.float32).build(plan, StagingRing(CPU, 1).acquire())
+    return BatchBuilder(state, KV, Backends([TorchAttention()]), torch.float32).build(
+        plan, StagingRing(CPU, 1).acquire()
+    )
 
 
 def test_one_logits_row_for_each_sampling_row() -> None:

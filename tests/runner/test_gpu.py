@@ -47,7 +47,7 @@ def answers(core: EngineCore) -> dict[int, list[int]]:
 def test_graphs_give_the_tokens_of_launches(folder: Path, dtype: str) -> None:
     """Deterministic kernels, so that the padding of a bucket cannot change a bit."""
     settings: dict[str, Any] = {"dtype": dtype, "deterministic": True}
-    captured, launched = engine(folder, **settings), engine(folder, cuda_graphs=False, **settings)
+    captured, launched = engine(folder, **settings), engine(folder, decode_graphs=False, **settings)
     assert captured.runner.graphs is not None
     assert launched.runner.graphs is None
     assert answers(captured) == answers(launched)

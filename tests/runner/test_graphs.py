@@ -16,6 +16,7 @@ import torch
 
 from tests.e0.rig import MAX_LEN, Recorder, make_engine, run, submit
 from tests.support.checkpoints import VOCAB, make_checkpoint
+from weft.attention.base import Backends
 from weft.attention.torch_backend import TorchAttention
 from weft.attention.triton_backend import TritonAttention
 from weft.engine.core import EngineCore
@@ -29,16 +30,16 @@ def same(run: Callable[[], None]) -> Callable[[], None]:
     return run
 
 
-def with_graphs(folder: Path, max_rows: int, **more: Any) -> tuple[EngineCore, Recorder]:
+def with_graphs(folder: Path, max_rows: int, most_each: int = 1, **more: Any) -> tuple[EngineCore, Recorder]:
     engine, runner = make_engine(folder, **more)
     runner.graphs = DecodeGraphs(
         runner._model,
         runner._cache,
-        runner._backend,
+        runner._backends,
         runner._builder,
         runner._state,
         MAX_LEN,
-        GraphOptions(max_rows=max_rows, capture=same),
+        GraphOptions(max_rows=max_rows, capture=same, most_each=most_each),
     )
     return engine, runner
 
@@ -96,7 +97,7 @@ def prefilled(folder: Path, rows: int) -> tuple[EngineCore, Recorder]:
 def test_padding_touches_the_null_block_and_the_spare_slot_alone(folder: Path) -> None:
     engine, runner = prefilled(folder, 3)  # a bucket of 4
     state, cache = runner._state, runner._cache
-    before = [layer.clone() for layer in cache]
+    before = [tensors[0].clone() for layer in cache for tensors in layer.values()]
     columns = [column.clone() for column in (state.history, state.num_computed, *state.tables)]
     lengths = state.num_computed.clone()
     engine.step()
@@ -104,7 +105,8 @@ def test_padding_touches_the_null_block_and_the_spare_slot_alone(folder: Path) -
     assert plan.decode.rows == 3
     slots = torch.from_numpy(plan.decode.slot.astype("int64"))
     spec = runner._model.spec
-    for layer, (old, new) in enumerate(zip(before, cache, strict=True)):
+    for layer, (old, caches) in enumerate(zip(before, cache, strict=True)):
+        ((new,),) = caches.values()
         changed = ~((old == new) | (old.isnan() & new.isnan())).flatten(3).all(dim=3)  # [blocks, 2, kv_heads]
         table, size = state.tables[spec.cache_of(layer)], new.shape[3]
         own = {int(table[slot, int(lengths[slot]) // size]) for slot in slots}
@@ -151,11 +153,21 @@ def test_which_steps_are_replayed(folder: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(graphs, "FIRST_CONTEXT", 16)
     engine, runner = with_graphs(folder, 6)
     found = runner.graphs.find  # type: ignore[union-attr]
-    assert found(plan_of(slot=[0], start=[15])) == (1, 16)
-    assert found(plan_of(slot=[0, 1, 2], start=[3, 16, 4])) == (4, 64)
-    assert found(plan_of(slot=[0] * 5, start=[95] * 5)) == (6, 96)
+    assert found(plan_of(slot=[0], start=[15])) == (1, 1, 16)
+    assert found(plan_of(slot=[0, 1, 2], start=[3, 16, 4])) == (4, 1, 64)
+    assert found(plan_of(slot=[0] * 5, start=[95] * 5)) == (6, 1, 96)
     assert found(plan_of(slot=[0] * 7, start=[5] * 7)) is None
-    assert found(plan_of(slot=[0, 1], start=[5, 5], count=[1, 2])) is None
+    pair = {"slot": [0, 1], "count": [1, 2], "logits": [1, 2], "sample": [1, 2]}
+    assert found(plan_of(**pair, start=[5, 15])) is None
+    engine.close()
+    engine, runner = with_graphs(folder, 6, most_each=2)
+    found = runner.graphs.find  # type: ignore[union-attr]
+    assert found(plan_of(slot=[0], start=[15])) == (1, 1, 16)
+    assert found(plan_of(**pair, start=[5, 14])) == (2, 2, 16)
+    assert found(plan_of(**pair, start=[5, 15])) == (2, 2, 64)
+    assert (
+        found(plan_of(**{**pair, "count": [1, 3], "logits": [1, 3], "sample": [1, 3]}, start=[5, 5])) is None
+    )
     assert found(plan_of(slot=[0, 1], start=[5, 5], logits=[1, 0], sample=[1, 0])) is None
     assert found(plan_of(slot=[], start=[])) is None
     assert found(StepPlan(step=0, prefill=plan_of(slot=[0], start=[3]).decode)) is None
@@ -174,7 +186,7 @@ def test_buckets() -> None:
 
 def test_what_cannot_be_captured_is_said(tmp_path: Path, folder: Path) -> None:
     dense = make_engine(folder)[1]._model
-    assert obstacle(dense, TritonAttention()) is None
-    assert "attention backend" in str(obstacle(dense, TorchAttention()))
+    assert obstacle(dense, Backends([TritonAttention()])) is None
+    assert "attention backend" in str(obstacle(dense, Backends([TorchAttention()])))
     routed = make_engine(make_checkpoint(tmp_path, "qwen3_moe"))[1]._model
-    assert "experts" in str(obstacle(routed, TritonAttention()))
+    assert "moe (torch)" in str(obstacle(routed, Backends([TritonAttention()])))

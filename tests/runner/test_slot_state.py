@@ -72,6 +72,7 @@ def test_tables_grow_and_start_over_with_the_next_tenant(state: SlotState) -> No
     state.apply(alloc(gen=2))
     state.apply(AppendBlocks(slot=0, kind=0, blocks=column([7])))
     assert state.tables[0][0, 0].item() == 7
+    assert not state.tables[0][0, 1:].any(), "blocks of the tenant before"
     state.validate(row(0, 4, gen=2))
     with pytest.raises(EngineDead, match="beyond its block table"):
         state.validate(row(0, 5, gen=2))

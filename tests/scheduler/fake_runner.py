@@ -2,18 +2,21 @@
 
 The runner's model is a deterministic function of the whole history, seed and choice. It keeps slots, block
 tables and the content of every cache position (as a hash of the token prefix that wrote it) from plans and
-ops alone, and fails an assertion as soon as a plan breaks its contract.
+ops alone, and fails an assertion as soon as a plan breaks its contract. A recurrent state is the hash of the
+prefix that it is after. Rows with drafts verify guesses of its own, some of them wrong.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 
 from weft.common.errors import ErrorInfo
 from weft.config.resolved import KVConfig, PoolSpec
-from weft.config.spec import CacheSpec
+from weft.config.spec import CacheSpec, StatePart
 from weft.types.messages import Submit, ids_from_bytes, ids_to_bytes
 from weft.types.plan import (
     EMPTY,
@@ -21,13 +24,20 @@ from weft.types.plan import (
     AppendBlocks,
     AppendEach,
     FreeSlot,
+    LoadState,
     LogprobRows,
+    SaveState,
     Segment,
     StepPlan,
     StepResult,
     column,
 )
 from weft.types.sampling import TokenParams
+
+Row: TypeAlias = tuple[int, int, int, int, int, int, int]
+"""slot, gen, start, count, logits, sample, next_k."""
+Made: TypeAlias = tuple[int, list[int], list[int], bool, int]
+"""A plan's row with logits: its number, and what ``_run_row`` returns."""
 
 VOCAB = 50
 BAD_SEED = 666
@@ -47,8 +57,18 @@ def kv_config(
     block: int = 4,
     window_block: int | None = None,
     full: bool = True,
+    latent: bool = False,
+    sliding: int = 0,
+    ratio: int = 0,
+    states: int = 0,
+    stride: int = 0,
+    copies: int = 1,
 ) -> KVConfig:
-    """Pools of a full and, where asked for, a window kind."""
+    """Pools of a full and, where asked for, other kinds.
+
+    ``window`` and ``sliding`` are the windows of a window kind and of latent lines that slide, ``ratio`` the
+    positions that a compressed line stands for, ``states`` snapshots that each of two recurrent kinds has.
+    """
     pools = []
     if full:
         spec = CacheSpec(kind="full", layers=(0,), kv_heads=1, head_dim=1)
@@ -56,12 +76,29 @@ def kv_config(
     if window is not None:
         spec = CacheSpec(kind="window", layers=(1,), window=window, kv_heads=1, head_dim=1)
         pools.append(PoolSpec(cache=spec, block_size=window_block or block, num_blocks=window_blocks))
+    if latent:
+        spec = CacheSpec(kind="latent", layers=(2,), width=1, form="latent")
+        pools.append(PoolSpec(cache=spec, block_size=block, num_blocks=blocks))
+    if sliding:
+        spec = CacheSpec(kind="latent", layers=(3,), width=1, window=sliding, form="sparse")
+        pools.append(PoolSpec(cache=spec, block_size=block, num_blocks=window_blocks))
+    if ratio:
+        spec = CacheSpec(kind="compressed", layers=(3,), width=1, ratio=ratio, form="sparse")
+        size = math.lcm(block, ratio)
+        least = -(-max_model_len // size)
+        pools.append(PoolSpec(cache=spec, block_size=size, num_blocks=max(least, blocks * block // size)))
+    unit = math.lcm(block, *(pool.block_size for pool in pools))
+    for layer in (4, 5) if states else ():
+        parts = (StatePart(name="state", shape=(1,), wide=True),)
+        spec = CacheSpec(kind="state", layers=(layer,), parts=parts, form="delta")
+        pools.append(PoolSpec(cache=spec, block_size=unit, num_blocks=states, stride=stride))
     return KVConfig(
         pools=tuple(pools),
         block_size=block,
         enable_prefix_caching=caching,
         max_model_len=max_model_len,
         num_slots=slots,
+        copies=copies,
     )
 
 
@@ -133,6 +170,9 @@ class Tenant:
     prefix: list[int]
     num_computed: int
     tables: list[list[int]]
+    live: int = 0
+    next_k: int = 0
+    """Drafts that its last row has left for the next."""
 
     def push(self, token: int) -> None:
         self.prefix.append(hash((self.prefix[-1], token)))
@@ -148,15 +188,31 @@ class FakeRunner:
     gens: dict[int, int] = field(default_factory=dict)
     memory: list[dict[tuple[int, int], int]] = field(default_factory=list)
     named: dict[int, tuple[dict[int, None], list[dict[int, None]]]] = field(default_factory=dict)
-    """Step in flight -> slots, and for each kind blocks, that its rows use."""
+    """Step in flight -> slots, and for each kind blocks, that it uses."""
+    verifying: dict[int, dict[int, None]] = field(default_factory=dict)
+    """Step in flight -> slots whose drafts it verifies."""
+    saving: dict[int, dict[tuple[int, int], None]] = field(default_factory=dict)
+    """Step in flight -> (kind, block) of the snapshots that it makes."""
+    states: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    """(slot, kind, copy) -> the prefix that the state is after; outlives tenants, as memory does."""
+    right: float = 0.7
+    """Share of drafts that are."""
+    accepted: int = 0
+    rejected: int = 0
+    saved: int = 0
+    loaded: int = 0
     last_step: int = -1
 
     def __post_init__(self) -> None:
         self.memory = [{} for _ in self.kv.pools]
+        self.kinds = [number for number, pool in enumerate(self.kv.pools) if pool.cache.kind == "state"]
 
     def launch(self, plan: StepPlan) -> StepResult:
         assert plan.step == self.last_step + 1
         self.last_step = plan.step
+        self.named[plan.step] = ({}, [{} for _ in self.kv.pools])
+        self.verifying[plan.step] = {}
+        self.saving[plan.step] = {}
         for op in plan.ops:
             if isinstance(op, AllocSlot):
                 self._alloc(op)
@@ -164,21 +220,24 @@ class FakeRunner:
                 self._free(op)
             elif isinstance(op, AppendBlocks):
                 self._append(op)
+            elif isinstance(op, SaveState):
+                self._save(plan.step, op)
+            elif isinstance(op, LoadState):
+                self._load(plan.step, op)
             else:
                 self._append_each(op)
-        self.named[plan.step] = ({}, [{} for _ in self.kv.pools])
         rows = [*self._rows(plan.prefill), *self._rows(plan.decode)]
         assert rows, "an empty plan"
         assert len({r[0] for r in rows}) == len(rows), "a slot twice in a plan"
-        made: list[tuple[int, list[int], list[int], bool]] = []
+        made: list[Made] = []
         for number, row in enumerate(rows):
-            sampled, prompt, error = self._run_row(plan.step, row, number >= plan.prefill.rows)
+            answer = self._run_row(plan.step, row, number >= plan.prefill.rows)
             if row[4]:
-                made.append((number, sampled, prompt, error))
+                made.append((number, *answer))
         return _result(plan.step, made)
 
     def committed(self, step: int) -> None:
-        del self.named[step]
+        del self.named[step], self.verifying[step], self.saving[step]
 
     # ---- ops
 
@@ -210,7 +269,7 @@ class FakeRunner:
             tenant.tables[op.kind].append(block)
             assert 0 <= block <= pool.num_blocks
             if block == 0:
-                assert pool.cache.kind == "window"
+                assert pool.cache.window
             elif entry * pool.block_size >= tenant.op.num_cached:  # a block of its own
                 for _, blocks in self.named.values():
                     assert block not in blocks[op.kind], "a block was reused while a plan in flight names it"
@@ -224,67 +283,154 @@ class FakeRunner:
         for slot, block in zip(slots, blocks, strict=True):
             self._append(AppendBlocks(slot=slot, kind=op.kind, blocks=column([block])))
 
+    def _save(self, step: int, op: SaveState) -> None:
+        tenant, copy = self.tenants[op.slot], self.tenants[op.slot].live - op.back
+        assert copy >= 0, "a snapshot of a state that is not there"
+        assert not any(op.slot in slots for slots in self.verifying.values()), "the length is not known"
+        assert tenant.num_computed > op.back
+        self._name(step, op.kind, op.block, "a snapshot is written over while a plan in flight names it")
+        self.named[step][0][op.slot] = None
+        self.memory[op.kind][op.block, 0] = self.states[op.slot, op.kind, copy]
+        self.saving[step][op.kind, op.block] = None
+        self.saved += 1
+
+    def _load(self, step: int, op: LoadState) -> None:
+        tenant = self.tenants[op.slot]
+        assert tenant.num_computed == tenant.op.num_cached > 0
+        wanted = tenant.prefix[tenant.num_computed - 1]
+        assert self.memory[op.kind].get((op.block, 0)) == wanted, "a snapshot of another prefix is loaded"
+        assert 1 <= op.block <= self.kv.pools[op.kind].num_blocks
+        for saved in self.saving.values():
+            assert (op.kind, op.block) not in saved, "a snapshot is loaded whose plan has not committed"
+        self.named[step][1][op.kind][op.block] = None
+        self.states[op.slot, op.kind, 0] = wanted
+        tenant.live = 0
+        self.loaded += 1
+
+    def _name(self, step: int, kind: int, block: int, why: str) -> None:
+        assert 1 <= block <= self.kv.pools[kind].num_blocks
+        for _, blocks in self.named.values():
+            assert block not in blocks[kind], why
+        self.named[step][1][kind][block] = None
+
     # ---- rows
 
-    def _rows(self, s: Segment) -> list[tuple[int, int, int, int, int, int]]:
-        lengths = {len(c) for c in (s.slot, s.gen, s.start, s.count, s.logits, s.sample, s.next_k)}
-        assert len(lengths) == 1
-        columns = (s.slot, s.gen, s.start, s.count, s.logits, s.sample)
+    def _rows(self, s: Segment) -> list[Row]:
+        columns = (s.slot, s.gen, s.start, s.count, s.logits, s.sample, s.next_k)
+        assert len({len(c) for c in columns}) == 1
         assert not any(c.flags.writeable for c in columns)
         return list(zip(*(c.tolist() for c in columns), strict=True))
 
-    def _run_row(
-        self, step: int, row: tuple[int, int, int, int, int, int], decode: bool
-    ) -> tuple[list[int], list[int], bool]:
-        slot, gen, start, count, logits, sample = row
+    def _run_row(self, step: int, row: Row, decode: bool) -> tuple[list[int], list[int], bool, int]:
+        """(sampled ids, prompt ids with logits, whether it failed, drafts accepted)."""
+        slot, gen, start, count, logits, sample, next_k = row
         tenant = self.tenants[slot]
         assert tenant.gen == gen, "a row names another tenant"
         assert count > 0
         assert 0 <= sample <= logits <= count
-        assert start == tenant.num_computed
-        end = start + count
-        assert end <= len(tenant.history), "positions whose ids nobody knows"
+        assert 0 <= next_k < self.kv.copies
+        assert sample or not next_k, "drafts behind an unfinished prompt"
+        begin = tenant.num_computed
+        loose = any(slot in slots for slots in self.verifying.values())
+        assert start >= begin if loose else start == begin
+        assert len(tenant.history) > begin, "a position whose id nobody knows"
         known = len(tenant.op.token_ids)
         if decode:
-            assert start >= known
-            assert (count, logits, sample) == (1, 1, 1)
+            assert begin >= known
+            assert count == logits == sample <= 1 + tenant.next_k, "drafts that nobody proposed"
+            drafts = self._drafts(tenant, count - 1)
+            if drafts:
+                self.verifying[step][slot] = None
         else:
-            assert end <= known
-            assert sample == (end == known)
-        self._touch(step, slot, tenant, start, end)
-        tenant.num_computed = end
-        prompt = tenant.history[end - logits + 1 : end - sample + 1]
+            assert start + count <= known
+            assert sample == (start + count == known)
+            drafts = []
+        tenant.next_k = next_k
+        content = tenant.prefix[begin : begin + count]
+        for draft in drafts:
+            content.append(hash((content[-1], draft)))
+        assert start + count + next_k <= self.kv.max_model_len
+        self._touch(step, slot, tenant, start + count + next_k, begin, content)
+        self._recur(slot, tenant, begin, content, decode)
+        end = begin + count
+        prompt = [] if decode else tenant.history[end - logits + 1 : end - sample + 1]
         if not sample:
-            return [], prompt, False
-        made = len(tenant.history) - tenant.op.num_prompt
-        if tenant.op.seed == BAD_SEED and made == 2:
-            tenant.push(0)
-            return [0], prompt, True
-        op = tenant.op
-        assert made < op.params.max_tokens, "a row beyond max_tokens"
-        assert len(tenant.history) < self.kv.max_model_len, "a row beyond the context"
-        tenant.push(next_token(tenant.prefix[-1], op.seed, op.choice, made, op.params))
-        return [tenant.history[-1]], prompt, False
+            tenant.num_computed = end
+            return [], prompt, False, 0
+        tokens, error, accepted = self._sampled(tenant, content[-sample:], drafts)
+        tenant.num_computed = begin + 1 + accepted if decode else end
+        tenant.live = accepted
+        return tokens, prompt, error, accepted
 
-    def _touch(self, step: int, slot: int, tenant: Tenant, start: int, end: int) -> None:
-        """Writes positions start .. end - 1, and reads what they attend to."""
+    def _sampled(self, tenant: Tenant, content: list[int], drafts: list[int]) -> tuple[list[int], bool, int]:
+        """(a token behind each of ``content``, whether the last that counts is an error, drafts accepted)."""
+        op, made = tenant.op, len(tenant.history) - tenant.op.num_prompt
+        tokens = [
+            next_token(prefix, op.seed, op.choice, made + number, op.params)
+            for number, prefix in enumerate(content)
+        ]
+        accepted, fails = 0, 2 - made if op.seed == BAD_SEED else -1
+        while accepted < len(drafts) and drafts[accepted] == tokens[accepted] and accepted != fails:
+            accepted += 1
+        assert made + accepted < op.params.max_tokens, "a row beyond max_tokens"
+        if accepted == fails:
+            tokens[accepted] = 0
+        for token in tokens[: accepted + 1]:
+            tenant.push(token)
+        assert len(tenant.history) <= self.kv.max_model_len, "a row beyond the context"
+        self.accepted += accepted
+        self.rejected += len(drafts) - accepted
+        return tokens, accepted == fails, accepted
+
+    def _drafts(self, tenant: Tenant, count: int) -> list[int]:
+        """Guesses at the next ids, often right."""
+        op, drafts = tenant.op, list[int]()
+        prefix, made = tenant.prefix[-1], len(tenant.history) - tenant.op.num_prompt
+        for number in range(count):
+            right = next_token(prefix, op.seed, op.choice, made + number, op.params)
+            wrong = hash((prefix, 1)) % 100 >= 100 * self.right
+            drafts.append((right + 1) % VOCAB if wrong else right)
+            prefix = hash((prefix, drafts[-1]))
+        return drafts
+
+    def _recur(self, slot: int, tenant: Tenant, begin: int, content: list[int], decode: bool) -> None:
+        """Advances the recurrent states over ``content``, what the positions from ``begin`` on stand for."""
+        for kind in self.kinds:
+            if begin:
+                state = self.states.get((slot, kind, tenant.live))
+                assert state == tenant.prefix[begin - 1], "a state of another prefix goes on"
+            for copy, prefix in enumerate(content) if decode else [(0, content[-1])]:
+                self.states[slot, kind, copy] = prefix
+        tenant.live = 0
+
+    def _touch(
+        self, step: int, slot: int, tenant: Tenant, bound: int, start: int, content: list[int]
+    ) -> None:
+        """Writes ``content`` to the positions from ``start`` on, and reads what they attend to."""
         slots, blocks = self.named[step]
         slots[slot] = None
+        end, whole = start + len(content), tenant.prefix[:start] + content
         for kind, pool in enumerate(self.kv.pools):
+            if kind in self.kinds:
+                continue
             table, memory, size = tenant.tables[kind], self.memory[kind], pool.block_size
-            first = max(0, start - pool.cache.window + 1) if pool.cache.kind == "window" else 0
-            assert len(table) * size >= end, "the block table does not cover the row"
+            window, ratio = pool.cache.window, pool.cache.ratio
+            first = max(0, start - window + 1) if window else 0
+            assert len(table) * size >= bound, "the block table does not cover the row"
             for p in range(start, end):
                 assert table[p // size] != 0
-                memory[table[p // size], p % size] = tenant.prefix[p]
+                if (p + 1) % ratio == 0:  # the last of its group
+                    memory[table[p // size], p % size // ratio] = whole[p]
             for p in range(first, end):
                 block = table[p // size]
                 assert block != 0, "attention reads a hole"
-                assert memory.get((block, p % size)) == tenant.prefix[p], "attention reads foreign content"
                 blocks[kind][block] = None
+                if (p + 1) % ratio == 0:
+                    line = memory.get((block, p % size // ratio))
+                    assert line == whole[p], "attention reads foreign content"
 
 
-def _result(step: int, made: list[tuple[int, list[int], list[int], bool]]) -> StepResult:
+def _result(step: int, made: list[Made]) -> StepResult:
     offsets = np.cumsum([0, *(len(m[1]) for m in made)])
     prompt_offsets = np.cumsum([0, *(len(m[2]) for m in made)])
     tokens = [t for m in made for t in m[1]]
@@ -294,7 +440,7 @@ def _result(step: int, made: list[tuple[int, list[int], list[int], bool]]) -> St
         rows=column([m[0] for m in made]),
         offsets=column(offsets),
         tokens=column(tokens),
-        accepted=column([0] * len(made)),
+        accepted=column([m[4] for m in made]),
         row_error=tuple((i, ROW_ERROR) for i, m in enumerate(made) if m[3]),
         logprobs=_logprobs(offsets, tokens),
         prompt_logprobs=_logprobs(prompt_offsets, prompt),

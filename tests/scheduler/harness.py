@@ -17,7 +17,8 @@ from tests.scheduler.fake_runner import (
 )
 from weft.common.errors import ErrorInfo
 from weft.config.resolved import KVConfig
-from weft.config.sections import SchedulerSection
+from weft.config.sections import SchedulerSection, SpeculationSection
+from weft.kv.snapshots import StateKind
 from weft.scheduler import Scheduler
 from weft.types.messages import Submit, TokenEvent, ids_from_bytes
 from weft.types.plan import StepPlan, StepResult
@@ -41,12 +42,13 @@ class Told:
 class Rig:
     """The real scheduler and the fake runner, with ``depth`` steps in flight."""
 
-    def __init__(self, kv: KVConfig, depth: int = 2, **section: object) -> None:
+    def __init__(self, kv: KVConfig, depth: int = 2, adaptive: bool = False, **section: object) -> None:
         section.setdefault("max_num_seqs", 8)
-        section.setdefault("max_num_batched_tokens", 24)
+        section.setdefault("max_num_batched_tokens", 24 + 8 * kv.drafts)
         self.kv = kv
         self.section = SchedulerSection(**section)  # type: ignore[arg-type]
-        self.scheduler = Scheduler(kv, self.section, VOCAB)
+        speculation = SpeculationSection(speculative_adaptive=adaptive)
+        self.scheduler = Scheduler(kv, self.section, VOCAB, speculation)
         self.runner = FakeRunner(kv)
         self.depth = depth
         self.in_flight: deque[tuple[StepPlan, StepResult]] = deque()
@@ -74,6 +76,7 @@ class Rig:
         self._check_shape(plan)
         self.plans.append(plan)
         self.in_flight.append((plan, self.runner.launch(plan)))
+        self._check_snapshots(plan)
         return plan
 
     def commit(self) -> None:
@@ -151,7 +154,12 @@ class Rig:
         for kind in book.caches.kinds:
             pool = kind._pool  # type: ignore[attr-defined]
             held: dict[int, int] = {}
-            tables = [table.blocks[table.live :] for table in kind._tables.values()]  # type: ignore[attr-defined]
+            if isinstance(kind, StateKind):
+                savings = [saving for savings in kind._saving.values() for saving in savings]
+                tables = [list(kind._loaded.values()), [saving.block for saving in savings]]
+                assert {key: slot for slot, key in kind._newest.items()} == kind._owner
+            else:
+                tables = [table.blocks[table.live :] for table in kind._tables.values()]  # type: ignore[attr-defined]
             for blocks in [*tables, *pool._pending.values()]:
                 for block in blocks:
                     held[block] = held.get(block, 0) + 1
@@ -172,6 +180,18 @@ class Rig:
         members = [i for request in book.requests.values() for i in request.members]
         assert sorted(members) == sorted(book.live)
 
+    def _check_snapshots(self, plan: StepPlan) -> None:
+        """What a plan saves is the state after the very prefix that it will be found by."""
+        book = self.scheduler._book
+        for kind in book.caches.kinds:
+            for saving in kind._saving.get(plan.step, []) if isinstance(kind, StateKind) else []:
+                sequence = book.tenants[saving.slot]
+                length = (sequence.chain.hashes.index(saving.key) + 1) * self.kv.block_size
+                found = self.runner.memory[kind.number][saving.block, 0]
+                assert found == self.runner.tenants[saving.slot].prefix[length - 1], (
+                    "a state of another prefix"
+                )
+
     def _check_shape(self, plan: StepPlan) -> None:
         section = self.section
         assert plan.tokens <= section.max_num_batched_tokens
@@ -187,9 +207,17 @@ def random_bases(rng: random.Random) -> list[list[int]]:
     return [*([rng.randrange(VOCAB) for _ in range(40)] for _ in range(2)), [rng.randrange(VOCAB)] * 40]
 
 
+def next_turn(rng: random.Random, rig: Rig) -> list[int]:
+    """A prompt to take prefixes of: what somebody asked and was answered."""
+    told = rng.choice(list(rig.told.values()))
+    return (ids_from_bytes(told.request.prompt_ids).tolist() + told.tokens)[:40]
+
+
 def random_submits(rng: random.Random, first: int, request: int, bases: list[list[int]]) -> list[Submit]:
     """One request of 1 to 3 choices; its prompt may share a prefix with others."""
-    prompt = rng.choice(bases)[: rng.randint(1, 40)] + [rng.randrange(VOCAB)] * rng.randint(0, 3)
+    base = rng.choice(bases)
+    length = rng.choice([rng.randint(1, 40), len(base)])
+    prompt = base[: min(length, 40)] + [rng.randrange(VOCAB)] * rng.randint(0, 3)
     most = rng.randint(1, 20)
     emitted = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 4))] if rng.random() < 0.1 else []
     return [
@@ -212,8 +240,8 @@ def random_submits(rng: random.Random, first: int, request: int, bases: list[lis
     ]
 
 
-def random_rig(rng: random.Random, depth: int) -> Rig:
-    """A rig with small pools of random kinds."""
+def random_rig(rng: random.Random, depth: int, drafts: bool = True) -> Rig:
+    """A rig with small pools of random kinds; some rows have drafts, if there may be any."""
     window = rng.choice([None, None, 1, 3, 6, 9])
     kv = kv_config(
         blocks=rng.choice([12, 18, 64]),
@@ -223,25 +251,34 @@ def random_rig(rng: random.Random, depth: int) -> Rig:
         full=window is None or rng.random() < 0.7,
         caching=rng.random() < 0.6,
         slots=rng.choice([4, 12]),
+        latent=rng.random() < 0.3,
+        sliding=rng.choice([0, 0, 0, 2, 8]),
+        ratio=rng.choice([0, 0, 0, 2, 4, 6]),
+        states=rng.choice([0, 0, 1, 2, 5, 40]),
+        stride=rng.choice([0, 8, 16]),
+        copies=rng.choice([1, 1, 2, 4]) if drafts else 1,
     )
     return Rig(
         kv,
         depth,
+        adaptive=rng.random() < 0.3,
         step_policy=rng.choice(["mixed", "exclusive"]),
         long_prefill_token_threshold=rng.choice([0, 1, 3, 7]),
         max_num_seqs=rng.choice([1, 3, 8]),
     )
 
 
-def random_run(seed: int, depth: int) -> Rig:
+def random_run(seed: int, depth: int, drafts: bool = True) -> Rig:
     """A random load to its end, with everything checked."""
     rng = random.Random(seed)
-    rig = random_rig(rng, depth)
+    rig = random_rig(rng, depth, drafts)
+    rig.runner.right = rng.choice([0.0, 0.5, 0.8, 1.0])
     bases = random_bases(rng)
     request = 0
     for _ in range(150):
         if rng.random() < 0.3 and len(rig.told) < 40:
-            for one in random_submits(rng, len(rig.told), request, bases):
+            turn = [next_turn(rng, rig)] if rig.told and rng.random() < 0.5 else []
+            for one in random_submits(rng, len(rig.told), request, turn or bases):
                 rig.submit(one)
             request += 1
         if rng.random() < 0.05 and rig.told:

@@ -6,11 +6,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.scheduler.fake_runner import kv_config, submit
+from tests.scheduler.fake_runner import ROW_ERROR, kv_config, submit
 from tests.scheduler.harness import Rig
 from weft.common.errors import EngineDead
 from weft.scheduler.commit import commit
-from weft.scheduler.draft import Draft
+from weft.scheduler.draft import DecodeRows, Draft
 from weft.scheduler.sequence import Running
 from weft.types.messages import TokenEvent
 from weft.types.plan import EMPTY, StepPlan, StepResult, column
@@ -25,7 +25,7 @@ def verify_step(rig: Rig, drafts: int) -> tuple[StepPlan, Running]:
     count = 1 + drafts
     draft = Draft(book.last_commit + 1, 16, book.columns)
     draft.grow(book.caches.reserve(run.slot, run.num_scheduled + count))
-    draft.add_decode(np.array([run.slot]), np.array([count]))
+    draft.add_decode(DecodeRows(np.array([run.slot]), np.array([count]), np.array([0])))
     plan = draft.seal([])
     book.launched(plan)
     return plan, run
@@ -54,7 +54,7 @@ def test_accepted_drafts_and_one_more_are_appended(accepted: int, told: list[int
     plan, run = verify_step(rig, 2)
     assert (run.num_computed, run.num_scheduled) == (3, 6)
     (event,) = commit(rig.scheduler._book, plan, result(plan, [7, 8, 9], accepted))
-    assert event == TokenEvent(sequence=0, token_ids=tuple(told))
+    assert event == TokenEvent(sequence=0, token_ids=tuple(told), accepted=accepted, rejected=2 - accepted)
     assert run.num_computed == run.num_scheduled == 4 + accepted
     assert len(rig.scheduler._book.live[0].tokens) == run.num_computed + 1
 
@@ -64,7 +64,27 @@ def test_an_end_among_the_drafts_cuts_what_follows() -> None:
     plan, _ = verify_step(rig, 2)
     (event,) = commit(rig.scheduler._book, plan, result(plan, [7, 8, 9], 2))
     assert (event.token_ids, event.finish, event.stop_id) == ((7, 8), "stop", 8)
+    assert (event.accepted, event.rejected) == (2, 0)
     rig.check_idle()
+
+
+def test_an_error_behind_accepted_drafts_ends_the_sequence_after_them() -> None:
+    rig = started(logprobs=-1)
+    plan, _ = verify_step(rig, 2)
+    wrong = msgspec.structs.replace(result(plan, [7, 0, 9], 1), row_error=((0, ROW_ERROR),))
+    (event,) = commit(rig.scheduler._book, plan, wrong)
+    assert (event.token_ids, event.finish, event.error) == ((7,), "error", ROW_ERROR)
+    assert rig.scheduler.stats().row_errors == 1
+    rig.check_idle()
+
+
+def test_an_end_before_an_error_is_the_end() -> None:
+    rig = started(stop_ids=(7,))
+    plan, _ = verify_step(rig, 2)
+    wrong = msgspec.structs.replace(result(plan, [7, 0, 9], 1), row_error=((0, ROW_ERROR),))
+    (event,) = commit(rig.scheduler._book, plan, wrong)
+    assert (event.token_ids, event.finish, event.error) == ((7,), "stop", None)
+    assert rig.scheduler.stats().row_errors == 0
 
 
 def test_results_that_do_not_fit_their_plan() -> None:
@@ -78,3 +98,25 @@ def test_results_that_do_not_fit_their_plan() -> None:
         commit(book, plan, msgspec.structs.replace(good, rows=EMPTY))
     with pytest.raises(EngineDead, match="logprobs"):
         commit(book, plan, good)
+
+
+@pytest.mark.parametrize("accepted", [0, 1, 2])
+def test_states_after_rejected_drafts_are_no_states(accepted: int) -> None:
+    rig = Rig(kv_config(states=4, copies=3), 1)
+    rig.submit(submit(0, [1, 2, 3], max_tokens=9))
+    rig.step()
+    plan, run = verify_step(rig, 2)
+    assert run.exact == 3
+    commit(rig.scheduler._book, plan, result(plan, [7, 8, 9], accepted))
+    assert run.exact == 1 + accepted
+
+
+def test_states_of_a_later_row_are_left_alone() -> None:
+    rig = Rig(kv_config(states=4, copies=3), 1)
+    rig.submit(submit(0, [1, 2, 3], max_tokens=12))
+    rig.step()
+    first, run = verify_step(rig, 2)
+    later = msgspec.structs.replace(first, step=first.step + 1)
+    rig.scheduler._book.launched(later)
+    commit(rig.scheduler._book, first, result(first, [7, 8, 9], 0))
+    assert (run.num_scheduled, run.exact) == (7, 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 import numpy as np
@@ -13,14 +14,17 @@ from weft.kv import hashing
 from weft.kv.kinds import FullKind, WindowKind
 from weft.kv.pool import BlockPool
 from weft.kv.slots import SlotTable
+from weft.kv.snapshots import StateKind
 from weft.scheduler import commit
 from weft.scheduler.book import Book
 from weft.scheduler.columns import Columns
 from weft.scheduler.sequence import Sequence
+from weft.types.plan import Op, StepPlan
 
 SEEDS = range(40)
 _release, _free_slot, _first_read = BlockPool.release, SlotTable.release, WindowKind._first_read
 _full_hit, _slide = FullKind.hit, WindowKind.slide
+_save, _acquire = StateKind.save, StateKind.acquire
 
 
 def free_blocks_at_once(patch: pytest.MonkeyPatch) -> None:
@@ -84,7 +88,89 @@ def tell_of_quiet_rows_only(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(commit, "_merge", lambda quiet, plain, told: plain)
 
 
-DEPTH_2 = [free_blocks_at_once, free_slots_at_once]
+def save_what_is_not_known(patch: pytest.MonkeyPatch) -> None:
+    snapshots = Book.snapshots
+
+    def saving(self: Book, step: int) -> list[Op]:
+        in_flight, self.in_flight = self.in_flight, deque()
+        ops = snapshots(self, step)
+        self.in_flight = in_flight
+        return ops
+
+    patch.setattr(Book, "snapshots", saving)
+
+
+def save_the_last_state(patch: pytest.MonkeyPatch) -> None:
+    """Whatever is asked for, as if every boundary were where a row ends."""
+    patch.setattr(
+        StateKind,
+        "save",
+        lambda self, slot, key, back, keep, step: _save(self, slot, key, 0, keep, step),
+    )
+
+
+def save_too_late(patch: pytest.MonkeyPatch) -> None:
+    """After the row that goes on from the boundary, which has written over it."""
+    launched = Book.launched
+
+    def forgetting(self: Book, plan: StepPlan) -> None:
+        launched(self, plan)
+        self.columns.exact[plan.prefill.slot] = 4
+
+    patch.setattr(Book, "launched", forgetting)
+
+
+def publish_a_snapshot_at_once(patch: pytest.MonkeyPatch) -> None:
+    def saving(self: StateKind, slot: int, key: bytes, back: int, keep: bool, step: int) -> Op | None:
+        op = _save(self, slot, key, back, keep, step)
+        if op is not None:
+            self._pool.publish(op.block, key)  # type: ignore[union-attr]
+        return op
+
+    patch.setattr(StateKind, "save", saving)
+
+
+def name_a_snapshot_wrongly(patch: pytest.MonkeyPatch) -> None:
+    hit = StateKind.hit
+
+    def later(self: StateKind, hashes: list[bytes], limit: int) -> int:
+        return hit(self, [b"", *hashes], limit)
+
+    patch.setattr(StateKind, "hit", later)
+    patch.setattr(
+        StateKind,
+        "acquire",
+        lambda self, slot, hashes, num_hit, upto: _acquire(self, slot, [b"", *hashes], num_hit, upto),
+    )
+
+
+def load_nothing(patch: pytest.MonkeyPatch) -> None:
+    def silent(self: StateKind, slot: int, hashes: list[bytes], num_hit: int, upto: int) -> list[Op]:
+        _acquire(self, slot, hashes, num_hit, upto)
+        return []
+
+    patch.setattr(StateKind, "acquire", silent)
+
+
+def forget_that_a_snapshot_names_its_slot(patch: pytest.MonkeyPatch) -> None:
+    snapshot = Book._snapshot
+
+    def saving(self: Book, slot: int, back: int, step: int) -> list[Op]:
+        last = int(self.columns.last_step[slot])
+        ops = snapshot(self, slot, back, step)
+        self.columns.last_step[slot] = last
+        return ops
+
+    patch.setattr(Book, "_snapshot", saving)
+
+
+DEPTH_2 = [
+    free_blocks_at_once,
+    free_slots_at_once,
+    save_what_is_not_known,
+    publish_a_snapshot_at_once,
+    forget_that_a_snapshot_names_its_slot,
+]
 ANY_DEPTH = [
     slide_too_far,
     hash_without_parent,
@@ -97,23 +183,35 @@ ANY_DEPTH = [
     commit_the_dead,
     grow_without_asking,
     tell_of_quiet_rows_only,
+    save_too_late,
+    name_a_snapshot_wrongly,
+    load_nothing,
 ]
+DEPTH_1 = [save_the_last_state]
+"""What can only go wrong where the state before the last is asked for: with drafts, one step at a time."""
 
 
 @pytest.mark.parametrize("plant", DEPTH_2 + ANY_DEPTH)
 def test_planted_bug_is_seen(plant: Callable[[pytest.MonkeyPatch], None]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         plant(patch)
-        assert any(_fails(seed) for seed in SEEDS)
+        assert any(_fails(seed, 2) for seed in SEEDS)
+
+
+@pytest.mark.parametrize("plant", DEPTH_1)
+def test_planted_bug_is_seen_one_step_at_a_time(plant: Callable[[pytest.MonkeyPatch], None]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        plant(patch)
+        assert any(_fails(seed, 1) for seed in SEEDS)
 
 
 def test_nothing_is_seen_without_one() -> None:
-    assert not any(_fails(seed) for seed in SEEDS)
+    assert not any(_fails(seed, depth) for seed in SEEDS for depth in (1, 2))
 
 
-def _fails(seed: int) -> bool:
+def _fails(seed: int, depth: int) -> bool:
     try:
-        random_run(seed, 2)
+        random_run(seed, depth)
     except (AssertionError, AttributeError, WeftError, KeyError, IndexError):
         return True
     return False

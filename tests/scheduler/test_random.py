@@ -9,12 +9,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.scheduler.harness import Rig, random_bases, random_rig, random_run, random_submits
+from tests.scheduler.harness import Rig, next_turn, random_bases, random_rig, random_run, random_submits
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_random_loads(depth: int) -> None:
-    preempted = hits = mixed = errors = 0
+    preempted = hits = mixed = errors = accepted = rejected = saved = loaded = 0
     for seed in range(60):
         rig = random_run(seed, depth)
         stats = rig.scheduler.stats()
@@ -22,7 +22,14 @@ def test_random_loads(depth: int) -> None:
         hits += stats.prefix_hits
         mixed += stats.mixed_steps
         errors += stats.row_errors
-    assert min(preempted, hits, mixed, errors) > 0  # each of these did happen
+        accepted += rig.runner.accepted
+        saved += rig.runner.saved
+        loaded += rig.runner.loaded
+        rejected += rig.runner.rejected
+        # Of the rows that were still alive when they committed.
+        assert sum(stats.drafts_accepted) <= rig.runner.accepted
+        assert sum(stats.drafts) <= rig.runner.accepted + rig.runner.rejected
+    assert min(preempted, hits, mixed, errors, accepted, rejected, saved, loaded) > 0  # each did happen
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -39,7 +46,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(seed=st.integers(0, 1 << 30), late=st.booleans())
     def submit(self, seed: int, late: bool) -> None:
         rng = random.Random(seed)
-        many = random_submits(rng, len(self.rig.told), self.requests, self.bases)
+        turn = [next_turn(rng, self.rig)] if self.rig.told and rng.random() < 0.5 else []
+        many = random_submits(rng, len(self.rig.told), self.requests, turn or self.bases)
         for number, one in enumerate(many):
             if number and late and self.rig.scheduler.has_work():
                 self.rig.step()  # a sibling that arrives after its leader was planned

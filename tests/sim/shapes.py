@@ -11,7 +11,7 @@ TRUTH = CostModel.of(
     dict(
         zip(
             NAMES,
-            (8e-3, 0.0, 1e-5, 4e-5, 6e-5, 6e-5, 2e-4, 7e-8, 2e-7, 1e-4, 5e-7),
+            (8e-3, 0.0, 1e-5, 4e-5, 6e-5, 6e-5, 2e-4, 7e-8, 2e-7, 1e-4, 5e-7, 0.0, 0.0, 0.0),
             strict=True,
         )
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,7 +23,7 @@ def policy(target: float) -> ChunkPolicy:
 
 def fill(chunks: ChunkPolicy, decode: list[int], waiting: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """Offers (start, known tokens left) in order: the rows that were made."""
-    chunks.begin(np.array(decode, np.int32))
+    chunks.begin(shape(decode=decode))
     made = []
     for start, left in waiting:
         count = chunks.room(start, left)
@@ -85,7 +84,7 @@ def test_a_younger_short_context_does_not_take_what_an_older_long_one_could_not(
 
 def test_a_row_that_was_offered_and_not_made_changes_nothing() -> None:
     chunks = policy(0.03)
-    chunks.begin(np.full(8, 100))
+    chunks.begin(shape(decode=[100] * 8))
     first = chunks.room(0, 3000)
     assert FLOOR_TOKENS < first < 3000
     assert chunks.room(0, 3000) == first

@@ -54,7 +54,89 @@ def _mistral() -> tuple[str, dict[str, Any]]:
     return "Mistral", {**_COMMON, "num_hidden_layers": 2, "intermediate_size": 64, "sliding_window": 21}
 
 
-SHAPES = {"llama": _llama, "mistral": _mistral, "qwen3_moe": _qwen3_moe, "qwen2_windowed": _qwen2_windowed}
+def _qwen3_next() -> tuple[str, dict[str, Any]]:
+    return "Qwen3Next", {
+        **_COMMON,
+        "num_hidden_layers": 4,
+        "intermediate_size": 64,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 24,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "mlp_only_layers": [1],
+    }
+
+
+def _deepseek_v3() -> tuple[str, dict[str, Any]]:
+    return "DeepseekV3", {
+        **{name: value for name, value in _COMMON.items() if name != "head_dim"},
+        "initializer_range": 0.33,
+        "num_hidden_layers": 2,
+        "intermediate_size": 64,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 20,
+        "kv_lora_rank": 24,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 10,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+    }
+
+
+def _deepseek_v4() -> tuple[str, dict[str, Any]]:
+    layers = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]
+    return "DeepseekV4", {
+        **_COMMON,
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 3,
+        "layer_types": layers,
+        "mlp_layer_types": ["hash_moe", "moe", "moe"],
+        "compress_rates": {layers[1]: 4, layers[2]: 16},
+        "sliding_window": 11,
+        "partial_rotary_factor": 0.5,
+        "q_lora_rank": 24,
+        "o_groups": 2,
+        "o_lora_rank": 12,
+        "index_n_heads": 16,
+        "index_head_dim": 12,
+        "index_topk": 4,
+        "hc_mult": 2,
+        "hc_sinkhorn_iters": 4,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    }
+
+
+def spread(model: Any) -> None:
+    """What transformers leaves at zero gets values, so that it matters: biases, sinks, tables of experts."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name.endswith("tid2eid"):
+            experts = model.config.n_routed_experts
+            tensor.data.copy_(torch.rand(len(tensor), experts).argsort(dim=1)[:, : tensor.shape[1]])
+        elif tensor.is_floating_point() and tensor.numel() and not tensor.any():
+            tensor.data.normal_(0.0, 0.3)
+
+
+SHAPES = {
+    "deepseek_v4": _deepseek_v4,
+    "llama": _llama,
+    "mistral": _mistral,
+    "qwen3_moe": _qwen3_moe,
+    "qwen2_windowed": _qwen2_windowed,
+    "qwen3_next": _qwen3_next,
+    "deepseek_v3": _deepseek_v3,
+}
 
 
 def make_checkpoint(folder: Path, shape: str, seed: int = 0) -> Path:
@@ -66,6 +148,8 @@ def make_checkpoint(folder: Path, shape: str, seed: int = 0) -> Path:
     config = getattr(transformers, f"{family}Config")(**settings)
     config.use_cache = True
     model = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.float64)
+    if shape == "deepseek_v4":
+        spread(model)
     target = folder / shape
     model.save_pretrained(target)
     return target

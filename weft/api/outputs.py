@@ -24,6 +24,10 @@ class CompletionOutput:
     """The stop string or stop token of the request that ended it; None for anything else."""
     error: ErrorInfo | None = None
     """What went wrong when ``finish_reason`` is "error"."""
+    num_accepted_drafts: int = 0
+    """Of ``token_ids``, those that a drafter had proposed."""
+    num_rejected_drafts: int = 0
+    """Drafts that did not become tokens."""
 
 
 @dataclass(slots=True)
@@ -52,4 +56,6 @@ def completion_of(choice: Choice) -> CompletionOutput:
         finish_reason=choice.finish_reason,
         stop_reason=choice.stop_reason,
         error=choice.error,
+        num_accepted_drafts=choice.accepted,
+        num_rejected_drafts=choice.rejected,
     )

@@ -10,7 +10,7 @@ import torch
 
 from weft.attention.base import AttentionBackend, SegmentInput
 from weft.common.errors import ConfigError
-from weft.config.spec import CacheSpec
+from weft.config.spec import CacheSpec, ModelSpec
 from weft.ops import cpu
 from weft.ops.cpu.served import DTYPES
 
@@ -29,9 +29,10 @@ class CpuAttention(AttentionBackend):
     """
 
     invariant = True
+    capturable = True
 
     def check(
-        self, cache: CacheSpec, heads: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self, cache: CacheSpec, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         if device.type != "cpu":
             raise ConfigError(f"attention backend 'cpu' does not run on {device.type}", param="--device")
@@ -43,12 +44,14 @@ class CpuAttention(AttentionBackend):
                 f"up to {MAX_DIM}",
                 param="--attention-backend",
             )
-        if heads % cache.kv_heads:
-            raise ConfigError(f"{heads} query heads cannot share {cache.kv_heads} KV heads", param="--model")
-        if heads // cache.kv_heads > MAX_GROUP:
+        if spec.heads % cache.kv_heads:
+            raise ConfigError(
+                f"{spec.heads} query heads cannot share {cache.kv_heads} KV heads", param="--model"
+            )
+        if spec.heads // cache.kv_heads > MAX_GROUP:
             raise ConfigError(
                 f"attention backend 'cpu' lets {MAX_GROUP} query heads share a KV head, "
-                f"not {heads // cache.kv_heads}",
+                f"not {spec.heads // cache.kv_heads}",
                 param="--attention-backend",
             )
         if not cpu.load():
@@ -67,7 +70,10 @@ class CpuAttention(AttentionBackend):
         spec: CacheSpec,
         scale: float,
         prepared: object = None,
+        sinks: Tensor | None = None,
+        scales: Tensor | None = None,
     ) -> None:
+        table = segment.tables[kind]
         torch.ops.weft_cpu.attend.default(
-            q, out, cache, segment.q_offsets, segment.starts, segment.tables[kind], spec.window, scale
+            q, out, cache, segment.q_offsets, segment.starts, table, spec.window, scale, 0, sinks, scales
         )

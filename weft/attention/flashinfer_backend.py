@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from weft.attention.base import AttentionBackend, SegmentInput
+from weft.attention.base import AttentionBackend, SegmentInput, refuse_fp8
 from weft.common.errors import ConfigError
-from weft.config.spec import CacheSpec
+from weft.config.spec import CacheSpec, ModelSpec
 from weft.ops.upload import upload
 
 Tensor = torch.Tensor
@@ -91,7 +91,7 @@ class FlashInferAttention(AttentionBackend):
         self._workspace: Tensor | None = None
 
     def check(
-        self, cache: CacheSpec, heads: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self, cache: CacheSpec, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         try:
             importlib.import_module("flashinfer")
@@ -105,10 +105,17 @@ class FlashInferAttention(AttentionBackend):
             raise ConfigError(
                 f"attention backend 'flashinfer' does not run on {device.type}", param="--device"
             )
+        refuse_fp8("flashinfer", cache)
         if dtype not in DTYPES:
             raise ConfigError(f"attention backend 'flashinfer' has no {dtype}", param="--dtype")
-        if heads % cache.kv_heads:
-            raise ConfigError(f"{heads} query heads cannot share {cache.kv_heads} KV heads", param="--model")
+        if spec.heads % cache.kv_heads:
+            raise ConfigError(
+                f"{spec.heads} query heads cannot share {cache.kv_heads} KV heads", param="--model"
+            )
+        if spec.sinks:
+            raise ConfigError(
+                "attention backend 'flashinfer' has no attention sinks", param="--attention-backend"
+            )
         if cache.head_dim not in DIMS:
             raise ConfigError(
                 f"attention backend 'flashinfer' has heads of {', '.join(map(str, DIMS))} dims, not of "
@@ -131,6 +138,8 @@ class FlashInferAttention(AttentionBackend):
         spec: CacheSpec,
         scale: float,
         prepared: object = None,
+        sinks: Tensor | None = None,
+        scales: Tensor | None = None,
     ) -> None:
         if not segment.tokens:
             return

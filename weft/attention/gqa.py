@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.attention.base import AttentionBackend, StepInput
+from weft.attention.base import AttentionBackend, Backends, LayerCache, StepInput
 from weft.config.spec import CacheSpec, ModelSpec
 from weft.layers.build import Build, Layer
 from weft.layers.linear import Linear, RowLinear
@@ -25,13 +25,14 @@ class AttentionInput:
     step: StepInput
     angles: tuple[Tensor, Tensor]
     """cos and sin of the step's positions."""
-    backend: AttentionBackend
+    backends: Backends
 
 
 class Attention(Layer):
     """Grouped-query attention with rotary positions; returns a partial.
 
-    ``qkv`` holds the three input matrices, [(heads + 2 * kv_heads) * head_dim, hidden].
+    ``qkv`` holds the input matrices, [(heads + 2 * kv_heads) * head_dim, hidden]; before them, with
+    ``output_gate``, the gate's, [heads * head_dim, hidden].
     """
 
     def __init__(self, spec: ModelSpec, layer: int, build: Build) -> None:
@@ -40,25 +41,36 @@ class Attention(Layer):
         self._kind = spec.cache_of(layer)
         self._cache_spec: CacheSpec = spec.caches[self._kind]
         rows = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
-        self.qkv = Linear(spec.hidden, rows, build, bias=spec.qkv_bias)
+        self._gate = spec.heads * spec.head_dim if spec.output_gate else 0
+        self.qkv = Linear(spec.hidden, self._gate + rows, build, bias=spec.qkv_bias)
         self.out = RowLinear(spec.heads * spec.head_dim, spec.hidden, build, bias=spec.o_bias)
-        self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps, build) if spec.qk_norm else None
-        self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps, build) if spec.qk_norm else None
+        self.q_norm = self.k_norm = None
+        if spec.qk_norm:
+            self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps, build, wide=spec.centred_norms)
+            self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps, build, wide=spec.centred_norms)
+        self.sinks = build.weight(spec.heads) if spec.sinks else None
         self._eps = spec.norm_eps
-        self._rotate_and_cache = build.op("qkv_rope_cache").run
+        fp8 = self._cache_spec.fp8
+        self._rotate_and_cache = build.op("qkv_rope_cache_fp8" if fp8 else "qkv_rope_cache").run
+        self._weigh = build.op("sigmoid_gate").run if spec.output_gate else None
 
-    def forward(self, x: Tensor, shared: AttentionInput, cache: Tensor, keep: Tensor | None = None) -> Tensor:
-        """x: [T, hidden]; cache: this layer's, written and read; keep: rows that are wanted, or all."""
-        step = shared.step
+    def forward(
+        self, x: Tensor, shared: AttentionInput, caches: LayerCache, keep: Tensor | None = None
+    ) -> Tensor:
+        """x: [T, hidden]; caches: this layer's, written and read; keep: rows that are wanted, or all."""
+        step, tensors = shared.step, caches[self._kind]
+        backend = shared.backends["gqa"]
+        assert isinstance(backend, AttentionBackend)
+        made = self.qkv(x)
         q = self._rotate_and_cache(
-            self.qkv(x),
+            made[:, self._gate :] if self._gate else made,
             self._heads,
             self._kv_heads,
             None if self.q_norm is None else self.q_norm.weight,
             None if self.k_norm is None else self.k_norm.weight,
             self._eps,
             *shared.angles,
-            cache,
+            *tensors,
             step.writes[self._kind],
         )
         out = torch.empty_like(q)
@@ -67,15 +79,21 @@ class Attention(Layer):
                 continue
             alone = segment.tokens == len(q)
             rows = slice(segment.begin, segment.begin + segment.tokens)
-            shared.backend.attend(
+            backend.attend(
                 q if alone else q[rows],
                 out if alone else out[rows],
-                cache,
+                tensors[0],
                 segment,
                 self._kind,
                 self._cache_spec,
                 self._dim**-0.5,
                 prepared[self._kind],
+                self.sinks,
+                tensors[1] if self._cache_spec.fp8 else None,
             )
         out = out.view(x.shape[0], self._heads * self._dim)
-        return self.out(out if keep is None else out[keep])
+        if keep is not None:
+            out, made = out[keep], made[keep]
+        if self._weigh is not None:
+            out = self._weigh(out, made[:, : self._gate])
+        return self.out(out)

@@ -27,7 +27,8 @@ import torch
 from weft.attention.base import AttentionBackend, SegmentInput
 from weft.attention.torch_backend import BITS
 from weft.common.errors import ConfigError
-from weft.config.spec import CacheSpec
+from weft.config.spec import CacheSpec, ModelSpec
+from weft.ops import kv_fp8
 from weft.ops.fixed_shapes import ProductShapes, product_shapes, products
 from weft.ops.torch_ops import wide
 from weft.ops.upload import upload
@@ -43,7 +44,7 @@ LIMIT = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class Piece:
     """``count`` queries of ``row``, from its query ``offset`` on; ``first`` is their place in the segment."""
 
     row: int
@@ -55,7 +56,7 @@ class _Piece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Group:
+class Group:
     """P pieces of at most n queries, computed together over W tiles each."""
 
     queries: Tensor
@@ -65,7 +66,7 @@ class _Group:
     places: Tensor
     """int64: where those are in the segment."""
     lines: Tensor
-    """int64 [2 * P * kv_heads * W * TILE / g]: rows of the cache as lines of g positions."""
+    """int64 [planes * P * W * TILE / g]: rows of the cache as lines of g positions."""
     seen: Tensor
     """[P, 1, W * TILE, 1], integers of the cache dtype's width: all bits set where a query may look."""
     hidden: Tensor
@@ -76,7 +77,7 @@ class _Group:
 class _Prepared:
     """The cut of a segment: made for the first layer (which knows its heads), kept for the others."""
 
-    groups: tuple[_Group, ...] = ()
+    groups: tuple[Group, ...] = ()
     shared: int = 0
     """Heads that share a KV head; 0 until made."""
     shapes: tuple[ProductShapes, ProductShapes] = (ProductShapes((), ()), ProductShapes((), ()))
@@ -88,7 +89,7 @@ class InvariantAttention(AttentionBackend):
     invariant = True
 
     def check(
-        self, cache: CacheSpec, heads: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self, cache: CacheSpec, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         if dtype not in BITS:
             raise ConfigError(f"attention backend 'invariant' has no {dtype}", param="--dtype")
@@ -96,9 +97,11 @@ class InvariantAttention(AttentionBackend):
             raise ConfigError(
                 f"attention backend 'invariant' does not run on {device.type}", param="--device"
             )
-        if heads % cache.kv_heads:
-            raise ConfigError(f"{heads} query heads cannot share {cache.kv_heads} KV heads", param="--model")
-        _shapes(cache.head_dim, wide(dtype))  # the trials, before anybody waits
+        if spec.heads % cache.kv_heads:
+            raise ConfigError(
+                f"{spec.heads} query heads cannot share {cache.kv_heads} KV heads", param="--model"
+            )
+        pair_shapes(cache.head_dim, cache.head_dim, wide(dtype))  # the trials, before anybody waits
 
     def prepare(
         self, segment: SegmentInput, kind: int, spec: CacheSpec, block_size: int, dtype: torch.dtype
@@ -115,6 +118,8 @@ class InvariantAttention(AttentionBackend):
         spec: CacheSpec,
         scale: float,
         prepared: object = None,
+        sinks: Tensor | None = None,
+        scales: Tensor | None = None,
     ) -> None:
         if not segment.tokens:
             return
@@ -122,18 +127,21 @@ class InvariantAttention(AttentionBackend):
             prepared = _Prepared()
         shared = q.shape[1] // spec.kv_heads
         if prepared.shared != shared:
-            prepared.shapes = _shapes(spec.head_dim, wide(q.dtype))
-            prepared.groups = tuple(_cut(segment, kind, spec, cache, shared, prepared.shapes[0].rows))
+            prepared.shapes = pair_shapes(spec.head_dim, spec.head_dim, wide(q.dtype))
+            memory = Memory(2 * spec.kv_heads, spec.head_dim, cache.shape[3], cache.dtype)
+            prepared.groups = tuple(cut(segment, kind, spec, memory, shared, prepared.shapes[0].rows))
             prepared.shared = shared
-        lines = cache.view(-1, gcd(cache.shape[3], TILE) * spec.head_dim)
+        g = gcd(cache.shape[3], TILE)
+        lines = cache.view(-1, g * spec.head_dim)
+        own = None if scales is None else scales.view(-1, g)
         for group in prepared.groups:
-            _attend(q, out, lines, group, spec, scale, prepared.shapes)
+            _attend(q, out, lines, own, group, spec, scale, prepared.shapes, sinks)
 
 
-def _shapes(dim: int, dtype: torch.dtype) -> tuple[ProductShapes, ProductShapes]:
-    """Shapes for (scores, sums), of equal rows."""
-    scores = product_shapes(dim, TILE, ROWS, dtype, transposed=True)
-    sums = product_shapes(TILE, dim, ROWS, dtype, transposed=False)
+def pair_shapes(keys: int, values: int, dtype: torch.dtype) -> tuple[ProductShapes, ProductShapes]:
+    """Shapes for (scores, sums), of equal rows; dims of a key and of a value."""
+    scores = product_shapes(keys, TILE, ROWS, dtype, transposed=True)
+    sums = product_shapes(TILE, values, ROWS, dtype, transposed=False)
     both = scores.rows if len(scores.rows) <= len(sums.rows) else sums.rows
     if scores.rows != sums.rows:
         both = (1,) if (1,) in (scores.rows, sums.rows) else both
@@ -143,17 +151,32 @@ def _shapes(dim: int, dtype: torch.dtype) -> tuple[ProductShapes, ProductShapes]
 # --- cutting ---
 
 
-def _cut(
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """How one layer's cache lies: [blocks, planes, block, dim]."""
+
+    planes: int
+    """Keys and values of each KV head, or 1: lines that are both."""
+    dim: int
+    block: int
+    dtype: torch.dtype
+
+
+def cut(
     segment: SegmentInput,
     kind: int,
     spec: CacheSpec,
-    cache: Tensor,
+    memory: Memory,
     shared: int,
     rows: tuple[int, ...],
-) -> Iterator[_Group]:
-    """The segment's queries in groups of pieces of equal shapes. Widths come from upper bounds."""
+) -> Iterator[Group]:
+    """The segment's queries in groups of pieces of equal shapes. Widths come from upper bounds.
+
+    shared: heads that share keys; rows: what a matrix of queries may have.
+    """
+    kv_heads = max(1, memory.planes // 2)
     most = max(1, rows[0] // shared)
-    alike: dict[tuple[int, int], list[_Piece]] = {}
+    alike: dict[tuple[int, int], list[Piece]] = {}
     begin = 0
     for row, (start, count) in enumerate(
         zip(segment.host_starts.tolist(), segment.host_counts.tolist(), strict=True)
@@ -165,25 +188,25 @@ def _cut(
             if spec.window:
                 # n + window - 1 positions that begin anywhere in a tile
                 tiles = min(tiles, (n + spec.window - 2) // TILE + 2)
-            piece = _Piece(row, offset, n, begin + offset, tiles)
+            piece = Piece(row, offset, n, begin + offset, tiles)
             alike.setdefault((max(1, fitting // shared), tiles.bit_length()), []).append(piece)
         begin += count
     for (n, _), pieces in alike.items():
-        tiles = max(piece.tiles for piece in pieces)
-        each = tiles * TILE * spec.kv_heads * max(2 * spec.head_dim, n * shared)
+        width = max(piece.tiles for piece in pieces)
+        each = width * TILE * max(memory.planes * memory.dim, kv_heads * n * shared)
         size = max(1, LIMIT // each)
         for i in range(0, len(pieces), size):
-            yield _group(pieces[i : i + size], n, segment, kind, spec, cache)
+            yield make_group(pieces[i : i + size], n, segment, kind, spec, memory)
 
 
 def _column(values: list[int], device: torch.device) -> Tensor:
     return upload(np.array(values, np.int64), device)
 
 
-def _group(
-    pieces: list[_Piece], n: int, segment: SegmentInput, kind: int, spec: CacheSpec, cache: Tensor
-) -> _Group:
-    table, starts, block = segment.tables[kind], segment.starts, cache.shape[3]
+def make_group(
+    pieces: list[Piece], n: int, segment: SegmentInput, kind: int, spec: CacheSpec, memory: Memory
+) -> Group:
+    table, starts, block = segment.tables[kind], segment.starts, memory.block
     device, width = starts.device, max(piece.tiles for piece in pieces)
     rows = _column([piece.row for piece in pieces], device)
     counts = _column([piece.count for piece in pieces], device).unsqueeze(1)
@@ -201,17 +224,17 @@ def _group(
     g = gcd(block, TILE)
     starting = keys[:, ::g]
     entries = (starting // block).clamp(max=table.shape[1] - 1)  # past the table nothing is seen
-    at = table[rows.unsqueeze(1), entries] * (2 * spec.kv_heads)
-    heads = torch.arange(2 * spec.kv_heads, device=device).view(2, 1, spec.kv_heads, 1)
-    lines = (at[None, :, None, :] + heads) * (block // g) + (starting % block // g)[None, :, None, :]
+    at = table[rows.unsqueeze(1), entries] * memory.planes
+    planes = torch.arange(memory.planes, device=device).view(-1, 1, max(1, memory.planes // 2), 1)
+    lines = (at[None, :, None, :] + planes) * (block // g) + (starting % block // g)[None, :, None, :]
     begins = _column([piece.first for piece in pieces], device).unsqueeze(1)
     queries = begins + within.where(real, 0)
-    return _Group(
+    return Group(
         queries=queries,
         real=real.view(-1).nonzero().squeeze(1),
         places=queries[real],
         lines=lines.reshape(-1),
-        seen=-seen[:, None, :, None].to(BITS[cache.dtype]),
+        seen=-seen[:, None, :, None].to(BITS[memory.dtype]),
         hidden=hidden.view(len(pieces), n, width, TILE).transpose(1, 2).unsqueeze(2).unsqueeze(1),
     )
 
@@ -223,39 +246,49 @@ def _attend(
     q: Tensor,
     out: Tensor,
     lines: Tensor,
-    group: _Group,
+    scales: Tensor | None,  # of the lines, each as many as it has positions
+    group: Group,
     spec: CacheSpec,
     scale: float,
     shapes: tuple[ProductShapes, ProductShapes],
+    sinks: Tensor | None,
 ) -> None:
     (pieces, n), kv_heads, dim = group.queries.shape, spec.kv_heads, spec.head_dim
     shared, dtype = q.shape[1] // kv_heads, wide(q.dtype)
     kv = lines.index_select(0, group.lines).view(2, pieces, kv_heads, -1, dim)
     kv.view(group.seen.dtype).bitwise_and_(group.seen)  # +0.0, whatever was there
+    if scales is not None:
+        own = scales.index_select(0, group.lines).view(kv.shape[:-1])
+        kv = kv_fp8.dequantize(kv, own.where(group.seen.squeeze(-1) != 0, 0.0), dtype)
     k, v = kv.to(dtype).view(2, pieces, kv_heads, -1, TILE, dim)
     folded = q[group.queries].to(dtype).view(pieces, n, kv_heads, shared, dim)
     folded = folded.permute(0, 2, 3, 1, 4).reshape(pieces, kv_heads, shared * n, dim)
     size = next((rows for rows in reversed(shapes[0].rows) if rows >= shared * n), shapes[0].rows[0])
     made = folded.new_empty(folded.shape)
+    drawn = None
+    if sinks is not None:  # [1, kv_heads, shared * n, 1]
+        drawn = sinks.to(dtype).view(1, kv_heads, shared, 1).repeat_interleave(n, dim=2)
     for begin in range(0, shared * n, size):
         part = slice(begin, min(begin + size, shared * n))
         hidden = group.hidden.expand(-1, -1, -1, shared, -1, -1).flatten(3, 4)[:, :, :, part]
-        made[:, :, part] = _tiles(folded[:, :, part], k, v, hidden, scale, size, shapes)
+        sink = None if drawn is None else drawn[:, :, part]
+        made[:, :, part] = tiles(folded[:, :, part], k, v, hidden, scale, size, shapes, sink)
     made = made.view(pieces, kv_heads, shared, n, dim).permute(0, 3, 1, 2, 4)
     made = made.reshape(pieces * n, kv_heads * shared, dim)
     out[group.places] = made[group.real].to(out.dtype)
 
 
-def _tiles(
+def tiles(
     q: Tensor,  # [P, kv_heads, M or fewer, dim]
     k: Tensor,  # [P, kv_heads, W, TILE, dim]
-    v: Tensor,  # [P, kv_heads, W, TILE, dim]
+    v: Tensor,  # [P, kv_heads, W, TILE, dim of values]
     hidden: Tensor,  # [P, 1, W, as many as in q, TILE]
     scale: float,
     size: int,
     shapes: tuple[ProductShapes, ProductShapes],
+    sink: Tensor | None,  # [1, kv_heads, as many as in q, 1]
 ) -> Tensor:
-    """Attention of matrices of queries, filled up to ``size`` rows: the shape of q."""
+    """Attention of matrices of queries, filled up to ``size`` rows: as q, with values' dims."""
     pieces, kv_heads, width, _, dim = k.shape
     rows = q.shape[2]
     full = q.new_zeros(pieces, kv_heads, width, size, dim)
@@ -270,12 +303,16 @@ def _tiles(
     top = scores.amax(dim=(2, 4), keepdim=True)  # [P, kv_heads, 1, M, 1]
     top.masked_fill_(top == float("-inf"), 0)  # sees nothing: every weight is exp(-inf)
     weights = scores.sub_(top).exp_()
-    parts = products(weights.view(-1, size, TILE), v.reshape(-1, TILE, dim), shapes[1].batches)
-    parts = parts.view(pieces, kv_heads, width, size, dim)
+    values = v.reshape(-1, TILE, v.shape[-1])
+    parts = products(weights.view(-1, size, TILE), values, shapes[1].batches)
+    parts = parts.view(pieces, kv_heads, width, size, -1)
     masses = weights.sum(dim=-1, keepdim=True)  # [P, kv_heads, W, M, 1]
     total = torch.zeros_like(parts[:, :, 0])
     mass = torch.zeros_like(masses[:, :, 0])
     for tile in range(width):
         total += parts[:, :, tile]
         mass += masses[:, :, tile]
-    return (total / mass)[:, :, :rows]
+    total, mass = total[:, :, :rows], mass[:, :, :rows]
+    if sink is not None:
+        mass = mass + (sink - top[:, :, 0, :rows]).exp()
+    return total / mass

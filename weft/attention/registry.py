@@ -1,15 +1,18 @@
-"""Attention backends by name, checked when the model is loaded."""
+"""Backends of core attention by form and name, checked when the model is loaded."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from weft.attention.base import AttentionBackend
+from weft.attention.base import AttentionBackend, Backend, Backends
+from weft.attention.latent import LatentBackend
+from weft.attention.sparse import SparseBackend
 from weft.common.errors import ConfigError
 from weft.common.registry import Registry
 from weft.config.spec import ModelSpec
 
-#: Name to class; ``auto`` takes the first of the device's ``PREFERRED`` that can serve the model.
 BACKENDS: Registry[type[AttentionBackend]] = Registry("attention backend")
 BACKENDS.add("cpu", "weft.attention.cpu_backend:CpuAttention")
 BACKENDS.add("torch", "weft.attention.torch_backend:TorchAttention")
@@ -18,10 +21,36 @@ BACKENDS.add("triton", "weft.attention.triton_backend:TritonAttention")
 BACKENDS.add("triton-invariant", "weft.attention.triton_backend:TritonInvariant")
 BACKENDS.add("flashinfer", "weft.attention.flashinfer_backend:FlashInferAttention")
 
-#: By device, the best first. FlashInfer is taken only by name.
-PREFERRED = {
-    "cpu": ("cpu", "torch", "invariant"),
-    "cuda": ("triton", "triton-invariant", "torch"),
+SPARSE: Registry[type[SparseBackend]] = Registry("attention backend")
+SPARSE.add("torch", "weft.attention.sparse_torch:TorchSparse")
+
+LATENT: Registry[type[LatentBackend]] = Registry("attention backend")
+LATENT.add("cpu", "weft.attention.latent_cpu:CpuLatent")
+LATENT.add("torch", "weft.attention.latent_torch:TorchLatent")
+LATENT.add("triton", "weft.attention.latent_triton:TritonLatent")
+LATENT.add("invariant", "weft.attention.latent_invariant:InvariantLatent")
+
+DELTA: Registry[type[Backend]] = Registry("delta net backend")
+DELTA.add("cpu", "weft.attention.delta_cpu:CpuDelta")
+DELTA.add("torch", "weft.attention.delta_torch:TorchDelta")
+DELTA.add("invariant", "weft.attention.delta_torch:InvariantDelta")
+
+#: Form to its backends, by name.
+FORMS: dict[str, Registry[Any]] = {"gqa": BACKENDS, "latent": LATENT, "delta": DELTA, "sparse": SPARSE}
+
+#: Form and device to names, the best first; ``auto`` takes the first that can serve the model. FlashInfer is
+#: taken only by name.
+PREFERRED: dict[str, dict[str, tuple[str, ...]]] = {
+    "gqa": {
+        "cpu": ("cpu", "torch", "invariant"),
+        "cuda": ("triton", "triton-invariant", "torch"),
+    },
+    "latent": {"cpu": ("cpu", "torch", "invariant"), "cuda": ("triton", "torch")},
+    "delta": {
+        "cpu": ("cpu", "torch", "invariant"),
+        "cuda": ("torch", "invariant"),
+    },
+    "sparse": {"cpu": ("torch",), "cuda": ("torch",)},
 }
 
 
@@ -33,17 +62,34 @@ def choose(
     block_size: int,
     *,
     invariant: bool = False,
-) -> AttentionBackend:
-    """The backend called ``name`` (or the best that fits, for ``auto``), checked against every cache kind.
+) -> Backends:
+    """For each form that the model needs the backend called ``name``, checked against every cache kind of it.
 
-    ``invariant`` demands that capability.
-
-    Raises ConfigError that names the backend and what it lacks, or lists the backends there are.
+    For ``auto``, and for forms that have none of that name, the best that fits. ``invariant`` demands that
+    capability. Raises ConfigError that names the backend and what it lacks, or lists the backends there are.
     """
-    candidates = PREFERRED.get(device.type, ("torch",)) if name == "auto" else (name,)
+    forms = spec.forms
+    if name != "auto" and not any(name in FORMS[form] for form in forms):
+        FORMS[forms[0]].get(name)  # raises, with the list
+    return Backends(
+        _choose(form, name if name in FORMS[form] else "auto", spec, dtype, device, block_size, invariant)
+        for form in forms
+    )
+
+
+def _choose(
+    form: str,
+    name: str,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    block_size: int,
+    invariant: bool,
+) -> Backend:
+    candidates = PREFERRED[form].get(device.type, ("torch",)) if name == "auto" else (name,)
     lacking = []
     for candidate in candidates:
-        backend = BACKENDS.get(candidate)()
+        backend: Backend = FORMS[form].get(candidate)()
         try:
             if invariant and not backend.invariant:
                 raise ConfigError(
@@ -52,7 +98,8 @@ def choose(
                     param="--deterministic",
                 )
             for cache in spec.caches:
-                backend.check(cache, spec.heads, block_size, dtype, device)
+                if cache.form == form:
+                    backend.check(cache, spec, block_size, dtype, device)
         except ConfigError as error:
             if name != "auto":
                 raise

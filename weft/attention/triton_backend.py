@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from weft.attention.base import AttentionBackend, SegmentInput
+from weft.attention.base import AttentionBackend, SegmentInput, refuse_fp8
 from weft.common.errors import ConfigError
-from weft.config.spec import CacheSpec
+from weft.config.spec import CacheSpec, ModelSpec
 from weft.ops import triton as kernels
 from weft.ops.triton import forms
 from weft.ops.upload import upload
@@ -51,7 +51,7 @@ class _Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Cut:
+class Cut:
     """A segment, cut up for the heads of a layer."""
 
     form: forms.Form
@@ -65,7 +65,7 @@ class _Cut:
 class _Prepared:
     """The cut of a segment: made for the first layer (which knows its heads), kept for the others."""
 
-    cut: _Cut | None = None
+    cut: Cut | None = None
 
 
 class TritonAttention(AttentionBackend):
@@ -75,7 +75,7 @@ class TritonAttention(AttentionBackend):
     _name = "triton"
 
     def check(
-        self, cache: CacheSpec, heads: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self, cache: CacheSpec, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         name = self._name
         if device.type != "cuda" and not kernels.interpreting():
@@ -85,10 +85,13 @@ class TritonAttention(AttentionBackend):
                 f"attention backend {name!r} needs Triton: pip install 'weft[cuda]'",
                 param="--attention-backend",
             )
+        refuse_fp8(name, cache)
         if dtype not in kernels.DTYPES:
             raise ConfigError(f"attention backend {name!r} has no {dtype}", param="--dtype")
-        if heads % cache.kv_heads or heads // cache.kv_heads > 128:
-            raise ConfigError(f"{heads} query heads cannot share {cache.kv_heads} KV heads", param="--model")
+        if spec.heads % cache.kv_heads or spec.heads // cache.kv_heads > 128:
+            raise ConfigError(
+                f"{spec.heads} query heads cannot share {cache.kv_heads} KV heads", param="--model"
+            )
         if cache.head_dim > 256:
             raise ConfigError(
                 f"attention backend {name!r} has no heads of more than 256 dims", param="--attention-backend"
@@ -109,6 +112,8 @@ class TritonAttention(AttentionBackend):
         spec: CacheSpec,
         scale: float,
         prepared: object = None,
+        sinks: Tensor | None = None,
+        scales: Tensor | None = None,
     ) -> None:
         if not segment.tokens:
             return
@@ -135,21 +140,22 @@ class TritonAttention(AttentionBackend):
                 split=cut.split,
                 splits=cut.splits,
                 tokens=(part.begin, part.end),
+                sinks=sinks,
             )
         if whole is not out:
             out.copy_(whole)
 
-    def _cut(self, segment: SegmentInput, heads: int, spec: CacheSpec, dtype: torch.dtype) -> _Cut:
-        group, longest = heads // spec.kv_heads, _longest(segment)
+    def _cut(self, segment: SegmentInput, heads: int, spec: CacheSpec, dtype: torch.dtype) -> Cut:
+        group, most = heads // spec.kv_heads, longest(segment)
         lines = int(segment.host_counts.max()) * group
         if lines <= max(NARROW, group):
             form = forms.narrow(lines, spec.head_dim, dtype)
-            split = max(SHORT_SPLIT, forms.power(-(-longest // MOST_SPLITS)))
+            split = max(SHORT_SPLIT, forms.power(-(-most // MOST_SPLITS)))
         else:
             form = forms.wide(group, spec.head_dim, dtype)
             tiles = int((-(-segment.host_counts // (form.tile_m // group))).sum())
             split = LONG_SPLIT if tiles * spec.kv_heads < FEW_TILES else 0
-        return _make_cut(segment, heads, spec, form, split if longest > split else 0)
+        return make_cut(segment, heads, spec, form, split if most > split else 0)
 
 
 class TritonInvariant(TritonAttention):
@@ -158,21 +164,24 @@ class TritonInvariant(TritonAttention):
     invariant = True
     _name = "triton-invariant"
 
-    def _cut(self, segment: SegmentInput, heads: int, spec: CacheSpec, dtype: torch.dtype) -> _Cut:
+    def _cut(self, segment: SegmentInput, heads: int, spec: CacheSpec, dtype: torch.dtype) -> Cut:
         form = forms.invariant(heads // spec.kv_heads, spec.head_dim, dtype)
-        return _make_cut(segment, heads, spec, form, LONG_SPLIT)
+        return make_cut(segment, heads, spec, form, LONG_SPLIT)
 
 
-def _longest(segment: SegmentInput) -> int:
+def longest(segment: SegmentInput) -> int:
     """Keys of the longest row, its own included: an upper bound."""
     return int((segment.host_starts.astype(np.int64) + segment.host_counts).max())
 
 
-def _make_cut(segment: SegmentInput, heads: int, spec: CacheSpec, form: forms.Form, split: int) -> _Cut:
-    """Tiles in the order of their tokens; without splits those with the most keys first."""
+def make_cut(segment: SegmentInput, heads: int, spec: CacheSpec, form: forms.Form, split: int) -> Cut:
+    """Tiles in the order of their tokens; without splits those with the most keys first.
+
+    Of ``spec`` the KV heads and their dim count: as many parts of the heads, states as wide.
+    """
     queries = form.tile_m // (heads // spec.kv_heads)
     device = segment.starts.device
-    splits = -(-_longest(segment) // split) if split else 1
+    splits = -(-longest(segment) // split) if split else 1
     limit = max(1, STATES // (heads * spec.head_dim * splits)) if split else segment.tokens
     counts = segment.host_counts.astype(np.int64)
     if int(counts.max()) <= queries:
@@ -189,7 +198,7 @@ def _make_cut(segment: SegmentInput, heads: int, spec: CacheSpec, form: forms.Fo
         if not split:
             packed = packed[np.argsort(-(segment.host_starts[rows] + lasts), kind="stable")]
         tiles = upload(packed, device)
-    return _Cut(form=form, split=split, splits=splits, parts=tuple(_parts(tiles, ends, limit)))
+    return Cut(form=form, split=split, splits=splits, parts=tuple(_parts(tiles, ends, limit)))
 
 
 def _parts(tiles: Tensor, ends: np.ndarray, limit: int) -> Iterator[_Part]:

@@ -1,19 +1,30 @@
-"""How much memory a model and its KV cache need, and how a number of bytes becomes block pools.
+"""How much memory a model and its caches need, and how a number of bytes becomes block pools.
 
 A pool is worth its weakest kind, so bytes are divided in proportion to what one sequence of
 ``max_model_len`` needs of each: every kind can then hold the same number of such sequences. Each pool has
 one block more than it gives out, the null block; it is paid for here.
+
+A recurrent state is no line in a pool: every slot has its copies of it, which come off first. The pool of its
+kind holds snapshots, of which a sequence needs none: they get ``MIN_SNAPSHOTS``, and a share.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 from weft.common.errors import ConfigError
 from weft.config.resolved import PoolSpec
 from weft.config.sections import SchedulerSection
-from weft.config.spec import DTYPE_BYTES, CacheSpec, ModelSpec
+from weft.config.spec import DTYPE_BYTES, CacheSpec, ModelSpec, SparseSpec
 from weft.types.plan import MAX_PROMPT_LOGITS
 
 GIB = 1 << 30
+
+MIN_SNAPSHOTS = 4
+"""Snapshots of the recurrent state that every pool of them has."""
+MIN_STRIDE = 1024
+"""Positions between two snapshots of one prompt, at least."""
 
 
 def show_bytes(count: int) -> str:
@@ -24,10 +35,45 @@ def show_bytes(count: int) -> str:
     return str(count)
 
 
+def kind_block(cache: CacheSpec, block_size: int) -> int:
+    """Positions of one block of a kind, where a base block has ``block_size``.
+
+    The least that is a whole number of base blocks and of ``ratio`` positions, even if that is one line: a
+    prefix hit of the whole model ends at a block's border of every kind, so eight lines of 128 positions
+    a block would lose every hit below 1,024 tokens. A small block costs nothing in return: what reads
+    compressed lines picks them one by one, each of them a KiB or so, and blocks are taken less often than
+    base blocks are.
+    """
+    return math.lcm(block_size, cache.ratio)
+
+
+def hit_unit(spec: ModelSpec, block_size: int) -> int:
+    """Positions that every prefix hit is a multiple of."""
+    return math.lcm(block_size, *(kind_block(cache, block_size) for cache in spec.caches))
+
+
+def snapshot_stride(spec: ModelSpec, block_size: int, dtype: str) -> int:
+    """Positions between the snapshots of a long prompt: a multiple of the ``hit_unit``.
+
+    So many that a snapshot costs no more bytes than the lines of those positions in the kinds that keep all,
+    and no fewer than ``MIN_STRIDE``: a snapshot ends a chunk early.
+    """
+    states = [cache for cache in spec.caches if cache.kind == "state"]
+    snapshot = sum(cache.block_bytes(block_size, dtype) for cache in states)
+    positions, unit = MIN_STRIDE, hit_unit(spec, block_size)
+    lines = [cache for cache in spec.caches if cache.kind != "state" and not cache.window]
+    if lines:
+        kept = sum(cache.block_bytes(unit, dtype) for cache in lines)  # of one unit of positions
+        positions = max(positions, -(-snapshot * unit // kept))
+    return -(-positions // unit) * unit
+
+
 def blocks_for_one(cache: CacheSpec, block_size: int, max_model_len: int, scheduler: SchedulerSection) -> int:
-    """Blocks of one kind that a sequence of ``max_model_len`` alone needs at most, whatever its chunks."""
+    """Blocks, of ``block_size``, that a sequence of ``max_model_len`` alone needs at most, in any chunks."""
+    if cache.kind == "state":
+        return 0
     full = -(-max_model_len // block_size)
-    if cache.kind == "full":
+    if not cache.window:
         return full
     # Positions held at once: those that the first token of a chunk sees, and the chunk. They need not begin
     # at a block's border, so they can touch one block more.
@@ -40,6 +86,68 @@ def longest_chunk(scheduler: SchedulerSection, max_model_len: int) -> int:
     return min(chunk, scheduler.long_prefill_token_threshold or chunk)
 
 
+def state_bytes(spec: ModelSpec, dtype: str, num_slots: int, copies: int = 1) -> int:
+    """Bytes of the recurrent state that slots have, ``copies`` each; one line more than there are slots."""
+    states = [cache for cache in spec.caches if cache.kind == "state"]
+    return (num_slots + 1) * copies * sum(cache.block_bytes(1, dtype) for cache in states)
+
+
+def live_bytes(spec: ModelSpec, dtype: str, scheduler: SchedulerSection, copies: int = 1) -> int:
+    """``state_bytes`` of as many slots as ``scheduler`` has."""
+    return state_bytes(spec, dtype, scheduler.max_num_seqs * max(scheduler.steps_in_flight, 1), copies)
+
+
+@dataclass(frozen=True, slots=True)
+class _Needs:
+    """Of the caches of a model: bytes that do not depend on how many sequences there are, and the rest."""
+
+    fixed: int
+    sizes: list[int]
+    """Bytes of a block of each kind."""
+    blocks: list[int]
+    """Of each kind, for one sequence."""
+
+    @property
+    def one(self) -> int:
+        """Bytes for one sequence."""
+        return sum(blocks * size for blocks, size in zip(self.blocks, self.sizes, strict=True))
+
+
+def _needs(
+    spec: ModelSpec,
+    block_size: int,
+    dtype: str,
+    max_model_len: int,
+    scheduler: SchedulerSection,
+    copies: int,
+    snapshots: bool,
+) -> _Needs:
+    at = [kind_block(cache, block_size) for cache in spec.caches]
+    sizes = [cache.block_bytes(size, dtype) for cache, size in zip(spec.caches, at, strict=True)]
+    blocks = [
+        blocks_for_one(cache, size, max_model_len, scheduler)
+        for cache, size in zip(spec.caches, at, strict=True)
+    ]
+    fixed = live_bytes(spec, dtype, scheduler, copies) + sum(sizes)
+    states = [number for number, cache in enumerate(spec.caches) if cache.kind == "state"]
+    if states:
+        snapshot = sum(sizes[number] for number in states)
+        fixed += MIN_SNAPSHOTS * snapshot
+        if snapshots:
+            share = _snapshots_for_one(spec, block_size, dtype, max_model_len)
+            lines = sum(count * size for count, size in zip(blocks, sizes, strict=True))
+            # Lines are what lets sequences run; snapshots only save them time. So never the larger part.
+            share = min(share, lines // snapshot) if lines else share
+            for number in states:
+                blocks[number] = share
+    return _Needs(fixed, sizes, blocks)
+
+
+def _snapshots_for_one(spec: ModelSpec, block_size: int, dtype: str, max_model_len: int) -> int:
+    """Snapshots that a prompt of ``max_model_len`` leaves: see ``weft.kv.snapshots``."""
+    return max_model_len // snapshot_stride(spec, block_size, dtype) + 2
+
+
 def bytes_for(
     spec: ModelSpec,
     block_size: int,
@@ -47,13 +155,16 @@ def bytes_for(
     sequences: int,
     max_model_len: int,
     scheduler: SchedulerSection,
+    *,
+    copies: int = 1,
+    snapshots: bool = False,
 ) -> int:
-    """Cache bytes for ``sequences`` of ``max_model_len`` in every kind, null blocks included."""
-    return sum(
-        (blocks_for_one(cache, block_size, max_model_len, scheduler) * sequences + 1)
-        * cache.block_bytes(block_size, dtype)
-        for cache in spec.caches
-    )
+    """Cache bytes for ``sequences`` of ``max_model_len`` in every kind; live states, null blocks included.
+
+    ``copies``: of a slot's recurrent state. ``snapshots``: whether beyond the least there are some.
+    """
+    needs = _needs(spec, block_size, dtype, max_model_len, scheduler, copies, snapshots)
+    return needs.fixed + sequences * needs.one
 
 
 def pools_for(
@@ -63,64 +174,163 @@ def pools_for(
     num_bytes: int,
     max_model_len: int,
     scheduler: SchedulerSection,
+    *,
+    copies: int = 1,
+    snapshots: bool = True,
 ) -> tuple[PoolSpec, ...]:
-    """The pools that ``num_bytes`` of cache make, one for each kind of ``spec``.
+    """The pools that ``num_bytes`` of cache make, one for each kind of ``spec``; see ``bytes_for``.
 
-    Raises ConfigError naming --max-model-len and --kv-cache-memory, with values that would work, unless
-    every kind can hold one sequence of ``max_model_len``.
+    Where bytes are short, or without ``snapshots``, there are ``MIN_SNAPSHOTS``.
+
+    Raises ConfigError naming --max-model-len and --kv-cache-memory (and --max-num-seqs, where slots have
+    states), with values that would work, unless every kind can hold one sequence of ``max_model_len``.
     """
-    need = [blocks_for_one(cache, block_size, max_model_len, scheduler) for cache in spec.caches]
-    sizes = [cache.block_bytes(block_size, dtype) for cache in spec.caches]
-    one = sum(blocks * size for blocks, size in zip(need, sizes, strict=True))
-    usable = num_bytes - sum(sizes)
+    needs = _needs(spec, block_size, dtype, max_model_len, scheduler, copies, snapshots)
+    if num_bytes < needs.fixed + needs.one:
+        needs = _needs(spec, block_size, dtype, max_model_len, scheduler, copies, False)
+    usable, one = num_bytes - needs.fixed, needs.one
     if usable < one:
-        fits = longest_that_fits(spec, block_size, dtype, num_bytes, max_model_len, scheduler)
-        shorter = f", or --max-model-len to at most {fits}" if fits else ""
-        needed = show_bytes(one + sum(sizes))
-        raise ConfigError(
-            f"one sequence of --max-model-len {max_model_len} needs {needed} of KV cache and there are "
-            f"{show_bytes(max(num_bytes, 0))}: set --kv-cache-memory to at least {needed}{shorter}",
-            param="--max-model-len",
+        longest = longest_that_fits(
+            spec, block_size, dtype, num_bytes, max_model_len, scheduler, copies=copies
         )
-    return tuple(
-        PoolSpec(cache=cache, block_size=block_size, num_blocks=usable * blocks // one)
-        for cache, blocks in zip(spec.caches, need, strict=True)
+        live = live_bytes(spec, dtype, scheduler, copies)
+        raise _too_small(num_bytes, needs.fixed + one, max_model_len, longest, live, scheduler)
+    pools = []
+    for cache, blocks in zip(spec.caches, needs.blocks, strict=True):
+        count = usable * blocks // one if blocks else 0
+        if cache.kind == "state":
+            stride = snapshot_stride(spec, block_size, dtype)
+            unit = hit_unit(spec, block_size)
+            pools.append(
+                PoolSpec(cache=cache, block_size=unit, num_blocks=MIN_SNAPSHOTS + count, stride=stride)
+            )
+        else:
+            pools.append(PoolSpec(cache=cache, block_size=kind_block(cache, block_size), num_blocks=count))
+    return tuple(pools)
+
+
+def _too_small(
+    num_bytes: int, needed: int, max_model_len: int, longest: int, live: int, scheduler: SchedulerSection
+) -> ConfigError:
+    """``needed`` bytes for a sequence of ``max_model_len``, ``live`` of them for the states of all slots.
+
+    ``longest``: max_model_len that ``num_bytes`` hold, or 0.
+    """
+    ways = [f"set --kv-cache-memory to at least {show_bytes(needed)}"]
+    if longest:
+        ways.append(f"--max-model-len to at most {longest}")
+    if live:
+        slots = scheduler.max_num_seqs * max(scheduler.steps_in_flight, 1)
+        over = -(-(needed - num_bytes) * (slots + 1) // live)  # slots that must go
+        fewer = (slots - over) // max(scheduler.steps_in_flight, 1)
+        ways += [f"--max-num-seqs to at most {fewer}"] if fewer >= 1 else []
+    states = ""
+    if live:
+        seqs = scheduler.max_num_seqs
+        states = f", {show_bytes(live)} of it recurrent state of --max-num-seqs {seqs} sequences,"
+    return ConfigError(
+        f"one sequence of --max-model-len {max_model_len} needs {show_bytes(needed)} of KV cache{states} and "
+        f"there are {show_bytes(max(num_bytes, 0))}: {', or '.join(ways)}",
+        param="--max-num-seqs" if live and not longest else "--max-model-len",
     )
 
 
 def longest_that_fits(
-    spec: ModelSpec, block_size: int, dtype: str, num_bytes: int, most: int, scheduler: SchedulerSection
+    spec: ModelSpec,
+    block_size: int,
+    dtype: str,
+    num_bytes: int,
+    most: int,
+    scheduler: SchedulerSection,
+    *,
+    copies: int = 1,
 ) -> int:
     """The largest max_model_len up to ``most`` of which ``num_bytes`` hold one sequence; 0 if none does."""
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
-        if bytes_for(spec, block_size, dtype, 1, middle, scheduler) <= num_bytes:
+        if bytes_for(spec, block_size, dtype, 1, middle, scheduler, copies=copies) <= num_bytes:
             low = middle
         else:
             high = middle - 1
     return low
 
 
-def weight_bytes(spec: ModelSpec, dtype: str) -> int:
-    """Bytes of the model's parameters (an estimate: norms and biases are left out)."""
-    attention = spec.hidden * spec.head_dim * (2 * spec.heads + 2 * spec.kv_heads)
+def weight_bytes(spec: ModelSpec, dtype: str, quantization: str = "none") -> int:
+    """Bytes of the model's parameters (an estimate: norms, biases and scales are left out).
+
+    With ``int8`` the matrices of layers, experts' included, take a byte an element; embedding, head and
+    routers do not change.
+    """
+    size = DTYPE_BYTES[dtype]
+    recurrent = len(spec.delta.layers) if spec.delta is not None else 0
+    matrices = (spec.layers - recurrent) * _attention_elements(spec)
+    matrices += recurrent * _delta_elements(spec)
     dense = 3 * spec.hidden * spec.intermediate
-    routed = 0
-    routing: tuple[int, ...] = ()
-    if spec.moe is not None:
-        routing = spec.moe.layers
-        routed = spec.moe.experts * (3 * spec.hidden * spec.moe.intermediate + spec.hidden)
-    layers = spec.layers * attention + (spec.layers - len(routing)) * dense + len(routing) * routed
+    routers = 0
+    if spec.moe is None:
+        matrices += spec.layers * dense
+    else:
+        moe, routing = spec.moe, len(spec.moe.layers)
+        matrices += (spec.layers - routing) * dense
+        matrices += routing * 3 * spec.hidden * (moe.experts * moe.intermediate + moe.shared)
+        routers = routing * moe.experts * spec.hidden * max(4, size)
     embeddings = spec.vocab_size * spec.hidden * (1 if spec.tied else 2)
-    return (layers + embeddings) * DTYPE_BYTES[dtype]
+    return matrices * (1 if quantization == "int8" else size) + routers + embeddings * size
+
+
+def _attention_elements(spec: ModelSpec) -> int:
+    """Of one layer; where layers differ, their mean."""
+    mla = spec.mla
+    if spec.sparse is not None:
+        return _sparse_elements(spec, spec.sparse)
+    if mla is None:
+        queries = spec.heads * (3 if spec.output_gate else 2)
+        return spec.hidden * spec.head_dim * (queries + 2 * spec.kv_heads)
+    queries = spec.heads * (mla.nope + mla.rope)
+    inputs = spec.hidden + queries if mla.q_lora else queries
+    return (
+        (mla.q_lora or spec.hidden) * inputs
+        + spec.hidden * (mla.kv_lora + mla.rope)
+        + spec.heads * (mla.nope + mla.v) * mla.kv_lora
+        + spec.hidden * spec.heads * mla.v
+    )
+
+
+def _delta_elements(spec: ModelSpec) -> int:
+    delta = spec.delta
+    if delta is None:
+        return 0
+    key, value = delta.k_heads * delta.k_dim, delta.v_heads * delta.v_dim
+    return spec.hidden * (2 * key + 3 * value + 2 * delta.v_heads) + delta.conv * (2 * key + value)
+
+
+def _sparse_elements(spec: ModelSpec, sparse: SparseSpec) -> int:
+    queries = spec.heads * spec.head_dim
+    inputs = sparse.q_lora * (spec.hidden + queries) + spec.hidden * spec.head_dim
+    outputs = queries * sparse.o_lora + sparse.o_groups * sparse.o_lora * spec.hidden
+    index = sparse.index_heads * sparse.index_dim
+    of_groups = {
+        "window": 0,
+        "chosen": 4 * spec.hidden * (spec.head_dim + sparse.index_dim) + sparse.q_lora * index,
+        "all": 2 * spec.hidden * spec.head_dim,
+    }
+    return inputs + outputs + sum(of_groups[kind] for kind in sparse.types) // len(sparse.types)
 
 
 def activation_bytes(spec: ModelSpec, dtype: str, scheduler: SchedulerSection) -> int:
     """Bytes of the largest step's intermediate results (an upper estimate, to divide memory at first)."""
     tokens = scheduler.max_num_batched_tokens
-    wide = max(spec.intermediate, spec.moe.intermediate * spec.moe.top_k if spec.moe else 0)
-    row = 4 * spec.hidden + 2 * spec.head_dim * (spec.heads + spec.kv_heads) + 3 * wide
+    wide = spec.intermediate
+    if spec.moe is not None:
+        wide = max(wide, spec.moe.intermediate * spec.moe.top_k + spec.moe.shared)
+    inner = 2 * spec.head_dim * (spec.heads + spec.kv_heads)
+    if spec.delta is not None:
+        heads = spec.delta.k_heads * spec.delta.k_dim + spec.delta.v_heads * spec.delta.v_dim
+        inner = max(inner, 4 * heads)
+    row = 4 * spec.hidden + inner + 3 * wide
+    if spec.hyper is not None:
+        row += 7 * spec.hyper.streams * spec.hidden  # the streams, and copies of them in float32
     logits = scheduler.max_num_seqs * spec.vocab_size * 4 * 4
     logits += MAX_PROMPT_LOGITS * spec.vocab_size * DTYPE_BYTES[dtype]
     return (tokens * row * DTYPE_BYTES[dtype] + logits) * scheduler.steps_in_flight

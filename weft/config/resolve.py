@@ -21,6 +21,7 @@ from weft.config.memory import (
     GIB,
     activation_bytes,
     bytes_for,
+    live_bytes,
     longest_that_fits,
     pools_for,
     show_bytes,
@@ -34,6 +35,7 @@ from weft.config.sections import (
     ModelSection,
     RunnerSection,
     SchedulerSection,
+    SpeculationSection,
 )
 from weft.config.spec import ModelSpec
 
@@ -45,27 +47,47 @@ _CPU_CACHE_SHARE = 0.5
 def resolve(config: Config) -> EngineConfig:
     """The configuration of one engine. Raises ConfigError; see the steps."""
     model, cache, scheduler, runner = config.model, config.cache, config.scheduler, config.runner
-    check_budget(scheduler, cache.block_size)
+    speculation = config.speculation
+    check_budget(scheduler, cache.block_size, speculation.drafts)
     check_files(runner, config.front)
     path = hub.resolve_model_path(model.model, model.revision, load_format=model.load_format)
     tokenizer_path = path
     if model.tokenizer is not None:
         tokenizer_path = hub.resolve_model_path(model.tokenizer, load_format="dummy")
     check_checkpoint(model, path, tokenizer_path)
-    spec = load_spec(path, model.num_hidden_layers_override, trust_remote_code=model.trust_remote_code)
+    check_ngram(speculation)
+    spec = load_spec(
+        path,
+        model.num_hidden_layers_override,
+        trust_remote_code=model.trust_remote_code,
+        mtp=int(speculation.speculative_method == "mtp"),
+    )
+    spec = with_cache_dtype(spec, cache)
     device = choose_device(runner)
     if not scheduler.steps_in_flight:
         # A CPU's threads all compute: planning beside them takes from them what it saves (docs/adr/0001).
         scheduler = msgspec.structs.replace(scheduler, steps_in_flight=2 if device == "cuda" else 1)
     dtype = choose_dtype(model, spec, device, path)
-    num_bytes = cache_bytes(spec, dtype, device, model, cache, scheduler)
-    max_model_len = choose_max_model_len(spec, dtype, num_bytes, model, cache, scheduler)
+    copies = 1 + speculation.drafts
+    num_bytes = cache_bytes(spec, dtype, device, model, cache, scheduler, copies)
+    max_model_len = choose_max_model_len(spec, dtype, num_bytes, model, cache, scheduler, copies)
+    caching = cache.enable_prefix_caching
     kv = KVConfig(
-        pools=pools_for(spec, cache.block_size, dtype, num_bytes, max_model_len, scheduler),
+        pools=pools_for(
+            spec,
+            cache.block_size,
+            dtype,
+            num_bytes,
+            max_model_len,
+            scheduler,
+            copies=copies,
+            snapshots=caching,
+        ),
         block_size=cache.block_size,
-        enable_prefix_caching=cache.enable_prefix_caching,
+        enable_prefix_caching=caching,
         max_model_len=max_model_len,
         num_slots=scheduler.max_num_seqs * scheduler.steps_in_flight,
+        copies=copies,
     )
     return EngineConfig(
         model_path=path,
@@ -79,7 +101,26 @@ def resolve(config: Config) -> EngineConfig:
         scheduler=scheduler,
         runner=runner,
         kv=kv,
+        speculation=speculation,
     )
+
+
+def with_cache_dtype(spec: ModelSpec, cache: CacheSection) -> ModelSpec:
+    """``spec`` with cache kinds as ``--kv-cache-dtype`` says. Raises ConfigError when it changes none."""
+    if cache.kv_cache_dtype == "auto":
+        return spec
+    caches = tuple(
+        msgspec.structs.replace(kind, fp8=True, exact=spec.mla.rope if kind.width and spec.mla else 0)
+        if kind.kind in ("full", "window", "latent") and kind.form in ("gqa", "latent")
+        else kind
+        for kind in spec.caches
+    )
+    if caches == spec.caches:
+        raise ConfigError(
+            f"--kv-cache-dtype fp8: {spec.architecture} has no cache that can be kept in 8 bits; use auto",
+            param="--kv-cache-dtype",
+        )
+    return msgspec.structs.replace(spec, caches=caches)
 
 
 def check_files(runner: RunnerSection, front: FrontSection) -> None:
@@ -166,6 +207,16 @@ def choose_device(runner: RunnerSection) -> str:
     return "cpu"
 
 
+def check_ngram(speculation: SpeculationSection) -> None:
+    """Lengths that contradict each other."""
+    if speculation.ngram_min_length > speculation.ngram_max_length:
+        raise ConfigError(
+            f"--ngram-min-length {speculation.ngram_min_length} is more than --ngram-max-length "
+            f"{speculation.ngram_max_length}",
+            param="--ngram-min-length",
+        )
+
+
 def choose_dtype(model: ModelSection, spec: ModelSpec, device: str, path: str) -> str:
     """The type of weights and cache: as asked, the checkpoint's, or float32 for a bundled model on a CPU."""
     if model.dtype != "auto":
@@ -188,8 +239,11 @@ def cache_bytes(
     model: ModelSection,
     cache: CacheSection,
     scheduler: SchedulerSection,
+    copies: int = 1,
 ) -> int:
     """Bytes for all cache pools: as asked, or what the device leaves, at most what all sequences could use.
+
+    ``copies``: of a slot's recurrent state.
 
     On a GPU the default is a first division from estimates; the engine divides again, with ``pools_for``,
     when the weights are loaded.
@@ -200,14 +254,23 @@ def cache_bytes(
         _check_asked(asked, device)
         return asked
     length = model.max_model_len if isinstance(model.max_model_len, int) else spec.max_position
-    usable = bytes_for(spec, cache.block_size, dtype, scheduler.max_num_seqs, length, scheduler)
-    weights = weight_bytes(spec, dtype)
+    usable = bytes_for(
+        spec,
+        cache.block_size,
+        dtype,
+        scheduler.max_num_seqs,
+        length,
+        scheduler,
+        copies=copies,
+        snapshots=cache.enable_prefix_caching,
+    )
+    weights = weight_bytes(spec, dtype, model.quantization)
     if device == "cpu":
         available = devices.available_memory()
         if available is None:
             return min(_CPU_CACHE_MOST, usable)
         share = int(max(available - weights, 0) * _CPU_CACHE_SHARE)
-        one = bytes_for(spec, cache.block_size, dtype, 1, length, scheduler)
+        one = bytes_for(spec, cache.block_size, dtype, 1, length, scheduler, copies=copies)
         return min(share, usable, max(_CPU_CACHE_MOST, one))
     total = devices.gpu_memory()
     if total is None:
@@ -245,6 +308,7 @@ def choose_max_model_len(
     model: ModelSection,
     cache: CacheSection,
     scheduler: SchedulerSection,
+    copies: int = 1,
 ) -> int:
     """The context length: as asked, the model's own, or with ``auto`` the longest that the cache holds."""
     if isinstance(model.max_model_len, int):
@@ -257,9 +321,13 @@ def choose_max_model_len(
         return model.max_model_len
     if model.max_model_len is None:
         return spec.max_position
-    longest = longest_that_fits(spec, cache.block_size, dtype, num_bytes, spec.max_position, scheduler)
+    longest = longest_that_fits(
+        spec, cache.block_size, dtype, num_bytes, spec.max_position, scheduler, copies=copies
+    )
     if longest < 1:
-        one = bytes_for(spec, cache.block_size, dtype, 1, 1, scheduler)
+        if live_bytes(spec, dtype, scheduler):
+            pools_for(spec, cache.block_size, dtype, num_bytes, 1, scheduler, copies=copies)  # says more
+        one = bytes_for(spec, cache.block_size, dtype, 1, 1, scheduler, copies=copies)
         raise ConfigError(
             f"--kv-cache-memory {show_bytes(num_bytes)} does not hold one block "
             f"(--block-size {cache.block_size}): set --kv-cache-memory to at least {show_bytes(one)}",

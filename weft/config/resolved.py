@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import msgspec
 
-from weft.config.sections import CacheSection, Config, ModelSection, RunnerSection, SchedulerSection
+from weft.config.sections import (
+    CacheSection,
+    Config,
+    ModelSection,
+    RunnerSection,
+    SchedulerSection,
+    SpeculationSection,
+)
 from weft.config.spec import CacheSpec, ModelSpec
 
 
@@ -13,7 +20,20 @@ class PoolSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     cache: CacheSpec
     block_size: int
+    """Positions of a block; of a state, what its snapshots are made at multiples of."""
     num_blocks: int
+    stride: int = 0
+    """Of a state: positions between the snapshots of a long prompt; 0 for as many as may be."""
+
+    def nbytes(self, dtype: str) -> int:
+        """Bytes of all its blocks in a model of ``dtype``, the null block included."""
+        return (1 + self.num_blocks) * self.cache.block_bytes(self.block_size, dtype)
+
+    def describe(self, dtype: str) -> str:
+        """For the log: ``512 blocks of 64 (full, 18.9 MB in fp8)``."""
+        form = "fp8" if self.cache.fp8 else dtype
+        size = self.nbytes(dtype) / 1e6
+        return f"{self.num_blocks} blocks of {self.block_size} ({self.cache.kind}, {size:.1f} MB in {form})"
 
 
 class KVConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +46,13 @@ class KVConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     num_slots: int
     """Slots of the table: running sequences, and those that await their last commit."""
+    copies: int = 1
+    """Copies of a slot's recurrent state: one, and one for each draft that a step may verify."""
+
+    @property
+    def drafts(self) -> int:
+        """Drafts of one sequence that a step may verify."""
+        return self.copies - 1
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +70,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     scheduler: SchedulerSection
     runner: RunnerSection
     kv: KVConfig
+    speculation: SpeculationSection = SpeculationSection()
 
 
 __all__ = ["Config", "EngineConfig", "KVConfig", "PoolSpec"]

@@ -71,6 +71,12 @@ class CacheSection(_Section, frozen=True, kw_only=True):
             extra={"size": True},
         ),
     ] = None
+    kv_cache_dtype: Annotated[
+        Literal["auto", "fp8"],
+        Meta(
+            description="fp8: keys, values and latents in 8 bits, with a scale each; auto: the model's type."
+        ),
+    ] = "auto"
     gpu_memory_utilization: Annotated[
         float, Meta(gt=0, le=1, description="Share of a GPU's memory for weights, activations and cache.")
     ] = 0.9
@@ -113,6 +119,36 @@ class SchedulerSection(_Section, frozen=True, kw_only=True):
     ] = 0.0
 
 
+class SpeculationSection(_Section, frozen=True, kw_only=True):
+    """Drafts of tokens to come, verified in one step with the token before them. No token depends on it."""
+
+    speculative_method: Annotated[
+        Literal["none", "mtp", "ngram"],
+        Meta(
+            description="Who proposes drafts; mtp: the model's own module for it; ngram: what followed the "
+            "same words earlier in prompt or output."
+        ),
+    ] = "none"
+    num_speculative_tokens: Annotated[
+        int, Meta(ge=1, le=8, description="Drafts of one sequence in one step at most.")
+    ] = 3
+    speculative_adaptive: Annotated[
+        bool,
+        Meta(description="Propose fewer drafts, or none, where they are not accepted often enough to pay."),
+    ] = True
+    ngram_min_length: Annotated[
+        int, Meta(ge=1, le=16, description="ngram: least tokens that must match to propose what followed.")
+    ] = 2
+    ngram_max_length: Annotated[
+        int, Meta(ge=1, le=16, description="ngram: tokens to match at most; longer matches go first.")
+    ] = 4
+
+    @property
+    def drafts(self) -> int:
+        """Drafts of one sequence in one step at most; 0 without speculation."""
+        return 0 if self.speculative_method == "none" else self.num_speculative_tokens
+
+
 class RunnerSection(_Section, frozen=True, kw_only=True):
     """Where and how a step is computed."""
 
@@ -129,9 +165,12 @@ class RunnerSection(_Section, frozen=True, kw_only=True):
             "operation has no such form. Dense models on a CPU are so by default."
         ),
     ] = False
-    cuda_graphs: Annotated[
+    decode_graphs: Annotated[
         bool,
-        Meta(description="On a GPU: capture decode steps at start, where the model can, and replay them."),
+        Meta(
+            description="Replay decode steps where the model can: CUDA graphs on a GPU, recorded calls of "
+            "the C++ operations on a CPU."
+        ),
     ] = True
     threads: Annotated[
         int, Meta(ge=0, le=4096, description="CPU threads for compute; 0 leaves it to torch.")
@@ -173,5 +212,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelSection = ModelSection()
     cache: CacheSection = CacheSection()
     scheduler: SchedulerSection = SchedulerSection()
+    speculation: SpeculationSection = SpeculationSection()
     runner: RunnerSection = RunnerSection()
     front: FrontSection = FrontSection()

@@ -5,14 +5,16 @@ from __future__ import annotations
 import msgspec
 import torch
 
-from weft.attention.base import AttentionBackend
+from weft.attention.base import Backends
 from weft.attention.registry import choose
 from weft.common.errors import ConfigError
 from weft.common.log import get_logger
 from weft.config.memory import activation_bytes, pools_for
 from weft.config.resolved import EngineConfig, KVConfig
 from weft.models.loader import Model, load_model
+from weft.ops import cpu
 from weft.runner.graphs import CudaCapture, GraphOptions, obstacle
+from weft.runner.programs import record
 from weft.runner.runner import Runner
 from weft.runner.trace import StepTrace
 
@@ -35,7 +37,7 @@ def build_runner(config: EngineConfig, *, progress: bool = True, poison: bool = 
         raise ConfigError("--device cuda: this torch sees no GPU; use --device cpu", param="device")
     device, dtype, spec = torch.device(config.device), DTYPES[config.dtype], config.spec
     invariant = config.runner.deterministic
-    backend = choose(
+    backends = choose(
         config.runner.attention_backend, spec, dtype, device, config.kv.block_size, invariant=invariant
     )
     trace = StepTrace(config.runner.trace) if config.runner.trace else None
@@ -55,7 +57,7 @@ def build_runner(config: EngineConfig, *, progress: bool = True, poison: bool = 
         kv = fit_pools(config, *torch.cuda.mem_get_info(device))
     return Runner(
         model,
-        backend,
+        backends,
         kv,
         vocab_size=spec.vocab_size,
         dtype=dtype,
@@ -63,20 +65,25 @@ def build_runner(config: EngineConfig, *, progress: bool = True, poison: bool = 
         depth=config.scheduler.steps_in_flight,
         trace=trace,
         poison=poison,
-        graphs=graph_options(config, model, backend, progress),
+        graphs=graph_options(config, model, backends, progress),
+        speculation=config.speculation,
     )
 
 
 def graph_options(
-    config: EngineConfig, model: Model, backend: AttentionBackend, progress: bool
+    config: EngineConfig, model: Model, backends: Backends, progress: bool
 ) -> GraphOptions | None:
     """How decode steps are captured; None (and a line in the log) where they cannot be, or must not."""
-    if config.device != "cuda" or not config.runner.cuda_graphs:
+    if not config.runner.decode_graphs or (config.device == "cpu" and not cpu.load()):
         return None
-    why = obstacle(model, backend)
+    why = obstacle(model, backends)
     if why is not None:
-        log.info("decode steps are launched op by op, without CUDA graphs: %s", why)
+        log.info("decode steps are launched op by op, and not replayed: %s", why)
         return None
+    if config.device == "cpu":
+        return GraphOptions(
+            max_rows=config.scheduler.max_num_seqs, capture=record, lazy=True, most_each=config.kv.copies
+        )
     return GraphOptions(
         max_rows=config.scheduler.max_num_seqs,
         capture=CudaCapture(torch.device(config.device)),
@@ -93,5 +100,15 @@ def fit_pools(config: EngineConfig, free: int, total: int) -> KVConfig:
     spec, cache, scheduler = config.spec, config.cache, config.scheduler
     others = int(total * (1 - cache.gpu_memory_utilization))
     room = max(free - others - activation_bytes(spec, config.dtype, scheduler), 0)
-    pools = pools_for(spec, config.kv.block_size, config.dtype, room, config.kv.max_model_len, scheduler)
-    return msgspec.structs.replace(config.kv, pools=pools)
+    kv = config.kv
+    pools = pools_for(
+        spec,
+        kv.block_size,
+        config.dtype,
+        room,
+        kv.max_model_len,
+        scheduler,
+        copies=kv.copies,
+        snapshots=kv.enable_prefix_caching,
+    )
+    return msgspec.structs.replace(kv, pools=pools)

@@ -48,7 +48,9 @@ class EngineCore:
         self.config = config
         self._clock = clock or SystemClock()
         self.runner = runner or build_runner(config, progress=progress)
-        self.scheduler = Scheduler(self.runner.kv, config.scheduler, config.spec.vocab_size)
+        self.scheduler = Scheduler(
+            self.runner.kv, config.scheduler, config.spec.vocab_size, config.speculation
+        )
         self._depth = config.scheduler.steps_in_flight
         self._in_flight: deque[tuple[StepHandle, float]] = deque()
         """Steps in flight, and when the planning of each began."""
@@ -66,6 +68,16 @@ class EngineCore:
         """``deterministic: yes``, or no and because of what."""
         varying = self.runner.varying
         return f"deterministic: no, by {', '.join(varying)}" if varying else "deterministic: yes"
+
+    def describe_speculation(self) -> str | None:
+        """How many drafts were accepted so far, in words; None before the first."""
+        stats = self.scheduler.stats()
+        verified, accepted = sum(stats.drafts), sum(stats.drafts_accepted)
+        if not verified:
+            return None
+        places = zip(stats.drafts_accepted, stats.drafts, strict=True)
+        shares = ", ".join(f"{right / all_:.0%}" for right, all_ in places if all_)
+        return f"drafts: {accepted} of {verified} accepted; by place {shares}"
 
     def submit(self, submit: Submit) -> list[TokenEvent]:
         """Queues a sequence. An event means that its emitted ids had ended it already.
@@ -139,6 +151,8 @@ class EngineCore:
 
     def close(self) -> None:
         """Waits for what is in flight (its results are dropped) and ends the device thread and trace."""
+        if (report := self.describe_speculation()) is not None:
+            log.info("%s", report)
         while self._in_flight:
             try:
                 self.runner.read(self._in_flight.popleft()[0])

@@ -24,6 +24,8 @@ log = get_logger(__name__)
 
 HEARTBEAT_S = 0.5
 IDLE_POLL_MS = 100
+REPORT_S = 60.0
+"""Seconds between two reports on drafts in the log, if there are any."""
 SEND_QUEUE = 10_000
 """Messages a front may leave unread before it counts as gone."""
 
@@ -50,6 +52,7 @@ class Head:
         self._draining = False
         self._stop = False
         self._last_beat = 0.0
+        self._next_report = time.monotonic() + REPORT_S
 
     def run(self) -> None:
         """Serves until shutdown. Raises what the engine raised, after telling every front."""
@@ -168,9 +171,18 @@ class Head:
         if now - self._last_beat < HEARTBEAT_S:
             return
         self._last_beat = now
+        self._report(now)
         beat = self._heartbeat()
         for front in list(self._fronts):
             self._send(front, beat)
+
+    def _report(self, now: float) -> None:
+        if now < self._next_report:
+            return
+        self._next_report = now + REPORT_S
+        report = self._core.describe_speculation()
+        if report is not None and self._core.has_work():
+            log.info("%s", report)
 
     def _last_words(self, error: Exception) -> None:
         known = (
@@ -192,7 +204,7 @@ def run_head(config: EngineConfig, endpoint: str) -> None:
     """
     core = EngineCore(config)
     kinds = core.runner.kv.pools  # a GPU's are divided when the weights are there
-    pools = ", ".join(f"{p.num_blocks} blocks of {p.block_size} ({p.cache.kind})" for p in kinds)
+    pools = ", ".join(pool.describe(config.dtype) for pool in kinds)
     log.info(
         "engine ready: %s, %s on %s, %s", pools, config.dtype, config.device, core.describe_determinism()
     )

@@ -103,6 +103,8 @@ def _join(run: list[TokenEvent]) -> TokenEvent:
         logprobs=_join_columns([event.logprobs for event in run]),
         prompt_logprobs=_join_columns([event.prompt_logprobs for event in run]),
         num_cached=max(event.num_cached for event in run),
+        accepted=sum(event.accepted for event in run),
+        rejected=sum(event.rejected for event in run),
     )
 
 

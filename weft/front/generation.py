@@ -124,10 +124,14 @@ class Generation:
     def usage(self) -> Usage:
         """Tokens so far. A prompt counts once, whatever ``n``."""
         n = self.params.n
+        drafts = None
+        if self._front.config.speculation.drafts:
+            drafts = (sum(c.accepted for c in self.choices), sum(c.rejected for c in self.choices))
         return make_usage(
             prompt=sum(len(prompt.ids) for prompt in self.prompts),
             completion=sum(len(choice.token_ids) for choice in self.choices),
             cached=sum(choice.num_cached for choice in self.choices[::n]),
+            drafts=drafts,
         )
 
     def succeeded(self) -> None:

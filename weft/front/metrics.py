@@ -122,10 +122,21 @@ _COUNTERS: dict[str, tuple[str, Callable[[HeadStats], float]]] = {
     ),
     "engine_steps": ("Forward passes.", lambda s: s.steps),
     "engine_mixed_steps": ("Forward passes with prefill and decode rows.", lambda s: s.mixed_steps),
+    "spec_decode_num_draft_tokens": ("Drafts verified.", lambda s: sum(s.drafts)),
+    "spec_decode_num_accepted_tokens": ("Drafts that became tokens.", lambda s: sum(s.drafts_accepted)),
     "row_errors": ("Sequences failed by NaN or infinite logits.", lambda s: s.row_errors),
     "head_bad_frames": ("Frames that the head dropped.", lambda s: s.bad_frames),
 }
 
+
+#: Counters for each place of a draft behind the token that it was verified with, from 0.
+_PLACES: dict[str, tuple[str, Callable[[HeadStats], tuple[int, ...]]]] = {
+    "spec_decode_num_draft_tokens_per_pos": ("Drafts verified, by place.", lambda s: s.drafts),
+    "spec_decode_num_accepted_tokens_per_pos": (
+        "Drafts that became tokens, by place.",
+        lambda s: s.drafts_accepted,
+    ),
+}
 
 #: Of the link to the head. Counters unless in _LINK_GAUGES.
 _LINK: dict[str, tuple[str, Callable[[Link], float]]] = {
@@ -157,6 +168,11 @@ class _LinkCollector(Collector):
         for kind, free in enumerate(stats.free_blocks):
             blocks.add_metric([self._model, str(kind)], free)
         yield blocks
+        for name, (text, by_place) in _PLACES.items():
+            places = CounterMetricFamily(f"weft:{name}", text, labels=["model_name", "position"])
+            for place, value in enumerate(by_place(stats)):
+                places.add_metric([self._model, str(place)], value)
+            yield places
         counters = [(n, t, f(stats)) for n, (t, f) in _COUNTERS.items()]
         counters += [(n, t, f(self._link)) for n, (t, f) in _LINK.items()]
         for name, text, value in counters:
@@ -248,6 +264,7 @@ def describe() -> str:
     lines += [f"weft:{name}_total counter model_name" for name in (*_COUNTERS, *_LINK)]
     lines += [f"weft:{name}_total counter {','.join(labels)}" for name, _, labels in _EVENTS]
     lines.append("weft:free_blocks gauge model_name,kind")
+    lines += [f"weft:{name}_total counter model_name,position" for name in _PLACES]
     for name, _, buckets in _HISTOGRAMS:
         lines.append(f"weft:{name} histogram model_name {','.join(f'{bound:g}' for bound in buckets)}")
     return "\n".join(sorted(lines)) + "\n"

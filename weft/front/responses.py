@@ -18,11 +18,20 @@ class PromptTokensDetails(msgspec.Struct, kw_only=True):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct, kw_only=True):
+    accepted_prediction_tokens: int
+    """Tokens that a drafter had proposed."""
+    rejected_prediction_tokens: int
+    """Drafts that did not become tokens; ``completion_tokens`` does not count them."""
+
+
 class Usage(msgspec.Struct, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+    """Where the server speculates."""
 
 
 class TopLogprob(msgspec.Struct, kw_only=True):
@@ -177,13 +186,19 @@ def error_response(error: ErrorInfo) -> ErrorResponse:
     )
 
 
-def make_usage(prompt: int, completion: int, cached: int) -> Usage:
-    """Token counts of a request over all its prompts and choices."""
+def make_usage(prompt: int, completion: int, cached: int, drafts: tuple[int, int] | None = None) -> Usage:
+    """Token counts of a request over all its prompts and choices. ``drafts``: (accepted, rejected)."""
+    details: CompletionTokensDetails | UnsetType = UNSET
+    if drafts is not None:
+        details = CompletionTokensDetails(
+            accepted_prediction_tokens=drafts[0], rejected_prediction_tokens=drafts[1]
+        )
     return Usage(
         prompt_tokens=prompt,
         completion_tokens=completion,
         total_tokens=prompt + completion,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
+        completion_tokens_details=details,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from weft.common.errors import ConfigError
 from weft.config.resolved import KVConfig
 from weft.kv.kinds import CacheKind, FullKind, WindowKind
+from weft.kv.snapshots import Marks, StateKind, marks_for
 from weft.types.plan import Op
 
 
@@ -16,7 +18,9 @@ def make_kinds(kv: KVConfig, max_chunk: int) -> tuple[CacheKind, ...]:
     """The kinds of ``kv.pools``, in order; ``max_chunk`` bounds a sequence's prompt tokens in a step."""
     kinds: list[CacheKind] = []
     for number, spec in enumerate(kv.pools):
-        if spec.cache.kind == "window":
+        if spec.cache.kind == "state":
+            kinds.append(StateKind(number, spec, kv.block_size))
+        elif spec.cache.window or spec.cache.kind == "window":
             kinds.append(WindowKind(number, spec, kv.block_size, max_chunk))
         else:
             kinds.append(FullKind(number, spec, kv.block_size))
@@ -31,7 +35,12 @@ class Caches:
 
     def __init__(self, kinds: tuple[CacheKind, ...], max_model_len: int) -> None:
         self.kinds = kinds
+        self._states = tuple(kind for kind in kinds if isinstance(kind, StateKind))
+        self._tabled = tuple(kind for kind in kinds if not isinstance(kind, StateKind))
         self._sliding = tuple(kind for kind in kinds if kind.slides)
+        self._snapshots = bool(self._states) and all(kind.num_blocks for kind in self._states)
+        self.unit = math.lcm(*(kind.block_size for kind in kinds))
+        """Positions that every hit is a multiple of."""
         for kind in kinds:
             least = kind.least(max_model_len)
             if kind.num_blocks < least:
@@ -44,11 +53,7 @@ class Caches:
 
     def hit(self, hashes: Sequence[bytes], limit: int) -> int:
         """The longest prefix, at most ``limit``, that every kind can go on from."""
-        while True:
-            found = min((kind.hit(hashes, limit) for kind in self.kinds), default=0)
-            if found == limit:
-                return found
-            limit = found
+        return _agreed(self.kinds, hashes, limit)
 
     def needed(self, slot: int, upto: int, num_hit: int = 0, hashes: Sequence[bytes] = ()) -> list[int]:
         """Blocks of each kind, as ``CacheKind.needed``."""
@@ -72,7 +77,7 @@ class Caches:
 
     def reserved(self, upto: int) -> int:
         """How far the tables of a slot reach when ``upto`` is the furthest that was reserved."""
-        return min((-(-upto // kind.block_size) * kind.block_size for kind in self.kinds), default=1 << 62)
+        return min((-(-upto // kind.block_size) * kind.block_size for kind in self._tabled), default=1 << 62)
 
     def grow(self, slots: np.ndarray, upto: np.ndarray) -> tuple[list[Op], np.ndarray] | None:
         """``reserve`` of many slots at once: (ops, how far each slot's tables reach now).
@@ -85,7 +90,7 @@ class Caches:
             return None
         ops = [op for kind, lacks in zip(self.kinds, short, strict=True) for op in kind.grow(each, lacks)]
         reach = np.full(len(upto), 1 << 62, np.int64)
-        for kind in self.kinds:
+        for kind in self._tabled:
             np.minimum(reach, -(-upto // kind.block_size) * kind.block_size, out=reach)
         return ops, reach
 
@@ -137,4 +142,46 @@ class Caches:
 
     def usage(self) -> float:
         """Used share of the fullest pool, 0 .. 1."""
-        return max((1 - kind.available() / kind.num_blocks for kind in self.kinds), default=0.0)
+        return max((1 - kind.available() / kind.num_blocks for kind in self._tabled), default=0.0)
+
+    # ---- snapshots of recurrent states
+
+    @property
+    def has_states(self) -> bool:
+        """Whether there are snapshots to make."""
+        return self._snapshots
+
+    def marks(self, hashes: Sequence[bytes], known: int, num_hit: int) -> Marks | None:
+        """At which boundaries a sequence of ``known`` ids leaves snapshots; None: at none.
+
+        It starts from a hit of ``num_hit``; ``hashes`` are of what it may share.
+        """
+        if not self._snapshots or not hashes:
+            return None
+        branch = _agreed(self._tabled, hashes, known - 1) if self._tabled else 0
+        return marks_for(self.unit, self._states[0].stride, known, num_hit, branch)
+
+    def save(self, slot: int, key: bytes, back: int, keep: bool, step: int) -> list[Op] | None:
+        """``StateKind.save`` of each; None when some kind has no block for it."""
+        missing = [kind for kind in self._states if not kind.has(key)]
+        if not all(kind.available() for kind in missing):
+            return None
+        saved = [kind.save(slot, key, back, keep, step) for kind in self._states]
+        return [op for op in saved if op is not None]
+
+    def spoil(self, slot: int) -> None:
+        """``StateKind.spoil`` of each."""
+        for kind in self._states:
+            kind.spoil(slot)
+
+
+def _agreed(kinds: Sequence[CacheKind], hashes: Sequence[bytes], limit: int) -> int:
+    """The longest prefix, at most ``limit``, that each of ``kinds`` can go on from.
+
+    Each answer is at most the limit it was given, so limits fall until all agree.
+    """
+    while True:
+        found = min((kind.hit(hashes, limit) for kind in kinds), default=0)
+        if found == limit:
+            return found
+        limit = found

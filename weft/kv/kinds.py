@@ -1,5 +1,9 @@
 """Cache kinds: how the layers of one kind use their pool, behind one interface.
 
+What a line holds (keys and values, a latent, a group of positions compressed into one) is of no concern here.
+Kinds differ in what they keep: every line (``FullKind``), the last ones (``WindowKind``), or no lines at all
+but now and then a snapshot (``weft.kv.snapshots``).
+
     positions   0 .......... hit ........ committed ...... scheduled ....... reserved
     blocks      shared, read only | own, full, published | own, being written | own, empty
 
@@ -95,7 +99,11 @@ class _Table:
 
 
 class FullKind:
-    """Every position attends to all before it: blocks are held from admission to release."""
+    """Every position reads all before it: blocks are held from admission to release.
+
+    A block counts source positions, also where one line stands for ``ratio`` of them. It is a whole number of
+    base blocks and of such groups, so a hit, which takes full blocks only, never ends inside a group.
+    """
 
     slides = False
 
@@ -103,6 +111,11 @@ class FullKind:
         if spec.block_size % base_block:
             raise ConfigError(
                 f"a cache kind's block of {spec.block_size} is no multiple of --block-size {base_block}"
+            )
+        if spec.block_size % spec.cache.ratio:
+            raise ConfigError(
+                f"a cache kind's block of {spec.block_size} is no multiple of its {spec.cache.ratio} "
+                "positions a line"
             )
         self.number = number
         self.block_size = spec.block_size
@@ -210,7 +223,7 @@ class FullKind:
 
 
 class WindowKind(FullKind):
-    """A token at position p attends to p - window + 1 .. p: blocks before that are given up as p moves on.
+    """A token at position p reads p - window + 1 .. p: blocks before that are given up as p moves on.
 
     So a prefix hit needs only the blocks inside the window at its end, and a sequence of any length passes
     through a pool that holds the window and one chunk (or even the window alone: ``cut`` makes chunks fit).

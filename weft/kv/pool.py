@@ -6,6 +6,7 @@ A block is in exactly one of these places:
                      │         ^   ╰────────────────────────────> cached (LRU) if its content is in the index
                   publish      ╰──share── cached
                                           cached ──take evicts it──> held, and out of the index
+                                          cached ──forget──> free, and out of the index
 
 A reference given back while plans in flight still name the block lasts until the last of them commits.
 """
@@ -95,6 +96,14 @@ class BlockPool:
         if self._key[block] is None and key not in self._index:
             self._key[block] = key
             self._index[key] = block
+
+    def forget(self, key: bytes) -> None:
+        """Frees the block whose content is ``key``, unless it is held. Nothing happens when there is none."""
+        block = self._index.get(key, NULL_BLOCK)
+        if block != NULL_BLOCK and not self._references[block]:
+            del self._cached[block]
+            self._forget(block)
+            self._free.append(block)
 
     def release(self, block: int, after_step: int) -> None:
         """Gives back one reference, at once or when ``after_step`` commits."""

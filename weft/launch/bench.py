@@ -118,6 +118,52 @@ def offline(
     return 0
 
 
+@bench.command("moe-table")
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="What to measure on; auto: the GPU where there is one.",
+)
+@click.option(
+    "--threads", type=click.IntRange(1, 1024), help="CPU threads; by default as many as the engine takes."
+)
+@json_option
+def moe_table(device: str, threads: int | None, json_file: str | None) -> int:
+    """Measure the ways to compute routed experts in torch, and use what was found from now on.
+
+    The table goes to this user's cache folder and is looked up before the one that Weft comes with. It
+    serves where neither the CPU extension nor --deterministic decides. Takes a few minutes.
+    """
+    check_writable(json_file, "--json")
+    import torch
+    from tqdm import tqdm
+
+    from weft.bench import moe_table as run
+    from weft.ops import moe_table as table
+
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("there is no CUDA device here", param="--device")
+    if threads is not None:
+        torch.set_num_threads(threads)
+    with tqdm(total=run.cases(device), desc="moe-table", disable=None, dynamic_ncols=True) as bar:
+
+        def tick(done: str) -> None:
+            bar.set_postfix_str(done, refresh=False)
+            bar.update()
+
+        found = run.measure(device, tick)
+    run.save(found, table.user_file())
+    for line in run.summary(found):
+        click.echo(line)
+    click.echo(f"written to {table.user_file()}")
+    write_json(json_file, table.as_json(found))
+    return 0
+
+
 def _offline_lines(report: dict[str, Any], identical: bool) -> list[str]:
     from weft.bench.offline import headline
 

@@ -20,7 +20,7 @@ else:  # generic for type checkers only in the older versions of click that are 
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-ENGINE = ("model", "cache", "scheduler", "runner")
+ENGINE = ("model", "cache", "scheduler", "speculation", "runner")
 """Sections of a command that runs a model without a server."""
 ALL = (*ENGINE, "front")
 

@@ -150,6 +150,9 @@ def _small_pools(config: EngineConfig, prompts: Prompts, tokens: int) -> EngineC
     longest = max(map(len, prompts)) + tokens
     pools = []
     for pool in kv.pools:
+        if pool.cache.kind == "state":  # running takes none of it
+            pools.append(pool)
+            continue
 
         def blocks(length: int, pool: PoolSpec = pool) -> int:
             return blocks_for_one(pool.cache, pool.block_size, length, config.scheduler)

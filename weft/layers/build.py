@@ -56,6 +56,9 @@ class Build:
 class Layer(nn.Module):
     """A module without hooks: to call it is to call ``forward``, which a step does some hundred times."""
 
+    #: Whether ``forward`` of a feed-forward layer reads the token ids of its rows.
+    reads_ids: bool = False
+
     def __call__(self, *inputs: Any) -> Any:
         return self.forward(*inputs)
 

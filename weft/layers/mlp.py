@@ -42,6 +42,7 @@ class GatedMLP(Layer):
         self.gate_up = GateUp(hidden, intermediate, activation, build, bias=bias)
         self.down = RowLinear(intermediate, hidden, build, bias=bias)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
+        """x: [T, hidden]; ids are not read."""
         partial: Tensor = self.down(self.gate_up(x))
         return partial

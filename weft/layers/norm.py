@@ -10,11 +10,14 @@ Tensor = torch.Tensor
 
 
 class RMSNorm(Layer):
-    """Normalizes the last dim, of ``size``, in float32 (float64 in a float64 model); x's dtype in and out."""
+    """Normalizes the last dim, of ``size``, in float32 (float64 in a float64 model); x's dtype in and out.
 
-    def __init__(self, size: int, eps: float, build: Build) -> None:
+    ``wide``: the weight is kept in float32 (float64).
+    """
+
+    def __init__(self, size: int, eps: float, build: Build, *, wide: bool = False) -> None:
         super().__init__()
-        self.weight = build.weight(size)
+        self.weight = build.weight(size, wide=wide)
         self._eps = eps
         self._norm = build.op("rms_norm").run
         self._add_norm = build.op("add_rms_norm").run

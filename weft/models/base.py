@@ -8,7 +8,7 @@ from collections.abc import Generator, Sequence
 import torch
 from torch import nn
 
-from weft.attention.base import AttentionBackend, StepInput
+from weft.attention.base import Backends, LayerCache, StepInput
 from weft.config.spec import ModelSpec
 from weft.layers.build import Build, Packs
 from weft.parallel.comm import Pending
@@ -38,12 +38,48 @@ class Model(nn.Module, ABC):
         found = {f"{op} ({made.name})" for (op, _), made in self._ops.items() if not made.invariant}
         return tuple(sorted(found))
 
-    @abstractmethod
-    def steps(
-        self, step: StepInput, kv: Sequence[Tensor], backend: AttentionBackend
-    ) -> Generator[Pending, None, Tensor]:
-        """One forward pass; returns logits [L, vocab] in the model's dtype, for ``step.logits_index``.
+    @property
+    def asking(self) -> tuple[str, ...]:
+        """The ops that have the host read a value in the middle of a step, each with its implementation."""
+        return tuple(sorted({f"{op} ({made.name})" for (op, _), made in self._ops.items() if made.asks}))
 
-        kv: for each layer its cache ``[blocks, 2, kv_heads, block, head_dim]``, written in place. Yields
-        once for each collective, in an order that the configuration alone fixes; on one rank never.
+    @abstractmethod
+    def hidden(
+        self,
+        step: StepInput,
+        kv: Sequence[LayerCache],
+        backends: Backends,
+        keep: Tensor | None = None,
+    ) -> Generator[Pending, None, Tensor]:
+        """One forward pass up to the head: [L, hidden] for the merged rows ``keep`` (int64 [L]), or for all.
+
+        kv: for each layer its caches, written in place. Yields once for each collective, in an order that the
+        configuration alone fixes; on one rank never.
         """
+
+    def ahead(
+        self,
+        step: StepInput,
+        hidden: Tensor,
+        kv: Sequence[LayerCache],
+        backends: Backends,
+        keep: Tensor | None = None,
+    ) -> Generator[Pending, None, Tensor]:
+        """The module that predicts one token further: [L, hidden] for the rows ``keep``, or for all.
+
+        ``step.ids`` are those one position on, hidden [T, hidden] what ``hidden`` returned for the step's
+        positions. What it returns is like it, of the next positions: ``logits`` predict the token after
+        ``step.ids``. Only of models with ``spec.mtp_layers``.
+        """
+        raise NotImplementedError
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[L, vocab] in the model's dtype, of what ``hidden`` returned."""
+
+    def steps(
+        self, step: StepInput, kv: Sequence[LayerCache], backends: Backends
+    ) -> Generator[Pending, None, Tensor]:
+        """One forward pass; returns logits [L, vocab] in the model's dtype, for ``step.logits_index``."""
+        hidden = yield from self.hidden(step, kv, backends, step.logits_index)
+        return self.logits(hidden)

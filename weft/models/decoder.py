@@ -6,15 +6,16 @@ Only ``Block.steps`` and ``Decoder.steps`` yield, once for each collective; on o
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
-from weft.attention.base import AttentionBackend, StepInput
+from weft.attention.base import Backends, LayerCache, StepInput
 from weft.attention.gqa import AttentionInput
 from weft.config.spec import ModelSpec
-from weft.layers.build import Build
-from weft.layers.linear import Embedding, Head
+from weft.layers.build import Build, Layer
+from weft.layers.linear import Embedding, Head, Linear
 from weft.layers.norm import RMSNorm
 from weft.layers.rope import Rope
 from weft.models.base import Model
@@ -29,11 +30,11 @@ class Block(nn.Module):
     What a layer adds to the stream is added where the stream is normalized next: one pass over memory.
     """
 
-    def __init__(self, spec: ModelSpec, build: Build, attention: nn.Module, feed_forward: nn.Module) -> None:
+    def __init__(self, spec: ModelSpec, build: Build, attention: Layer, feed_forward: Layer) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(spec.hidden, spec.norm_eps, build)
+        self.attention_norm = RMSNorm(spec.hidden, spec.norm_eps, build, wide=spec.centred_norms)
         self.attention = attention
-        self.feed_forward_norm = RMSNorm(spec.hidden, spec.norm_eps, build)
+        self.feed_forward_norm = RMSNorm(spec.hidden, spec.norm_eps, build, wide=spec.centred_norms)
         self.feed_forward = feed_forward
         self._comm = build.comm
 
@@ -42,25 +43,61 @@ class Block(nn.Module):
         x: Tensor,
         delta: Tensor | None,
         shared: AttentionInput,
-        cache: Tensor,
+        caches: LayerCache,
         keep: Tensor | None = None,
-    ) -> Generator[Pending, None, tuple[Tensor, Tensor]]:
+    ) -> Generator[Pending, None, tuple[Tensor, Tensor | None]]:
         """x: [T, hidden], the stream, may be overwritten; delta: [T, hidden] still to be added to it.
 
-        Writes this layer's cache. Returns stream and delta of the rows ``keep`` (int64 [L]), or of all.
+        Writes this layer's caches. Returns stream and delta of the rows ``keep`` (int64 [L]), or of all.
         """
         x, normed = self.attention_norm.add(x, delta)
-        partial = self.attention(normed, shared, cache, keep)
+        partial = self.attention(normed, shared, caches, keep)
         if keep is not None:
             x = x[keep]
         delta = yield from reduced(self._comm, partial)
         x, normed = self.feed_forward_norm.add(x, delta)
-        delta = yield from reduced(self._comm, self.feed_forward(normed))
+        ids = None
+        if self.feed_forward.reads_ids:
+            ids = shared.step.ids if keep is None else shared.step.ids[keep]
+        delta = yield from reduced(self._comm, self.feed_forward(normed, ids))
         return x, delta
 
 
+class Ahead(nn.Module):
+    """Predicts one token further, from a hidden state and the embedding of the token that it predicts.
+
+    Source: DeepSeek-V3, arXiv 2412.19437, section 2.2.
+    """
+
+    def __init__(self, spec: ModelSpec, build: Build, block: Block) -> None:
+        super().__init__()
+        wide = spec.centred_norms
+        self.embedding_norm = RMSNorm(spec.hidden, spec.norm_eps, build, wide=wide)
+        self.hidden_norm = RMSNorm(spec.hidden, spec.norm_eps, build, wide=wide)
+        self.project = Linear(2 * spec.hidden, spec.hidden, build)
+        self.block = block
+        self.norm = RMSNorm(spec.hidden, spec.norm_eps, build, wide=wide)
+
+    def steps(
+        self,
+        embedded: Tensor,
+        hidden: Tensor,
+        shared: AttentionInput,
+        caches: LayerCache,
+        keep: Tensor | None,
+    ) -> Generator[Pending, None, Tensor]:
+        """embedded, hidden: [T, hidden]; returns [L, hidden] after the last norm, for the rows ``keep``."""
+        x = self.project(torch.cat([self.embedding_norm(embedded), self.hidden_norm(hidden)], dim=1))
+        x, delta = yield from self.block.steps(x, None, shared, caches, keep)
+        return self.norm.add(x, delta)[1]
+
+
 class Decoder(Model):
-    """Embedding, blocks, norm, head."""
+    """Embedding, blocks, norm, head.
+
+    A family whose stream or whose layers' common input has another form overrides ``share``, ``enter`` and
+    ``leave``.
+    """
 
     def __init__(
         self, spec: ModelSpec, build: Build, make_block: Callable[[ModelSpec, int, Build], Block]
@@ -68,19 +105,55 @@ class Decoder(Model):
         super().__init__(spec, build)
         self.embedding = Embedding(spec.vocab_size, spec.hidden, build, tied=spec.tied)
         self.blocks = nn.ModuleList(make_block(spec, layer, build) for layer in range(spec.layers))
-        self.norm = RMSNorm(spec.hidden, spec.norm_eps, build)
+        self.norm = RMSNorm(spec.hidden, spec.norm_eps, build, wide=spec.centred_norms)
         self.head = Head(self.embedding, build, tied=spec.tied)
         self._rope = Rope(spec.rope, build)
+        modules = range(spec.layers, spec.layers + spec.mtp_layers)
+        self.mtp = nn.ModuleList(Ahead(spec, build, make_block(spec, layer, build)) for layer in modules)
 
-    def steps(
-        self, step: StepInput, kv: Sequence[Tensor], backend: AttentionBackend
+    def hidden(
+        self,
+        step: StepInput,
+        kv: Sequence[LayerCache],
+        backends: Backends,
+        keep: Tensor | None = None,
     ) -> Generator[Pending, None, Tensor]:
-        shared = AttentionInput(step=step, angles=self._rope.angles(step.positions), backend=backend)
-        x, delta = self.embedding(step.ids), None
+        shared = self.share(step, kv, backends)
+        x, delta = self.enter(step.ids), None
         last = len(self.blocks) - 1
-        for layer, (block, cache) in enumerate(zip(self.blocks, kv, strict=True)):
+        for layer, (block, caches) in enumerate(zip(self.blocks, kv[: last + 1], strict=True)):
             assert isinstance(block, Block)
-            # After the last layer's keys and values nothing is needed but the rows whose logits are wanted.
-            keep = step.logits_index if layer == last else None
-            x, delta = yield from block.steps(x, delta, shared, cache, keep)
-        return self.head(self.norm.add(x, delta)[1])
+            # After the last layer's keys and values nothing is needed but the rows that are wanted.
+            x, delta = yield from block.steps(x, delta, shared, caches, keep if layer == last else None)
+        return self.leave(x, delta)
+
+    def share(self, step: StepInput, kv: Sequence[LayerCache], backends: Backends) -> Any:
+        """What every block gets as ``shared``."""
+        return AttentionInput(step=step, angles=self._rope.angles(step.positions), backends=backends)
+
+    def enter(self, ids: Tensor) -> Tensor:
+        """ids: int64 [T]; returns the stream before the first block, [T, hidden]."""
+        made: Tensor = self.embedding(ids)
+        return made
+
+    def leave(self, x: Tensor, delta: Tensor | None) -> Tensor:
+        """What the head reads, [L, hidden], of the last block's stream and delta."""
+        return self.norm.add(x, delta)[1]
+
+    def ahead(
+        self,
+        step: StepInput,
+        hidden: Tensor,
+        kv: Sequence[LayerCache],
+        backends: Backends,
+        keep: Tensor | None = None,
+    ) -> Generator[Pending, None, Tensor]:
+        # Rotated by the position of the hidden state. Only differences count, and all are alike.
+        shared = AttentionInput(step=step, angles=self._rope.angles(step.positions), backends=backends)
+        module = self.mtp[0]
+        assert isinstance(module, Ahead)
+        caches = kv[self.spec.layers]
+        return (yield from module.steps(self.embedding(step.ids), hidden, shared, caches, keep))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.head(hidden)

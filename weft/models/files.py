@@ -104,10 +104,15 @@ class WeightFile:
         """Names of all tensors in the file."""
         return list(self._safe.keys()) if self._safe is not None else list(self._loaded)
 
+    def tensor(self, name: str) -> torch.Tensor:
+        """The tensor called ``name``, which may be mapped memory of the file."""
+        found: torch.Tensor = self._safe.get_tensor(name) if self._safe is not None else self._loaded[name]
+        return found
+
     def tensors(self, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, tensor), in order. A tensor is the caller's until the next one is taken."""
         for name in names:
-            yield name, self._safe.get_tensor(name) if self._safe is not None else self._loaded[name]
+            yield name, self.tensor(name)
 
 
 def _unpickle(path: Path) -> dict[str, torch.Tensor]:

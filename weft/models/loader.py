@@ -1,7 +1,8 @@
 """From a checkpoint folder to a model with weights.
 
 Parameters are allocated once, on their device and in their dtype; each published tensor is then copied
-into its part and dropped. So loading takes the model's size plus the largest tensor.
+into its part and dropped. So loading takes the model's size plus the largest tensor (where weights are
+quantized: the largest matrix in float32).
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
-from torch import nn
 from tqdm import tqdm
 
 from weft.common.errors import ConfigError
@@ -22,13 +22,16 @@ from weft.layers.build import Build
 from weft.models.base import Model
 from weft.models.decoder import Decoder
 from weft.models.files import WeightFile, weight_files
-from weft.models.registry import BLOCKS, WEIGHTS
+from weft.models.quantized.filling import Target, is_zero_bias
+from weft.models.quantized.sources import Part, Source, part_of, without_effect
+from weft.models.registry import BLOCKS, FRAMES, WEIGHTS
 from weft.models.weights import WeightMap
+from weft.ops import torch_ops
 from weft.parallel.comm import Comm, LocalComm
 
 __all__ = ["Model", "build_model", "load_model"]
 
-_LAYER = re.compile(r"\.layers\.(\d+)\.")
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _SHOWN = 8
 
 
@@ -52,7 +55,8 @@ def build_model(
         quantization=quantization,
         invariant=invariant,
     )
-    return Decoder(spec, build, BLOCKS.get(spec.family))
+    frame = FRAMES.get(spec.family) if spec.family in FRAMES else Decoder
+    return frame(spec, build, BLOCKS.get(spec.family))
 
 
 def load_model(
@@ -89,61 +93,76 @@ def load_model(
 
 
 def _saved_layers(folder: Path, spec: ModelSpec) -> int:
-    """Layers in the checkpoint; more than ``spec.layers`` when only the first are served."""
+    """Layers in the checkpoint; more than ``spec.layers`` when only the first are served.
+
+    Modules that predict further tokens are saved as the layers behind the last.
+    """
     config = read_json(folder, "config.json")
-    return Facts(config).integer("num_hidden_layers", spec.layers) if config else spec.layers
+    if config is None:
+        return spec.layers
+    nested = config.get("text_config")
+    facts = Facts(nested if isinstance(nested, dict) else config)
+    predicting = facts.integer("num_nextn_predict_layers", 0, low=0)
+    return facts.integer("num_hidden_layers", spec.layers) + predicting
 
 
 @torch.no_grad()
 def fill(model: Model, weights: WeightMap, files: Sequence[Path], saved_layers: int, progress: bool) -> None:
-    """Copies every published tensor into its part of a parameter. Checks all names before it copies any."""
-    wanted = _check_names(weights, files, range(model.spec.layers, saved_layers))
-    parameters = dict(model.named_parameters())
-    with tqdm(
-        total=sum(map(len, wanted)), desc="Loading weights", unit="tensor", disable=not progress
-    ) as bar:
-        for path, names in zip(files, wanted, strict=True):
+    """Copies every published tensor into its part of a parameter. Checks all names before it copies any.
+
+    Quantized weights are made plain one by one (``weft.models.quantized``).
+    """
+    quantized = model.spec.quantized
+    sources = _check_names(weights, files, range(model.spec.layers, saved_layers), quantized is not None)
+    target = Target(weights, dict(model.named_parameters()), quantized, torch_ops.wide(model.dtype))
+    with tqdm(total=len(sources), desc="Loading weights", unit="tensor", disable=not progress) as bar:
+        for path in files:
             with WeightFile(path) as file:
-                for name, tensor in file.tensors(names):
-                    _copy(name, tensor, weights, parameters)
-                    bar.update()
+                for source in sources:
+                    if source.path == path:
+                        target.fill(source, file)
+                        bar.update()
+    target.report(model.dtype)
     _check_repeated(model, weights, files)
 
 
-def _check_names(weights: WeightMap, files: Sequence[Path], cut_layers: range) -> list[list[str]]:
-    """For each file the names to load. Raises ConfigError for missing, unexpected or doubled names."""
-    wanted: list[list[str]] = []
-    present: dict[str, Path] = {}
+def _check_names(
+    weights: WeightMap, files: Sequence[Path], cut_layers: range, quantized: bool
+) -> list[Source]:
+    """What to load. Raises ConfigError for missing, unexpected or doubled names."""
+    sources: dict[str, Source] = {}
     unexpected, doubled = [], []
     for path in files:
         with WeightFile(path) as file:
             names = file.names()
-        chosen = []
         for name in names:
-            if name in weights.placements:
-                if name in present:
+            found = part_of(name, weights.placements, quantized)
+            if found is not None:
+                weight, role = found
+                parts = sources.setdefault(weight, Source(weight)).parts
+                if role in parts:
                     doubled.append(name)
-                present[name] = path
-                chosen.append(name)
-            elif not _without_effect(name, weights, cut_layers):
-                unexpected.append(name)
-        wanted.append(chosen)
+                parts[role] = Part(name, path)
+            elif not _without_effect(name, weights, cut_layers, quantized):
+                unexpected.append(Part(name, path))
     problems = []
-    for what, found in (
-        ("missing", _missing(weights, present)),
-        ("unexpected", unexpected),
-        ("present twice", doubled + _both_forms(weights, present)),
+    for what, listed in (
+        ("missing", _missing(weights, sources)),
+        ("unexpected", [part.name for part in unexpected if not is_zero_bias(part, sources)]),
+        ("present twice", doubled + _both_forms(weights, sources)),
     ):
-        if found:
-            problems.append(f"{what}: {_list(found)}")
+        if listed:
+            problems.append(f"{what}: {_list(listed)}")
     if problems:
         raise ConfigError(
             f"the checkpoint's weights do not fit its config.json; {'; '.join(problems)}", param="--model"
         )
-    return wanted
+    return list(sources.values())
 
 
-def _without_effect(name: str, weights: WeightMap, cut_layers: range) -> bool:
+def _without_effect(name: str, weights: WeightMap, cut_layers: range, quantized: bool) -> bool:
+    if quantized and without_effect(name):
+        return True
     layer = _LAYER.search(name)
     if layer and int(layer.group(1)) in cut_layers:
         return True
@@ -176,21 +195,6 @@ def _list(names: Sequence[str]) -> str:
     return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
 
 
-def _copy(name: str, tensor: torch.Tensor, weights: WeightMap, parameters: dict[str, nn.Parameter]) -> None:
-    placement = weights.placements[name]
-    target = parameters[placement.parameter].data[placement.index]
-    if tensor.shape != target.shape:
-        raise ConfigError(
-            f"weight {name} has shape {list(tensor.shape)}, config.json says {list(target.shape)}",
-            param="--model",
-        )
-    if not tensor.is_floating_point() or tensor.element_size() < 2:
-        raise ConfigError(
-            f"weight {name} has type {tensor.dtype}; quantized weights are not supported", param="--model"
-        )
-    target.copy_(tensor)
-
-
 def _check_repeated(model: Model, weights: WeightMap, files: Sequence[Path]) -> None:
     """A name that repeats another's values must do so: a head that differs from its tie is not tied."""
     parameters = dict(model.named_parameters())
@@ -218,6 +222,8 @@ def fill_randomly(model: Model, seed: int) -> None:
         # The CPU generator looks at the low 32 bits of its seed only.
         mixed = zlib.crc32(f"{seed} {name}".encode())
         generator = torch.Generator(parameter.device).manual_seed(mixed)
+        if not parameter.is_floating_point():
+            continue  # a table of ids: as the model was built
         if parameter.dim() >= 2:
             parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
         elif name.endswith(".bias"):

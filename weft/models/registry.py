@@ -7,12 +7,31 @@ from collections.abc import Callable
 from weft.common.registry import Registry
 from weft.config.spec import ModelSpec
 from weft.layers.build import Build
-from weft.models.decoder import Block
+from weft.models.decoder import Block, Decoder
 from weft.models.weights import WeightMap
 
 BLOCKS: Registry[Callable[[ModelSpec, int, Build], Block]] = Registry("model family")
 WEIGHTS: Registry[Callable[[ModelSpec], WeightMap]] = Registry("model family")
 
-for _family in ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"):
+_FAMILIES = (
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "qwen3_next",
+    "qwen3_5",
+    "deepseek",
+    "deepseek_v32",
+    "deepseek_v4",
+    "gpt_oss",
+)
+for _family in _FAMILIES:
     BLOCKS.add(_family, f"weft.models.{_family}.model:make_block")
     WEIGHTS.add(_family, f"weft.models.{_family}.weights:weight_map")
+
+#: Families whose frame is not ``Decoder`` itself.
+FRAMES: Registry[type[Decoder]] = Registry("model family")
+FRAMES.add("deepseek_v32", "weft.models.deepseek_v32.model:IndexedDecoder")
+FRAMES.add("deepseek_v4", "weft.models.deepseek_v4.model:StreamsDecoder")

@@ -7,7 +7,10 @@ may fill one parameter (q, k, v into ``qkv``), each its own part.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
+
+import torch
 
 from weft.config.spec import ModelSpec
 
@@ -18,6 +21,30 @@ class Placement:
 
     parameter: str
     index: tuple[int | slice, ...] = ()
+    groups: int = 1
+    parts: tuple[tuple[int, int], ...] = ()
+    """Published rows that come in equal ``groups`` of parts, rows begin .. end of the group. The parameter
+    takes part after part, the first one of every group first. Empty: rows stay where they are."""
+    offset: float = 0.0
+    """Added to every published value."""
+
+    read: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """From the published tensor to what fills the part: where axes or rows are in another order."""
+
+    def arranged(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """What ``values``, as published, become in a parameter of ``dtype``; perhaps the same memory.
+
+        Raises ValueError, or what ``read`` raises, for values of another shape.
+        """
+        if self.read is not None:
+            values = self.read(values)
+        if self.parts:
+            size = sum(end - begin for begin, end in self.parts)
+            if values.shape[0] != self.groups * size:
+                raise ValueError(f"{values.shape[0]} rows are not {self.groups} groups of {size}")
+            grouped = values.unflatten(0, (self.groups, size))
+            values = torch.cat([grouped[:, begin:end].flatten(0, 1) for begin, end in self.parts])
+        return values.to(dtype) + self.offset if self.offset else values
 
 
 @dataclass(slots=True)
@@ -33,11 +60,24 @@ class WeightMap:
     ignored: list[re.Pattern[str]] = field(default_factory=list)
     """Names without effect."""
 
-    def add(self, name: str, parameter: str, *index: int | slice) -> None:
+    def add(
+        self,
+        name: str,
+        parameter: str,
+        *index: int | slice,
+        groups: int = 1,
+        parts: tuple[tuple[int, int], ...] = (),
+        offset: float = 0.0,
+        read: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
         """Places the published tensor ``name``. Raises ValueError for a name placed twice."""
         if name in self.placements:
             raise ValueError(f"{name} is placed twice")
-        self.placements[name] = Placement(parameter, index)
+        self.placements[name] = Placement(parameter, index, groups, parts, offset, read)
+
+    def add_norm(self, spec: ModelSpec, name: str, parameter: str) -> None:
+        """Places the weight of an RMSNorm, published as it is or as its difference from 1."""
+        self.add(f"{name}.weight", f"{parameter}.weight", offset=float(spec.centred_norms))
 
     def add_linear(self, name: str, parameter: str, *index: slice, bias: bool) -> None:
         """Places ``name.weight`` and, if there is one, ``name.bias``, at the same rows."""
@@ -46,31 +86,75 @@ class WeightMap:
             self.add(f"{name}.bias", f"{parameter}.bias", *index)
 
 
-def decoder_weights(spec: ModelSpec) -> WeightMap:
-    """Embedding, final norm, head, and every layer's norms and attention; feed-forward is the family's."""
+def decoder_weights(spec: ModelSpec, prefix: str = "model") -> WeightMap:
+    """Embedding, final norm, head, and every layer's norms and attention; feed-forward is the family's.
+
+    prefix: what the names of everything but the head begin with. Delta net layers get their norms alone.
+    """
     made = WeightMap(ignored=[re.compile(r"\.rotary_emb\.inv_freq$")])
-    made.add("model.embed_tokens.weight", "embedding.weight")
-    made.add("model.norm.weight", "norm.weight")
+    made.add(f"{prefix}.embed_tokens.weight", "embedding.weight")
+    made.add_norm(spec, f"{prefix}.norm", "norm")
     if spec.tied:
-        made.same_as["lm_head.weight"] = "model.embed_tokens.weight"
+        made.same_as["lm_head.weight"] = f"{prefix}.embed_tokens.weight"
     else:
         made.add("lm_head.weight", "head.weight")
     for layer in range(spec.layers):
-        theirs, ours = f"model.layers.{layer}", f"blocks.{layer}"
-        made.add(f"{theirs}.input_layernorm.weight", f"{ours}.attention_norm.weight")
-        made.add(f"{theirs}.post_attention_layernorm.weight", f"{ours}.feed_forward_norm.weight")
-        _add_attention(made, spec, f"{theirs}.self_attn", f"{ours}.attention")
+        add_block(made, spec, layer, f"{prefix}.layers.{layer}", f"blocks.{layer}")
     return made
+
+
+def add_block(made: WeightMap, spec: ModelSpec, layer: int, theirs: str, ours: str) -> None:
+    """The norms and the attention of one layer."""
+    made.add_norm(spec, f"{theirs}.input_layernorm", f"{ours}.attention_norm")
+    made.add_norm(spec, f"{theirs}.post_attention_layernorm", f"{ours}.feed_forward_norm")
+    if spec.mla is not None:
+        _add_latent_attention(made, spec, f"{theirs}.self_attn", f"{ours}.attention")
+    elif spec.delta is None or layer not in spec.delta.layers:
+        _add_attention(made, spec, f"{theirs}.self_attn", f"{ours}.attention")
 
 
 def _add_attention(made: WeightMap, spec: ModelSpec, theirs: str, ours: str) -> None:
     q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    for name, begin, end in (("q", 0, q), ("k", q, q + kv), ("v", q + kv, q + 2 * kv)):
-        made.add_linear(f"{theirs}.{name}_proj", f"{ours}.qkv", slice(begin, end), bias=spec.qkv_bias)
+    begin = 2 * q if spec.output_gate else q
+    for name, first, last in (("k", begin, begin + kv), ("v", begin + kv, begin + 2 * kv)):
+        made.add_linear(f"{theirs}.{name}_proj", f"{ours}.qkv", slice(first, last), bias=spec.qkv_bias)
+    if spec.output_gate:
+        _add_gated_queries(made, spec, f"{theirs}.q_proj", f"{ours}.qkv")
+    else:
+        made.add_linear(f"{theirs}.q_proj", f"{ours}.qkv", slice(0, q), bias=spec.qkv_bias)
     made.add_linear(f"{theirs}.o_proj", f"{ours}.out", bias=spec.o_bias)
     if spec.qk_norm:
-        made.add(f"{theirs}.q_norm.weight", f"{ours}.q_norm.weight")
-        made.add(f"{theirs}.k_norm.weight", f"{ours}.k_norm.weight")
+        made.add_norm(spec, f"{theirs}.q_norm", f"{ours}.q_norm")
+        made.add_norm(spec, f"{theirs}.k_norm", f"{ours}.k_norm")
+
+
+def _add_gated_queries(made: WeightMap, spec: ModelSpec, theirs: str, ours: str) -> None:
+    """Published head by head, the query before its gate; kept with all gates before all queries."""
+    q, dim = spec.heads * spec.head_dim, spec.head_dim
+    parts = ((dim, 2 * dim), (0, dim))
+    for kind in ("weight", "bias") if spec.qkv_bias else ("weight",):
+        made.add(f"{theirs}.{kind}", f"{ours}.{kind}", slice(0, 2 * q), groups=spec.heads, parts=parts)
+
+
+def _add_latent_attention(made: WeightMap, spec: ModelSpec, theirs: str, ours: str) -> None:
+    mla = spec.mla
+    assert mla is not None
+    if mla.q_lora is None:
+        first = spec.heads * (mla.nope + mla.rope)
+        made.add(f"{theirs}.q_proj.weight", f"{ours}.down.weight", slice(0, first))
+    else:
+        first = mla.q_lora
+        made.add_linear(f"{theirs}.q_a_proj", f"{ours}.down", slice(0, first), bias=mla.bias)
+        made.add(f"{theirs}.q_a_layernorm.weight", f"{ours}.q_norm.weight")
+        made.add(f"{theirs}.q_b_proj.weight", f"{ours}.q_up.weight")
+    lines = slice(first, first + mla.kv_lora + mla.rope)
+    made.add(f"{theirs}.kv_a_proj_with_mqa.weight", f"{ours}.down.weight", lines)
+    if mla.bias:
+        biased = (lines,) if mla.q_lora is not None else ()  # full queries have none
+        made.add(f"{theirs}.kv_a_proj_with_mqa.bias", f"{ours}.down.bias", *biased)
+    made.add(f"{theirs}.kv_a_layernorm.weight", f"{ours}.kv_norm.weight")
+    made.add(f"{theirs}.kv_b_proj.weight", f"{ours}.kv_up.weight")
+    made.add_linear(f"{theirs}.o_proj", f"{ours}.out", bias=spec.o_bias)
 
 
 def add_gated_mlp(made: WeightMap, spec: ModelSpec, theirs: str, ours: str) -> None:
@@ -82,17 +166,36 @@ def add_gated_mlp(made: WeightMap, spec: ModelSpec, theirs: str, ours: str) -> N
 
 
 def add_experts(
-    made: WeightMap, spec: ModelSpec, theirs: str, ours: str, names: tuple[str, str, str]
+    made: WeightMap,
+    spec: ModelSpec,
+    theirs: str,
+    ours: str,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    *,
+    shared: str = "shared_experts",
+    hashed: bool = False,
 ) -> None:
-    """A router ``gate`` and stacked experts, published one by one or fused.
+    """A router ``gate`` and stacked experts, published one by one or fused, and what else ``spec.moe`` has.
 
     names: what the family calls an expert's gate, up and down matrices. The fused form is
     ``experts.gate_up_proj`` [experts, 2 n, hidden] and ``experts.down_proj`` [experts, hidden, n].
+    shared: the family's name of the shared expert. hashed: experts are chosen by the table ``gate.tid2eid``.
     """
     assert spec.moe is not None
     n = spec.moe.intermediate
     gate, up, down = names
     made.add(f"{theirs}.gate.weight", f"{ours}.router.weight")
+    if hashed:
+        made.add(f"{theirs}.gate.tid2eid", f"{ours}.router.table")
+    elif spec.moe.correction:
+        made.add(f"{theirs}.gate.e_score_correction_bias", f"{ours}.router.correction")
+    if spec.moe.shared:
+        s = spec.moe.shared
+        made.add(f"{theirs}.{shared}.{gate}.weight", f"{ours}.shared.gate_up", slice(0, s))
+        made.add(f"{theirs}.{shared}.{up}.weight", f"{ours}.shared.gate_up", slice(s, 2 * s))
+        made.add(f"{theirs}.{shared}.{down}.weight", f"{ours}.shared.down")
+        if spec.moe.shared_gate:
+            made.add(f"{theirs}.{shared}_gate.weight", f"{ours}.shared.gate")
     single = []
     for expert in range(spec.moe.experts):
         prefix = f"{theirs}.experts.{expert}"

@@ -32,8 +32,10 @@ class Implementation:
     invariant: bool = False
     priority: int = 0
     """The highest that fits is chosen; the torch reference has 0."""
-    pack: Callable[[torch.Tensor], Any] | None = None
-    """From a plain weight to what ``run`` takes in its place; None: ``run`` takes the plain weight."""
+    pack: Callable[[Any], Any] | None = None
+    """From a plain weight (or an op's own record of several) to what ``run`` takes instead; None: that."""
+    asks: bool = False
+    """Whether the host reads, in the middle of it, a value that the device made: it can't be captured."""
     available: Callable[[], bool] = lambda: True
     """Whether it can run in this process (an extension that was built, a library that is installed)."""
 

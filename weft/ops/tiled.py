@@ -1,6 +1,6 @@
 """The ops of models on torch in forms whose rows don't depend on each other, for every dtype on the CPU.
 
-For ``--deterministic`` where the C++ operations are not built or don't serve (float64, float16, experts).
+For ``--deterministic`` where the C++ operations are not built or don't serve (float64, float16).
 Products are those of ``fixed_shapes``. Activations are written out in functions that torch computes alike
 for every element: its own silu and gelu treat the last elements of a loop (and of each thread's share)
 otherwise than the ones before, by another exponential. Importing registers the ops.
@@ -81,25 +81,21 @@ def gated_linear_int8(x: Tensor, weight: Int8Weight, bias: Tensor | None, activa
     return gated(linear_int8(x, weight, bias), activation)
 
 
-def experts(x: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, activation: str) -> Tensor:
-    """``torch_ops.experts`` with these products and activations.
-
-    A token's rows are a function of the token and its experts, whatever other tokens its experts have.
-    """
-    return torch_ops.experts(x, ids, gate_up, down, activation, product=linear, gate=gated)
-
-
 for _op, _pack in (
     (linear, pack),
     (gated_linear, pack),
     (linear_int8, to_int8),
     (gated_linear_int8, to_int8),
-    (experts, None),
     (gated, None),
 ):
     register(
         _op.__name__,
         Implementation(
-            name="torch_tiled", run=_op, pack=_pack, devices=("cpu",), invariant=True, priority=-1
+            name="torch_tiled",
+            run=_op,
+            pack=_pack,
+            devices=("cpu",),
+            invariant=True,
+            priority=-1,
         ),
     )

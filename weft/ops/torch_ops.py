@@ -71,7 +71,25 @@ def qkv_rope_cache(
     block, dim] of one layer, written at ``writes``, int64 [T]: block id * block + offset. Returns
     [T, heads, dim].
     """
-    dim, rotated = cache.shape[4], 2 * cos.shape[1]
+    q, k, v = rotated_qkv(qkv, heads, kv_heads, cache.shape[4], q_weight, k_weight, eps, cos, sin)
+    new = torch.stack((k, v)).view(-1, cache.shape[4])  # [2 * T * kv_heads, dim]
+    cache.view(-1, cache.shape[4]).index_copy_(0, cache_rows(cache, writes), new.to(cache.dtype))
+    return q
+
+
+def rotated_qkv(
+    qkv: Tensor,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys, normalized and rotated, and values: [T, heads of theirs, dim]."""
+    rotated = 2 * cos.shape[1]
     q, k, v = qkv.view(qkv.shape[0], heads + 2 * kv_heads, dim).split((heads, kv_heads, kv_heads), dim=1)
     if q_weight is not None:
         q = rms_norm(q, q_weight, eps)
@@ -82,17 +100,18 @@ def qkv_rope_cache(
     else:
         q = torch.cat((rotate(q[..., :rotated], cos, sin), q[..., rotated:]), dim=-1)
         k = torch.cat((rotate(k[..., :rotated], cos, sin), k[..., rotated:]), dim=-1)
-    _write(cache, writes, k, v)
-    return q
+    return q, k, v
 
 
-def _write(cache: Tensor, writes: Tensor, k: Tensor, v: Tensor) -> None:
-    kv_heads, block, dim = cache.shape[2:]
+def cache_rows(cache: Tensor, writes: Tensor) -> Tensor:
+    """Where the keys of all KV heads, then the values go: int64 [2 * T * kv_heads], counted in lines.
+
+    cache: [blocks, 2, kv_heads, block, dim]; writes: int64 [T], block id * block + offset.
+    """
+    kv_heads, block = cache.shape[2:4]
     heads = torch.arange(2 * kv_heads, device=writes.device).view(2, 1, kv_heads)
     line = (writes // block).view(1, -1, 1) * (2 * kv_heads) + heads  # [2, T, kv_heads]
-    rows = (line * block + (writes % block).view(1, -1, 1)).view(-1)
-    new = torch.stack((k, v)).view(-1, dim)  # [2 * T * kv_heads, dim]
-    cache.view(-1, dim).index_copy_(0, rows, new.to(cache.dtype))
+    return (line * block + (writes % block).view(1, -1, 1)).view(-1)
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -107,6 +126,15 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
     """``activation(gate) * up`` of gate_up [..., 2 n], the two halves; [..., n] in the same dtype."""
     gate, up = gate_up.chunk(2, dim=-1)
     return _ACTIVATIONS[activation](gate) * up
+
+
+def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
+    """``x * sigmoid(gate)``, both [T, n], in x's dtype, rounded once.
+
+    By exp, of which torch computes every element alike; of sigmoid not.
+    """
+    exact = wide(x.dtype)
+    return (x.to(exact) / (1 + (-gate.to(exact)).exp())).to(x.dtype)
 
 
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
@@ -157,73 +185,13 @@ def gated_linear_int8(x: Tensor, weight: Int8Weight, bias: Tensor | None, activa
     return gated(linear_int8(x, weight, bias), activation)
 
 
-def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """The ``top_k`` experts of each token: (ids int64 [T, k], weights [T, k] in the logits' wide dtype).
-
-    Weights are the softmax over all experts, scaled to sum to 1 if ``renormalize``. Order: logit descending,
-    then id ascending, so that ties go to the lowest id.
-    """
-    logits = logits.to(wide(logits.dtype))
-    ids = torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, :top_k]
-    weights = torch.softmax(logits, dim=-1).gather(1, ids)
-    if renormalize:
-        weights = weights / weights.sum(-1, keepdim=True)
-    return ids, weights
-
-
-def experts(
-    x: Tensor,
-    ids: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    activation: str,
-    *,
-    product: Product = F.linear,
-    gate: Callable[[Tensor, str], Tensor] = gated,
-) -> Tensor:
-    """Each token through each of its experts: [T, k, hidden], in x's dtype.
-
-    x: [T, hidden]; ids: int64 [T, k]; gate_up: [E, 2 n, hidden]; down: [E, hidden, n]. Tokens are grouped by
-    expert, so the host learns the group sizes: one synchronisation a call on a GPU. ``product`` and ``gate``:
-    what an expert is computed with.
-    """
-    tokens, top_k = ids.shape
-    flat = ids.reshape(-1)
-    order = torch.argsort(flat, stable=True)
-    sizes = torch.bincount(flat, minlength=gate_up.shape[0]).tolist()
-    grouped = x[order // top_k]  # [T * k, hidden]
-    made = torch.empty_like(grouped)
-    begin = 0
-    for expert, size in enumerate(sizes):
-        if not size:
-            continue
-        rows = slice(begin, begin + size)
-        made[rows] = product(gate(product(grouped[rows], gate_up[expert]), activation), down[expert])
-        begin += size
-    out = torch.empty_like(made)
-    out[order] = made
-    return out.view(tokens, top_k, x.shape[1])
-
-
-def combine(expert_out: Tensor, weights: Tensor) -> Tensor:
-    """Weighted sum over each token's experts in top-k order: [T, hidden] in expert_out's dtype.
-
-    expert_out: [T, k, hidden]; weights: [T, k] in a wide dtype, which the sum is computed in.
-    """
-    total = expert_out[:, 0].to(weights.dtype) * weights[:, :1]
-    for choice in range(1, weights.shape[1]):
-        total = total + expert_out[:, choice].to(weights.dtype) * weights[:, choice : choice + 1]
-    return total.to(expert_out.dtype)
-
-
 register("linear", Implementation(name="torch", run=F.linear))
 register("gated_linear", Implementation(name="torch", run=gated_linear))
 register("linear_int8", Implementation(name="torch", run=linear_int8, pack=to_int8))
 register("gated_linear_int8", Implementation(name="torch", run=gated_linear_int8, pack=to_int8))
-register("experts", Implementation(name="torch", run=experts))
 register("gated", Implementation(name="torch", run=gated))
-# Every output element of these is a function of its own row alone, computed in one fixed order.
-for _op in (embedding, route, combine):
+# Every output element is a function of its own row alone, computed in one fixed order.
+for _op in (embedding, sigmoid_gate):
     register(_op.__name__, Implementation(name="torch", run=_op, invariant=True))
 # Likewise on the CPU; a GPU sums a row in an order that the number of rows has a part in.
 for _name, _run in (

@@ -1,14 +1,18 @@
-"""Decode steps as CUDA graphs: one launch in place of hundreds.
+"""Decode steps captured and replayed: one launch in place of hundreds, CUDA graphs on a GPU.
 
-A step of one token a row is a function of the rows' slots alone: ids, positions, block tables and writes are
-derived on the device. So one column is all that a graph reads from outside, and its address never changes:
+A step of equally many tokens of each row is a function of the rows' slots alone: ids, positions, block tables
+and writes are derived on the device. So one column is all that a graph reads from outside, and its address
+never changes:
 
     slots      [most rows]   filled before each replay; rows beyond the step's name the spare slot
-    logits     [most rows, vocab]  and positions [most rows]: what a replay leaves, read before the next one
+    logits     [most tokens, vocab], and the like of hidden states, ids and positions: what a replay leaves,
+               read before the next one
 
 Everything is ordered by the stream: a replay follows the sampling of the step before it. Graphs are captured
 at start for buckets of rows and of context (which bound the launches' grids); any other step, and any with a
 prompt in it, is launched op by op.
+
+On a CPU they are recorded calls (weft/runner/programs.py), each made when it is first needed.
 
 A spare row is at position 0 of a sequence without blocks: it reads and writes the null block, which nobody
 else reads, and its logits are dropped.
@@ -22,15 +26,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
-from weft.attention.base import AttentionBackend
+from weft.attention.base import Backends, LayerCache
 from weft.common.log import get_logger
 from weft.models.base import Model
 from weft.overlap.drive import drive
-from weft.runner.batch import BatchBuilder, StepRows, plain
+from weft.runner.batch import BatchBuilder, StepRows, even, most_each
+from weft.runner.programs import CannotRecord
 from weft.runner.slot_state import SlotState
 from weft.runner.staging import StagingBuffer
 from weft.types.plan import Segment, StepPlan, column
@@ -40,11 +44,13 @@ log = get_logger(__name__)
 Tensor = torch.Tensor
 Capture: TypeAlias = Callable[[Callable[[], None]], Callable[[], None]]
 """From a function of fixed tensors to one that does the same again. Tests pass the identity."""
-Key: TypeAlias = tuple[int, int]
-"""Bucket: rows, positions of context."""
+Key: TypeAlias = tuple[int, int, int]
+"""Bucket: rows, tokens of each, positions of context."""
 
 MOST_ROWS = 512
 """Steps of more rows are launched op by op: launching costs them little."""
+MOST_EXACT = 64
+"""The same for lazy captures, of which there is one for each number of rows."""
 FIRST_CONTEXT = 2048
 
 
@@ -64,11 +70,11 @@ def context_buckets(most: int) -> list[int]:
     return [*buckets, most]
 
 
-def obstacle(model: Model, backend: AttentionBackend) -> str | None:
+def obstacle(model: Model, backends: Backends) -> str | None:
     """Why decode steps of this model cannot be captured, in words; None when they can."""
-    if model.spec.moe is not None:
-        return "routed experts learn their group sizes on the host"
-    if not backend.capturable:
+    if model.asking:
+        return f"{', '.join(model.asking)} asks the device for a value in the middle of a step"
+    if not backends.capturable:
         return "the attention backend needs the host in every step"
     return None
 
@@ -102,6 +108,10 @@ class GraphOptions:
     capture: Capture
     progress: bool = False
     """Show a bar on stderr."""
+    most_each: int = 1
+    """Most tokens of a row."""
+    lazy: bool = False
+    """Capture when a step first needs it, for exactly its rows: ``capture`` then computes that step, too."""
 
 
 class DecodeGraphs:
@@ -110,31 +120,42 @@ class DecodeGraphs:
     def __init__(
         self,
         model: Model,
-        cache: list[Tensor],
-        backend: AttentionBackend,
+        cache: list[LayerCache],
+        backends: Backends,
         builder: BatchBuilder,
         state: SlotState,
         max_len: int,
         options: GraphOptions,
     ) -> None:
-        """Captures everything: runs each bucket on spare rows. ``max_len``: a sequence's greatest length."""
+        """Captures everything, unless lazy: runs each bucket on spare rows.
+
+        ``max_len``: a sequence's greatest length.
+        """
         self.replayed = 0
         """Steps that ran as a graph."""
-        self._model, self._cache, self._backend, self._builder = model, cache, backend, builder
-        self._rows, self._contexts = row_buckets(options.max_rows), context_buckets(max_len)
+        self._model, self._cache, self._backends, self._builder = model, cache, backends, builder
+        exact = list(range(1, min(options.max_rows, MOST_EXACT) + 1))
+        self._rows = exact if options.lazy else row_buckets(options.max_rows)
+        self._contexts = context_buckets(max_len)
+        self._options = options
         most, device = self._rows[-1], model.device
         self._spare = state.spare
         self._slots = torch.full((most,), state.spare, dtype=torch.int64, device=device)
-        self._logits = torch.empty((most, model.spec.vocab_size), dtype=model.dtype, device=device)
-        self._positions = torch.zeros(most, dtype=torch.int64, device=device)
+        tokens = most * options.most_each
+        self._logits = torch.empty((tokens, model.spec.vocab_size), dtype=model.dtype, device=device)
+        self._hidden = torch.empty((tokens, model.spec.hidden), dtype=model.dtype, device=device)
+        self._ids = torch.zeros(tokens, dtype=torch.int64, device=device)
+        self._positions = torch.zeros(tokens, dtype=torch.int64, device=device)
         self._replays: dict[Key, Callable[[], None]] = {}
-        self._capture(options)
+        if not options.lazy:
+            self._capture(options)
 
     @torch.inference_mode()
     def _capture(self, options: GraphOptions) -> None:
         began, before = time.monotonic(), _reserved(self._slots.device)
         # The largest first: the others then fit in its memory.
-        keys = list(itertools.product(reversed(self._rows), reversed(self._contexts)))
+        each = reversed(range(1, options.most_each + 1))
+        keys = list(itertools.product(reversed(self._rows), each, reversed(self._contexts)))
         for key in tqdm(keys, desc="capturing decode", unit="graph", disable=not options.progress):
             self._replays[key] = options.capture(self._closure(key))
         log.info(
@@ -146,42 +167,69 @@ class DecodeGraphs:
         )
 
     def _closure(self, key: Key) -> Callable[[], None]:
-        rows, context = key
-        slots, logits, positions = self._slots[:rows], self._logits[:rows], self._positions[:rows]
-        zero, one = column([0] * rows), column([1] * rows)
-        bound = Segment(slot=zero, gen=zero, start=column([context - 1] * rows), count=one)
+        rows, each, context = key
+        tokens = slice(rows * each)
+        slots, logits, positions = self._slots[:rows], self._logits[tokens], self._positions[tokens]
+        hidden, ids = self._hidden[tokens], self._ids[tokens]
+        zero, count = column([0] * rows), column([each] * rows)
+        bound = Segment(slot=zero, gen=zero, start=column([context - each] * rows), count=count)
 
         def run() -> None:
             step = self._builder.decode(slots, bound)
-            logits.copy_(drive(self._model.steps(step, self._cache, self._backend)))
+            made = drive(self._model.hidden(step, self._cache, self._backends))
+            if self._options.most_each > 1:  # somebody drafts, or verifies
+                hidden.copy_(made)
+                ids.copy_(step.ids)
+            logits.copy_(self._model.logits(made))
             positions.copy_(step.positions)
 
         return run
 
     def find(self, plan: StepPlan) -> Key | None:
         """The bucket that holds the plan's step; None when it must be launched op by op."""
-        rows = plan.decode
-        if rows.rows > self._rows[-1] or not plain(plan):
+        rows, each = plan.decode, most_each(plan)
+        if rows.rows > self._rows[-1] or not 1 <= each <= self._options.most_each:
             return None
-        longest = int(rows.start.max()) + 1
+        longest = int(rows.start.max()) + each
         if longest > self._contexts[-1]:
             return None
-        return _bucket(self._rows, rows.rows), _bucket(self._contexts, longest)
+        return _bucket(self._rows, rows.rows), each, _bucket(self._contexts, longest)
 
     def run(self, key: Key, plan: StepPlan, buffer: StagingBuffer) -> tuple[StepRows, Tensor]:
-        """Replays a step. The logits [rows, vocab] are valid until the next call."""
-        rows = plan.decode.rows
-        slots = np.full(key[0], self._spare, np.int64)
-        slots[:rows] = plan.decode.slot
-        buffer.begin(len(slots))
-        where = buffer.add(slots)
-        buffer.upload()
-        staged = buffer.tensor(where)
-        self._slots[: key[0]].copy_(staged)
+        """Replays a step. The logits [tokens, vocab] are valid until the next call.
+
+        Rows of fewer tokens than others are filled up; what is computed of the filling is nobody's.
+        """
+        rows, each = plan.decode.rows, key[1]
+        staged = self._builder.stage_decode(plan, 0 if even(plan, each) else each, buffer)
+        self._slots[:rows].copy_(staged[0])
+        self._slots[rows : key[0]] = self._spare
+        if key in self._replays:
+            self.replay(key)
+        else:
+            self._capture_now(key)
+        tokens = slice(rows * each)
+        made = self._builder.decode_rows(plan, staged, self._ids[tokens], self._positions[tokens])
+        return StepRows(**made), self._logits[tokens]
+
+    def hidden(self, key: Key, rows: int) -> Tensor:
+        """[rows * tokens of each, hidden] of the step replayed last, valid until the next."""
+        return self._hidden[: rows * key[1]]
+
+    def replay(self, key: Key) -> None:
+        """Launches the captured step of ``key`` on what its columns hold."""
         self._replays[key]()
         self.replayed += 1
-        made = self._builder.plain_rows(plan, staged[:rows], self._positions[:rows])
-        return StepRows(**made), self._logits[:rows]
+
+    def _capture_now(self, key: Key) -> None:
+        """Computes a step while capturing it. What cannot be captured is computed plainly, now and later."""
+        run = self._closure(key)
+        try:
+            self._replays[key] = self._options.capture(run)
+        except CannotRecord as error:
+            log.warning("decode steps are launched op by op, and not replayed: %s", error)
+            self._rows = [0]
+            run()
 
 
 def _bucket(buckets: list[int], size: int) -> int:

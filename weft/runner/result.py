@@ -10,15 +10,23 @@ import torch
 from weft.common.errors import EngineDead, ErrorInfo, RowError
 from weft.runner.batch import offsets_of
 from weft.runner.sampler import LogprobTensors, SampleOutput
-from weft.types.plan import LogprobRows, StepPlan, StepResult, column
+from weft.types.plan import EMPTY, LogprobRows, StepPlan, StepResult, column
 
 
 class HostCopy:
     """A step's sampled output on its way to the host. Read after ``wait``."""
 
-    def __init__(self, output: SampleOutput) -> None:
-        """Starts the copies; they follow the step's kernels in stream order."""
+    def __init__(
+        self, output: SampleOutput, accepted: torch.Tensor | None = None, drafts: torch.Tensor | None = None
+    ) -> None:
+        """Starts the copies; they follow the step's kernels in stream order.
+
+        accepted: int64 [decode rows], None for all 0. drafts: int64 [rows with next_k > 0, most drafts], None
+        where there is no such row.
+        """
         self._cuda = output.tokens.is_cuda
+        self.accepted = None if accepted is None else self._start(accepted)
+        self.drafts = None if drafts is None else self._start(drafts)
         self.output = output
         self.tokens, self.error = self._start(output.tokens), self._start(output.error)
         self.logprobs = self._start_all(output.logprobs)
@@ -60,19 +68,34 @@ def to_result(plan: StepPlan, copy: HostCopy) -> StepResult:
     rows = np.flatnonzero(logits)
     sampled, known = sample[rows], (logits - sample)[rows]
     owner, prompt_owner = np.repeat(np.arange(len(rows)), sampled), np.repeat(np.arange(len(rows)), known)
-    wrong = [owner[copy.error.numpy()]]
+    offsets = offsets_of(sampled)
+    accepted = np.zeros(len(rows), np.int64)
+    if copy.accepted is not None:  # decode rows all have logits, and come last
+        accepted[len(rows) - plan.decode.rows :] = copy.accepted.numpy()
+    sampling = np.flatnonzero(sampled)
+    # Behind the last token that is accepted come those of a history that never was.
+    wrong = [sampling[copy.error.numpy()[offsets[sampling] + accepted[sampling]]]]
     if copy.prompt_logprobs is not None:
         wrong.append(prompt_owner[copy.prompt_logprobs.entries[copy.prompt_logprobs.error.numpy()]])
     return StepResult(
         step=plan.step,
         rows=column(rows),
-        offsets=column(offsets_of(sampled)),
+        offsets=column(offsets),
         tokens=column(copy.tokens.numpy()),
-        accepted=column(np.maximum(sampled - 1, 0)),
+        accepted=column(accepted),
+        drafts=_drafts(plan, copy.drafts),
         row_error=_errors(np.concatenate(wrong)),
         logprobs=_rows(copy.logprobs, owner, len(rows)),
         prompt_logprobs=_rows(copy.prompt_logprobs, prompt_owner, len(rows)),
     )
+
+
+def _drafts(plan: StepPlan, proposed: torch.Tensor | None) -> np.ndarray:
+    if proposed is None:
+        return EMPTY
+    next_k = np.concatenate([plan.prefill.next_k, plan.decode.next_k])
+    there = np.arange(proposed.shape[1]) < next_k[next_k > 0][:, None]
+    return column(proposed.numpy()[there])
 
 
 def _errors(rows: np.ndarray) -> tuple[tuple[int, ErrorInfo], ...]:

@@ -2,6 +2,7 @@
 
     forward(plan)   ops, staging, drive(model.steps(batch))      launched, not waited for
     sample(handle)  ids into history[slot], num_computed moves   launched, not waited for
+                    by as many tokens as were right; new drafts
     read(handle)    StepResult                                   the one wait, with a deadline
 
 Order per step is forward, sample; several steps are launched in plan order. A step reads what the one
@@ -18,20 +19,27 @@ from typing import Any
 
 import torch
 
-from weft.attention.base import AttentionBackend
+from weft.attention.base import Backends, LayerCache
 from weft.common.errors import EngineDead
 from weft.config.resolved import KVConfig
+from weft.config.sections import SpeculationSection
 from weft.models.base import Model
 from weft.overlap.drive import drive
-from weft.runner.batch import BatchBuilder, StepRows, plain
+from weft.runner.batch import BatchBuilder, StepRows, even, most_each
 from weft.runner.device_queue import DeviceQueue, result_of
-from weft.runner.graphs import DecodeGraphs, GraphOptions
-from weft.runner.kv_tensors import allocate
+from weft.runner.graphs import MOST_EXACT, DecodeGraphs, GraphOptions, context_buckets
+from weft.runner.kv_tensors import by_layer, stacked
 from weft.runner.result import HostCopy, to_result
 from weft.runner.sampler import Sampler
 from weft.runner.slot_state import SlotState
 from weft.runner.staging import StagingBuffer, StagingRing
+from weft.runner.states import States
 from weft.runner.trace import StepTrace
+from weft.runner.verify import accept
+from weft.speculation.base import Drafter, Sampled
+from weft.speculation.chain import Recording
+from weft.speculation.mtp import MtpDrafter
+from weft.speculation.ngram import NgramDrafter
 from weft.types.plan import AllocSlot, FreeSlot, StepPlan, StepResult
 
 Tensor = torch.Tensor
@@ -46,6 +54,10 @@ class StepHandle:
     forwarded: Future[Any]
     sampled: Future[Any] | None = None
     buffer: StagingBuffer | None = field(default=None, repr=False)
+    hidden: Tensor | None = field(default=None, repr=False)
+    """[T, hidden] of the step's tokens, where a drafter reads them."""
+    each: int = 0
+    """Tokens that every row takes up there; 0: as many as it has."""
 
 
 class Runner:
@@ -54,7 +66,7 @@ class Runner:
     def __init__(
         self,
         model: Model,
-        backend: AttentionBackend,
+        backends: Backends,
         kv: KVConfig,
         *,
         vocab_size: int,
@@ -65,40 +77,47 @@ class Runner:
         step_timeout: float = 600.0,
         poison: bool = False,
         graphs: GraphOptions | None = None,
+        speculation: SpeculationSection | None = None,
     ) -> None:
         """``depth``: steps that may be in flight. ``poison`` spoils recycled staging buffers (tests).
 
-        With ``graphs`` decode steps are captured now.
+        With ``graphs`` decode steps are captured now. ``speculation`` says who makes drafts.
         """
         self.kv = kv
         self._model = model
-        self._backend = backend
+        self._backends = backends
         self._device = device
         self._state = SlotState(kv, device)
-        self._cache = allocate(kv, dtype, device)
+        memory = stacked(kv, dtype, device)
+        self._cache = by_layer(kv, memory)
+        self._states = States(kv, memory, self._state.live)
+        self._vocab_size = vocab_size
         self._sampler = Sampler(kv.num_slots, vocab_size, device)
         self._ring = StagingRing(device, depth, poison=poison)
-        self._builder = BatchBuilder(self._state, kv, backend, dtype)
+        self._builder = BatchBuilder(self._state, kv, backends, dtype)
         self._queue = DeviceQueue(threaded=device.type == "cpu" and depth > 1)
         self._trace = trace
         self._timeout = step_timeout
         self._next_step: int | None = None
+        self._has_state = any(pool.cache.kind == "state" for pool in kv.pools)
+        self.drafter = self._make_drafter(speculation, graphs)
+        """Proposes drafts; None without speculation."""
         self.graphs: DecodeGraphs | None = None
         if graphs is not None:
             self.graphs = DecodeGraphs(
-                model, self._cache, backend, self._builder, self._state, kv.max_model_len, graphs
+                model, self._cache, backends, self._builder, self._state, kv.max_model_len, graphs
             )
 
     @property
-    def cache(self) -> Sequence[Tensor]:
-        """Each layer's KV tensor. Tests poison them; nobody else writes."""
+    def cache(self) -> Sequence[LayerCache]:
+        """Each layer's caches. Tests poison them; nobody else writes."""
         return self._cache
 
     @property
     def varying(self) -> tuple[str, ...]:
         """What keeps logits from being bitwise equal whatever is computed beside a row; empty: they are."""
-        attention = () if self._backend.invariant else (f"attention ({type(self._backend).__name__})",)
-        return (*attention, *self._model.varying)
+        attention = [b for b in self._backends if not b.invariant]
+        return (*(f"attention ({type(b).__name__})" for b in attention), *self._model.varying)
 
     def forward(self, plan: StepPlan) -> StepHandle:
         """Launches a step up to its logits. Raises EngineDead, at ``read``, when the plan cannot be right."""
@@ -145,27 +164,83 @@ class Runner:
             self._state.apply(op)
             if isinstance(op, AllocSlot):
                 self._sampler.alloc(op)
+                if self.drafter is not None:
+                    self.drafter.enter(op.slot)
             elif isinstance(op, FreeSlot):
                 self._sampler.free(op.slot)
+        self._states.apply(plan.ops)
         self._state.validate(plan.prefill)
         self._state.validate(plan.decode)
         handle.buffer = self._ring.acquire()
-        rows, logits = self._compute(plan, handle.buffer)
-        # Every row's positions are in the cache now (no drafts: all of them count).
-        self._state.num_computed.index_add_(0, rows.slots, rows.counts)
-        return rows, logits
+        return self._compute(plan, handle)
 
-    def _compute(self, plan: StepPlan, buffer: StagingBuffer) -> tuple[StepRows, Tensor]:
+    def _compute(self, plan: StepPlan, handle: StepHandle) -> tuple[StepRows, Tensor]:
         """The step's logits, as a graph where one was captured for such steps."""
+        assert handle.buffer is not None
         if self.graphs is not None and (key := self.graphs.find(plan)) is not None:
-            return self.graphs.run(key, plan, buffer)
-        batch = (self._builder.build_plain if plain(plan) else self._builder.build)(plan, buffer)
-        return batch, drive(self._model.steps(batch.step, self._cache, self._backend))
+            rows, logits = self.graphs.run(key, plan, handle.buffer)
+            handle.hidden, handle.each = self.graphs.hidden(key, plan.rows), key[1]
+            return rows, logits
+        build = self._builder.build_even if even(plan, most_each(plan)) else self._builder.build
+        batch = build(plan, handle.buffer)
+        if self.drafter is None or not self.drafter.reads_hidden:
+            return batch, drive(self._model.steps(batch.step, self._cache, self._backends))
+        handle.hidden = drive(self._model.hidden(batch.step, self._cache, self._backends))
+        wanted = handle.hidden
+        if len(batch.step.logits_index) < len(wanted):
+            wanted = wanted[batch.step.logits_index]
+        return batch, self._model.logits(wanted)
 
     @torch.inference_mode()
     def _sample(self, handle: StepHandle) -> HostCopy:
-        batch, logits = handle.forwarded.result()
-        state, rows = self._state, batch.sample_rows
+        step, logits = handle.forwarded.result()
+        state, rows = self._state, step.sample_rows
         output = self._sampler.sample(logits, rows, state.history, state.num_prompt)
+        accepted = None if step.verify is None else accept(step.verify, output)
         state.history[rows.slot, rows.position] = output.tokens.to(state.history.dtype)
-        return HostCopy(output)
+        state.advance(step.slots, step.counts, accepted, moves=self._has_state)
+        drafts = None if self.drafter is None else self._propose(self.drafter, handle, step)
+        return HostCopy(output, accepted, drafts)
+
+    def _propose(self, drafter: Drafter, handle: StepHandle, step: StepRows) -> Tensor | None:
+        """New drafts, which are in history when this returns."""
+        state = self._state
+        sampled = Sampled(
+            plan=handle.plan,
+            slots=step.slots,
+            starts=step.starts,
+            num_computed=state.num_computed,
+            hidden=handle.hidden,
+            each=handle.each,
+        )
+        drafts = drafter.propose(sampled)
+        handle.hidden = None
+        if drafts is not None:
+            state.draft(sampled.slots, sampled.ends, drafts, sampled.next_k)
+        return drafts
+
+    def _make_drafter(
+        self, speculation: SpeculationSection | None, graphs: GraphOptions | None
+    ) -> Drafter | None:
+        if speculation is None or speculation.speculative_method == "none":
+            return None
+        recording = None
+        if graphs is not None and graphs.lazy:
+            recording = Recording(
+                record=graphs.capture,
+                contexts=context_buckets(self.kv.max_model_len + self.kv.copies),
+                most_rows=min(graphs.max_rows, MOST_EXACT),
+                most_each=graphs.most_each,
+            )
+        if speculation.speculative_method == "mtp":
+            return MtpDrafter(
+                self._model,
+                self._cache,
+                self._backends,
+                self._builder,
+                self._state.history,
+                self._vocab_size,
+                self.kv.block_size,
+                recording,
+            )
+        return NgramDrafter(self._state.history, speculation.ngram_min_length, speculation.ngram_max_length)

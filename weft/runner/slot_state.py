@@ -15,7 +15,7 @@ import torch
 from weft.common.errors import EngineDead
 from weft.config.resolved import KVConfig
 from weft.ops.upload import upload
-from weft.types.plan import AllocSlot, AppendBlocks, AppendEach, FreeSlot, Op, Segment
+from weft.types.plan import AllocSlot, AppendBlocks, AppendEach, FreeSlot, LoadState, Op, SaveState, Segment
 
 Tensor = torch.Tensor
 
@@ -26,7 +26,9 @@ class SlotState:
     history       int32 [slots + 1, max_len + 1]; beyond a slot's known length its content is arbitrary
     num_computed  int64 [slots + 1]: positions whose cache is written
     num_prompt    int64 [slots + 1]
-    tables        for each cache kind, int32 [slots + 1, entries]: block ids, 0 beyond what was appended
+    live          int64 [slots + 1]: the copy of the recurrent state that holds for num_computed
+    tables        for each cache kind, int32 [slots + 1, entries]: block ids, 0 beyond what was appended; no
+                  entries for a state
 
     The last line, ``spare``, has no tenant ever and stays 0: what pads a step to a fixed number of rows names
     it, and computes token 0 at position 0 in the null block.
@@ -37,10 +39,9 @@ class SlotState:
         self.history = torch.zeros(slots, length, dtype=torch.int32, device=device)
         self.num_computed = torch.zeros(slots, dtype=torch.int64, device=device)
         self.num_prompt = torch.zeros(slots, dtype=torch.int64, device=device)
-        self.tables = tuple(
-            torch.zeros(slots, -(-length // pool.block_size) + 1, dtype=torch.int32, device=device)
-            for pool in kv.pools
-        )
+        self.live = torch.zeros(slots, dtype=torch.int64, device=device)
+        entries = [0 if p.cache.kind == "state" else -(-length // p.block_size) + 1 for p in kv.pools]
+        self.tables = tuple(torch.zeros(slots, n, dtype=torch.int32, device=device) for n in entries)
         self._block_sizes = tuple(pool.block_size for pool in kv.pools)
         # Host mirrors: who lives in a slot, and how far its tables reach. Only for checks and offsets.
         self._gen = np.zeros(kv.num_slots, np.int64)
@@ -63,7 +64,10 @@ class SlotState:
             return
         if not 0 <= op.slot < self.num_slots:
             raise EngineDead(f"step names slot {op.slot}, the table has {self.num_slots}")
-        if isinstance(op, AllocSlot):
+        if isinstance(op, SaveState | LoadState):  # carried out by ``States``
+            if not self._live[op.slot]:
+                raise EngineDead(f"a state is copied of slot {op.slot}, which is free")
+        elif isinstance(op, AllocSlot):
             self._alloc(op)
         elif isinstance(op, FreeSlot):
             self._free(op)
@@ -81,6 +85,9 @@ class SlotState:
         self.history[op.slot, :known] = self._upload(op.token_ids)
         self.num_computed[op.slot] = op.num_cached
         self.num_prompt[op.slot] = op.num_prompt
+        self.live[op.slot] = 0
+        for table in self.tables:  # what a row is filled up with goes to the null block, not to a stranger's
+            table[op.slot] = 0
 
     def _free(self, op: FreeSlot) -> None:
         self._check(op.slot, op.gen)
@@ -110,6 +117,38 @@ class SlotState:
         table[where[0], where[1]] = where[2].int()
         self._entries[op.kind, slots] = at + 1
 
+    def advance(self, slots: Tensor, counts: Tensor, accepted: Tensor | None, *, moves: bool) -> None:
+        """A step has computed ``counts`` positions of each of ``slots``, int64 [rows].
+
+        accepted: int64 [decode rows], the last of the rows: drafts that were right, where a row had any; what
+        was computed of the others is not counted. None: no row had drafts. With ``moves`` the recurrent state
+        that holds is the one of the last position that counts.
+        """
+        if accepted is not None:
+            first = len(slots) - len(accepted)
+            counts = torch.cat([counts[:first], accepted + 1])
+        self.num_computed.index_add_(0, slots, counts)
+        if not moves:
+            return
+        if accepted is None:
+            self.live.index_fill_(0, slots, 0)
+        else:
+            self.live.index_copy_(0, slots, torch.nn.functional.pad(accepted, (first, 0)))
+
+    def draft(self, slots: Tensor, ends: Tensor, drafts: Tensor, next_k: np.ndarray) -> None:
+        """Puts ``drafts`` [rows with next_k > 0, most] behind the newest token, at ``ends``, of those slots.
+
+        slots, ends: int64 [rows]. Behind a row's own drafts the history is arbitrary, so all may be written.
+        """
+        rows = np.flatnonzero(next_k)
+        if len(rows) < len(next_k):
+            at = upload(rows, slots.device)
+            slots, ends = slots[at], ends[at]
+        places = ends.unsqueeze(1) + torch.arange(1, drafts.shape[1] + 1, device=slots.device)
+        # The last place of a line is no position.
+        places.clamp_(max=self.history.shape[1] - 1)
+        self.history[slots.unsqueeze(1), places] = drafts.to(self.history.dtype)
+
     def _upload(self, column: np.ndarray) -> Tensor:
         return upload(np.array(column, dtype=np.int32), self.history.device)
 
@@ -118,7 +157,8 @@ class SlotState:
             raise EngineDead(f"slot {slot} is named with generation {gen}, which does not live in it")
 
     def validate(self, segment: Segment) -> None:
-        """Before anything is launched: every row names a live tenant whose tables cover its positions."""
+        """Before anything is launched: every row names a live tenant whose tables cover its positions, and
+        those of its next drafts."""
         if not segment.rows:
             return
         slots = segment.slot
@@ -126,7 +166,7 @@ class SlotState:
             raise EngineDead("a row names a slot outside the table")
         if not self._live[slots].all() or (self._gen[slots] != segment.gen).any():
             raise EngineDead("a row names a slot without its tenant")
-        ends = segment.start.astype(np.int64) + segment.count
-        for entries, size in zip(self._entries, self._block_sizes, strict=True):
-            if (entries[slots] * size < ends).any():
+        ends = segment.start.astype(np.int64) + segment.count + segment.next_k
+        for table, entries, size in zip(self.tables, self._entries, self._block_sizes, strict=True):
+            if table.shape[1] and (entries[slots] * size < ends).any():
                 raise EngineDead("a row's positions lie beyond its block table")

@@ -15,6 +15,7 @@ from weft.config.resolved import KVConfig
 from weft.kv.caches import Caches, make_kinds
 from weft.kv.hashing import HashChain, request_root, salted_root
 from weft.kv.slots import SlotTable
+from weft.kv.snapshots import Marks
 from weft.scheduler.columns import Columns
 from weft.scheduler.queue import SequenceQueue
 from weft.scheduler.sequence import Ended, Held, Running, Sequence, Waiting
@@ -44,6 +45,9 @@ class Counts:
     prompt_tokens: int = 0
     generation_tokens: int = 0
     row_errors: int = 0
+    drafts: list[int] = field(default_factory=list)
+    """Drafts verified, by their place in the row."""
+    drafts_accepted: list[int] = field(default_factory=list)
 
 
 class Book:
@@ -65,7 +69,7 @@ class Book:
         self.in_flight: deque[StepPlan] = deque()
         """Plans that have not committed, oldest first."""
         self.last_commit = -1
-        self.counts = Counts()
+        self.counts = Counts(drafts=[0] * kv.drafts, drafts_accepted=[0] * kv.drafts)
 
     # ---- arrival and end
 
@@ -89,6 +93,8 @@ class Book:
         state = sequence.state
         sequence.move(Ended(finish))
         if isinstance(state, Running):
+            if finish == "error":
+                self.caches.spoil(state.slot)
             self._release(sequence, state)
         elif isinstance(state, Waiting):
             self.waiting.remove(sequence)
@@ -114,13 +120,13 @@ class Book:
         return hashes, self.caches.hit(hashes, limit) if hashes and limit else 0
 
     def admit(
-        self, sequence: Sequence, hashes: list[bytes], num_hit: int, end: int
+        self, sequence: Sequence, hashes: list[bytes], num_hit: int, end: int, marks: Marks | None = None
     ) -> tuple[Running, list[Op]]:
         """Gives ``sequence`` a slot, the blocks of its hit and new ones up to ``end``."""
         self.waiting.remove(sequence)
         slot, gen = self.slots.take()
         known = len(sequence.tokens)
-        run = Running(columns=self.columns, slot=slot, gen=gen, known=known)
+        run = Running(columns=self.columns, slot=slot, gen=gen, known=known, marks=marks)
         alloc = AllocSlot(
             slot=slot,
             gen=gen,
@@ -136,7 +142,7 @@ class Book:
         self.running.add(sequence)
         self._count_admission(sequence, known, num_hit)
         self._enter(sequence, run)
-        run.num_computed = run.num_scheduled = num_hit
+        run.num_computed = run.num_scheduled = run.snapshot = num_hit
         run.reserved = self.caches.reserved(end)
         return run, ops
 
@@ -150,13 +156,13 @@ class Book:
     def hashes(self, sequence: Sequence, upto: int) -> list[bytes]:
         """Hashes of the blocks below ``upto`` that ``sequence`` may share; empty when it shares none.
 
-        The list may reach further than ``upto``.
+        The list may reach further than ``upto``. It ends where the ids do: drafts behind the token that ended
+        the sequence were computed, and are none of it.
         """
         caching = self.kv.enable_prefix_caching
         if not caching and not self.requests[sequence.request].shared:
             return []
-        if not caching:
-            upto = min(upto, sequence.num_prompt)
+        upto = min(upto, len(sequence.tokens) if caching else sequence.num_prompt)
         if sequence.chain is None:
             root = salted_root(sequence.salt) if caching else request_root(sequence.request, sequence.salt)
             sequence.chain = HashChain(root, self.kv.block_size)
@@ -178,6 +184,31 @@ class Book:
             if isinstance(member.state, Held):
                 self._unhold(member)
 
+    # ---- snapshots
+
+    def marks(self, sequence: Sequence, hashes: list[bytes], num_hit: int) -> Marks | None:
+        """Where ``sequence``, admitted with this hit, leaves snapshots of its recurrent state."""
+        return self.caches.marks(hashes, len(sequence.tokens), num_hit)
+
+    def snapshots(self, step: int) -> list[Op]:
+        """The ops by which plan ``step``, which is sure to go out, saves states that are at a boundary now.
+
+        Its own rows come after them. A slot whose length is not known, as drafts are being verified, is left
+        out; so is a state that the row after it has written over.
+        """
+        if not self.caches.has_states:
+            return []
+        columns, slots = self.columns, self.order()
+        length = columns.num_scheduled[slots]
+        back = length % self.caches.unit
+        due = (length - back > columns.snapshot[slots]) & (back < columns.exact[slots])
+        for plan in self.in_flight:
+            due &= ~np.isin(slots, plan.decode.slot[plan.decode.count > 1])
+        ops: list[Op] = []
+        for slot, behind in zip(slots[due].tolist(), back[due].tolist(), strict=True):
+            ops += self._snapshot(slot, behind, step)
+        return ops
+
     # ---- steps
 
     def order(self) -> np.ndarray:
@@ -192,6 +223,10 @@ class Book:
         for segment in (plan.prefill, plan.decode):
             self.columns.num_scheduled[segment.slot] += segment.count
             self.columns.last_step[segment.slot] = plan.step
+            self.columns.drafts[segment.slot] = segment.next_k
+        if self.caches.has_states:
+            self.columns.exact[plan.prefill.slot] = 1
+            self.columns.exact[plan.decode.slot] = plan.decode.count
         self.in_flight.append(plan)
 
     def committed(self, step: int) -> None:
@@ -213,8 +248,29 @@ class Book:
         columns.num_cached[slot] = sequence.num_cached
         columns.set_stops(slot, sequence.stop_ids, quiet=sequence.params.logprobs < 0)
         columns.last_step[slot] = -1
+        columns.drafts[slot] = 0
+        columns.exact[slot] = 0
         self.tenants[slot] = sequence
         self._order = None
+
+    def _snapshot(self, slot: int, back: int, step: int) -> list[Op]:
+        """Saves the state of ``slot`` as it was ``back`` positions ago, if it is wanted and there is room."""
+        sequence = self.tenants[slot]
+        run = sequence.state
+        boundary = run.num_scheduled - back
+        if run.marks is None or not run.marks.wants(boundary, run.snapshot):
+            return []
+        number = boundary // self.kv.block_size
+        hashes = self.hashes(sequence, boundary)
+        if len(hashes) < number:
+            return []
+        ops = self.caches.save(slot, hashes[number - 1], back, boundary < run.known, step)
+        if ops is None:
+            return []
+        run.snapshot = boundary
+        if ops:
+            run.last_step = step
+        return ops
 
     def _release(self, sequence: Sequence, run: Running) -> None:
         last_step = run.last_step

@@ -11,8 +11,6 @@ as the cost model allows: the largest for which the predicted time of the whole 
 
 from __future__ import annotations
 
-import numpy as np
-
 from weft.scheduler.cost import CostModel, StepShape, shape_of
 from weft.scheduler.fit import CostFitter
 from weft.types.plan import StepPlan
@@ -41,11 +39,9 @@ class ChunkPolicy:
         """The cost model as it is now."""
         return self._fitter.model
 
-    def begin(self, starts: np.ndarray) -> None:
-        """A new step, with decode rows of one token each at positions ``starts``, integers [rows]."""
-        rows = len(starts)
-        seen = int(starts.sum(dtype=np.int64)) + rows
-        self._shape = StepShape(decode_rows=rows, decode_tokens=rows, decode_pairs=seen)
+    def begin(self, decode: StepShape) -> None:
+        """A new step, with the decode rows of ``decode`` and no others yet."""
+        self._shape = decode
         self._cut = self._spent = False
 
     def room(self, start: int, most: int) -> int:

@@ -26,6 +26,11 @@ class Columns:
     num_scheduled   int32: by all steps planned
     reserved        int64: how far the block tables reach
     last_step       int64: the last plan that names the slot
+    drafts          int32: drafts that the last plan that names the slot leaves for the next one
+    wanted          int32: drafts that it should propose, if there is room
+    acceptance      float64: running share of its first drafts that were accepted
+    exact           int32: how many of the last positions scheduled the device has the state after
+    snapshot        int32: where the newest snapshot of its state was made; its hit, at first
     quiet           bool: a row that samples one token, which ends nothing, has nothing else to tell
     stops           int32 [slots, MAX_STOPS]: ids that may end it; -1 pads
     """
@@ -40,6 +45,11 @@ class Columns:
         self.num_scheduled = np.zeros(num_slots, np.int32)
         self.reserved = np.zeros(num_slots, np.int64)
         self.last_step = np.full(num_slots, -1, np.int64)
+        self.drafts = np.zeros(num_slots, np.int32)
+        self.wanted = np.zeros(num_slots, np.int32)
+        self.acceptance = np.zeros(num_slots, np.float64)
+        self.exact = np.zeros(num_slots, np.int32)
+        self.snapshot = np.zeros(num_slots, np.int32)
         self.quiet = np.zeros(num_slots, bool)
         self.stops = np.full((num_slots, MAX_STOPS), -1, np.int32)
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from weft.common.errors import EngineDead, ErrorInfo
 from weft.scheduler.book import Book
+from weft.scheduler.drafting import DraftPolicy
 from weft.scheduler.sequence import Running, Sequence
 from weft.types.messages import LogprobColumns, TokenEvent
 from weft.types.plan import LogprobRows, Segment, StepPlan, StepResult
@@ -32,19 +33,23 @@ class _Row:
     """Its row of the result; -1 of a row without logits."""
     error: ErrorInfo | None
     tokens: list[int]
-    """The valid ones; none of a row that does not sample."""
+    """Accepted drafts and one more, not valid with ``error``; none of a row that does not sample."""
 
 
-def commit(book: Book, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
+def commit(
+    book: Book, plan: StepPlan, result: StepResult, policy: DraftPolicy | None = None
+) -> list[TokenEvent]:
     """Applies the result of the oldest plan in flight and returns what clients should hear, in plan order.
 
-    Raises EngineDead when plan or result is another step's.
+    ``policy`` hears what became of drafts. Raises EngineDead when plan or result is another step's.
     """
     if not book.in_flight or book.in_flight[0].step != plan.step or result.step != plan.step:
         raise EngineDead("steps must commit in the order they were planned, each with its own result")
     _check_rows(plan, result)
     prefill, decode = plan.prefill, plan.decode
     alive, tokens = _alive(book, decode), _first_tokens(decode, result)
+    if policy is not None:
+        _count_drafts(book, decode, alive, result, policy)
     calm = alive & _quiet(book, decode, tokens, result)
     told: list[tuple[int, TokenEvent]] = []  # with the number of decode rows before
     for _, row in _rows(book, prefill, _alive(book, prefill), 0, result):
@@ -74,6 +79,20 @@ def _alive(book: Book, segment: Segment) -> np.ndarray:
     """bool: the rows whose tenancies have not ended since the plan was made."""
     alive: np.ndarray = book.columns.gen[segment.slot] == segment.gen
     return alive
+
+
+def _count_drafts(
+    book: Book, decode: Segment, alive: np.ndarray, result: StepResult, policy: DraftPolicy
+) -> None:
+    """Drafts verified and accepted, of the rows ``alive``, by their place in the row."""
+    rows = np.flatnonzero(alive & (decode.count > 1))
+    if not len(rows):
+        return
+    drafts, accepted = decode.count[rows] - 1, result.accepted[len(result.rows) - decode.rows :][rows]
+    for place in range(int(drafts.max())):
+        book.counts.drafts[place] += int((drafts > place).sum())
+        book.counts.drafts_accepted[place] += int((accepted > place).sum())
+    policy.verified(decode.slot[rows], drafts, accepted)
 
 
 # ---- quiet rows
@@ -176,18 +195,24 @@ def _running(sequence: Sequence) -> tuple[Sequence, Running]:
 
 def _commit_row(book: Book, row: _Row, result: StepResult) -> TokenEvent | None:
     sequence, tokens, error = row.sequence, row.tokens, row.error
+    accepted, drafts = max(len(tokens) - 1, 0), max(row.sample - 1, 0)
     if error is not None:
-        book.counts.row_errors += 1
-        book.end(sequence, "error")
-        return TokenEvent(sequence=sequence.id, num_cached=sequence.num_cached, finish="error", error=error)
-    rejected = max(row.sample - len(tokens), 0)
+        tokens = tokens[:-1]
+    rejected = drafts - accepted
     if rejected:
         row.run.num_scheduled -= rejected
-    _advance(book, row, row.computed + row.count - rejected)
-    prompt_logprobs = _deliver_prompt_logprobs(row, result)
-    made, ending = _append(sequence, tokens)
+        if row.run.num_scheduled == row.computed + row.count - rejected:  # no later row has been planned
+            row.run.exact = row.count - rejected
+    made, ending = _append(sequence, tokens)  # first: blocks are published by the ids in them
+    prompt_logprobs = None
+    if error is None:  # else nobody must find its blocks
+        _advance(book, row, row.computed + row.count - rejected)
+        prompt_logprobs = _deliver_prompt_logprobs(row, result)
     book.counts.generation_tokens += len(made)
-    if not made and prompt_logprobs is None:
+    if error is not None and ending is None:
+        book.counts.row_errors += 1
+        ending = ("error", None)
+    if not made and prompt_logprobs is None and ending is None:
         return None
     logprobs = None
     if made and sequence.params.logprobs >= 0:
@@ -195,14 +220,18 @@ def _commit_row(book: Book, row: _Row, result: StepResult) -> TokenEvent | None:
     finish, stop_id = ending or (None, None)
     if finish is not None:
         book.end(sequence, finish)
+    accepted = min(accepted, len(made))
     return TokenEvent(
         sequence=sequence.id,
         token_ids=tuple(made),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         num_cached=sequence.num_cached,
+        accepted=accepted,
+        rejected=drafts - accepted,
         finish=finish,
         stop_id=stop_id,
+        error=error if finish == "error" else None,
     )
 
 

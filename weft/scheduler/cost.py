@@ -7,9 +7,10 @@ stretch between two knots: a step of few tokens is bound by reading the weights,
     seconds = step + slope_1 * tokens up to 16 + slope_2 * tokens 17 .. 64 + ...
             + prefill_row * rows + prefill_pair * (query, key) pairs + prefill_read * positions read
             + decode_row * rows + decode_pair * (query, key) pairs
+            + verify, if any row verifies drafts + draft_pass * drafter's passes + draft * drafts proposed
 
 For one new position a row, pairs and positions read are the same number: a decode row's cache reads are its
-pairs. ``weft.scheduler.fit`` finds the coefficients. Pure Python, no torch: a prediction takes microseconds.
+pairs. ``weft.scheduler.fit`` finds the coefficients. No torch: a prediction takes microseconds.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from weft.common.errors import ConfigError
 from weft.types.plan import StepPlan
@@ -36,8 +38,14 @@ NAMES = (
     "prefill_read",
     "decode_row",
     "decode_pair",
+    "verify",
+    "draft_pass",
+    "draft",
 )
 """Features in order; coefficients are seconds for one of each."""
+
+SPECULATION = ("verify", "draft_pass", "draft")
+"""Features that steps without drafts have not. A file may leave them out: then they cost nothing."""
 
 FIRST_SLOPE, NUM_SLOPES = 1, len(KNOTS) + 1
 """Where the slopes of merged tokens are in ``NAMES``."""
@@ -57,6 +65,12 @@ class StepShape(NamedTuple):
     decode_rows: int = 0
     decode_tokens: int = 0
     decode_pairs: int = 0
+    verify: int = 0
+    """1 if some row verifies drafts, which may take it off the fastest path; else 0."""
+    draft_passes: int = 0
+    """Most drafts that a row proposes after the step: a drafter may make them one after another."""
+    drafts: int = 0
+    """Drafts proposed after the step, over all rows."""
 
     @property
     def tokens(self) -> int:
@@ -64,14 +78,11 @@ class StepShape(NamedTuple):
 
     def with_chunk(self, start: int, count: int) -> StepShape:
         """This step and one more prefill row over positions ``start .. start + count - 1``."""
-        return StepShape(
-            self.prefill_rows + 1,
-            self.prefill_tokens + count,
-            self.prefill_pairs + pairs(start, count),
-            self.prefill_read + start + count,
-            self.decode_rows,
-            self.decode_tokens,
-            self.decode_pairs,
+        return self._replace(
+            prefill_rows=self.prefill_rows + 1,
+            prefill_tokens=self.prefill_tokens + count,
+            prefill_pairs=self.prefill_pairs + pairs(start, count),
+            prefill_read=self.prefill_read + start + count,
         )
 
     def label(self) -> str:
@@ -86,13 +97,33 @@ def pairs(start: int, count: int) -> int:
 
 def shape_of(plan: StepPlan) -> StepShape:
     """The shape of a plan; where rows verify drafts, of its upper bounds."""
-    sums = []
-    for segment in (plan.prefill, plan.decode):
-        start, count = segment.start.astype("int64"), segment.count.astype("int64")
-        seen = int((count * start + count * (count + 1) // 2).sum())
-        sums.append((segment.rows, int(count.sum()), seen, int(start.sum())))
-    (rows, tokens, seen, starts), (decode_rows, decode_tokens, decode_seen, _) = sums
-    return StepShape(rows, tokens, seen, starts + tokens, decode_rows, decode_tokens, decode_seen)
+    prefill, decode = plan.prefill, plan.decode
+    passes = max(int(prefill.next_k.max(initial=0)), int(decode.next_k.max(initial=0)))
+    return decode_shape(decode.start, decode.count)._replace(
+        prefill_rows=prefill.rows,
+        prefill_tokens=prefill.tokens,
+        prefill_pairs=_seen(prefill.start, prefill.count),
+        prefill_read=int(prefill.start.sum(dtype="int64")) + prefill.tokens,
+        draft_passes=passes,
+        drafts=int(prefill.next_k.sum() + decode.next_k.sum()) if passes else 0,
+    )
+
+
+def decode_shape(start: np.ndarray, count: np.ndarray) -> StepShape:
+    """The shape of decode rows alone: of ``count`` tokens each, from positions ``start``, integers [rows]."""
+    rows, tokens = len(start), int(count.sum())
+    return StepShape(
+        decode_rows=rows,
+        decode_tokens=tokens,
+        decode_pairs=_seen(start, count),
+        verify=int(tokens > rows),
+    )
+
+
+def _seen(start: np.ndarray, count: np.ndarray) -> int:
+    """(query, key) pairs of rows."""
+    first, tokens = start.astype("int64"), count.astype("int64")
+    return int((tokens * first + tokens * (tokens + 1) // 2).sum())
 
 
 def features(shape: StepShape) -> list[float]:
@@ -109,6 +140,9 @@ def features(shape: StepShape) -> list[float]:
         float(shape.prefill_read),
         float(shape.decode_rows),
         float(shape.decode_pairs),
+        float(shape.verify),
+        float(shape.draft_passes),
+        float(shape.drafts),
     ]
 
 
@@ -131,6 +165,18 @@ class CostModel:
     def predict(self, shape: StepShape) -> float:
         """Seconds of a step."""
         return sum(c * x for c, x in zip(self.coefficients, features(shape), strict=True))
+
+    def token_seconds(self, tokens: np.ndarray) -> np.ndarray:
+        """Seconds that merged tokens add, for each number of them: float64, of the shape of ``tokens``."""
+        total, low = np.zeros(tokens.shape), 0.0
+        for knot, slope in zip((*KNOTS, np.inf), self.coefficients[FIRST_SLOPE:], strict=False):
+            total += slope * np.clip(tokens - low, 0.0, knot - low)
+            low = knot
+        return total
+
+    def coefficient(self, name: str) -> float:
+        """Seconds for one of the feature ``name``."""
+        return self.coefficients[NAMES.index(name)]
 
     def scaled(self, factor: float) -> CostModel:
         """A machine that is ``factor`` times as slow at everything."""
@@ -156,7 +202,11 @@ class CostModel:
 
     @classmethod
     def of(cls, seconds: Mapping[str, float], about: str = "", name: str = "the cost model") -> CostModel:
-        """From coefficients by feature. Raises ConfigError unless all are there, finite and not negative."""
+        """From coefficients by feature. Raises ConfigError unless all are there, finite and not negative.
+
+        Those in ``SPECULATION`` may be left out, and are 0 then.
+        """
+        seconds = {**dict.fromkeys(SPECULATION, 0.0), **seconds}
         wrong = sorted(set(seconds) ^ set(NAMES))
         if wrong:
             raise ConfigError(f"{name} must have the features {', '.join(NAMES)}; look at {', '.join(wrong)}")
@@ -181,6 +231,9 @@ PRIOR = CostModel.of(
         "prefill_read": 1e-8,
         "decode_row": 1e-5,
         "decode_pair": 1e-7,
+        "verify": 1e-4,
+        "draft_pass": 3e-4,
+        "draft": 1e-5,
     },
     "a guess for before the first measurement; its proportions matter, its size is scaled to what is seen",
 )

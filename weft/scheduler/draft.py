@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft.scheduler.columns import Columns
+from weft.scheduler.cost import StepShape, decode_shape
 from weft.scheduler.sequence import Running, Sequence
 from weft.types.plan import (
     EMPTY,
@@ -32,14 +33,49 @@ class Row:
     count: int
     logits: int
     sample: int
+    next_k: int
     ops: list[Op]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """Decode rows, in FCFS order: integer columns [rows], never written."""
+
+    slots: np.ndarray
+    counts: np.ndarray
+    """1 + drafts to verify."""
+    next_k: np.ndarray
+    """Drafts to propose."""
+
+    @classmethod
+    def plain(cls, slots: np.ndarray) -> DecodeRows:
+        """One token each, no drafts."""
+        return cls(slots, np.ones(len(slots), np.int32), np.zeros(len(slots), np.int32))
+
+    def where(self, keep: np.ndarray) -> DecodeRows:
+        """The rows ``keep`` (bool [rows])."""
+        return DecodeRows(self.slots[keep], self.counts[keep], self.next_k[keep])
+
+    def without_drafts(self, rows: np.ndarray) -> DecodeRows:
+        """The same, those of ``rows`` (bool [rows]) with one token and no drafts."""
+        return DecodeRows(self.slots, np.where(rows, 1, self.counts), np.where(rows, 0, self.next_k))
+
+    def within(self, tokens: int) -> DecodeRows:
+        """The same with fewer drafts to verify, so that all take at most ``tokens``, or one each."""
+        counts = self.counts
+        while len(counts) and int(counts.sum()) > tokens and (longest := int(counts.max())) > 1:
+            counts = np.minimum(counts, longest - 1)
+        return DecodeRows(self.slots, counts, self.next_k)
+
+
+NO_ROWS = DecodeRows.plain(EMPTY)
 
 
 class Draft:
     """Rows of step ``step``, ``budget`` tokens of which are left to give. One row a sequence at most.
 
-    A prefill row is an object. Decode rows are columns: their slots in FCFS order and their counts; the rest
-    of them is in the scheduler's ``columns``, which nobody advances before the plan is sealed.
+    A prefill row is an object. Decode rows are columns; what else is known of them is in the scheduler's
+    ``columns``, which nobody advances before the plan is sealed.
     """
 
     def __init__(self, step: int, budget: int, columns: Columns) -> None:
@@ -48,24 +84,29 @@ class Draft:
         self.prompt_logits = MAX_PROMPT_LOGITS
         """Positions that may still ask for prompt logprobs."""
         self.prefill: dict[int, Row] = {}
-        self.decode = EMPTY
-        """Slots of the decode rows."""
+        self.decode = NO_ROWS
         self.lacking: tuple[int, int] | None = None
         """Key of the oldest sequence that sits out for want of blocks: nobody younger may take any."""
         self.preempted = False
         self._columns = columns
-        self._counts = EMPTY
         self._growth: list[Op] = []
 
     @property
     def rows(self) -> int:
         """Rows so far."""
-        return len(self.prefill) + len(self.decode)
+        return len(self.prefill) + len(self.decode.slots)
+
+    @property
+    def decode_shape(self) -> StepShape:
+        """What the cost of the step depends on, of its decode rows."""
+        rows = self.decode
+        shape = decode_shape(self.decode_starts, rows.counts)
+        return shape._replace(draft_passes=int(rows.next_k.max(initial=0)), drafts=int(rows.next_k.sum()))
 
     @property
     def decode_starts(self) -> np.ndarray:
         """Positions that the decode rows start at."""
-        starts: np.ndarray = self._columns.num_scheduled[self.decode]
+        starts: np.ndarray = self._columns.num_scheduled[self.decode.slots]
         return starts
 
     def add_prefill(self, row: Row) -> None:
@@ -77,10 +118,10 @@ class Draft:
         """Ops that decode rows need before them; for slots that have their rows, or will."""
         self._growth += ops
 
-    def add_decode(self, slots: np.ndarray, counts: np.ndarray) -> None:
+    def add_decode(self, rows: DecodeRows) -> None:
         """The decode rows, all at once."""
-        self.decode, self._counts = slots, counts
-        self.budget -= int(counts.sum())
+        self.decode = rows
+        self.budget -= int(rows.counts.sum())
 
     def drop(self, sequence: Sequence, run: Running) -> None:
         """Takes the row of a sequence, and its ops, out again; its budget is free to give."""
@@ -89,9 +130,9 @@ class Draft:
             self.budget += row.count
             self.prompt_logits += row.logits - row.sample
             return
-        keep = self.decode != run.slot
-        self.budget += int(self._counts[~keep].sum())
-        self.decode, self._counts = self.decode[keep], self._counts[keep]
+        keep = self.decode.slots != run.slot
+        self.budget += int(self.decode.counts[~keep].sum())
+        self.decode = self.decode.where(keep)
         self._growth = [kept for op in self._growth if (kept := _without(op, run.slot)) is not None]
 
     def lack(self, sequence: Sequence) -> None:
@@ -112,17 +153,18 @@ class Draft:
         )
 
     def _decode_segment(self) -> Segment:
-        if not len(self.decode):
+        rows = self.decode
+        if not len(rows.slots):
             return EMPTY_SEGMENT
-        counts = column(self._counts)
+        counts = column(rows.counts)
         return Segment(
-            slot=column(self.decode),
-            gen=column(self._columns.gen[self.decode]),
+            slot=column(rows.slots),
+            gen=column(self._columns.gen[rows.slots]),
             start=column(self.decode_starts),
             count=counts,
             logits=counts,
             sample=counts,
-            next_k=column(np.zeros(len(counts), np.int32)),
+            next_k=column(rows.next_k),
         )
 
 
@@ -136,7 +178,7 @@ def _prefill_segment(rows: list[Row]) -> Segment:
         count=column([row.count for row in rows]),
         logits=column([row.logits for row in rows]),
         sample=column([row.sample for row in rows]),
-        next_k=column(np.zeros(len(rows), np.int32)),
+        next_k=column([row.next_k for row in rows]),
     )
 
 

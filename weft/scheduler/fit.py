@@ -1,11 +1,11 @@
 """Fits a cost model to the steps of a running system.
 
-Observations are kept by kind of step (powers of two of prefill tokens, decode rows and positions read), a
-few of the latest of each, so that an hour of pure decode does not make the model forget what a prompt costs.
-The fit minimises squared *relative* errors under coefficients >= 0, by least squares with Huber weights: a
-step that a page fault or a paused process made long pulls no more than a small error does. It is pulled
-lightly towards the prior, scaled to the observed level, and a slope of merged tokens towards its neighbours,
-so that what was never seen is extrapolated from what was.
+Observations are kept by kind of step (powers of two of prefill tokens, decode rows, positions read and drafts
+verified, and the drafter's passes), a few of the latest of each, so that an hour of pure decode does not make
+the model forget what a prompt costs. The fit minimises squared *relative* errors under coefficients >= 0, by
+least squares with Huber weights: a step that a page fault or a paused process made long pulls no more than a
+small error does. It is pulled lightly towards the prior, scaled to the observed level, and a slope of merged
+tokens towards its neighbours, so that what was never seen is extrapolated from what was.
 """
 
 from __future__ import annotations
@@ -87,6 +87,8 @@ class CostFitter:
             shape.decode_rows.bit_length(),
             shape.prefill_read.bit_length() // 2,
             shape.decode_pairs.bit_length() // 2,
+            (shape.decode_tokens - shape.decode_rows).bit_length(),
+            shape.draft_passes,
         )
         kind = self._rows.get(key)
         if kind is None:

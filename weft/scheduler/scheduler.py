@@ -12,11 +12,14 @@ from weft.common.errors import EngineDead, ErrorInfo, InvalidRequest, Overloaded
 from weft.common.log import get_logger
 from weft.config.budget import check_budget
 from weft.config.resolved import KVConfig
-from weft.config.sections import SchedulerSection
+from weft.config.sections import SchedulerSection, SpeculationSection
 from weft.scheduler.book import Book
 from weft.scheduler.chunk import ChunkPolicy
 from weft.scheduler.commit import commit
-from weft.scheduler.draft import Draft, Row
+from weft.scheduler.draft import DecodeRows, Draft, Row
+from weft.scheduler.drafting import DraftPolicy
+from weft.scheduler.fit import CostFitter
+from weft.scheduler.reserve import Reserver
 from weft.scheduler.sequence import Running, Sequence
 from weft.scheduler.validate import check_submit
 from weft.types.messages import HeadStats, Submit, TokenEvent
@@ -36,15 +39,33 @@ class Scheduler:
     when the decode rows of a step could leave prefill less than one block of tokens.
     """
 
-    def __init__(self, kv: KVConfig, section: SchedulerSection, vocab_size: int) -> None:
-        check_budget(section, kv.block_size)
+    def __init__(
+        self,
+        kv: KVConfig,
+        section: SchedulerSection,
+        vocab_size: int,
+        speculation: SpeculationSection | None = None,
+    ) -> None:
+        """``kv`` says how many drafts there may be, ``speculation`` whether their number adapts."""
+        check_budget(section, kv.block_size, kv.drafts)
         self._section = section
         self._vocab_size = vocab_size
         self._threshold = section.long_prefill_token_threshold or section.max_num_batched_tokens
-        self._book = Book(kv, min(self._threshold, section.max_num_batched_tokens))
+        # The drafts that a row verifies are like a chunk, and those that it leaves are reserved with it.
+        longest = max(min(self._threshold, section.max_num_batched_tokens), 1 + kv.drafts) + kv.drafts
+        self._book = Book(kv, longest)
+        self._reserver = Reserver(self._book)
         self._exclusive = section.step_policy == "exclusive"
-        self.chunks = ChunkPolicy(section.itl_target_ms / 1e3) if section.itl_target_ms else None
+        self._fitter = CostFitter()
+        self.chunks = (
+            ChunkPolicy(section.itl_target_ms / 1e3, self._fitter) if section.itl_target_ms else None
+        )
         """Sizes prompt chunks by time; None without ``--itl-target-ms``."""
+        self.drafts: DraftPolicy | None = None
+        """Chooses the number of drafts; None without speculation."""
+        if kv.drafts:
+            adaptive = speculation is None or speculation.speculative_adaptive
+            self.drafts = DraftPolicy(kv.drafts, adaptive, self._book.columns, self._fitter)
         self._step = 0
         self._arrivals = 0
         self._lacked = False  # whether the last plan left out a row for want of blocks
@@ -123,12 +144,14 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenEvent]:
         """Applies the result of the oldest plan in flight. See ``weft.scheduler.commit``."""
-        return commit(self._book, plan, result)
+        return commit(self._book, plan, result, self.drafts)
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """``plan`` took the device ``seconds``, from the end of the step before it if that was later."""
         if self.chunks is not None:
             self.chunks.observe(plan, seconds)
+        if self.drafts is not None:
+            self.drafts.observe(plan, seconds, fit=self.chunks is None)
 
     @property
     def steps(self) -> int:
@@ -149,6 +172,8 @@ class Scheduler:
             preemptions=counts.preemptions,
             prompt_tokens=counts.prompt_tokens,
             generation_tokens=counts.generation_tokens,
+            drafts=tuple(counts.drafts),
+            drafts_accepted=tuple(counts.drafts_accepted),
             row_errors=counts.row_errors,
             free_blocks=book.caches.free_blocks(),
             free_slots=book.slots.available(),
@@ -159,7 +184,7 @@ class Scheduler:
     def _fill_mixed(self, draft: Draft) -> None:
         self._decode(draft)
         if self.chunks is not None:
-            self.chunks.begin(draft.decode_starts)
+            self.chunks.begin(draft.decode_shape)
         self._resume(draft)
         self._admit(draft)
 
@@ -170,7 +195,7 @@ class Scheduler:
             self._admit(draft)
         if not draft.prefill:
             self._decode(draft)
-        if self._lacked and not len(draft.decode):
+        if self._lacked and not len(draft.decode.slots):
             self._resume(draft)
             self._admit(draft)
 
@@ -179,11 +204,28 @@ class Scheduler:
         book, columns = self._book, self._book.columns
         slots = book.order()
         ready = ~columns.prefilling(slots) & (columns.num_scheduled[slots] + 1 < columns.limit[slots])
-        slots = slots[ready][: max(draft.budget, 0)]
-        short = slots[columns.num_scheduled[slots] + 1 > columns.reserved[slots]]
-        if len(short):
-            slots = self._grow(slots, short, draft)
-        draft.add_decode(slots, np.ones(len(slots), np.int32))
+        rows = DecodeRows.plain(slots[ready][: max(draft.budget, 0)])
+        if self.drafts is not None and not self.drafts.resting():
+            rows = self._with_drafts(self.drafts, rows, draft.budget)
+        ends = columns.num_scheduled[rows.slots] + rows.counts + rows.next_k
+        short = ends > columns.reserved[rows.slots]
+        if short.any():
+            rows = self._reserver.grow(rows, short, draft)
+        draft.add_decode(rows)
+
+    def _with_drafts(self, policy: DraftPolicy, rows: DecodeRows, budget: int) -> DecodeRows:
+        """The rows with the drafts that lie ready for them, and those to propose, all within their limits.
+
+        Drafts are shortened so that prompts get a block of the ``budget``, if there are any.
+        """
+        book, columns, slots = self._book, self._book.columns, rows.slots
+        starts = columns.num_scheduled[slots]
+        room = columns.limit[slots] - 1 - starts
+        waits = len(book.waiting) or len(slots) < len(book.running)
+        counts = 1 + np.minimum(columns.drafts[slots], room - 1)
+        rows = DecodeRows(slots, counts, rows.next_k).within(budget - (book.kv.block_size if waits else 0))
+        next_k = policy.choose(slots, starts, np.maximum(room - rows.counts - 1, 0))
+        return DecodeRows(slots, rows.counts, next_k)
 
     def _resume(self, draft: Draft) -> None:
         """The next chunk of every prefill under way."""
@@ -199,9 +241,12 @@ class Scheduler:
             end = self._chunk_end(sequence, start, run.known, draft)
             if end <= start:
                 continue
-            ops = self._reserve(sequence, run, end, draft)
+            if run.marks is not None:
+                end = run.marks.cut(start, end, run.snapshot)
+            next_k = self._first_drafts(draft, sequence, run.slot, start, end, [])
+            ops = self._reserver.reserve(sequence, run, end + next_k, draft)
             if ops is not None:
-                self._add_chunk(draft, sequence, run, end, ops)
+                self._add_chunk(draft, sequence, run, end, next_k, ops)
 
     def _admit(self, draft: Draft) -> None:
         """Waiting sequences, oldest first, while a slot, budget and blocks for all known ids are there."""
@@ -221,8 +266,14 @@ class Scheduler:
             end = self._chunk_end(sequence, num_hit, known, draft)
             if end <= num_hit:
                 return
-            run, ops = book.admit(sequence, hashes, num_hit, end)
-            self._add_chunk(draft, sequence, run, end, ops)
+            marks = book.marks(sequence, hashes, num_hit)
+            if marks is not None:
+                end = marks.cut(num_hit, end, num_hit)
+            next_k = self._first_drafts(draft, sequence, book.slots.peek(), num_hit, end, hashes)
+            run, ops = book.admit(sequence, hashes, num_hit, end + next_k, marks)
+            if self.drafts is not None:
+                self.drafts.enter(run.slot)
+            self._add_chunk(draft, sequence, run, end, next_k, ops)
             rest = book.caches.needed(run.slot, known + 1)
             promised = [p + n for p, n in zip(promised, rest, strict=True)]
 
@@ -232,7 +283,7 @@ class Scheduler:
             self._watch_progress()
             return None
         self._empty_plans = 0
-        plan = draft.seal(book.slots.announce())
+        plan = draft.seal([*book.slots.announce(), *book.snapshots(self._step)])
         book.launched(plan)
         self._step += 1
         return plan
@@ -250,12 +301,30 @@ class Scheduler:
             end = min(end, max(start, sequence.delivered) + draft.prompt_logits)
         return self._book.caches.cut(start, end) if end > start else start
 
-    def _add_chunk(self, draft: Draft, sequence: Sequence, run: Running, end: int, ops: list[Op]) -> None:
+    def _first_drafts(
+        self, draft: Draft, sequence: Sequence, slot: int, start: int, end: int, hashes: list[bytes]
+    ) -> int:
+        """Drafts to propose after a prompt's last chunk; none after others, or where blocks are short.
+
+        ``hashes``: of a sequence that is admitted from the cache with ``start`` tokens; else empty.
+        """
+        known = len(sequence.tokens)
+        room = sequence.limit - 2 - known
+        if self.drafts is None or end < known or room < 1 or draft.lacking is not None:
+            return 0
+        next_k, caches = self.drafts.first(room), self._book.caches
+        upto = end + next_k
+        fits = caches.cut(start, upto) == upto and caches.fits(caches.needed(slot, upto, start, hashes))
+        return next_k if fits else 0
+
+    def _add_chunk(
+        self, draft: Draft, sequence: Sequence, run: Running, end: int, next_k: int, ops: list[Op]
+    ) -> None:
         start = run.num_scheduled
         if self.chunks is not None:
             self.chunks.took(start, end - start)
         logits, sample = sequence.prefill_logits(start, end)
-        draft.add_prefill(Row(sequence, run, start, end - start, logits, sample, ops))
+        draft.add_prefill(Row(sequence, run, start, end - start, logits, sample, next_k, ops))
 
     def _promised(self) -> list[int]:
         """Blocks of each kind that the prefills under way will still take: not there for admission."""
@@ -266,70 +335,6 @@ class Scheduler:
             needed = book.caches.needed(slot, int(book.columns.known[slot]) + 1)
             total = [t + n for t, n in zip(total, needed, strict=True)]
         return total
-
-    def _grow(self, slots: np.ndarray, short: np.ndarray, draft: Draft) -> np.ndarray:
-        """Makes the tables of the decode rows ``short``, of ``slots``, reach one position further.
-
-        All at once when blocks are there; else one by one, in order, which may preempt. Returns the slots
-        that can run.
-        """
-        book, columns = self._book, self._book.columns
-        ends = columns.num_scheduled[short] + 1
-        grown = book.caches.grow(short, ends) if draft.lacking is None else None
-        if grown is not None:
-            ops, columns.reserved[short] = grown
-            draft.grow(ops)
-            return slots
-        out = np.zeros(len(columns.gen), bool)
-        for slot, end in zip(short.tolist(), ends.tolist(), strict=True):
-            sequence = book.tenants[slot]
-            if sequence is None:  # preempted just now
-                continue
-            reserved = self._reserve(sequence, sequence.state, end, draft)
-            out[slot] = reserved is None
-            draft.grow(reserved or [])
-        kept: np.ndarray = slots[(columns.gen[slots] > 0) & ~out[slots]]
-        return kept
-
-    def _reserve(self, sequence: Sequence, run: Running, end: int, draft: Draft) -> list[Op] | None:
-        """Makes the tables reach ``end``: the ops, or None when the sequence must sit out."""
-        if end <= run.reserved:
-            return []
-        if draft.lacking is not None and sequence.key > draft.lacking:
-            draft.lack(sequence)
-            return None
-        if not self._make_room(sequence, run, end, draft):
-            if sequence.state is run:
-                draft.lack(sequence)
-            return None
-        run.reserved = self._book.caches.reserved(end)
-        return self._book.caches.reserve(run.slot, end)
-
-    def _make_room(self, sequence: Sequence, run: Running, end: int, draft: Draft) -> bool:
-        """Preempts until the blocks up to ``end`` are available. False: not in this plan.
-
-        The victim is the last in FCFS order that is not protected; it may be the one that asks. Nobody is
-        preempted while blocks that steps in flight still name will do, and nobody preempts itself while its
-        own last step is in flight: that may free blocks, and computes tokens that need not be lost.
-        """
-        caches = self._book.caches
-        while True:
-            needed = caches.needed(run.slot, end)
-            if caches.fits(needed):
-                return True
-            if caches.will_fit(needed):
-                return False
-            victim = next((s for s in reversed(self._book.running) if not s.protected), None)
-            if victim is None or (victim is sequence and run.last_step > self._book.last_commit):
-                return False
-            held = victim.state
-            if not isinstance(held, Running):
-                raise EngineDead("a sequence is in the running queue that does not run")
-            draft.drop(victim, held)
-            draft.preempted = True
-            self._book.preempt(victim, held)
-            if victim is sequence:
-                return False
 
     def _watch_progress(self) -> None:
         """Counts empty plans in a row that nothing explains; too many end the group."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from weft.common.errors import EngineDead
 from weft.kv.hashing import HashChain
+from weft.kv.snapshots import Marks
 from weft.scheduler.columns import Columns
 from weft.types.messages import Submit
 from weft.types.sampling import TokenParams
@@ -59,6 +60,8 @@ class Running:
     gen: int
     known: int
     """Ids that AllocSlot wrote; the later ones are on the device before they are here."""
+    marks: Marks | None = None
+    """Where snapshots of its recurrent state are wanted; None: nowhere."""
 
     num_computed = _Entry()
     """By committed steps."""
@@ -68,6 +71,8 @@ class Running:
     """How far the block tables reach."""
     last_step = _Entry()
     """The last plan that names the slot; what the tenancy holds is free when it has committed."""
+    exact = _Entry()
+    snapshot = _Entry()
 
     @property
     def prefilling(self) -> bool:

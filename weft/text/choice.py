@@ -72,6 +72,10 @@ class Choice:
         """One entry a prompt token, None for the first; None until any came."""
         self.num_cached = 0
         """Prompt tokens whose cache was found."""
+        self.accepted = 0
+        """Of ``token_ids``, those that were drafts."""
+        self.rejected = 0
+        """Drafts that did not become tokens."""
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         self.error: ErrorInfo | None = None
@@ -105,6 +109,9 @@ class Choice:
             self.prompt_logprobs += read_columns(event.prompt_logprobs, self._tokenizer)
         fresh = _Fresh()
         self._take_tokens(event, fresh)
+        accepted = min(event.accepted, len(fresh.token_ids))
+        self.accepted += accepted
+        self.rejected += event.rejected + event.accepted - accepted
         if fresh.match is None and event.finish is not None:
             self._take_rest(fresh)
         if fresh.match is not None:

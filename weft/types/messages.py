@@ -107,6 +107,10 @@ class TokenEvent(_Message, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
     """A piece of them, in order: for prompt tokens 1, 2, ... Complete before the first token."""
     num_cached: int = 0
     """Prompt tokens found in the prefix cache when the sequence was first admitted."""
+    accepted: int = 0
+    """How many of ``token_ids`` were drafts."""
+    rejected: int = 0
+    """Drafts that were verified with them and came to nothing."""
     finish: str | None = None
     """"stop", "length", "abort" or "error"."""
     stop_id: int | None = None
@@ -138,6 +142,10 @@ class HeadStats(_Message, frozen=True, kw_only=True):
     preemptions: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    drafts: tuple[int, ...] = ()
+    """Drafts verified, by their place behind a token; as many entries as a step may verify of a sequence."""
+    drafts_accepted: tuple[int, ...] = ()
+    """Of those, the ones that were right, all before them too."""
     row_errors: int = 0
     free_blocks: tuple[int, ...] = ()
     """Now, one for each cache kind."""

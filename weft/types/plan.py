@@ -99,7 +99,28 @@ class AppendEach(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         return AppendEach(kind=self.kind, slots=column(self.slots[keep]), blocks=column(self.blocks[keep]))
 
 
-Op: TypeAlias = AllocSlot | FreeSlot | AppendBlocks | AppendEach
+class SaveState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Copies the slot's recurrent state of cache kind ``kind`` into ``block``: a snapshot.
+
+    The state is the one ``back`` positions before the slot's last: 0 for the live one; more only after a
+    decode row, which left the state after each of its tokens. The plan's maker knows the length exactly.
+    """
+
+    slot: int
+    kind: int
+    block: int
+    back: int = 0
+
+
+class LoadState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Copies the snapshot in ``block`` to copy 0 of the slot's state of kind ``kind``; it is live then."""
+
+    slot: int
+    kind: int
+    block: int
+
+
+Op: TypeAlias = AllocSlot | FreeSlot | AppendBlocks | AppendEach | SaveState | LoadState
 
 
 class Segment(msgspec.Struct, frozen=True, kw_only=True):
@@ -189,8 +210,9 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     accepted: np.ndarray
     """int32 [rows]: drafts accepted; the first ``accepted + 1`` tokens of a sampling row are valid."""
     drafts: np.ndarray = EMPTY
+    """int32: what was proposed after the step, ``next_k`` ids of each row of the plan."""
     row_error: tuple[tuple[int, ErrorInfo], ...] = ()
-    """(result row, what went wrong); such a row has no valid token."""
+    """(result row, what went wrong); of such a row the last token is not valid, only accepted drafts are."""
     logprobs: LogprobRows | None = None
     """Entries by ``sample``, for the sampled tokens."""
     prompt_logprobs: LogprobRows | None = None

@@ -25,6 +25,9 @@ class Defaults(msgspec.Struct, frozen=True, kw_only=True):
     max_position: int = 32768
     norm_eps: float = 1e-6
     theta: float = 10000.0
+    partial: float | None = None
+    """Share of a head's dims that are rotated; None: all, and the field is not the family's."""
+    intermediate: int | None = None
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
 
@@ -114,9 +117,12 @@ def decoder_spec(
     defaults: Defaults,
     window: int | None,
     types: Sequence[str],
+    rotated: int | None = None,
     **more: Any,
 ) -> ModelSpec:
     """The facts that every family has; ``more`` are the fields of ``ModelSpec`` that it has beside them.
+
+    rotated: dims of a head that are rotated, None for all of ``head_dim``.
 
     ``eos_ids`` and ``dtype`` are those of ``config.json`` alone; ``load_spec`` completes them.
     """
@@ -129,7 +135,9 @@ def decoder_spec(
         )
     head_dim = facts.integer("head_dim", defaults.head_dim or hidden // heads)
     positions = facts.integer("max_position_embeddings", defaults.max_position)
-    rope = rope_spec(facts, head_dim, positions, defaults.theta)
+    rope = more.get("rope") or rope_spec(
+        facts, rotated or head_dim, positions, defaults.theta, defaults.partial
+    )
     bos = facts.integers("bos_token_id") if "bos_token_id" in facts else ()
     fields: dict[str, Any] = {
         "family": family,
@@ -139,7 +147,7 @@ def decoder_spec(
         "heads": heads,
         "kv_heads": kv_heads,
         "head_dim": head_dim,
-        "intermediate": facts.integer("intermediate_size"),
+        "intermediate": facts.integer("intermediate_size", defaults.intermediate),
         "activation": facts.activation(),
         "norm_eps": facts.number("rms_norm_eps", defaults.norm_eps),
         "rope": rope,

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from weft.common.errors import ConfigError
 
-#: Fields that change what a model computes and that no family here implements, with the values that leave
-#: them without effect. Anything else is refused by name instead of being served wrongly.
+#: Fields that change what a model computes, with the values that leave them without effect. Anything else in
+#: a field that the model's family does not read is refused by name instead of being served wrongly.
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
-    "quantization_config": (None, {}),
-    "compression_config": (None, {}),
     "partial_rotary_factor": (None, 1, 1.0),
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
@@ -64,14 +62,18 @@ def read_json(folder: Path, name: str) -> dict[str, Any] | None:
 class Facts:
     """Typed access to the fields of one ``config.json``. A missing or null field takes the default."""
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
+    def __init__(self, config: Mapping[str, Any], weights: Sequence[str] | None = None) -> None:
+        """weights: names of the tensors beside the file; None where they are not known."""
         self._config = config
+        self.weights = weights
+        self._read: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
         return name in self._config
 
     def get(self, name: str) -> Any:
         """The raw value; None where it is missing."""
+        self._read.add(name)
         return self._config.get(name)
 
     def fail(self, name: str, problem: str) -> ConfigError:
@@ -117,6 +119,12 @@ class Facts:
         """Like ``number``, but None where the field is missing or null."""
         return None if self.get(name) is None else self.number(name, above=above)
 
+    def has_weights(self, prefix: str, default: bool) -> bool:
+        """Whether a tensor's name begins with ``prefix``; ``default`` where names are not known."""
+        if self.weights is None:
+            return default
+        return any(name.startswith(prefix) for name in self.weights)
+
     def flag(self, name: str, default: bool) -> bool:
         """true or false."""
         value = self.get(name)
@@ -155,8 +163,11 @@ class Facts:
         return name
 
     def refuse_unknown_computation(self) -> None:
-        """Raises ConfigError for a field that would change results and that Weft does not implement."""
+        """Raises ConfigError for a field that would change results and that nobody has read so far.
+
+        A family reads what it implements, so this comes after it.
+        """
         for name, harmless in _WITHOUT_EFFECT.items():
-            value = self.get(name)
-            if not any(value == h and type(value) is type(h) for h in harmless):
+            value = self._config.get(name)
+            if name not in self._read and not any(value == h and type(value) is type(h) for h in harmless):
                 raise self.fail(name, f"= {value!r} is not supported by this version")

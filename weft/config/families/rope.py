@@ -28,8 +28,9 @@ _FIELDS: dict[str, frozenset[str]] = {
 _COMMON = frozenset(
     {"type", "rope_type", "rope_theta", "original_max_position_embeddings", "partial_rotary_factor"}
 )
-#: Left by configurations of other kinds; without effect on the kinds above.
-_IGNORED = frozenset({"finetuned", "max_position_embeddings"})
+#: Left by configurations of other kinds; without effect on the kinds above. (mrope divides the pairs among
+#: the three axes of images and video; a text token has the same position on all of them.)
+_IGNORED = frozenset({"finetuned", "max_position_embeddings", "mrope_section", "mrope_interleaved"})
 
 
 def _parameters(facts: Facts) -> dict[str, Any]:
@@ -72,8 +73,13 @@ def _refuse_unknown(kind: str, parameters: dict[str, Any]) -> None:
         )
 
 
-def rope_spec(facts: Facts, head_dim: int, max_position: int, default_theta: float) -> RopeSpec:
+def rope_spec(
+    facts: Facts, head_dim: int, max_position: int, default_theta: float, partial: float | None = None
+) -> RopeSpec:
     """The rotary embedding of a model whose ``max_position_embeddings`` is ``max_position``.
+
+    partial: the share of a head's dims that are rotated where ``partial_rotary_factor`` does not say it; None
+    for families that rotate all.
 
     Raises ConfigError for a kind that is not implemented, a field that the kind does not use, a missing
     field, and a head size that cannot be rotated.
@@ -82,15 +88,20 @@ def rope_spec(facts: Facts, head_dim: int, max_position: int, default_theta: flo
     kind = _kind(parameters)
     _refuse_unknown(kind, parameters)
     read = Facts(parameters)
-    if parameters.get("partial_rotary_factor") not in (None, 1, 1.0):
+    dim = head_dim
+    if partial is not None:
+        dim = int(
+            head_dim * read.number("partial_rotary_factor", facts.number("partial_rotary_factor", partial))
+        )
+    elif parameters.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise facts.fail("partial_rotary_factor", "other than 1 is not supported")
-    if head_dim % 2 or (kind == "dynamic" and head_dim < 4):
-        raise facts.fail("head_dim", f"{head_dim} cannot be rotated")
+    if dim < 2 or dim > head_dim or dim % 2 or (kind == "dynamic" and dim < 4):
+        raise facts.fail("head_dim", f"{head_dim} cannot be rotated" + f" in {dim} dims" * (dim != head_dim))
     theta = facts.number("rope_theta", default_theta, above=1.0)
     theta = read.number("rope_theta", theta, above=1.0)
     original = read.optional_integer("original_max_position_embeddings")
     original = facts.optional_integer("original_max_position_embeddings") or original or max_position
-    common: dict[str, Any] = {"kind": kind, "theta": theta, "dim": head_dim, "max_position": max_position}
+    common: dict[str, Any] = {"kind": kind, "theta": theta, "dim": dim, "max_position": max_position}
     if kind == "default":
         return RopeSpec(**common)
     if kind == "yarn":

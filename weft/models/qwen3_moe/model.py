@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from torch import nn
-
 from weft.attention.gqa import Attention
 from weft.config.spec import ModelSpec
-from weft.layers.build import Build
+from weft.layers.build import Build, Layer
 from weft.layers.mlp import GatedMLP
 from weft.models.decoder import Block
 from weft.moe.block import RoutedMLP
@@ -14,7 +12,7 @@ from weft.moe.block import RoutedMLP
 
 def make_block(spec: ModelSpec, layer: int, build: Build) -> Block:
     """Layer ``layer``, its weights unset."""
-    feed_forward: nn.Module
+    feed_forward: Layer
     if spec.moe is not None and layer in spec.moe.layers:
         feed_forward = RoutedMLP(spec.hidden, spec.moe, spec.activation, build)
     else:

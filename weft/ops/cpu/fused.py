@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from weft.ops import kv_fp8
 from weft.ops.cpu.served import ACTIVATIONS, serve
 
 Tensor = torch.Tensor
@@ -45,11 +46,41 @@ def qkv_rope_cache(
     return made
 
 
+def qkv_rope_cache_fp8(
+    qkv: Tensor,
+    heads: int,
+    kv_heads: int,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    cache: Tensor,
+    scales: Tensor,
+    writes: Tensor,
+) -> Tensor:
+    """``kv_fp8.qkv_rope_cache_fp8``, in one pass for heads of a multiple of 16. cos, sin: float32."""
+    if cache.shape[4] % 16:
+        return kv_fp8.qkv_rope_cache_fp8(
+            qkv, heads, kv_heads, q_weight, k_weight, eps, cos, sin, cache, scales, writes
+        )
+    made: Tensor = torch.ops.weft_cpu.qkv_rope_cache.default(
+        qkv, heads, kv_heads, q_weight, k_weight, eps, cos, sin, cache, writes, scales
+    )
+    return made
+
+
 def gated(gate_up: Tensor, activation: str) -> Tensor:
     """``activation(gate) * up`` of gate_up [..., 2 n]; [..., n]. Raises KeyError for one that is unknown."""
     made: Tensor = torch.ops.weft_cpu.gated.default(gate_up, ACTIVATIONS[activation])
     return made
 
 
-for _op in (rms_norm, add_rms_norm, qkv_rope_cache, gated):
+def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
+    """``x * sigmoid(gate)``, both [T, n], in x's dtype. Either may be columns of a wider tensor."""
+    made: Tensor = torch.ops.weft_cpu.sigmoid_gate.default(x, gate)
+    return made
+
+
+for _op in (rms_norm, add_rms_norm, qkv_rope_cache, qkv_rope_cache_fp8, gated, sigmoid_gate):
     serve(_op.__name__, _op)

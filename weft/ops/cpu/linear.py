@@ -84,7 +84,7 @@ def embedding(ids: Tensor, table: PackedMatrix) -> Tensor:
     return made
 
 
-def _available() -> bool:
+def available() -> bool:
     """Built, and for a CPU with AVX-512: without it torch's own products are faster."""
     return cpu.load() and "avx512" in cpu.capabilities()
 
@@ -96,4 +96,4 @@ for _op, _run, _pack in (
     ("gated_linear_int8", gated_linear, pack_gated_int8),
     ("embedding", embedding, pack),
 ):
-    serve(_op, _run, _pack, _available)
+    serve(_op, _run, _pack, available)

@@ -19,7 +19,7 @@ ACTIVATIONS = {"silu": 1, "gelu_pytorch_tanh": 2, "gelu": 3, "relu": 4}
 def serve(
     op: str,
     run: Callable[..., Any],
-    pack: Callable[[torch.Tensor], Any] | None = None,
+    pack: Callable[[Any], Any] | None = None,
     available: Callable[[], bool] = cpu.load,
 ) -> None:
     """Registers ``run`` as the way to compute ``op``, by default wherever the extension is built."""

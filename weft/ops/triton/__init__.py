@@ -1,7 +1,8 @@
 """Kernels in Triton for CUDA devices. Importing this registers them; Triton itself is imported at first use.
 
 ``fused``: norms, rotary embedding with the cache's write, the gated activation. ``matmul``: a batch-invariant
-matrix product for ``--deterministic``. ``attention``: paged attention, for ``weft.attention``.
+matrix product for ``--deterministic``. ``moe``: routed feed-forward blocks. ``attention``: paged attention,
+for ``weft.attention``.
 
 Everything here computes float32, bfloat16 and float16; float64 stays on the torch implementations.
 """
@@ -69,3 +70,5 @@ for _op in ("rms_norm", "add_rms_norm", "qkv_rope_cache", "gated"):
 _offer("gated_linear", "fused", "gated_linear", priority=FAST)
 for _op in ("linear", "gated_linear"):
     _offer(_op, "matmul", _op, name="triton-invariant", invariant=True, priority=FALLBACK)
+_offer("moe", "moe", "moe", priority=FAST)
+_offer("moe", "moe", "moe_invariant", name="triton-invariant", invariant=True, priority=FALLBACK)

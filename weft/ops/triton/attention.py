@@ -123,6 +123,7 @@ def _attend(
     starts_ptr,  # int64 [R]
     table_ptr,  # int64 [R, table_stride]
     tiles_ptr,  # int64 [tiles]: row << 32 | first query
+    sinks_ptr,  # [HEADS], with SINKS
     scale,
     table_stride,
     split,
@@ -139,6 +140,7 @@ def _attend(
     SPLIT: tl.constexpr,
     PLAIN: tl.constexpr,
     WIDEN: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     """One tile, one KV head, one split (or all keys)."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -205,6 +207,9 @@ def _attend(
         KV_HEADS, DIM, DIM_P2, BLOCK, WINDOW, TILE_N, True, WIDEN,
     )  # fmt: skip
 
+    if SINKS and not SPLIT:
+        sink = tl.load(sinks_ptr + head, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
+        total = tl.where(total == 0.0, 1.0, total + tl.exp2(sink - high))
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     if SPLIT:
         # An empty state is its log-sum-exp of -inf; the merge never looks at its output.
@@ -225,6 +230,7 @@ def _merge(
     lse_ptr,  # float32 [T, HEADS, splits], log2
     out_ptr,  # [token_base + T, HEADS, DIM]
     out_lse_ptr,  # float32 [T, HEADS], with LSE
+    sinks_ptr,  # [HEADS], with SINKS
     splits,
     token_base,
     HEADS: tl.constexpr,
@@ -232,6 +238,7 @@ def _merge(
     DIM_P2: tl.constexpr,
     MERGED: tl.constexpr,
     LSE: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     """One head of one token: the states of its splits, added in fixed groups in order. Empty ones add 0."""
     place = tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)
@@ -254,6 +261,8 @@ def _merge(
         acc += tl.sum(part * weights[:, None], 0)
         total += tl.sum(weights, 0)
     empty = total == 0.0
+    if SINKS:
+        total += tl.exp2(tl.load(sinks_ptr + tl.program_id(1)).to(tl.float32) * 1.4426950408889634 - base)
     total = tl.where(empty, 1.0, total)
     place_out = (token_base + tl.program_id(0)).to(tl.int64) * HEADS + tl.program_id(1)
     tl.store(out_ptr + place_out * DIM + dims, (acc / total).to(out_ptr.dtype.element_ty), mask=dims < DIM)
@@ -261,12 +270,20 @@ def _merge(
         tl.store(out_lse_ptr + place, tl.where(empty, float("-inf"), base + tl.log2(total)))
 
 
-def merge(part: Tensor, lse: Tensor, out: Tensor, out_lse: Tensor | None = None, token_base: int = 0) -> None:
+def merge(
+    part: Tensor,
+    lse: Tensor,
+    out: Tensor,
+    out_lse: Tensor | None = None,
+    token_base: int = 0,
+    sinks: Tensor | None = None,
+) -> None:
     """Merges S attention states of each token and head into ``out[token_base:]`` (and ``out_lse``).
 
     part: float32 [T, heads, S, dim], normalized outputs. lse: float32 [T, heads, S], the log2 of their sums
     of exponentials; -inf marks an empty state, whose output is not read. out: [token_base + T, heads, dim] of
     any served dtype; out_lse: float32 [T, heads]. States that are all empty give 0 and -inf, never NaN.
+    sinks: [heads], scores that take a part of the softmax and add nothing.
     """
     tokens, heads, splits, dim = part.shape
     if not tokens:
@@ -276,6 +293,7 @@ def merge(part: Tensor, lse: Tensor, out: Tensor, out_lse: Tensor | None = None,
         lse,
         out,
         lse if out_lse is None else out_lse,
+        lse if sinks is None else sinks,
         splits,
         token_base,
         HEADS=heads,
@@ -283,6 +301,7 @@ def merge(part: Tensor, lse: Tensor, out: Tensor, out_lse: Tensor | None = None,
         DIM_P2=padded(dim),
         MERGED=MERGED,
         LSE=out_lse is not None,
+        SINKS=sinks is not None,
         num_warps=4,
     )
 
@@ -307,6 +326,7 @@ def attend(
     split: int = 0,
     splits: int = 1,
     tokens: tuple[int, int] = (0, 0),
+    sinks: Tensor | None = None,
 ) -> None:
     """Attention of ``tiles`` (int64 [n]: row << 32 | first query), written to ``out``.
 
@@ -314,7 +334,7 @@ def attend(
     [R + 1], starts: int64 [R], table: int64 [R, W]. A tile holds ``form.tile_m // group`` queries. window: 0
     for none. split: keys of a split, a multiple of ``form.tile_n``, or 0 for one piece. With splits, the
     tiles must hold exactly the tokens [tokens[0], tokens[1]), and ``splits * split`` keys cover every row;
-    without, ``splits`` is 1.
+    without, ``splits`` is 1. sinks: [heads], as for ``merge``.
     """
     heads, dim = q.shape[1:]
     kv_heads, block = cache.shape[2:4]
@@ -327,7 +347,7 @@ def attend(
     if split:
         target = torch.empty((end - begin, heads, splits, dim), dtype=torch.float32, device=q.device)
         lse = torch.empty((end - begin, heads, splits), dtype=torch.float32, device=q.device)
-    tensors = (q, target, lse, cache, offsets, starts, table, tiles)
+    tensors = (q, target, lse, cache, offsets, starts, table, tiles, q if sinks is None else sinks)
     numbers = (scale * _LOG2E, table.stride(0), split, splits, begin)
     _attend[(tiles.shape[0], kv_heads, splits)](
         *tensors,
@@ -343,8 +363,9 @@ def attend(
         SPLIT=split > 0,
         PLAIN=form.plain,
         WIDEN=interpreting(),
+        SINKS=sinks is not None,
         num_warps=form.warps,
         num_stages=form.stages,
     )
     if split:
-        merge(target, lse, out, token_base=begin)
+        merge(target, lse, out, token_base=begin, sinks=sinks)

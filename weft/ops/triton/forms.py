@@ -57,3 +57,15 @@ def invariant(group: int, dim: int, dtype: torch.dtype) -> Form:
         stages=1 if exact else 2,
         plain=False,
     )
+
+
+def latent(lines: int, dtype: torch.dtype) -> Form:
+    """For rows of few queries against lines of latent attention: states are as wide as a latent."""
+    exact = dtype == torch.float32
+    return Form(
+        tile_m=16 if lines <= 16 or exact else 32,
+        tile_n=16 if exact else 32,
+        warps=4,
+        stages=1 if exact else 2,
+        plain=False,
+    )

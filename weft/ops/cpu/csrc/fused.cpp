@@ -5,12 +5,15 @@
 //                      q: norm, rotate -> out[token]
 //                      k: norm, rotate -> cache[block, 0, head, offset]
 //                      v:                cache[block, 1, head, offset]
+//                    with scales the cache is in 8 bits (fp8.h)
 //   gated            activation(gate) * up
 //
 // Every row (a token, or one head of it) is computed alone, in one order: a sum of squares is 16 partial sums,
 // one a lane, added by the fixed tree of `reduce_add`. Sizes need not be multiples of 16; absent lanes are 0.
 
+#include "fp8.h"
 #include "gemm_tile.h"
+#include "rows.h"
 
 #include <ATen/ops/empty_like.h>
 
@@ -23,61 +26,19 @@ namespace {
 
 using namespace vec;
 
-// Elements below which waking other threads costs more than it gains.
-constexpr int64_t kGrain = 1 << 15;
-
+// f(T(), W()): x's type and that of norm weights, which are x's or float.
 template <class F>
-void over_rows(int64_t rows, int64_t width, F f) {
-  const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, width));
-  if (rows <= grain) return f(0, rows);
-  at::parallel_for(0, rows, grain, f);
+auto by_dtypes(const Tensor& x, bool wide, const char* op, F f) {
+  return by_dtype(x, op, [&]<class T>(T) { return wide ? f(T(), float()) : f(T(), T()); });
 }
 
-template <class F>
-inline void in_steps(int64_t n, F f) {
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) f(i, kLanes);
-  if (i < n) f(i, int(n - i));
-}
-
-template <class T>
-inline vf take(const T* p, int n) {
-  return n == kLanes ? load(p) : load_n(p, n);
-}
-template <class T>
-inline void put(T* p, vf x, int n) {
-  n == kLanes ? store(p, x) : store_n(p, x, n);
-}
-
-inline float inverse_rms(float squares, int64_t n, float eps) { return 1.0f / std::sqrt(squares / float(n) + eps); }
-
-// x (+ delta) -> stream, its norm -> normed. stream may be x.
-template <class T>
-void norm_row(const T* x, const T* delta, const T* weight, float eps, int64_t n, T* stream, T* normed) {
-  vf squares = splat(0.0f);
-  in_steps(n, [&](int64_t i, int lanes) {
-    vf y = take(x + i, lanes);
-    if (delta) {
-      put(stream + i, y + take(delta + i, lanes), lanes);
-      y = take(stream + i, lanes);  // rounded
-    }
-    squares = fma(y, y, squares);
-  });
-  const vf scale = splat(inverse_rms(reduce_add(squares), n, eps));
-  const T* from = delta ? stream : x;
-  in_steps(n, [&](int64_t i, int lanes) { put(normed + i, take(from + i, lanes) * scale * take(weight + i, lanes), lanes); });
-}
-
-template <class F>
-auto by_dtype(const Tensor& x, const char* op, F f) {
-  if (x.scalar_type() == at::kBFloat16) return f(bf16());
-  TORCH_CHECK(x.scalar_type() == at::kFloat, op, ": bfloat16 or float32, not ", x.scalar_type());
-  return f(float());
+bool is_norm_weight(const Tensor& weight, const Tensor& x, int64_t n) {
+  return weight.dim() == 1 && weight.size(0) == n && weight.is_contiguous() &&
+         (weight.scalar_type() == x.scalar_type() || weight.scalar_type() == at::kFloat);
 }
 
 void check_norm(const Tensor& x, const Tensor& weight, const char* op) {
-  TORCH_CHECK(x.dim() >= 1 && weight.dim() == 1 && x.size(-1) == weight.size(0), op, ": shapes");
-  TORCH_CHECK(x.scalar_type() == weight.scalar_type() && weight.is_contiguous(), op, ": weight");
+  TORCH_CHECK(x.dim() >= 1 && is_norm_weight(weight, x, x.size(-1)), op, ": weight");
 }
 
 Tensor rms_norm(const Tensor& given, const Tensor& weight, double eps) {
@@ -85,12 +46,13 @@ Tensor rms_norm(const Tensor& given, const Tensor& weight, double eps) {
   const Tensor x = given.contiguous();
   Tensor normed = at::empty_like(x);
   const int64_t n = weight.size(0), rows = n ? x.numel() / n : 0;
-  by_dtype(x, "rms_norm", [&]<class T>(T) {
-    const T *from = x.const_data_ptr<T>(), *w = weight.const_data_ptr<T>();
+  by_dtypes(x, weight.scalar_type() == at::kFloat, "rms_norm", [&]<class T, class W>(T, W) {
+    const T* from = x.const_data_ptr<T>();
+    const W* w = weight.const_data_ptr<W>();
     T* to = normed.mutable_data_ptr<T>();
     over_rows(rows, n, [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r)
-        norm_row<T>(from + r * n, nullptr, w, float(eps), n, nullptr, to + r * n);
+        norm_row<T, W>(from + r * n, nullptr, w, float(eps), n, nullptr, to + r * n);
     });
   });
   return normed;
@@ -104,23 +66,24 @@ Tensor add_rms_norm_(const Tensor& x, const Tensor& given, const Tensor& weight,
   const Tensor delta = given.contiguous();
   Tensor normed = at::empty_like(x);
   const int64_t n = weight.size(0), rows = n ? x.numel() / n : 0;
-  by_dtype(x, "add_rms_norm", [&]<class T>(T) {
-    const T *add = delta.const_data_ptr<T>(), *w = weight.const_data_ptr<T>();
+  by_dtypes(x, weight.scalar_type() == at::kFloat, "add_rms_norm", [&]<class T, class W>(T, W) {
+    const T* add = delta.const_data_ptr<T>();
+    const W* w = weight.const_data_ptr<W>();
     T *stream = x.mutable_data_ptr<T>(), *to = normed.mutable_data_ptr<T>();
     over_rows(rows, n, [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r)
-        norm_row<T>(stream + r * n, add + r * n, w, float(eps), n, stream + r * n, to + r * n);
+        norm_row<T, W>(stream + r * n, add + r * n, w, float(eps), n, stream + r * n, to + r * n);
     });
   });
   return normed;
 }
 
 // One head: from -> to, normalized if there is a weight, the first 2 * half dims rotated. `line`: dim floats.
-template <class T>
-void rope_head(const T* from, const T* weight, float eps, const float* cos, const float* sin, int64_t dim,
+template <class T, class W>
+void rope_head(const T* from, const W* weight, float eps, const float* cos, const float* sin, int64_t dim,
                int64_t half, T* line, T* to) {
   if (weight) {
-    norm_row<T>(from, nullptr, weight, eps, dim, nullptr, line);
+    norm_row<T, W>(from, nullptr, weight, eps, dim, nullptr, line);
     from = line;
   }
   in_steps(half, [&](int64_t i, int n) {
@@ -133,7 +96,7 @@ void rope_head(const T* from, const T* weight, float eps, const float* cos, cons
 
 Tensor qkv_rope_cache(const Tensor& qkv, int64_t heads, int64_t kv_heads, const std::optional<Tensor>& q_weight,
                       const std::optional<Tensor>& k_weight, double eps, const Tensor& cos, const Tensor& sin,
-                      const Tensor& cache, const Tensor& writes) {
+                      const Tensor& cache, const Tensor& writes, const std::optional<Tensor>& scales) {
   constexpr int64_t kMost = 512;
   TORCH_CHECK(cache.dim() == 5 && cache.size(1) == 2 && cache.size(2) == kv_heads && cache.is_contiguous(),
               "qkv_rope_cache: cache");
@@ -144,33 +107,51 @@ Tensor qkv_rope_cache(const Tensor& qkv, int64_t heads, int64_t kv_heads, const 
                   sin.scalar_type() == at::kFloat,
               "qkv_rope_cache: angles");
   TORCH_CHECK(writes.dim() == 1 && writes.size(0) == tokens && writes.is_contiguous(), "qkv_rope_cache: writes");
+  const auto is_float = [](const std::optional<Tensor>& weight) {
+    return weight.has_value() && weight->scalar_type() == at::kFloat;
+  };
+  const bool wide = is_float(q_weight) || is_float(k_weight);
   for (const auto* weight : {&q_weight, &k_weight})
-    TORCH_CHECK(!weight->has_value() || ((*weight)->numel() == dim && (*weight)->is_contiguous() &&
-                                         (*weight)->scalar_type() == qkv.scalar_type()),
+    TORCH_CHECK(!weight->has_value() || (is_norm_weight(**weight, qkv, dim) &&
+                                         wide == is_float(*weight)),
                 "qkv_rope_cache: norm weight");
-  TORCH_CHECK(cache.scalar_type() == qkv.scalar_type(), "qkv_rope_cache: the cache has another dtype");
+  TORCH_CHECK(cache.scalar_type() == (scales ? at::kFloat8_e4m3fn : qkv.scalar_type()),
+              "qkv_rope_cache: the cache has another dtype");
+  TORCH_CHECK(!scales || (dim % kLanes == 0 && scales->scalar_type() == at::kFloat && scales->is_contiguous() &&
+                          scales->sizes() == cache.sizes().slice(0, 4)),
+              "qkv_rope_cache: scales");
   const int64_t half = cos.size(1), places = cache.size(0) * block;
   const int64_t* place = writes.const_data_ptr<int64_t>();
   for (int64_t t = 0; t < tokens; ++t)
     TORCH_CHECK(place[t] >= 0 && place[t] < places, "qkv_rope_cache: token ", t, " goes to ", place[t], " of ", places);
   Tensor q = at::empty({tokens, heads, dim}, qkv.options());
-  by_dtype(qkv, "qkv_rope_cache", [&]<class T>(T) {
+  by_dtypes(qkv, wide, "qkv_rope_cache", [&]<class T, class W>(T, W) {
     const T* from = qkv.const_data_ptr<T>();
-    const T* qw = q_weight ? q_weight->const_data_ptr<T>() : nullptr;
-    const T* kw = k_weight ? k_weight->const_data_ptr<T>() : nullptr;
+    const W* qw = q_weight ? q_weight->const_data_ptr<W>() : nullptr;
+    const W* kw = k_weight ? k_weight->const_data_ptr<W>() : nullptr;
     const float *c = cos.const_data_ptr<float>(), *s = sin.const_data_ptr<float>();
-    T *to = q.mutable_data_ptr<T>(), *kv = cache.mutable_data_ptr<T>();
+    T *to = q.mutable_data_ptr<T>(), *kv = scales ? nullptr : cache.mutable_data_ptr<T>();
+    uint8_t* codes = scales ? static_cast<uint8_t*>(cache.mutable_data_ptr()) : nullptr;
+    float* line_scales = scales ? scales->mutable_data_ptr<float>() : nullptr;
     const int64_t stride = qkv.stride(0), plane = block * dim;
     over_rows(tokens, width, [&](int64_t begin, int64_t end) {
-      T line[kMost];
+      T line[kMost], key[kMost];
       for (int64_t t = begin; t < end; ++t) {
         const T* row = from + t * stride;
         const float *ct = c + t * half, *st = s + t * half;
         for (int64_t h = 0; h < heads; ++h)
-          rope_head(row + h * dim, qw, float(eps), ct, st, dim, half, line, to + (t * heads + h) * dim);
-        T* k = kv + place[t] / block * 2 * kv_heads * plane + place[t] % block * dim;
+          rope_head<T, W>(row + h * dim, qw, float(eps), ct, st, dim, half, line, to + (t * heads + h) * dim);
+        const int64_t first = place[t] / block * 2 * kv_heads * block + place[t] % block;  // counted in lines
+        for (int64_t h = 0; codes && h < kv_heads; ++h) {
+          const int64_t k = first + h * block, v = k + kv_heads * block;
+          rope_head<T, W>(row + (heads + h) * dim, kw, float(eps), ct, st, dim, half, line, key);
+          line_scales[k] = quantize_line(key, dim, codes + k * dim);
+          line_scales[v] = quantize_line(row + (heads + kv_heads + h) * dim, dim, codes + v * dim);
+        }
+        if (codes) continue;
+        T* k = kv + first * dim;
         for (int64_t h = 0; h < kv_heads; ++h) {
-          rope_head(row + (heads + h) * dim, kw, float(eps), ct, st, dim, half, line, k + h * plane);
+          rope_head<T, W>(row + (heads + h) * dim, kw, float(eps), ct, st, dim, half, line, k + h * plane);
           std::memcpy(k + (kv_heads + h) * plane, row + (heads + kv_heads + h) * dim, size_t(dim) * sizeof(T));
         }
       }
@@ -211,7 +192,7 @@ TORCH_LIBRARY_FRAGMENT(weft_cpu, m) {
   m.def("add_rms_norm_(Tensor(a!) x, Tensor delta, Tensor weight, float eps) -> Tensor");
   m.def(
       "qkv_rope_cache(Tensor qkv, int heads, int kv_heads, Tensor? q_weight, Tensor? k_weight, float eps, Tensor cos, "
-      "Tensor sin, Tensor(a!) cache, Tensor writes) -> Tensor");
+      "Tensor sin, Tensor(a!) cache, Tensor writes, Tensor(b!)? scales=None) -> Tensor");
   m.def("gated(Tensor gate_up, int activation) -> Tensor");
   m.impl("rms_norm", c10::DispatchKey::CPU, TORCH_FN(rms_norm));
   m.impl("add_rms_norm_", c10::DispatchKey::CPU, TORCH_FN(add_rms_norm_));

@@ -3,146 +3,17 @@
 //   out[m, n] = round(scale[n] * sum_k x[m, k] * w[n, k] + bias[n])            linear
 //   out[m, n] = round(activation(gate sum of n) * up sum of n)                 gated: w is [2 n, K], gate rows first
 //
-// LAYOUT. Blocks of 32 columns (gemm_tile.h), one after another, so that a row of x streams the matrix from
-// memory once. In a gated matrix a block is 16 gate columns and the 16 up columns of the same outputs:
-//
-//   plain   block b, column c: row 32 b + c            gated   c < 16: row 16 b + c     c >= 16: row n + 16 b + c - 16
-//
 // BLOCKING. Rows are taken in chunks whose x fits a part of the L2 cache; for each chunk, every block is used by all
 // tiles of the chunk before the next block is touched:
 //
 //   for chunk of rows:  for block of columns:  for tile of rows in chunk:  all of K
 //
-// INVARIANCE. A tile's sums don't depend on its rows (gemm_tile.h), so neither blocking nor division over threads
-// changes a bit. On a CPU with AMX, bf16 sums come from ATen's brgemm (oneDNN) instead, on the same layout, with
-// all of K in one call: the same for every number of rows as well (tests check both).
-#include <ATen/native/CPUBlas.h>
-
-#include <cmath>
-#include <string>
-#include <vector>
-
-#include "gemm_tile.h"
+// INVARIANCE. A block's sums don't depend on the rows it is computed for (gemm_block.h), so neither blocking nor
+// division over threads changes a bit.
+#include "gemm_block.h"
 
 namespace weft {
 namespace {
-
-#if defined(__AMX_BF16__)
-bool use_brgemm = true;
-#else
-bool use_brgemm = false;
-#endif
-
-constexpr int64_t kChunkBytes = 384 * 1024;  // of x
-constexpr int64_t kBrgemmRows = 32;
-
-int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// --- layout ---------------------------------------------------------------------------------------------------
-
-struct Layout {
-  int64_t inputs, rows;  // of the weight: [rows, inputs]
-  bool gated;
-
-  int64_t outputs() const { return gated ? rows / 2 : rows; }
-  int64_t width() const { return gated ? kBlock / 2 : kBlock; }  // outputs a block
-  int64_t blocks() const { return divide_up(outputs(), width()); }
-
-  // The row of the weight that is column `column` of a block, or -1.
-  int64_t row(int64_t block, int column) const {
-    const int64_t output = block * width() + column % width();
-    if (output >= outputs()) return -1;
-    return column < width() ? output : outputs() + output;
-  }
-};
-
-// --- the product ----------------------------------------------------------------------------------------------
-
-template <class X>
-struct Product {
-  Layout layout;
-  const X* x;
-  int64_t rows, x_stride;
-  const uint8_t* weights;
-  const X* bias;        // [layout.rows] or null
-  const float* scales;  // [layout.rows] or null
-  Activation activation;
-  X* out;
-  int64_t out_stride;
-};
-
-template <class X>
-void prepare(const Product<X>& product, int64_t block, Finish& finish) {
-  const Layout& layout = product.layout;
-  finish.scaled = product.scales != nullptr;
-  finish.biased = product.bias != nullptr;
-  finish.activation = product.activation;
-  finish.columns = int(std::min(layout.width(), layout.outputs() - block * layout.width()));
-  if (!finish.scaled && !finish.biased) return;
-  for (int column = 0; column < kBlock; ++column) {
-    const int64_t row = layout.row(block, column);
-    finish.scale[column] = finish.scaled && row >= 0 ? product.scales[row] : 1.0f;
-    finish.bias[column] = finish.biased && row >= 0 ? widen(product.bias[row]) : 0.0f;
-  }
-}
-
-// Rows [begin, end) against one block, by our own tiles.
-template <class F>
-void run_tiles(const Product<typename F::X>& product, const uint8_t* w, const Finish& finish, int64_t begin,
-               int64_t end, int64_t column) {
-  for (int64_t row = begin; row < end;) {
-    // Tiles of like size: 32 rows are 11 + 11 + 10 and not 14 + 14 + 4.
-    const int64_t left = end - row, rows = divide_up(left, divide_up(left, kRows));
-    tiles<F>[rows - 1](product.x + row * product.x_stride, product.x_stride, w, product.layout.inputs, finish,
-                       product.out + row * product.out_stride + column, product.out_stride);
-    row += rows;
-  }
-}
-
-// The same by brgemm, which wants an even K: a last odd k is a call of its own, padded by zeros.
-void run_brgemm(const Product<bf16>& product, const uint8_t* w, const Finish& finish, int64_t begin, int64_t end,
-                int64_t column) {
-  const int64_t inputs = product.layout.inputs, even = inputs / 2 * 2;
-  const bf16* weights = reinterpret_cast<const bf16*>(w);
-  alignas(64) float sums[kBrgemmRows * kBlock];
-  alignas(64) bf16 last[kBrgemmRows * 2];
-  for (int64_t row = begin; row < end; row += kBrgemmRows) {
-    const int64_t rows = std::min(kBrgemmRows, end - row);
-    const bf16* x = product.x + row * product.x_stride;
-    if (even > 0)
-      at::native::cpublas::brgemm(rows, kBlock, even, product.x_stride, kBlock, kBlock, false, x, weights, sums);
-    if (even < inputs) {
-      for (int64_t r = 0; r < rows; ++r) last[2 * r] = x[r * product.x_stride + even], last[2 * r + 1] = bf16(0.0f);
-      at::native::cpublas::brgemm(rows, kBlock, 2, 2, kBlock, kBlock, even > 0, last, weights + even * kBlock, sums);
-    }
-    for (int64_t r = 0; r < rows; ++r)
-      finish_row(load(sums + r * kBlock), load(sums + r * kBlock + kLanes), finish,
-                 product.out + (row + r) * product.out_stride + column);
-  }
-}
-
-// One block of int8 weights as bf16, for brgemm. Our own tiles widen as they go: that hides behind the products.
-const uint8_t* widen_block(const uint8_t* w, int64_t steps) {
-  static thread_local std::vector<uint8_t> memory;
-  if (memory.size() < size_t(steps * Bf16::bytes)) memory.resize(size_t(steps * Bf16::bytes));
-  for (int64_t step = 0; step < steps; ++step) {
-    const auto weights = Int8Bf16::load(w + step * Int8Bf16::bytes);
-    std::memcpy(memory.data() + step * Bf16::bytes, &weights, Bf16::bytes);
-  }
-  return memory.data();
-}
-
-template <class F>
-void run_block(const Product<typename F::X>& product, const uint8_t* w, const Finish& finish, int64_t begin,
-               int64_t end, int64_t column) {
-  if constexpr (std::is_same_v<typename F::X, bf16>) {
-    if (use_brgemm) {
-      if (std::is_same_v<F, Int8Bf16>) w = widen_block(w, divide_up(product.layout.inputs, F::depth));
-      return run_brgemm(product, w, finish, begin, end, column);
-    }
-  }
-  run_tiles<F>(product, w, finish, begin, end, column);
-}
 
 template <class F>
 void run_part(const Product<typename F::X>& product, int64_t row_begin, int64_t row_end, int64_t block_begin,
@@ -245,22 +116,32 @@ void pack_block(const X* weight, const Layout& layout, int64_t block, int64_t de
 }
 
 Layout layout_of(const Tensor& weight, bool gated) {
-  TORCH_CHECK(weight.dim() == 2, "a weight must be [outputs, inputs]");
-  TORCH_CHECK(!gated || weight.size(0) % 2 == 0, "a gated weight must have an even number of rows");
-  return {weight.size(1), weight.size(0), gated};
+  TORCH_CHECK(weight.dim() == 2 || weight.dim() == 3, "a weight must be [outputs, inputs], or some of them");
+  TORCH_CHECK(!gated || weight.size(-2) % 2 == 0, "a gated weight must have an even number of rows");
+  return {weight.size(-1), weight.size(-2), gated};
 }
 
-// [rows, K] -> [blocks, steps, 32, k a step]
+// Memory for `weight` packed: [blocks, steps, 32, k a step], or [matrices, blocks, ..].
+Tensor packed_like(const Tensor& weight, const Layout& layout, int64_t depth, at::ScalarType type) {
+  std::vector<int64_t> sizes{layout.blocks(), divide_up(layout.inputs, depth), kBlock, depth};
+  if (weight.dim() == 3) sizes.insert(sizes.begin(), weight.size(0));
+  return at::empty(sizes, weight.options().dtype(type));
+}
+
+int64_t matrices(const Tensor& weight) { return weight.dim() == 3 ? weight.size(0) : 1; }
+
+// [rows, K] -> [blocks, steps, 32, k a step]; likewise each of [matrices, rows, K]
 Tensor pack(const Tensor& weight, bool gated) {
   check_dtype(weight, "a weight to pack");
   const Layout layout = layout_of(weight, gated);
   const int64_t depth = depth_of(weight.scalar_type()), steps = divide_up(layout.inputs, depth);
   const Tensor plain = weight.contiguous();
-  Tensor packed = at::empty({layout.blocks(), steps, kBlock, depth}, weight.options());
+  Tensor packed = packed_like(weight, layout, depth, weight.scalar_type());
   const auto fill = [&]<class X>(const X* from, X* to) {
-    at::parallel_for(0, layout.blocks(), 1, [&](int64_t begin, int64_t end) {
-      for (int64_t block = begin; block < end; ++block)
-        pack_block(from, layout, block, depth, to + block * steps * kBlock * depth);
+    at::parallel_for(0, matrices(weight) * layout.blocks(), 1, [&](int64_t begin, int64_t end) {
+      for (int64_t at = begin; at < end; ++at)
+        pack_block(from + at / layout.blocks() * layout.rows * layout.inputs, layout, at % layout.blocks(), depth,
+                   to + at * steps * kBlock * depth);
     });
   };
   if (depth == Bf16::depth)
@@ -270,19 +151,21 @@ Tensor pack(const Tensor& weight, bool gated) {
   return packed;
 }
 
-// values: int8 [rows, K], -127 to 127 -> bytes [blocks, steps, 32, k a step] for activations of bf16 or float32
+// values: int8 [rows, K], -127 to 127 -> bytes [blocks, steps, 32, k a step] for activations of bf16 or float32;
+// likewise each of [matrices, rows, K]
 Tensor pack_int8(const Tensor& values, bool gated, bool for_bf16) {
   TORCH_CHECK(values.scalar_type() == at::kChar, "values to pack must be int8");
   const Layout layout = layout_of(values, gated);
   const int64_t depth = for_bf16 ? Bf16::depth : F32::depth, steps = divide_up(layout.inputs, depth);
   const Tensor plain = values.contiguous();
-  Tensor packed = at::empty({layout.blocks(), steps, kBlock, depth}, values.options().dtype(at::kByte));
+  Tensor packed = packed_like(values, layout, depth, at::kByte);
   const int8_t* from = plain.const_data_ptr<int8_t>();
   uint8_t* to = packed.mutable_data_ptr<uint8_t>();
-  at::parallel_for(0, layout.blocks(), 1, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, matrices(values) * layout.blocks(), 1, [&](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; ++block)
       for (int column = 0; column < kBlock; ++column) {
-        const int64_t row = layout.row(block, column);
+        const int64_t inside = layout.row(block % layout.blocks(), column);
+        const int64_t row = inside < 0 ? -1 : block / layout.blocks() * layout.rows + inside;
         for (int64_t at = 0; at < steps * depth; ++at) {
           const int value = row >= 0 && at < layout.inputs ? from[row * layout.inputs + at] : 0;
           const int slot = for_bf16 ? int8_slot(column, int(at % depth)) : column;

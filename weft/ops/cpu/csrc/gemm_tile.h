@@ -165,7 +165,7 @@ struct Int8F32 : F32 {
 
 // --- what is done with the sums -------------------------------------------------------------------------------
 
-enum class Activation : int { none = 0, silu = 1, gelu_tanh = 2, gelu = 3, relu = 4 };
+enum class Activation : int { none = 0, silu = 1, gelu_tanh = 2, gelu = 3, relu = 4, swiglu = 5 };
 
 struct Finish {
   alignas(64) float scale[kBlock];  // 1 where there are no scales
@@ -173,9 +173,9 @@ struct Finish {
   bool scaled = false, biased = false;
   Activation activation = Activation::none;  // of the first 16 columns, times the last 16
   int columns = kBlock;                      // outputs of this block: at most 32, or 16 with an activation
+  float limit = 0.0f;                        // > 0: gates are at most this, and what they multiply is within +-this
+  float alpha = 1.0f;                        // swiglu: gate * sigmoid(alpha * gate) * (up + 1)
 };
-
-inline vf sigmoid_times(vf x, vf y) { return x / (splat(1.0f) + exp2v(y * splat(-kLog2E))); }
 
 inline vf activate(vf x, Activation activation) {
   switch (activation) {
@@ -192,9 +192,21 @@ inline vf activate(vf x, Activation activation) {
       return load(lanes);
     }
     case Activation::none:
+    case Activation::swiglu:
       break;
   }
   return x;
+}
+
+// activation(gate) * up
+inline vf gate_up(vf gate, vf up, const Finish& finish) {
+  if (finish.limit > 0.0f) {
+    gate = vmin(splat(finish.limit), gate);  // NaN stays NaN
+    up = vmax(splat(-finish.limit), vmin(splat(finish.limit), up));
+  }
+  if (finish.activation == Activation::swiglu)
+    return sigmoid_times(gate, gate * splat(finish.alpha)) * (up + splat(1.0f));
+  return activate(gate, finish.activation) * up;
 }
 
 template <class X>
@@ -208,7 +220,7 @@ inline void finish_row(vf first, vf second, const Finish& finish, X* out) {
     second = second + load(finish.bias + kLanes);
   }
   if (finish.activation != Activation::none) {
-    store_n(out, activate(first, finish.activation) * second, finish.columns);
+    store_n(out, gate_up(first, second, finish), finish.columns);
     return;
   }
   store_n(out, first, std::min(finish.columns, kLanes));
@@ -219,9 +231,9 @@ inline void finish_row(vf first, vf second, const Finish& finish, X* out) {
 
 constexpr int64_t kAhead = 2048;  // bytes of weights asked for before their use; may run past their end
 
-template <class F, int rows>
-void tile(const typename F::X* x, int64_t x_stride, const uint8_t* w, int64_t inputs, const Finish& finish,
-          typename F::X* out, int64_t out_stride) {
+template <class F, class Out, int rows>
+void tile(const typename F::X* x, int64_t x_stride, const uint8_t* w, int64_t inputs, const Finish& finish, Out* out,
+          int64_t out_stride) {
   vf sum[rows][2];
   for (auto& row : sum) row[0] = row[1] = splat(0.0f);
   const int64_t steps = inputs / F::depth;
@@ -249,18 +261,17 @@ void tile(const typename F::X* x, int64_t x_stride, const uint8_t* w, int64_t in
   for (int row = 0; row < rows; ++row) finish_row(sum[row][0], sum[row][1], finish, out + row * out_stride);
 }
 
-template <class F>
-using Tile = void (*)(const typename F::X*, int64_t, const uint8_t*, int64_t, const Finish&, typename F::X*,
-                      int64_t);
+template <class F, class Out>
+using Tile = void (*)(const typename F::X*, int64_t, const uint8_t*, int64_t, const Finish&, Out*, int64_t);
 
-template <class F, int... rows>
-constexpr std::array<Tile<F>, sizeof...(rows)> make_tiles(std::integer_sequence<int, rows...>) {
-  return {tile<F, rows + 1>...};
+template <class F, class Out, int... rows>
+constexpr std::array<Tile<F, Out>, sizeof...(rows)> make_tiles(std::integer_sequence<int, rows...>) {
+  return {tile<F, Out, rows + 1>...};
 }
 
-// tiles<F>[rows - 1]
-template <class F>
-constexpr auto tiles = make_tiles<F>(std::make_integer_sequence<int, kRows>{});
+// tiles<F, Out>[rows - 1]: results are rounded to Out
+template <class F, class Out = typename F::X>
+constexpr auto tiles = make_tiles<F, Out>(std::make_integer_sequence<int, kRows>{});
 
 }  // namespace
 }  // namespace weft

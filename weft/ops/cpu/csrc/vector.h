@@ -54,6 +54,7 @@ inline void store_n(bf16* p, vf x, int n) {
 
 inline vf fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
 inline vf vmax(vf a, vf b) { return _mm512_max_ps(a, b); }  // b where either is NaN
+inline vf vmin(vf a, vf b) { return _mm512_min_ps(a, b); }  // likewise
 inline vf vsqrt(vf x) { return _mm512_sqrt_ps(x); }
 inline vf vabs(vf x) { return _mm512_abs_ps(x); }
 // a where the lane's bit is set, else b
@@ -102,6 +103,7 @@ inline void store(bf16* p, vf x) { store_n(p, x, kLanes); }
 
 inline vf fma(vf a, vf b, vf c) { return a * b + c; }
 inline vf vmax(vf a, vf b) { return a > b ? a : b; }
+inline vf vmin(vf a, vf b) { return a < b ? a : b; }
 inline vf vsqrt(vf x) {
   return lanes([&](int i) { return std::sqrt(x[i]); });
 }
@@ -158,5 +160,8 @@ inline vf exp2v(vf x) {
 }
 
 constexpr float kLog2E = 1.4426950408889634f;
+
+// x * sigmoid(y)
+inline vf sigmoid_times(vf x, vf y) { return x / (splat(1.0f) + exp2v(y * splat(-kLog2E))); }
 
 }  // namespace weft::vec

@@ -1,0 +1,185 @@
+"""What speculation gains: output tokens a second by number of drafts, acceptance, and what a step costs.
+
+python -m bench.speculation --model spool-mla --json speculation.json
+
+One engine for each number of drafts, all loaded at once; rounds over them are interleaved, so that a machine
+that slows down slows all of them down. A round answers the same questions greedily, a batch at a time. What a
+step costs is the median time of steps that decode the whole batch and nothing else, drafting included; what
+could be gained is (1 + accepted drafts a step) / (cost of such a step over one without drafts).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from weft import LLM, SamplingParams
+from weft.eval.gsm_mini import test_set
+from weft.types.plan import StepPlan
+
+
+@dataclass
+class Runs:
+    """One engine's runs with one size of batch."""
+
+    seconds: float = 0.0
+    tokens: int = 0
+    accepted: int = 0
+    drafted: int = 0
+    steps: list[float] = field(default_factory=list)
+    """Seconds of steps that decode the whole batch."""
+
+    @property
+    def rate(self) -> float:
+        """Output tokens a second."""
+        return self.tokens / self.seconds
+
+    @property
+    def step(self) -> float:
+        """Median seconds of a step."""
+        return statistics.median(self.steps)
+
+
+class Engine:
+    """An ``LLM`` and what its steps took."""
+
+    def __init__(self, name: str, settings: dict[str, Any]) -> None:
+        self.name = name
+        self.llm = LLM(**settings)
+        self.runs: dict[int, Runs] = {}
+        self._now: Runs | None = None
+        self._batch = 0
+        core = self.llm._core
+        assert core is not None
+        observe = core.scheduler.observe
+
+        def listening(plan: StepPlan, seconds: float) -> None:
+            if self._now is not None and not plan.prefill.rows and plan.decode.rows == self._batch:
+                self._now.steps.append(seconds)
+            observe(plan, seconds)
+
+        core.scheduler.observe = listening  # type: ignore[method-assign]
+
+    def round(
+        self, questions: Sequence[str], batch: int, params: SamplingParams, *, count: bool
+    ) -> list[Any]:
+        """Answers all questions, ``batch`` at a time; ``count``: and counts it."""
+        runs = self.runs.setdefault(batch, Runs())
+        self._now, self._batch = (runs if count else None), batch
+        answers = []
+        for begin in range(0, len(questions), batch):
+            talks = [[{"role": "user", "content": text}] for text in questions[begin : begin + batch]]
+            began = time.perf_counter()
+            made = self.llm.chat(talks, params, use_tqdm=False)
+            seconds = time.perf_counter() - began
+            outputs = [request.outputs[0] for request in made]
+            answers += [output.token_ids for output in outputs]
+            if count:
+                runs.seconds += seconds
+                runs.tokens += sum(len(output.token_ids) for output in outputs)
+                runs.accepted += sum(output.num_accepted_drafts for output in outputs)
+                runs.drafted += sum(o.num_accepted_drafts + o.num_rejected_drafts for o in outputs)
+        return answers
+
+
+def line(name: str, batch: int, runs: Runs, off: Runs, sequences: int) -> dict[str, Any]:
+    """One row of the table."""
+    # The first token of each sequence comes from its prompt's step.
+    behind = runs.tokens - sequences
+    steps = max(behind - runs.accepted, 1)
+    per_step = 1 + runs.accepted / steps
+    cost = runs.step / off.step
+    return {
+        "drafts": name,
+        "batch": batch,
+        "tok_s": round(runs.rate, 1),
+        "gain": round(runs.rate / off.rate, 3),
+        "acceptance": round(runs.accepted / runs.drafted, 3) if runs.drafted else None,
+        "tokens_a_step": round(per_step, 3),
+        "step_ms": round(1e3 * runs.step, 3),
+        "step_over_plain": round(cost, 3),
+        "possible_gain": round(per_step / cost, 3),
+        "share_of_possible": round(runs.rate / off.rate / (per_step / cost), 3),
+    }
+
+
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rows of the table, batch by batch."""
+    common: dict[str, Any] = {
+        "model": args.model,
+        "threads": args.threads,
+        "max_model_len": args.max_model_len,
+    }
+    common |= {"kv_cache_memory": "256M", "enable_prefix_caching": False}
+    common |= {"dtype": args.dtype} if args.dtype else {}
+    engines = [Engine("0", common)]
+    for drafts in args.drafts:
+        more = {"speculative_method": args.method, "num_speculative_tokens": drafts}
+        engines.append(Engine(str(drafts), {**common, **more, "speculative_adaptive": False}))
+    if args.adaptive:
+        more = {"speculative_method": args.method, "num_speculative_tokens": max(args.drafts)}
+        engines.append(Engine(f"up to {max(args.drafts)}", {**common, **more}))
+    questions = [problem.question for problem in test_set(args.questions)]
+    params = SamplingParams(temperature=0, max_tokens=args.max_tokens, ignore_eos=args.ignore_eos)
+    rows = []
+    for batch in args.batches:
+        for engine in engines:
+            engine.round(questions[: 2 * batch], batch, params, count=False)
+        answers: list[list[Any]] = []
+        for number in range(args.rounds):
+            order = engines if number % 2 == 0 else engines[::-1]
+            answers += [engine.round(questions, batch, params, count=True) for engine in order]
+        assert all(answer == answers[0] for answer in answers), "answers differ"
+        off = engines[0].runs[batch]
+        sequences = args.rounds * len(questions)
+        rows += [line(engine.name, batch, engine.runs[batch], off, sequences) for engine in engines]
+    for engine in engines:
+        engine.llm.shutdown()
+    return rows
+
+
+def show(rows: list[dict[str, Any]]) -> str:
+    """The rows as a Markdown table."""
+    names = list(rows[0])
+    lines = [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
+    lines += [f"| {' | '.join('-' if v is None else str(v) for v in row.values())} |" for row in rows]
+    return "\n".join(lines)
+
+
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def main() -> None:
+    """Measures, prints the table, writes the JSON."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="spool-mla")
+    parser.add_argument("--method", default="mtp", choices=["mtp", "ngram"])
+    parser.add_argument("--drafts", type=numbers, default=[1, 2, 3], help="numbers of drafts, beside 0")
+    parser.add_argument("--batches", type=numbers, default=[1, 8])
+    parser.add_argument("--questions", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--max-tokens", type=int, default=200)
+    parser.add_argument("--max-model-len", type=int, default=1024)
+    parser.add_argument("--ignore-eos", action="store_true", help="answers of --max-tokens tokens")
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--dtype", default="")
+    parser.add_argument("--no-adaptive", dest="adaptive", action="store_false")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    rows = measure(args)
+    print(show(rows))
+    if args.json is not None:
+        args.json.write_text(json.dumps({"model": args.model, "method": args.method, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""Attention over a cache in 8 bits is attention over the plain cache that it reads as, bit for bit."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from tests.support import latent
+from tests.support.specs import model_spec
+from weft.attention.base import AttentionBackend, SegmentInput
+from weft.attention.cpu_backend import CpuAttention
+from weft.attention.invariant_backend import InvariantAttention
+from weft.attention.latent import Form, LatentBackend
+from weft.attention.latent_cpu import CpuLatent
+from weft.attention.latent_torch import TorchLatent
+from weft.attention.registry import choose
+from weft.attention.torch_backend import TorchAttention
+from weft.attention.triton_backend import TritonAttention
+from weft.common.errors import ConfigError
+from weft.config.spec import CacheSpec
+from weft.ops import kv_fp8
+
+CPU = torch.device("cpu")
+ROWS = [(0, 1), (0, 37), (70, 3), (5, 20), (63, 1), (64, 64), (129, 1), (140, 2)]
+BACKENDS: dict[str, type[AttentionBackend]] = {"torch": TorchAttention, "invariant": InvariantAttention}
+
+
+class Scene:
+    """A cache of random lines in blocks of random order, NaN in every other line, and queries for it."""
+
+    def __init__(self, dtype: torch.dtype, block: int, window: int, dim: int = 32) -> None:
+        rng, kv_heads, heads = random.Random(0), 2, 6
+        torch.manual_seed(0)
+        widths = [-(-(start + count) // block) for start, count in ROWS]
+        ids = rng.sample(range(1, sum(widths) + 1), sum(widths))
+        plain = torch.full((sum(widths) + 1, 2, kv_heads, block, dim), math.nan, dtype=dtype)
+        table = torch.zeros(len(ROWS), max(widths), dtype=torch.int64)
+        for row, (start, count) in enumerate(ROWS):
+            table[row, : widths[row]] = torch.tensor([ids.pop() for _ in range(widths[row])])
+            low = max(0, start - window + 1) if window else 0
+            for p in range(low, start + count):
+                lines = torch.randn(2, kv_heads, dim, dtype=torch.float64) * 10.0 ** rng.uniform(-1, 1)
+                plain[table[row, p // block], :, :, p % block] = lines.to(dtype)
+        self.values, self.scales = kv_fp8.quantize(plain)
+        self.plain = kv_fp8.dequantize(self.values, self.scales, dtype)
+        unwritten = plain.isnan().any(-1)
+        assert self.scales[unwritten].isnan().all()
+        self.values.view(torch.uint8)[unwritten] = 0x7F  # NaN
+        counts = np.array([count for _, count in ROWS], np.int32)
+        starts = np.array([start for start, _ in ROWS], np.int32)
+        self.q = torch.randn(int(counts.sum()), heads, dim, dtype=torch.float64).to(dtype)
+        self.segment = SegmentInput(
+            begin=0,
+            rows=len(ROWS),
+            tokens=int(counts.sum()),
+            host_counts=counts,
+            host_starts=starts,
+            q_offsets=torch.tensor([0, *np.cumsum(counts).tolist()], dtype=torch.int32),
+            starts=torch.tensor(starts.tolist(), dtype=torch.int64),
+            slots=torch.arange(len(ROWS)),
+            live=torch.zeros(len(ROWS), dtype=torch.int64),
+            tables=(table,),
+        )
+        self.block = block
+        self._facts: dict[str, Any] = {
+            "kind": "window" if window else "full",
+            "layers": (0,),
+            "window": window,
+            "kv_heads": kv_heads,
+            "head_dim": dim,
+        }
+
+    def spec(self, fp8: bool) -> CacheSpec:
+        return CacheSpec(fp8=fp8, **self._facts)
+
+    def run(self, backend: AttentionBackend, fp8: bool) -> torch.Tensor:
+        """With the layers' shared preparation, and without it."""
+        outs = []
+        spec = self.spec(fp8)
+        backend.check(spec, model_spec(6, spec), self.block, self.q.dtype, CPU)
+        for prepared in (backend.prepare(self.segment, 0, spec, self.block, self.q.dtype), None):
+            out = torch.full_like(self.q, math.nan)
+            cache, scales = (self.values, self.scales) if fp8 else (self.plain, None)
+            backend.attend(self.q, out, cache, self.segment, 0, spec, 0.2, prepared, scales=scales)
+            outs.append(out)
+        assert torch.equal(outs[0], outs[1])
+        return outs[0]
+
+
+@pytest.mark.parametrize("window", [0, 50])
+@pytest.mark.parametrize("block", [1, 16, 48])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", list(BACKENDS))
+def test_torch(name: str, dtype: torch.dtype, block: int, window: int) -> None:
+    scene, backend = Scene(dtype, block, window), BACKENDS[name]()
+    made = scene.run(backend, fp8=True)
+    assert torch.isfinite(made).all()
+    assert torch.equal(made, scene.run(backend, fp8=False))
+
+
+def test_who_cannot_read_them_says_so() -> None:
+    cache = CacheSpec(kind="full", layers=(0,), kv_heads=2, head_dim=64, fp8=True)
+    with pytest.raises(ConfigError) as raised:
+        TritonAttention().check(cache, model_spec(4, cache), 16, torch.bfloat16, CPU)
+    assert "'triton'" in raised.value.message
+    assert "--kv-cache-dtype" in raised.value.message
+    assert "--attention-backend" in raised.value.message
+
+
+def test_auto_takes_one_that_can() -> None:
+    cache = CacheSpec(kind="full", layers=(0,), kv_heads=2, head_dim=64, fp8=True)
+    for dtype in (torch.float64, torch.bfloat16):
+        for invariant in (False, True):
+            choose("auto", model_spec(4, cache), dtype, CPU, 16, invariant=invariant)
+
+
+@pytest.mark.parametrize("window", [0, 50, 600])
+@pytest.mark.parametrize("block", [1, 16, 48])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.usefixtures("extension")
+def test_cpu(dtype: torch.dtype, block: int, window: int) -> None:
+    for dim in (32, 80, 128):
+        scene = Scene(dtype, block, window, dim)
+        made = scene.run(CpuAttention(), fp8=True)
+        assert torch.isfinite(made).all()
+        assert torch.equal(made, scene.run(CpuAttention(), fp8=False))
+
+
+# --- latent ---
+
+LATENT_ROWS = [(0, 1), (0, 37), (700, 3), (5, 20), (63, 1), (64, 64), (513, 2)]
+
+
+def _run_latent(scene: latent.Scene, backend: LatentBackend, form: Form, fp8: bool) -> torch.Tensor:
+    """The scene's cache in 8 bits, or the plain one that it reads as."""
+    segment, tokens = scene.segment()
+    latents, keys = scene.cache.split((scene.shape.lora, scene.shape.rope), dim=-1)
+    values, scales = kv_fp8.quantize(latents)
+    cache: tuple[torch.Tensor, ...] = (values, scales, keys.contiguous())
+    if fp8:
+        values.view(torch.uint8)[scales.isnan()] = 0x7F
+    else:
+        cache = (torch.cat((kv_fp8.dequantize(values, scales, scene.dtype), keys), dim=-1),)
+    spec = msgspec.structs.replace(scene.spec, fp8=fp8, exact=scene.shape.rope if fp8 else 0)
+    backend.check(
+        spec, model_spec(scene.shape.heads, spec, mla=scene.mla), scene.shape.block, scene.dtype, CPU
+    )
+    q, angles = scene.q[tokens], (scene.cos[tokens], scene.sin[tokens])
+    out = q.new_full((len(q), scene.shape.heads, scene.shape.v), math.nan)
+    backend.attend(q, angles, out, cache, segment, 0, spec, scene.mla, scene.up, form)
+    assert torch.isfinite(out).all()
+    return out
+
+
+@pytest.mark.parametrize("window", [0, 50])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("form", ["expanded", "absorbed"])
+def test_latent_torch(form: Form, dtype: torch.dtype, window: int) -> None:
+    scene, backend = latent.Scene(LATENT_ROWS, latent.Shape(), window, dtype), TorchLatent()
+    assert torch.equal(_run_latent(scene, backend, form, True), _run_latent(scene, backend, form, False))
+
+
+@pytest.mark.parametrize("window", [0, 50])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("form", ["expanded", "absorbed"])
+@pytest.mark.usefixtures("extension")
+def test_latent_cpu(form: Form, dtype: torch.dtype, window: int) -> None:
+    for shape in (latent.SMALL, latent.WIDE):
+        scene, backend = latent.Scene(LATENT_ROWS, shape, window, dtype), CpuLatent()
+        assert torch.equal(_run_latent(scene, backend, form, True), _run_latent(scene, backend, form, False))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.usefixtures("extension")
+def test_cpu_reads_every_code_under_every_scale(dtype: torch.dtype) -> None:
+    """A row that sees one key gets its value: here all codes but NaN, in two lines of 128."""
+    powers = [-126, -120, -111, -110, -30, 0, 9, 110, 111, 118]
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes[[0x7F, 0xFF]] = 0  # NaN
+    values = torch.zeros(2 * len(powers) + 2, 2, 1, 1, 128, dtype=torch.uint8)
+    scales = torch.ones(values.shape[:-1])
+    for i, power in enumerate(powers):
+        for half in range(2):
+            values[1 + 2 * i + half, 1, 0, 0] = codes[128 * half : 128 * half + 128]
+            scales[1 + 2 * i + half, 1] = 2.0**power
+    scales[-1, 1] = math.nan
+    rows = len(values) - 1
+    q, out = torch.zeros(rows, 1, 128, dtype=dtype), torch.empty(rows, 1, 128, dtype=dtype)
+    offsets, starts = torch.arange(rows + 1, dtype=torch.int32), torch.zeros(rows, dtype=torch.int64)
+    table, cache = torch.arange(1, rows + 1).view(rows, 1), values.view(kv_fp8.VALUES)
+    torch.ops.weft_cpu.attend.default(q, out, cache, offsets, starts, table, 0, 1.0, 0, None, scales)
+    made, exact = out[:-1, 0].double(), (cache.double() * scales.double()[..., None])[1:-1, 1, 0, 0]
+    whole = exact.abs() >= 2.0**-126  # numbers below it may become zero
+    assert torch.equal(made[whole], exact[whole])
+    assert ((made[~whole] == 0) | (made[~whole] == exact[~whole])).all()
+    assert out[-1].isnan().all()

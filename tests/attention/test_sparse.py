@@ -1,0 +1,372 @@
+"""Sparse attention, the choice of groups, and groups' lines, against each written out token by token."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.specs import model_spec
+from weft.attention import sparse_torch
+from weft.attention.base import SegmentInput, StepInput
+from weft.attention.compress import Compressor, completed_groups
+from weft.attention.registry import choose
+from weft.attention.sparse import Reads
+from weft.attention.sparse_torch import TorchSparse
+from weft.common.errors import ConfigError
+from weft.config.spec import CacheSpec, RopeSpec
+from weft.layers.build import Build
+from weft.layers.rope import Rope
+from weft.parallel.comm import LocalComm
+
+Tensor = torch.Tensor
+CPU = torch.device("cpu")
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+HEADS, DIM, INDEX_HEADS, INDEX_DIM = 3, 6, 4, 5
+
+
+def _segment(rows: list[tuple[int, int]], tables: tuple[Tensor, ...], bound: int = 0) -> SegmentInput:
+    counts = np.array([count for _, count in rows], np.int32)
+    starts = np.array([start for start, _ in rows], np.int32)
+    return SegmentInput(
+        begin=0,
+        rows=len(rows),
+        tokens=int(counts.sum()),
+        host_counts=counts,
+        host_starts=starts + np.int32(bound),
+        q_offsets=torch.tensor([0, *np.cumsum(counts).tolist()], dtype=torch.int32),
+        starts=torch.tensor(starts.tolist(), dtype=torch.int64),
+        slots=torch.arange(len(rows)),
+        live=torch.zeros(len(rows), dtype=torch.int64),
+        tables=tables,
+    )
+
+
+class Scene:
+    """Rows over a cache of lines and one of groups, all else in both NaN."""
+
+    def __init__(
+        self,
+        rows: list[tuple[int, int]],
+        *,
+        window: int = 5,
+        ratio: int = 4,
+        top: int = 0,
+        block: int = 4,
+        bound: int = 0,
+        values: int = DIM,
+        sinks: bool = True,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
+        torch.manual_seed(0)
+        self.rows, self.values = rows, values
+        self.reads = Reads(
+            lines=0 if window else None,
+            window=window,
+            groups=1 if ratio else None,
+            ratio=ratio or 1,
+            top=top,
+            heads=HEADS,
+            dim=DIM,
+            index_heads=INDEX_HEADS,
+        )
+        per_block, width = 2, DIM + INDEX_DIM
+        sizes = (block, per_block * (ratio or 1))
+        tables = []
+        longest = max((start + count + bound for start, count in rows), default=0)
+        for size in sizes:
+            entries = -(-longest // size)
+            order = random.Random(0).sample(range(1, len(rows) * entries + 1), len(rows) * entries)
+            tables.append(torch.tensor(order, dtype=torch.int64).view(len(rows), entries))
+        blocks = [1 + table.numel() for table in tables]
+        self.caches = {
+            0: (torch.full((blocks[0], block, DIM), torch.nan, dtype=dtype),),
+            1: (torch.full((blocks[1], per_block, width), torch.nan, dtype=dtype),),
+        }
+        self.lines, self.groups = [], []
+        for row, (start, count) in enumerate(rows):
+            end = start + count
+            self.lines.append(torch.randn(end, DIM, dtype=torch.float64).to(dtype))
+            self.groups.append(torch.randn(end // self.reads.ratio, width, dtype=torch.float64).to(dtype))
+            for p in range(max(0, start - window + 1), end):
+                self.caches[0][0][tables[0][row, p // block], p % block] = self.lines[row][p]
+            for g in range(end // self.reads.ratio if ratio else 0):
+                place = tables[1][row, g // per_block]
+                self.caches[1][0][place, g % per_block] = self.groups[row][g]
+        self.segment = _segment(rows, tuple(tables), bound)
+        tokens = self.segment.tokens
+        self.q = torch.randn(tokens, HEADS, DIM, dtype=torch.float64).to(dtype)
+        self.index_q = torch.randn(tokens, INDEX_HEADS, INDEX_DIM, dtype=torch.float64).to(dtype)
+        self.weights = torch.randn(tokens, INDEX_HEADS, dtype=torch.float64)
+        self.sinks = torch.randn(HEADS, dtype=torch.float64) if sinks else None
+
+    def select(self) -> Tensor | None:
+        backend = TorchSparse()
+        plan = backend.plan(self.segment, self.reads, self.caches)
+        return backend.select(self.index_q, self.weights, self.caches, self.segment, self.reads, plan)
+
+    def run(self) -> Tensor:
+        backend = TorchSparse()
+        plan = backend.plan(self.segment, self.reads, self.caches)
+        selected = None
+        if self.reads.top:
+            selected = backend.select(self.index_q, self.weights, self.caches, self.segment, self.reads, plan)
+        out = torch.full((len(self.q), HEADS, self.values), torch.nan, dtype=self.q.dtype)
+        backend.attend(self.q, out, self.caches, self.segment, self.reads, plan, selected, self.sinks, 0.4)
+        return out
+
+    def tokens(self) -> list[tuple[int, int]]:
+        """(row, position) of each."""
+        return [(r, p) for r, (start, count) in enumerate(self.rows) for p in range(start, start + count)]
+
+    def chosen(self, token: int, row: int, p: int) -> list[int]:
+        """The groups that a token reads, written out; ties go to the lowest."""
+        seen = range((p + 1) // self.reads.ratio if self.reads.groups is not None else 0)
+        if not self.reads.top:
+            return list(seen)
+        scores = []
+        for g in seen:
+            key = self.groups[row][g, DIM:].double()
+            each = [max(0.0, float(self.index_q[token, h].double() @ key)) for h in range(INDEX_HEADS)]
+            scores.append(sum(float(self.weights[token, h]) * each[h] for h in range(INDEX_HEADS)))
+        return sorted(sorted(seen, key=lambda g: (-scores[g], g))[: self.reads.top])
+
+    def expected(self) -> Tensor:
+        made = torch.empty(len(self.q), HEADS, self.values, dtype=torch.float64)
+        for token, (row, p) in enumerate(self.tokens()):
+            keys = []
+            if self.reads.lines is not None:
+                keys += [self.lines[row][i] for i in range(max(0, p - self.reads.window + 1), p + 1)]
+            keys += [self.groups[row][g, :DIM] for g in self.chosen(token, row, p)]
+            for head in range(HEADS):
+                scores = [float(self.q[token, head].double() @ key.double()) * 0.4 for key in keys]
+                if self.sinks is not None:
+                    scores.append(float(self.sinks[head]))
+                weights = torch.tensor(scores, dtype=torch.float64).softmax(0)
+                of_keys = zip(weights.tolist(), keys, strict=False)  # a sink has no value
+                zero = torch.zeros(self.values, dtype=torch.float64)
+                made[token, head] = sum((w * k[: self.values].double() for w, k in of_keys), zero)
+        return made
+
+
+ROWS = [
+    [(0, 1)],
+    [(0, 23)],
+    [(7, 1), (0, 1), (29, 1), (3, 1)],
+    [(5, 9), (0, 4), (41, 1), (8, 4), (2, 2), (30, 6)],
+]
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(("ratio", "top"), [(0, 0), (4, 0), (4, 2), (3, 1), (1, 6), (16, 1)])
+@pytest.mark.parametrize("window", [1, 5, 100])
+def test_equals_attention_written_out(rows: list[tuple[int, int]], window: int, ratio: int, top: int) -> None:
+    scene = Scene(rows, window=window, ratio=ratio, top=top)
+    assert torch.allclose(scene.run(), scene.expected(), **EXACT)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("top", [0, 3])
+def test_groups_without_a_window(rows: list[tuple[int, int]], top: int) -> None:
+    """Single positions as groups, of which a token chooses; values shorter than keys."""
+    scene = Scene(rows, window=0, ratio=1, top=top, values=4, sinks=False)
+    assert torch.allclose(scene.run(), scene.expected(), **EXACT)
+
+
+def test_who_sees_nothing_gets_zeros() -> None:
+    scene = Scene([(0, 5)], window=0, ratio=4, sinks=False)
+    assert torch.equal(scene.run()[:3], torch.zeros(3, HEADS, DIM, dtype=torch.float64))
+    assert torch.isfinite(scene.run()).all()
+
+
+@pytest.mark.parametrize("top", [0, 2])
+def test_small_limits_give_the_same(top: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = ROWS[-1]
+    together = Scene(rows, top=top).run()
+    for name, value in (("TILE", 3), ("SCORES", 40), ("GATHER", 1)):
+        monkeypatch.setattr(sparse_torch, name, value)
+        assert torch.allclose(Scene(rows, top=top).run(), together, **EXACT)
+
+
+@pytest.mark.parametrize("top", [0, 2])
+def test_upper_bounds_of_the_context_do_not_show(top: int) -> None:
+    scene = Scene([(6, 1), (9, 1), (3, 5), (21, 2)], top=top, bound=13)
+    assert torch.allclose(scene.run(), scene.expected(), **EXACT)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)]
+)
+def test_narrow_types(dtype: torch.dtype, tolerance: float) -> None:
+    scene = Scene([(30, 5), (0, 12), (55, 1)], dtype=dtype)
+    made = scene.run()
+    assert made.dtype == dtype
+    assert (made.double() - scene.expected()).abs().max() < tolerance
+
+
+def test_no_rows() -> None:
+    assert Scene([], top=2).run().shape == (0, HEADS, DIM)
+
+
+# --- the choice of groups ---
+
+
+def test_chosen_groups_and_padding() -> None:
+    scene = Scene([(0, 30), (33, 2)], top=3)
+    selected = scene.select()
+    assert selected is not None
+    for token, (row, p) in enumerate(scene.tokens()):
+        ids = selected[token].tolist()
+        assert sorted(i for i in ids if i >= 0) == scene.chosen(token, row, p)
+        assert ids.count(-1) == max(0, 3 - (p + 1) // 4)
+
+
+def test_nobody_chooses_where_all_fit() -> None:
+    assert Scene([(0, 12), (10, 3)], top=3).select() is None
+
+
+@pytest.mark.parametrize("limit", [1 << 22, 8])
+def test_ties_go_to_the_lowest_group(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal keys, equal scores: the first of them, however rows are cut; so with zeros of any sign."""
+    monkeypatch.setattr(sparse_torch, "SCORES", limit)
+    scene = Scene([(0, 41), (64, 1)], top=3)
+    keys = scene.caches[1][0][..., DIM:]
+    keys[:] = torch.where(keys.isnan(), keys, keys.new_full((), 0.5))
+    selected = scene.select()
+    assert selected is not None
+    assert sorted(selected[40].tolist()) == [0, 1, 2]
+    assert sorted(selected[41].tolist()) == [0, 1, 2]
+    scene.index_q[:] = -scene.index_q.abs()  # no product is positive: all scores are 0 or -0
+    scene.weights[:, ::2] *= -1
+    selected = scene.select()
+    assert selected is not None
+    assert sorted(selected[41].tolist()) == [0, 1, 2]
+    assert sorted(selected[6].tolist()) == [-1, -1, 0]
+
+
+# --- groups' lines ---
+
+
+class Groups:
+    """Sources of one row, written in steps, and the groups that come of them."""
+
+    def __init__(self, dims: tuple[int, ...], ratio: int, overlap: int, total: int) -> None:
+        torch.manual_seed(1)
+        build = Build(dtype=torch.float64, device=CPU, comm=LocalComm())
+        self.compressor = Compressor(dims, ratio, overlap, 1e-6, build)
+        for weight in self.compressor.parameters():
+            weight.data.normal_()
+        self.compressor.pack()
+        self.rope = Rope(RopeSpec(dim=4, theta=100.0), build)
+        self.dims, self.ratio, self.overlap, self.block = dims, ratio, overlap, 5
+        self.lines = torch.randn(total, overlap * 2 * sum(dims), dtype=torch.float64)
+        self.per_block = 2
+        tables = []
+        for size in (self.block, ratio * self.per_block):
+            entries = -(-total // size)
+            tables.append(torch.tensor([random.Random(2).sample(range(1, entries + 1), entries)]))
+        self.tables = tuple(tables)
+        self.sources = torch.full(
+            (1 + tables[0].numel(), self.block, self.lines.shape[1]), torch.nan
+        ).double()
+        self.groups = torch.full((1 + tables[1].numel(), self.per_block, sum(dims)), torch.nan).double()
+
+    def step(self, start: int, lines: Tensor, bound: int = 0) -> None:
+        """Computes positions ``start`` .. with these source lines."""
+        count = len(lines)
+        segment = _segment([(start, count)], self.tables, bound)
+        positions = torch.arange(start, start + count)
+        writes = []
+        for table, size in zip(self.tables, (self.block, self.ratio * self.per_block), strict=True):
+            writes.append(table[0, positions // size] * size + positions % size)
+        step: Any = SimpleNamespace(
+            segments=(segment, _segment([], self.tables)), writes=tuple(writes), positions=positions
+        )
+        assert set(vars(step)) <= set(StepInput.__slots__)
+        self.sources.view(-1, self.lines.shape[1])[writes[0]] = lines
+        completed = completed_groups(step, 0, 1, self.ratio, self.overlap, self.block, self.rope)
+        if completed is None:
+            assert (start + count) // self.ratio == start // self.ratio
+        else:
+            self.compressor(self.sources, self.groups, completed)
+
+    def found(self, count: int) -> Tensor:
+        places = [(self.tables[1][0, g // self.per_block], g % self.per_block) for g in range(count)]
+        return torch.stack([self.groups[block, line] for block, line in places])
+
+    def expected(self, count: int) -> Tensor:
+        """Channel by channel."""
+        made = []
+        begins = np.cumsum([0, *self.dims])
+        whole = sum(self.dims)
+        for g in range(count):
+            line = []
+            for number, dim in enumerate(self.dims):
+                bias = self.compressor.biases[number]
+                vector = torch.zeros(dim, dtype=torch.float64)
+                for c in range(dim):
+                    gates, kvs = [], []
+                    for part in range(self.overlap):
+                        begin = (g - (self.overlap - 1 - part)) * self.ratio
+                        for i in range(self.ratio if begin >= 0 else 0):
+                            at = part * 2 * whole + int(begins[number]) + c
+                            kvs.append(self.lines[begin + i, at])
+                            gates.append(self.lines[begin + i, at + whole] + bias[i, part * dim + c])
+                    vector[c] = torch.stack(gates).softmax(0) @ torch.stack(kvs)
+                vector = vector / (vector.square().mean() + 1e-6).sqrt() * self.compressor.norms[number]
+                for pair in range(2):
+                    angle = torch.tensor(float(g * self.ratio) * 100.0 ** (-pair / 2), dtype=torch.float64)
+                    at = dim - 4 + 2 * pair
+                    x, y = vector[at].clone(), vector[at + 1].clone()
+                    vector[at] = x * angle.cos() - y * angle.sin()
+                    vector[at + 1] = y * angle.cos() + x * angle.sin()
+                line.append(vector)
+            made.append(torch.cat(line))
+        return torch.stack(made)
+
+
+SHAPES = [((6, 5), 4, 2), ((6,), 8, 1), ((4, 7), 3, 2), ((5,), 1, 1)]
+
+
+@pytest.mark.parametrize(("dims", "ratio", "overlap"), SHAPES)
+@pytest.mark.parametrize("chunk", [1, 3, 7, 50])
+def test_groups_of_chunks(dims: tuple[int, ...], ratio: int, overlap: int, chunk: int) -> None:
+    """Also where the host believes in a longer context than there is."""
+    row = Groups(dims, ratio, overlap, 50)
+    for start in range(0, 50, chunk):
+        row.step(start, row.lines[start : start + chunk], bound=min(3, 50 - min(50, start + chunk)))
+    count = 50 // ratio
+    assert torch.allclose(row.found(count), row.expected(count), **EXACT)
+    rest = row.groups.view(-1, sum(dims)).isnan().all(1).sum()
+    assert rest == row.groups.shape[0] * row.per_block - count, "something else was written"
+
+
+@pytest.mark.parametrize(("dims", "ratio", "overlap"), SHAPES)
+def test_groups_that_drafts_closed_are_replaced(dims: tuple[int, ...], ratio: int, overlap: int) -> None:
+    row = Groups(dims, ratio, overlap, 40)
+    at, rng = 0, random.Random(3)
+    while at < 40:
+        n = min(rng.randint(1, 6), 40 - at)
+        right = rng.randint(1, n)
+        lines = row.lines[at : at + n].clone()
+        lines[right:] = torch.randn_like(lines[right:])
+        row.step(at, lines)
+        at += right
+    count = 40 // ratio
+    assert torch.allclose(row.found(count), row.expected(count), **EXACT)
+
+
+def test_a_backend_that_lacks_a_type_says_so() -> None:
+    cache = CacheSpec(kind="latent", layers=(0,), window=4, width=8, form="sparse")
+    spec = model_spec(4, cache, kv_heads=1, head_dim=8)
+    assert isinstance(choose("auto", spec, torch.bfloat16, CPU, 64)["sparse"], TorchSparse)
+    with pytest.raises(ConfigError, match=r"torch.*int8"):
+        choose("torch", spec, torch.int8, CPU, 64)
+    with pytest.raises(ConfigError, match="does not run on meta"):
+        choose("torch", spec, torch.float32, torch.device("meta"), 64)
+    with pytest.raises(ConfigError, match="--deterministic"):
+        choose("torch", spec, torch.float32, CPU, 64, invariant=True)

@@ -1,0 +1,260 @@
+"""Small models of every family, and engines with any set of features, for composition tests in float64."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.checkpoints import SHAPES, spread
+from tests.support.mtp_models import make_mtp_checkpoint
+from weft import LLM, SamplingParams
+from weft.bench.tokenizer import write_tokenizer
+from weft.config.families import load_spec
+from weft.config.memory import bytes_for, state_bytes
+from weft.config.resolve import with_cache_dtype
+from weft.config.sections import CacheSection, SchedulerSection
+
+VOCAB, MAX_LEN, BLOCK, OUTPUT = 300, 160, 8, 14
+SEQUENCES = 8
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 192,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+#: Form of attention -> (transformers' name of a family that has it, its configuration).
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "full": (
+        "Qwen3Moe",
+        {
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "moe_intermediate_size": 32,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+        },
+    ),
+    "sliding window": (
+        "GptOss",
+        {
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 11,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "delta": (
+        "Qwen3Next",
+        {
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 24,
+        },
+    ),
+}
+
+
+def _sparse(folder: Path) -> None:
+    """DeepSeek V4, as the tests of its family have it."""
+    transformers = _transformers()
+    _, settings = SHAPES["deepseek_v4"]()
+    torch.manual_seed(3)
+    changes = {"vocab_size": VOCAB, "max_position_embeddings": 192}
+    model = transformers.DeepseekV4ForCausalLM(transformers.DeepseekV4Config(**{**settings, **changes}))
+    spread(model)
+    model.to(torch.float64).save_pretrained(folder)
+
+
+def _latent(folder: Path) -> None:
+    """DeepSeek V3 with a module that predicts one token further."""
+    make_mtp_checkpoint(folder, skilled=True, vocab_size=VOCAB, max_position_embeddings=192)
+
+
+OTHERS = {"latent": _latent, "sparse": _sparse}
+
+
+def _transformers() -> Any:
+    import transformers
+
+    return transformers
+
+
+def make_checkpoint(root: Path, family: str) -> Path:
+    """A random checkpoint in float64 with a tokenizer; made once for each ``root``."""
+    folder = root / family.replace(" ", "-")
+    if folder.exists():
+        return folder
+    if family in OTHERS:
+        OTHERS[family](folder)
+    else:
+        name, settings = FAMILIES[family]
+        torch.manual_seed(3)
+        config = getattr(_transformers(), f"{name}Config")(**{**_COMMON, **settings})
+        model = getattr(_transformers(), f"{name}ForCausalLM")(config).to(torch.float64)
+        model.save_pretrained(folder)
+    write_tokenizer(folder, VOCAB, MAX_LEN)
+    return folder
+
+
+def prompts() -> list[list[int]]:
+    """Some share their first blocks, some repeat themselves, some are short."""
+    rng = random.Random(7)
+    shared = [rng.randrange(VOCAB - 4) for _ in range(94)]
+    made = [shared[:85], [*shared, 9, 9], [*shared[:83], 5], [4, 4, 8] * 7]
+    return [*made, *([rng.randrange(VOCAB - 4) for _ in range(n)] for n in (3, 38, 12, 30))]
+
+
+PROMPTS = prompts()
+
+
+def params(case: dict[str, Any], stop: list[str] | None = None) -> list[SamplingParams]:
+    """Of each prompt; every second one is greedy."""
+    return [
+        SamplingParams(
+            temperature=0.9 * (i % 2),
+            top_p=0.95,
+            seed=100 + i,
+            max_tokens=OUTPUT,
+            ignore_eos=True,
+            n=2 if case["n"] == 2 and i % 2 else 1,
+            logprobs=3 if case["logprobs"] else None,
+            repetition_penalty=1.3 if case["penalties"] else 1.0,
+            presence_penalty=0.4 if case["penalties"] else 0.0,
+            stop=[stop[i]] if stop else [],
+        )
+        for i in range(len(PROMPTS))
+    ]
+
+
+@dataclass
+class Seen:
+    """What an engine was observed to do."""
+
+    unfinished: int = 0
+    """Prompt rows that did not reach the end of their prompt."""
+    deepest: int = 0
+    stats: Any = None
+    in_flight: int = field(default=0, repr=False)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Of one choice of one prompt."""
+
+    tokens: tuple[int, ...]
+    text: str
+    finish: str | None
+    logprobs: tuple[tuple[int, float], ...]
+
+
+def engine(folder: Path, case: dict[str, Any], *, alone: bool = False) -> LLM:
+    """With the features of ``case``; ``alone``: one sequence at a time and none but what changes values."""
+    settings: dict[str, Any] = {
+        "dtype": "float64",
+        "device": "cpu",
+        "max_model_len": MAX_LEN,
+        "block_size": BLOCK,
+        "kv_cache_memory": "64M",
+        "enable_prefix_caching": False,
+        "steps_in_flight": 1,
+        "max_num_seqs": 1 if alone else SEQUENCES,
+    }
+    if case["kv"] != "auto":
+        settings["kv_cache_dtype"] = case["kv"]
+    if not alone:
+        settings |= {
+            "enable_prefix_caching": case["prefix"],
+            "steps_in_flight": case["depth"],
+            "step_policy": case["policy"],
+            "long_prefill_token_threshold": case["chunk"],
+        }
+        if case["draft"] != "none":
+            settings |= {"speculative_method": case["draft"], "num_speculative_tokens": 2}
+            settings["speculative_adaptive"] = False
+        if case["preempt"]:
+            settings["kv_cache_memory"] = str(_tight(folder, case))
+    return LLM(str(folder), **settings)
+
+
+@cache
+def _spec(folder: Path, kv: str, mtp: int) -> Any:
+    section = CacheSection(kv_cache_dtype=kv)  # type: ignore[arg-type]
+    return with_cache_dtype(load_spec(str(folder), None, mtp=mtp), section)
+
+
+def _tight(folder: Path, case: dict[str, Any]) -> int:
+    """Bytes of cache in which sequences must make room for each other."""
+    spec = _spec(folder, case["kv"], int(case["draft"] == "mtp"))
+    scheduler = SchedulerSection(max_num_seqs=SEQUENCES, long_prefill_token_threshold=case["chunk"])
+    drafts = 0 if case["draft"] == "none" else 2
+    states = state_bytes(spec, "float64", SEQUENCES * case["depth"], 1 + drafts)
+    return int(1.05 * bytes_for(spec, BLOCK, "float64", 1, MAX_LEN, scheduler)) + states
+
+
+def run(folder: Path, case: dict[str, Any], stop: list[str] | None = None, *, alone: bool = False) -> Any:
+    """(answers by (prompt, choice), what was seen)."""
+    llm = engine(folder, case, alone=alone)
+    seen = _watch(llm)
+    try:
+        asked: list[Any] = [{"prompt_token_ids": ids} for ids in PROMPTS]
+        if case["prefix"] and not alone:
+            llm.generate(asked[:2], SamplingParams(max_tokens=1), use_tqdm=False)
+        outputs = llm.generate(asked, params(case, stop), use_tqdm=False)
+        core = llm._core
+        assert core is not None
+        seen.stats = core.stats()
+    finally:
+        llm.shutdown()
+    return {(i, c.index): _answer(c) for i, o in enumerate(outputs) for c in o.outputs}, seen
+
+
+def _answer(choice: Any) -> Answer:
+    assert choice.error is None, choice.error
+    pairs = tuple(
+        (token, entry.logprob) for position in choice.logprobs or () for token, entry in position.items()
+    )
+    return Answer(tuple(choice.token_ids), choice.text, choice.finish_reason, pairs)
+
+
+def _watch(llm: LLM) -> Seen:
+    seen, core = Seen(), llm._core
+    assert core is not None
+    forward, read = core.runner.forward, core.runner.read
+
+    def watched_forward(plan: Any) -> Any:
+        seen.in_flight += 1
+        seen.deepest = max(seen.deepest, seen.in_flight)
+        seen.unfinished += int((plan.prefill.sample == 0).sum())
+        return forward(plan)
+
+    def watched_read(handle: Any) -> Any:
+        seen.in_flight -= 1
+        return read(handle)
+
+    core.runner.forward, core.runner.read = watched_forward, watched_read  # type: ignore[method-assign]
+    return seen

@@ -1,0 +1,176 @@
+"""``quantization_config``: what each tool writes, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.common.errors import ConfigError
+from weft.config.families import load_spec
+from weft.config.spec import QuantizedSpec
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "torch_dtype": "bfloat16",
+}
+
+
+def _load(folder: Path, **more: Any) -> QuantizedSpec | None:
+    (folder / "config.json").write_text(json.dumps({**LLAMA, **more}))
+    return load_spec(str(folder)).quantized
+
+
+def _compressed(weights: dict[str, Any], **more: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, **more}
+
+
+ACCEPTED: dict[str, tuple[dict[str, Any], QuantizedSpec]] = {
+    "fp8 blocks": (
+        {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+            "modules_to_not_convert": ["lm_head"],
+        },
+        QuantizedSpec(method="fp8", block=(128, 128)),
+    ),
+    "fp8 tensor": ({"quant_method": "fp8", "activation_scheme": "static"}, QuantizedSpec(method="fp8")),
+    "fp8 exponents": (
+        {"quant_method": "fp8", "scale_fmt": "ue8m0", "expert_dtype": "fp4", "weight_block_size": [128, 128]},
+        QuantizedSpec(method="fp8", block=(128, 128)),
+    ),
+    "mxfp4": (
+        {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
+        QuantizedSpec(method="mxfp4"),
+    ),
+    "awq": (
+        {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "GEMM"},
+        QuantizedSpec(method="awq"),
+    ),
+    "gptq": (
+        {"quant_method": "gptq", "bits": 4, "group_size": -1, "desc_act": True, "sym": True},
+        QuantizedSpec(method="gptq", zero_offset=1),
+    ),
+    "gptq v2": (
+        {"quant_method": "gptq", "bits": 8, "group_size": 32, "checkpoint_format": "gptq_v2"},
+        QuantizedSpec(method="gptq", zero_offset=0),
+    ),
+    "compressed fp8": (
+        _compressed(
+            {
+                "num_bits": 8,
+                "type": "float",
+                "strategy": "block",
+                "symmetric": True,
+                "block_structure": [64, 64],
+            },
+            format="float-quantized",
+            ignore=["lm_head"],
+            quantization_status="compressed",
+        ),
+        QuantizedSpec(method="compressed-tensors", block=(64, 64)),
+    ),
+    "compressed int4": (
+        _compressed(
+            {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": False},
+            format="pack-quantized",
+        ),
+        QuantizedSpec(method="compressed-tensors"),
+    ),
+    "modelopt": (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head"]},
+        QuantizedSpec(method="modelopt"),
+    ),
+    "modelopt mixed": (
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": {"model.layers.0.mlp.up_proj": {"quant_algo": "FP8"}},
+        },
+        QuantizedSpec(method="modelopt"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(ACCEPTED))
+def test_what_tools_write(name: str, tmp_path: Path) -> None:
+    config, expected = ACCEPTED[name]
+    assert _load(tmp_path, quantization_config=config) == expected
+
+
+def test_plain_checkpoints(tmp_path: Path) -> None:
+    assert _load(tmp_path) is None
+    assert _load(tmp_path, quantization_config=None) is None
+    assert _load(tmp_path, quantization_config={}) is None
+
+
+def test_compression_config_is_the_old_name(tmp_path: Path) -> None:
+    found = _load(tmp_path, compression_config={"format": "float-quantized", "config_groups": {}})
+    assert found == QuantizedSpec(method="compressed-tensors")
+
+
+def test_the_file_that_modelopt_writes_beside(tmp_path: Path) -> None:
+    beside = tmp_path / "hf_quant_config.json"
+    said = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16, "exclude_modules": ["x"]}
+    beside.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": said}))
+    assert _load(tmp_path) == QuantizedSpec(method="modelopt")
+    beside.write_text(json.dumps({"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}))
+    assert _load(tmp_path) is None
+    beside.write_text(json.dumps({"quantization": {"quant_algo": "W4A8_AWQ"}}))
+    with pytest.raises(ConfigError, match=r"hf_quant_config.json.quantization.quant_algo = 'W4A8_AWQ'"):
+        _load(tmp_path)
+    beside.write_text("[]")
+    with pytest.raises(ConfigError, match="must hold a JSON object"):
+        _load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"quant_method": "bitsandbytes"}, "quant_method = 'bitsandbytes' is not supported; there are: fp8"),
+        ({"bits": 4}, "quant_method is missing"),
+        ("fp8", "quantization_config must be an object"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size must be two"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 0]}, "weight_block_size must be two"),
+        ({"quant_method": "fp8", "fmt": "e3m4"}, "fmt = 'e3m4'"),
+        ({"quant_method": "fp8", "scale_fmt": "e5m0"}, "scale_fmt = 'e5m0'"),
+        ({"quant_method": "fp8", "modules_to_not_convert": "all"}, "modules_to_not_convert must be a list"),
+        ({"quant_method": "awq", "bits": 3}, "bits = 3"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version = 'gemv'"),
+        ({"quant_method": "awq", "bits": 4, "zero_point": False}, "zero_point = False"),
+        ({"quant_method": "gptq", "bits": 3}, "bits = 3"),
+        ({"quant_method": "gptq", "bits": True}, "bits = True"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size must be"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format = 'marlin'"),
+        ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "is_marlin_format = True"),
+        ({"quant_method": "gptq", "bits": 4, "desc_act": "yes"}, "desc_act = 'yes'"),
+        (_compressed({"num_bits": 3, "type": "int"}), "config_groups.group_0.weights.num_bits = 3"),
+        (_compressed({"num_bits": 8, "type": "float", "symmetric": False}), "weights.symmetric = False"),
+        (_compressed({}, format="marlin-24"), "format = 'marlin-24'"),
+        (_compressed({}, sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config.format"),
+        (_compressed({}, transform_config={"config_groups": {}}), "transform_config"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "quant_algo = 'NVFP4_AWQ'"),
+        (
+            {
+                "quant_method": "modelopt",
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": {"a": {"quant_algo": "INT3"}},
+            },
+            "quantized_layers.a.quant_algo = 'INT3'",
+        ),
+    ],
+)
+def test_refusals_name_the_field(config: Any, named: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as raised:
+        _load(tmp_path, quantization_config=config)
+    assert named in raised.value.message

@@ -1,0 +1,76 @@
+"""E0 with the cache in 8 bits: a sequence's tokens are what it gets alone, and the cache is what it says.
+
+The features are those of ``test_grid``; here a few cases of them run, every one of them with all that a cache
+can go through.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.e0.rig import Answer, make_engine, run, submit
+from tests.support.checkpoints import VOCAB, make_checkpoint
+from weft.types.sampling import TokenParams
+
+PARAMS = TokenParams(temperature=0.8, top_k=20, max_tokens=24)
+
+
+def _prompts() -> list[list[int]]:
+    rng = random.Random(7)
+    shared = [rng.randrange(VOCAB) for _ in range(17)]
+    return [shared + [rng.randrange(VOCAB) for _ in range(rng.randrange(3, 25))] for _ in range(10)]
+
+
+PROMPTS = _prompts()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("fp8")
+    return {shape: make_checkpoint(root, shape) for shape in ("qwen3_moe", "qwen2_windowed")}
+
+
+def _alone(folder: Path, kv_cache_dtype: str) -> list[list[int]]:
+    tokens = []
+    for number, prompt in enumerate(PROMPTS):
+        engine, _ = make_engine(folder, caching=False, max_num_seqs=1, kv_cache_dtype=kv_cache_dtype)
+        tokens.append(run(engine, [[submit(1, prompt, PARAMS, request=number)]])[1].tokens)
+    return tokens
+
+
+def _answers(folder: Path, **settings: object) -> tuple[list[Answer], object]:
+    engine, runner = make_engine(folder, kv_cache_dtype="fp8", **settings)  # type: ignore[arg-type]
+    dtypes = {tensor.dtype for layer in runner.cache for tensors in layer.values() for tensor in tensors}
+    assert dtypes == {torch.float8_e4m3fn, torch.float32}
+    arrivals = [[submit(i + 1, prompt, PARAMS, request=i)] for i, prompt in enumerate(PROMPTS)]
+    found = run(engine, arrivals)
+    return [found[i + 1] for i in range(len(PROMPTS))], engine
+
+
+@pytest.mark.parametrize("shape", ["qwen3_moe", "qwen2_windowed"])
+def test_same_tokens(shape: str, folders: dict[str, Path]) -> None:
+    folder = folders[shape]
+    expected = _alone(folder, "fp8")
+    assert expected != _alone(folder, "auto"), "8 bits that change nothing prove nothing"
+    for chunk, depth, policy, caching in (
+        (0, 1, "mixed", False),
+        (1, 2, "mixed", True),
+        (7, 1, "exclusive", True),
+        (16, 2, "mixed", False),
+    ):
+        answers, _ = _answers(folder, chunk=chunk, depth=depth, policy=policy, caching=caching)
+        assert [answer.tokens for answer in answers] == expected, (chunk, depth, policy, caching)
+        assert any(answer.num_cached for answer in answers) == caching
+
+
+@pytest.mark.parametrize("shape", ["qwen3_moe", "qwen2_windowed"])
+def test_same_tokens_after_preemption(shape: str, folders: dict[str, Path]) -> None:
+    """Lines that are computed again, in other chunks, are the same lines."""
+    folder = folders[shape]
+    answers, engine = _answers(folder, blocks=16, chunk=16)
+    assert engine.stats().preemptions > 0  # type: ignore[attr-defined]
+    assert [answer.tokens for answer in answers] == _alone(folder, "fp8")

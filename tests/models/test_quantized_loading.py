@@ -1,0 +1,373 @@
+"""Quantized checkpoints as folders: each loads to the very weights that its parts mean."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from tests.support import quantized as make
+from weft.common.errors import ConfigError
+from weft.config.families import load_spec
+from weft.models.loader import load_model
+from weft.models.quantized import filling
+
+CPU = torch.device("cpu")
+F64 = torch.float64
+Tensors = dict[str, torch.Tensor]
+#: A matrix to (parts by the end of their name, what they mean), or None to leave it plain.
+Quantize = Callable[[str, torch.Tensor], "tuple[Tensors, torch.Tensor] | None"]
+
+_LINEAR = re.compile(r"(.*(?:_proj|experts\.\d+\.\w+))\.weight$")
+FP8 = {"quant_method": "fp8", "weight_block_size": [32, 64], "modules_to_not_convert": ["lm_head"]}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}
+MODELOPT = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "group_size": 16}}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random MoE checkpoint of sizes that every format can pack."""
+    folder = tmp_path_factory.mktemp("plain")
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=3,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        mlp_only_layers=[1],
+    )
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def _folders(
+    plain: Path, target: Path, quantize: Quantize, config: dict[str, Any] | None, shards: int = 1
+) -> tuple[Path, Path]:
+    """(the quantized checkpoint, a plain one in float64 with the same meaning)."""
+    found = json.loads((plain / "config.json").read_text())
+    meant, saved = {}, {}
+    for name, tensor in load_file(plain / "model.safetensors").items():
+        linear = _LINEAR.match(name)
+        parts = quantize(linear[1], tensor) if linear else None
+        if parts is None:
+            meant[name], saved[name] = tensor.double(), tensor.bfloat16().float()
+            meant[name] = saved[name].double()
+        else:
+            meant[name] = parts[1].contiguous()
+            saved.update({f"{linear[1]}.{end}": part.contiguous() for end, part in parts[0].items()})
+    exact, packed = target / "exact", target / "packed"
+    for folder, more in ((exact, {}), (packed, {"quantization_config": config} if config else {})):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps({**found, **more}))
+    save_file(meant, exact / "model.safetensors")
+    if shards == 1:
+        save_file(saved, packed / "model.safetensors")
+    else:
+        names = sorted(saved, key=lambda name: (name.rsplit(".", 1)[1], name))
+        where = {name: f"model-{i % shards}.safetensors" for i, name in enumerate(names)}
+        for shard in sorted(set(where.values())):
+            save_file({n: saved[n] for n in names if where[n] == shard}, packed / shard)
+        index = packed / "model.safetensors.index.json"
+        index.write_text(json.dumps({"weight_map": where}))
+    return packed, exact
+
+
+def _load(folder: Path, dtype: torch.dtype = F64) -> Any:
+    return load_model(str(folder), load_spec(str(folder)), dtype, CPU, progress=False, pack=False)
+
+
+def _message(folder: Path) -> str:
+    with pytest.raises(ConfigError) as raised:
+        _load(folder)
+    return raised.value.message
+
+
+def _same(a: Any, b: Any) -> bool:
+    first, second = dict(a.named_parameters()), dict(b.named_parameters())
+    return first.keys() == second.keys() and all(torch.equal(first[n], second[n]) for n in first)
+
+
+def _fp8(scale: str, **more: Any) -> Quantize:
+    return lambda name, weight: make.fp8(weight, scale, block=(32, 64), **more)
+
+
+def _int8(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    scale = weight.abs().amax(1, keepdim=True) / 127
+    values = (weight / scale).round().to(torch.int8)
+    return {"weight": values, "weight_scale": scale}, values.double() * scale.double()
+
+
+def _mixed(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor] | None:
+    if "k_proj" in name or "experts.1" in name:
+        return None
+    if "self_attn" in name:
+        return make.fp8(weight, "tensor", name="weight_scale")
+    return make.fp8(weight, "block", block=(32, 64), exponents="down" in name)
+
+
+def _like(made: Callable[..., tuple[Tensors, torch.Tensor]], *more: Any, **named: Any) -> Quantize:
+    """Formats made of random integers rather than of the weight."""
+    return lambda name, weight: made(tuple(weight.shape), *more, **named, seed=len(name) + weight.shape[0])
+
+
+_CT = {"quant_method": "compressed-tensors"}
+FORMATS: dict[str, tuple[Quantize, dict[str, Any]]] = {
+    "fp8 per tensor": (_fp8("tensor"), {"quant_method": "fp8", "activation_scheme": "static"}),
+    "fp8 per channel": (_fp8("channel", name="weight_scale"), {**_CT, "format": "float-quantized"}),
+    "fp8 blocks": (_fp8("block"), FP8),
+    "fp8 blocks of exponents": (_fp8("block", exponents=True, name="scale"), {**FP8, "scale_fmt": "ue8m0"}),
+    "fp8 mixed": (_mixed, FP8),
+    "int8": (_int8, {**_CT, "format": "int-quantized"}),
+    "nvfp4": (lambda _, w: make.nvfp4(w), {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
+    "nvfp4 packed": (
+        lambda _, w: make.nvfp4(w, divides=True),
+        {**_CT, "format": "nvfp4-pack-quantized"},
+    ),
+    "packed 4 bits": (_like(make.packed, 4, 32), {**_CT, "format": "pack-quantized"}),
+    "packed 8 bits": (_like(make.packed, 8, 32, zeros=True), {**_CT, "format": "pack-quantized"}),
+    "awq": (_like(make.awq, 32), {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}),
+    "gptq": (_like(make.gptq, 4, 32, desc_act=True), GPTQ),
+    "gptq 8 bits v2": (
+        _like(make.gptq, 8, 32, v2=True),
+        {**GPTQ, "bits": 8, "checkpoint_format": "gptq_v2"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_formats(name: str, plain: Path, tmp_path: Path) -> None:
+    """Bit for bit in float64, and rounded once to the model's dtype otherwise."""
+    packed, exact = _folders(plain, tmp_path, *FORMATS[name])
+    assert _same(_load(packed), _load(exact))
+    narrow, wanted = _load(packed, torch.bfloat16), _load(exact, torch.bfloat16)
+    for (name, ours), (_, theirs) in zip(narrow.named_parameters(), wanted.named_parameters(), strict=True):
+        assert torch.allclose(ours.double(), theirs.double(), rtol=2**-8, atol=0), name
+
+
+@pytest.mark.parametrize("name", ["fp8 mixed", "nvfp4", "gptq"])
+def test_parts_in_different_files(name: str, plain: Path, tmp_path: Path) -> None:
+    packed, exact = _folders(plain, tmp_path, *FORMATS[name], shards=3)
+    assert len(list(packed.glob("model-*.safetensors"))) == 3
+    assert _same(_load(packed), _load(exact))
+
+
+def test_what_modelopt_writes(plain: Path, tmp_path: Path) -> None:
+    """Its own file, scales of inputs and of the cache, and a first tensor that is a float32 scale."""
+
+    def quantize(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        parts, meant = make.nvfp4(weight)
+        parts["input_scale"] = torch.tensor(0.5)
+        if "k_proj" in name or "v_proj" in name:
+            parts[f"{name[-6]}_scale"] = torch.tensor(1.0)
+        return parts, meant
+
+    packed, exact = _folders(plain, tmp_path, quantize, None)
+    (packed / "hf_quant_config.json").write_text(json.dumps(MODELOPT))
+    assert _same(_load(packed), _load(exact))
+
+
+def test_stacked_experts(plain: Path, tmp_path: Path) -> None:
+    """All experts in one tensor: MXFP4 blocks as GPT-OSS has them, and FP8 with a grid for each expert."""
+    packed, exact = _folders(plain, tmp_path, lambda *_: None, {"quant_method": "mxfp4"})
+    tensors = load_file(packed / "model.safetensors")
+    meant = load_file(exact / "model.safetensors")
+    prefix = "model.layers.0.mlp.experts."
+    stacked = {}
+    for number, kinds in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+        whole = torch.stack(
+            [torch.cat([tensors.pop(f"{prefix}{e}.{kind}.weight") for kind in kinds]) for e in range(3)]
+        )
+        stacked[f"{prefix}{number}"] = whole
+    meant = {name: tensor for name, tensor in meant.items() if not name.startswith(prefix)}
+    config = json.loads((packed / "config.json").read_text())
+    for form in ("mxfp4", "fp8"):
+        saved, wanted = dict(tensors), dict(meant)
+        for name, whole in stacked.items():
+            if form == "mxfp4":
+                values, scales, made = make.mxfp4(whole.transpose(1, 2))
+                saved[f"{name}_blocks"] = values.unflatten(-1, (-1, 16)).contiguous()
+                saved[f"{name}_scales"] = scales
+                wanted[name] = made.transpose(1, 2).contiguous()
+            else:
+                each = [make.fp8(one, "block", block=(32, 64)) for one in whole]
+                saved[name] = torch.stack([parts["weight"] for parts, _ in each])
+                saved[f"{name}_scale_inv"] = torch.stack([parts["weight_scale_inv"] for parts, _ in each])
+                wanted[name] = torch.stack([made for _, made in each])
+        save_file(saved, packed / "model.safetensors")
+        save_file(wanted, exact / "model.safetensors")
+        said = {"quant_method": "mxfp4"} if form == "mxfp4" else FP8
+        (packed / "config.json").write_text(json.dumps({**config, "quantization_config": said}))
+        assert _same(_load(packed), _load(exact))
+    short = {n: t[:2].contiguous() if n.startswith(prefix) else t for n, t in saved.items()}
+    save_file(short, packed / "model.safetensors")
+    assert re.search(r"experts\.(gate_up|down)_proj .* make \d+ bytes", _message(packed))
+
+
+def test_gpt_oss(tmp_path: Path) -> None:
+    """Its experts as published: MXFP4 blocks of [experts, outputs, inputs], gate and up rows in turn."""
+    config = transformers.GptOssConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=3,
+        num_experts_per_tok=2,
+    )
+    torch.manual_seed(0)
+    model = transformers.GptOssForCausalLM(config)
+    for _, weight in sorted(model.named_parameters()):
+        torch.nn.init.normal_(weight, 0.0, 0.3)
+    model.save_pretrained(tmp_path / "plain")
+    found = json.loads((tmp_path / "plain" / "config.json").read_text())
+    saved, meant = {}, {}
+    for name, tensor in load_file(tmp_path / "plain" / "model.safetensors").items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            values, scales, made = make.mxfp4(tensor.transpose(1, 2))
+            saved[f"{name}_blocks"] = values.unflatten(-1, (-1, 16)).contiguous()
+            saved[f"{name}_scales"] = scales
+            meant[name] = made.transpose(1, 2).contiguous()
+            theirs = convert_moe_packed_tensors(saved[f"{name}_blocks"], scales, dtype=torch.float32)
+            assert torch.equal(theirs.double(), meant[name])
+        else:
+            saved[name], meant[name] = tensor, tensor.double()
+    quantized = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    for folder, tensors, more in (
+        ("packed", saved, {"quantization_config": quantized}),
+        ("exact", meant, {}),
+    ):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text(json.dumps({**found, **more}))
+        save_file(tensors, tmp_path / folder / "model.safetensors")
+    ours, exact = _load(tmp_path / "packed"), _load(tmp_path / "exact")
+    assert _same(ours, exact)
+    names = dict(ours.named_parameters())
+    experts = load_file(tmp_path / "exact" / "model.safetensors")["model.layers.1.mlp.experts.gate_up_proj"]
+    gate = names["blocks.1.feed_forward.experts.gate_up"][2, :32]
+    assert torch.equal(gate, experts[2, :, ::2].T)
+
+
+def _change(folder: Path, change: Callable[[Tensors], None]) -> Path:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "removed", "lacking"),
+    [
+        ("fp8 blocks", "model.layers.0.self_attn.q_proj.weight_scale_inv", "weight_scale_inv"),
+        ("nvfp4", "model.layers.0.self_attn.q_proj.weight_scale_2", "weight_scale_2"),
+        ("nvfp4", "model.layers.0.self_attn.q_proj.weight", "q_proj.weight"),
+        ("awq", "model.layers.0.self_attn.q_proj.qzeros", "qzeros"),
+        ("gptq", "model.layers.0.self_attn.q_proj.qweight", "qweight"),
+        ("packed 4 bits", "model.layers.0.self_attn.q_proj.weight_shape", "weight_shape"),
+    ],
+)
+def test_missing_parts_are_named(name: str, removed: str, lacking: str, plain: Path, tmp_path: Path) -> None:
+    packed, _ = _folders(plain, tmp_path, *FORMATS[name])
+    message = _message(_change(packed, lambda tensors: tensors.pop(removed)))
+    assert "model.layers.0.self_attn.q_proj.weight" in message
+    assert re.search(rf"lacks .*{lacking}.*; its other parts are in model.safetensors", message)
+
+
+def test_all_parts_of_a_weight_missing(plain: Path, tmp_path: Path) -> None:
+    packed, _ = _folders(plain, tmp_path, *FORMATS["fp8 blocks"])
+    prefix = "model.layers.0.self_attn.q_proj"
+
+    def change(tensors: Tensors) -> None:
+        for name in [n for n in tensors if n.startswith(prefix)]:
+            del tensors[name]
+        tensors["model.layers.0.self_attn.z_proj.weight_scale_inv"] = torch.ones(1)
+
+    missing, unexpected = _message(_change(packed, change)).split("unexpected: ")
+    assert f"missing: {prefix}.weight" in missing
+    assert "z_proj.weight_scale_inv" in unexpected
+
+
+def test_parts_that_do_not_fit(plain: Path, tmp_path: Path) -> None:
+    packed, _ = _folders(plain, tmp_path, *FORMATS["fp8 blocks"])
+    name = "model.layers.0.self_attn.q_proj"
+
+    def change(tensors: Tensors) -> None:
+        tensors[f"{name}.weight_scale_inv"] = torch.ones(3, 7)
+
+    message = _message(_change(packed, change))
+    assert re.search(rf"{name}.weight in model.safetensors do not fit: a grid of \[3, 7\]", message)
+
+    def plain_values(tensors: Tensors) -> None:
+        tensors[f"{name}.weight"] = torch.zeros(128, 64)
+
+    assert "its values have type torch.float32" in _message(_change(packed, plain_values))
+
+
+def test_quantized_weights_without_a_configuration(plain: Path, tmp_path: Path) -> None:
+    packed, _ = _folders(plain, tmp_path, _fp8("tensor"), None)
+    assert "weight_scale_inv" in _message(packed)  # unexpected
+    _change(packed, lambda t: [t.pop(n) for n in list(t) if n.endswith("_inv")])
+    assert "need a quantization_config" in _message(packed)
+
+
+def test_biases_of_zeros_beside_gptq(plain: Path, tmp_path: Path) -> None:
+    """AutoGPTQ writes a bias for every linear layer."""
+    packed, exact = _folders(plain, tmp_path, *FORMATS["gptq"])
+    name = "model.layers.0.self_attn.q_proj.bias"
+    _change(packed, lambda tensors: tensors.update({name: torch.zeros(128)}))
+    assert _same(_load(packed), _load(exact))
+    _change(packed, lambda tensors: tensors.update({name: torch.ones(128)}))
+    assert f"weight {name} is not zero" in _message(packed)
+    _change(packed, lambda tensors: tensors.pop(name))
+    _change(packed, lambda tensors: tensors.update({"model.norm.bias": torch.zeros(64)}))
+    assert "unexpected: model.norm.bias" in _message(packed)
+
+
+def test_one_weight_at_a_time(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the model's own memory no more than one unpacked matrix is alive, one expert of a stack."""
+    packed, _ = _folders(plain, tmp_path, *FORMATS["fp8 mixed"])
+    alive: list[Any] = []
+    copy = filling.copy
+
+    def watched(name: str, values: torch.Tensor, *more: Any) -> int:
+        assert sum(ref() is not None for ref in alive) == 0, "earlier values are still held"
+        alive.append(weakref.ref(values))
+        return copy(name, values, *more)
+
+    monkeypatch.setattr(filling, "copy", watched)
+    _load(packed)
+    assert len(alive) > 20
+
+
+def test_the_log_says_what_was_read(
+    plain: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A single block is one scale for the tensor."""
+    monkeypatch.setattr(logging.getLogger("weft"), "propagate", True)
+    packed, exact = _folders(plain, tmp_path, *FORMATS["fp8 mixed"])
+    with caplog.at_level(logging.INFO, "weft"):
+        _load(exact, torch.bfloat16)
+        assert "quantized weights" not in caplog.text
+        _load(packed, torch.bfloat16)
+    line = next(record.getMessage() for record in caplog.records if "quantized weights" in record.message)
+    assert "10 FP8 per tensor" in line
+    assert "5 FP8 blocks of 32 x 64" in line
+    assert re.search(r"[\d.]+ MB in the files, held as bfloat16 in [\d.]+ MB", line)
+    assert "activations are not quantized" in line

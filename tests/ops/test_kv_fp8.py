@@ -1,0 +1,149 @@
+"""Lines of a cache in 8 bits: what a line becomes, and what is kept of it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from weft.ops import kv_fp8, torch_ops
+from weft.ops.cpu import fused
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+#: Every value of E4M3 that is not NaN, from the definition: 1 sign, 4 exponent (bias 7), 3 mantissa.
+POSITIVE = sorted(
+    {m * 2.0**-9 for m in range(8)}
+    | {(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8) if (e, m) != (15, 7)}
+)
+
+
+def _nearest(x: float) -> float:
+    """By exhaustion; of two equally near the one with the even mantissa."""
+    size = abs(x)
+    best = min(range(len(POSITIVE)), key=lambda i: (abs(POSITIVE[i] - size), i % 2))
+    return math.copysign(POSITIVE[best], x)
+
+
+def _lines(dtype: torch.dtype) -> torch.Tensor:
+    torch.manual_seed(0)
+    x = torch.randn(60, 32, dtype=torch.float64) * torch.logspace(-3, 3, 60, dtype=torch.float64)[:, None]
+    x[0] = 0
+    x[1, 0] = 448 * 2.0**-3  # the largest value at a border of the scale
+    x[2, 0] = math.nextafter(448 * 2.0**5, math.inf) if dtype == torch.float64 else 456 * 2.0**5
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_values_and_scales_by_their_definition(dtype: torch.dtype) -> None:
+    lines = _lines(dtype)
+    values, scales = kv_fp8.quantize(lines)
+    assert values.dtype == torch.float8_e4m3fn
+    assert scales.dtype == torch.float32
+    for x, q, s in zip(lines.double().tolist(), values.double().tolist(), scales.tolist(), strict=True):
+        top = max(map(abs, x))
+        assert math.frexp(s)[0] == 0.5, "a power of two"
+        assert top <= 448 * s
+        assert top == 0 or top > 224 * s, "not the smallest that fits"
+        assert q == [_nearest(v / s) for v in x]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_reading_is_exact(dtype: torch.dtype) -> None:
+    values, scales = kv_fp8.quantize(_lines(dtype))
+    made = kv_fp8.dequantize(values, scales, dtype)
+    assert made.dtype == dtype
+    assert torch.equal(made.double(), values.double() * scales.double()[:, None])
+    again, same = kv_fp8.quantize(made)
+    assert torch.equal(kv_fp8.dequantize(again, same, dtype), made), "what was read is written unchanged"
+
+
+def test_relative_error() -> None:
+    lines = torch.randn(1000, 128, generator=torch.Generator().manual_seed(1))
+    made = kv_fp8.dequantize(*kv_fp8.quantize(lines), torch.float32)
+    large = lines.abs() > lines.abs().amax(1, keepdim=True) / 2**13
+    assert ((made - lines).abs() / lines.abs())[large].max() <= 2**-4
+    assert (made - lines).norm() / lines.norm() < 0.03
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_line_that_is_not_finite_reads_as_nan(dtype: torch.dtype, broken: float) -> None:
+    lines = torch.ones(3, 16, dtype=dtype)
+    lines[1, 5] = broken
+    made = kv_fp8.dequantize(*kv_fp8.quantize(lines), dtype)
+    assert made[1].isnan().all()
+    assert torch.equal(made[[0, 2]], lines[[0, 2]])
+
+
+def test_the_largest_and_the_smallest_numbers() -> None:
+    for dtype in DTYPES[1:]:
+        info = torch.finfo(dtype)
+        most = info.max if dtype == torch.float16 else 2.0**127
+        lines = torch.tensor([[most, 1.0], [info.tiny, 0.0], [info.tiny / 4, 0.0]], dtype=dtype)
+        made = kv_fp8.dequantize(*kv_fp8.quantize(lines), dtype)
+        assert torch.isfinite(made).all(), dtype
+        assert made[0, 0] == most
+        assert made[1, 0] == info.tiny
+    assert kv_fp8.quantize(torch.zeros(2, 0, 4))[0].shape == (2, 0, 4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_op_writes_the_lines_that_the_plain_one_writes(dtype: torch.dtype) -> None:
+    torch.manual_seed(2)
+    heads, kv_heads, dim, block, tokens = 4, 2, 16, 4, 11
+    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim).to(dtype)
+    wide = torch_ops.wide(dtype)
+    angles = torch.rand(tokens, dim // 2, dtype=wide)
+    weights = torch.rand(2, dim).to(dtype)
+    writes = torch.randperm(6 * block)[:tokens] + block
+    plain = torch.full((8, 2, kv_heads, block, dim), math.nan, dtype=dtype)
+    cache = torch.full(plain.shape, math.nan, dtype=torch.float8_e4m3fn)
+    scales = torch.full(plain.shape[:-1], math.nan)
+    common = (qkv, heads, kv_heads, weights[0], weights[1], 1e-6, angles.cos(), angles.sin())
+    wanted = torch_ops.qkv_rope_cache(*common, plain, writes)
+    made = kv_fp8.qkv_rope_cache_fp8(*common, cache, scales, writes)
+    assert torch.equal(made, wanted)
+    expected, own = kv_fp8.quantize(plain)
+    written = torch.zeros(8 * block, dtype=torch.bool)
+    written[writes] = True
+    where = written.view(8, 1, 1, block).expand(own.shape)
+    assert torch.equal(cache.view(torch.uint8)[where], expected.view(torch.uint8)[where])
+    assert torch.equal(scales[where], own[where])
+    assert scales[~where].isnan().all(), "nothing else was touched"
+
+
+@pytest.mark.parametrize("dim", [16, 80, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.usefixtures("extension")
+def test_the_cpu_op_writes_the_same_bits(dtype: torch.dtype, dim: int) -> None:
+    """Given heads that are not rotated, so that nothing but the lines is computed: every code there is."""
+    torch.manual_seed(3)
+    heads, kv_heads, block, tokens = 2, 3, 4, 200
+    lines = torch.randn(tokens, heads + 2 * kv_heads, dim) * torch.logspace(-30, 30, tokens)[:, None, None]
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    codes = torch.cat((every, every * 1.0625, every * 0.984))
+    lines[100:150] = codes[torch.randint(0, len(codes), lines[100:150].shape)]
+    lines = lines.nan_to_num(3.0)
+    lines[5] = 0
+    lines[6, :, 3] = 448 * 2.0**-4
+    lines[7, :, 3] = 450 * 2.0**-4
+    lines[8, heads + 1, 4] = math.nan
+    lines[9, heads + 4, 5] = -math.inf
+    qkv = lines.view(tokens, -1).to(dtype)
+    writes = torch.randperm(60 * block)[:tokens] + block
+    angles = (torch.ones(tokens, 4), torch.zeros(tokens, 4))
+    made = []
+    for op in (kv_fp8.qkv_rope_cache_fp8, fused.qkv_rope_cache_fp8):
+        cache = torch.zeros(64, 2, kv_heads, block, dim, dtype=torch.float8_e4m3fn)
+        scales = torch.zeros(cache.shape[:-1])
+        q = op(qkv, heads, kv_heads, None, None, 1e-6, *angles, cache, scales, writes)
+        made.append((q, cache, scales))
+    (wanted_q, wanted, wanted_scales), (q, cache, scales) = made
+    assert torch.equal(q, wanted_q)
+    assert torch.equal(scales.isnan(), wanted_scales.isnan())
+    finite = ~scales.isnan()
+    assert (~finite).sum() == 2
+    assert torch.equal(scales[finite], wanted_scales[finite])
+    assert torch.equal(cache.view(torch.uint8)[finite], wanted.view(torch.uint8)[finite])
+    assert len(cache.view(torch.uint8)[finite].unique()) > 250

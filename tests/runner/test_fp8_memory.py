@@ -1,0 +1,75 @@
+"""What a cache in 8 bits takes: as reckoned, as allocated, and in blocks of the same memory."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+
+from tests.support.specs import model_spec
+from weft.common.errors import ConfigError
+from weft.config.memory import pools_for
+from weft.config.resolve import with_cache_dtype
+from weft.config.resolved import KVConfig, PoolSpec
+from weft.config.sections import CacheSection, SchedulerSection
+from weft.config.spec import CacheSpec, MLASpec, ModelSpec, StatePart
+from weft.engine.build import DTYPES
+from weft.runner.kv_tensors import allocate
+
+FP8 = CacheSection(kv_cache_dtype="fp8")
+MLA = MLASpec(q_lora=None, kv_lora=512, nope=128, rope=64, v=128, scale=1.0)
+KINDS = {
+    "full": CacheSpec(kind="full", layers=(0,), kv_heads=2, head_dim=128),
+    "window": CacheSpec(kind="window", layers=(0,), window=100, kv_heads=4, head_dim=64),
+    "latent": CacheSpec(kind="latent", layers=(0,), width=576, form="latent"),
+}
+
+
+def _spec(kind: CacheSpec) -> ModelSpec:
+    spec = model_spec(cache=kind, mla=MLA if kind.width else None)
+    return with_cache_dtype(spec, FP8)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("name", list(KINDS))
+def test_bytes_are_those_allocated(name: str, dtype: str) -> None:
+    for cache in (KINDS[name], _spec(KINDS[name]).caches[0]):
+        pool = PoolSpec(cache=cache, block_size=16, num_blocks=7)
+        kv = KVConfig(pools=(pool,), block_size=16, enable_prefix_caching=True, max_model_len=64, num_slots=2)
+        (layer,) = allocate(kv, DTYPES[dtype], torch.device("cpu"))
+        held = sum(tensor.nbytes for tensors in layer.values() for tensor in tensors)
+        assert held == pool.nbytes(dtype)
+        assert f"{held / 1e6:.1f} MB in {'fp8' if cache.fp8 else dtype}" in pool.describe(dtype)
+
+
+def test_bytes_by_hand() -> None:
+    """In bf16: keys and values of 128 numbers are 132 bytes for 256, a latent line 512 + 4 + 128 for 1152."""
+    assert _spec(KINDS["full"]).caches[0].block_bytes(64, "bfloat16") == 64 * 2 * 2 * 132
+    assert KINDS["full"].block_bytes(64, "bfloat16") == 64 * 2 * 2 * 256
+    latent = _spec(KINDS["latent"]).caches[0]
+    assert latent.exact == 64
+    assert latent.block_bytes(64, "bfloat16") == 64 * (512 + 4 + 64 * 2)
+    assert KINDS["latent"].block_bytes(64, "bfloat16") == 64 * 1152
+
+
+def test_the_same_memory_holds_more() -> None:
+    plain, fp8 = model_spec(cache=KINDS["full"]), _spec(KINDS["full"])
+    counts = [
+        pools_for(spec, 16, "bfloat16", 1 << 24, 1024, SchedulerSection())[0].num_blocks
+        for spec in (plain, fp8)
+    ]
+    assert 1.9 < counts[1] / counts[0] < 2
+
+
+def test_what_has_no_lines_stays_as_it_is() -> None:
+    """States and compressed lines; a model of nothing else is refused, naming the flag."""
+    state = CacheSpec(
+        kind="state", layers=(1,), parts=(StatePart(name="s", shape=(4, 4), wide=True),), form="delta"
+    )
+    mixed = msgspec.structs.replace(model_spec(cache=KINDS["full"]), caches=(KINDS["full"], state))
+    assert with_cache_dtype(mixed, FP8).caches[1] == state
+    assert with_cache_dtype(mixed, FP8).caches[0].fp8
+    alone = msgspec.structs.replace(mixed, caches=(state,))
+    with pytest.raises(ConfigError, match="--kv-cache-dtype fp8: LlamaForCausalLM has no cache"):
+        with_cache_dtype(alone, FP8)
+    assert with_cache_dtype(alone, CacheSection()) == alone

@@ -1,0 +1,140 @@
+"""Recorded calls do what the function that was recorded does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.e0.rig import run, submit
+from tests.e1.rig import VOCAB, make_checkpoint, make_engine
+from weft.ops import cpu
+from weft.runner.programs import CannotRecord, record
+from weft.types.sampling import TokenParams
+
+pytestmark = pytest.mark.skipif(not cpu.load(), reason="the C++ operations are not built")
+
+
+def test_every_kind_of_argument_and_result() -> None:
+    """Views, lists with holes, numbers for tensors, several results, types, and what is written in place."""
+    x, table, out = torch.arange(12.0).view(3, 4), torch.randn(9, 2), torch.zeros(3, 6)
+    index = torch.tensor([0, 4, 8])
+
+    def run() -> None:
+        half, rest = x.max(dim=1)
+        chosen = table[index]
+        wide = torch.cat([chosen, x[:, 1:3] * 2 + 1, half.unsqueeze(1), rest.float().view(3, 1)], dim=1)
+        wide.add_(torch.full_like(wide, 0.5))
+        block = torch.div(index, 4, rounding_mode="floor").to(torch.int64)
+        out.copy_(torch.where(block.unsqueeze(1) > 0, wide.permute(0, 1), -wide))
+        out[:, 0] = table[index, torch.zeros(3, dtype=torch.int64)]
+
+    with torch.inference_mode():
+        again = record(run)
+        for seed in range(3):
+            x.copy_(torch.randn(3, 4, generator=torch.Generator().manual_seed(seed)))
+            index.copy_(torch.tensor([seed, 7 - seed, 3]))
+            run()
+            expected = out.clone()
+            out.fill_(float("nan"))
+            again()
+            assert torch.equal(out, expected)
+
+
+def test_memory_of_what_nobody_reads_is_given_back() -> None:
+    """A result that is read again later is the same; the last value of a register is not kept."""
+    x, out = torch.ones(4), torch.zeros(4)
+    made: list[Any] = []
+
+    def run() -> None:
+        first = x + 1
+        second = first * 3
+        out.copy_(second + first)
+
+    again = record(run)
+    x.fill_(5)
+    again()
+    assert out.tolist() == [24.0] * 4
+    assert not made
+
+
+def test_a_call_that_fails_leaves_a_program_that_runs() -> None:
+    ids, table, out = torch.tensor([1]), torch.randn(3, 2), torch.zeros(1, 2)
+
+    def run() -> None:
+        out.copy_(torch.nn.functional.embedding(ids, table) + 1)
+
+    again = record(run)
+    ids.fill_(77)
+    with pytest.raises(IndexError):
+        again()
+    ids.fill_(2)
+    again()
+    assert torch.equal(out[0], table[2] + 1)
+
+
+@pytest.mark.parametrize("what", ["item", "list"])
+def test_what_cannot_be_recorded_is_refused(what: str) -> None:
+    x = torch.ones(4)
+
+    def run() -> None:
+        if what == "item":
+            x.sum().item()
+        else:
+            x.split(2)[0].add(1)
+
+    with pytest.raises(CannotRecord):
+        record(run)
+
+
+@pytest.fixture(scope="module", params=["qwen2_mixed", "qwen3_moe", "gpt_oss", "deepseek_v3"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("programs"), request.param)
+
+
+def _answers(folder: Path, *, replay: bool, dtype: str = "bfloat16", broken: bool = False) -> Any:
+    """(logits by seed and position, steps replayed) of five sequences of different lengths."""
+    engine, runner = make_engine(folder, dtype, "cpp", max_num_seqs=4, replay=replay)
+    if broken:
+        assert runner.graphs is not None
+        runner.graphs._options = replace(runner.graphs._options, capture=_refuse)
+    asked = [
+        submit(
+            i + 1,
+            [(5 * i + 3 * j) % VOCAB for j in range(4 + 9 * i)],
+            TokenParams(temperature=0.7 * (i % 2), max_tokens=6 + 5 * i),
+            request=i,
+        )
+        for i in range(5)
+    ]
+    run(engine, [asked])
+    engine.close()
+    return runner.bits, runner.graphs.replayed if runner.graphs is not None else 0
+
+
+def _refuse(run: Any) -> Any:
+    run()
+    raise CannotRecord("it must not be")
+
+
+def _assert_same(made: Any, expected: Any) -> None:
+    assert made.keys() == expected.keys()
+    assert all(torch.equal(made[key][0], rows[0]) for key, rows in expected.items())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_an_engine_gives_the_same_bits(folder: Path, dtype: str) -> None:
+    made, replayed = _answers(folder, replay=True, dtype=dtype)
+    expected, none = _answers(folder, replay=False, dtype=dtype)
+    _assert_same(made, expected)
+    assert replayed > 10
+    assert none == 0
+
+
+def test_an_engine_goes_on_without_what_cannot_be_recorded(folder: Path) -> None:
+    made, replayed = _answers(folder, replay=True, broken=True)
+    _assert_same(made, _answers(folder, replay=False)[0])
+    assert replayed == 0

@@ -1,0 +1,167 @@
+"""The policy that chooses the number of drafts, on a machine whose costs are known."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from weft.scheduler.columns import Columns
+from weft.scheduler.cost import NAMES, PRIOR, CostModel, shape_of
+from weft.scheduler.drafting import DraftPolicy
+from weft.scheduler.fit import CostFitter
+from weft.types.plan import Segment, StepPlan, column
+
+MOST = 3
+#: Reading weights bounds a step: more tokens cost nearly nothing.
+MEMORY = {"step": 8e-3, "tokens_to_16": 2e-5, "decode_row": 5e-5, "draft_pass": 6e-4}
+#: Arithmetic does: a token more costs what a token costs.
+COMPUTE = {"step": 5e-4, "tokens_to_16": 1e-3, "tokens_to_64": 1e-3, "draft_pass": 3e-4, "verify": 3e-4}
+
+
+def machine(seconds: dict[str, float]) -> CostModel:
+    return CostModel.of({**dict.fromkeys(NAMES, 0.0), **seconds})
+
+
+@dataclass
+class World:
+    """Sequences that decode without end; ``right``: of each, the chance that its next draft is right."""
+
+    cost: CostModel
+    right: np.ndarray
+    adaptive: bool = True
+    most: int = MOST
+    noise: float = 0.05
+
+    def __post_init__(self) -> None:
+        rows = len(self.right)
+        self.columns = Columns(rows)
+        self.policy = DraftPolicy(self.most, self.adaptive, self.columns, CostFitter())
+        self.rng = np.random.default_rng(0)
+        self.slots = np.arange(rows)
+        self.starts = np.full(rows, 100)
+        self.ready = np.zeros(rows, np.int32)
+        for slot in range(rows):
+            self.policy.enter(slot)
+        self.seconds = 0.0
+        self.tokens = 0
+        self.chosen: list[np.ndarray] = []
+
+    def run(self, steps: int) -> float:
+        """Tokens a second of that many steps."""
+        seconds, tokens = self.seconds, self.tokens
+        for step in range(steps):
+            self._step(step)
+        return (self.tokens - tokens) / (self.seconds - seconds)
+
+    def _step(self, number: int) -> None:
+        rows, policy = len(self.slots), self.policy
+        next_k, counts = np.zeros(rows, np.int32), np.ones(rows, np.int32)
+        if self.most and not policy.resting():
+            counts = 1 + self.ready
+            next_k = policy.choose(self.slots, self.starts, np.full(rows, 99))
+        plan = StepPlan(
+            step=number,
+            decode=Segment(
+                slot=column(self.slots),
+                start=column(self.starts),
+                count=column(counts),
+                next_k=column(next_k),
+            ),
+        )
+        drafts = counts - 1
+        hits = self.rng.random((rows, self.most)) < self.right[:, None]
+        accepted = np.minimum(hits.cumprod(axis=1).sum(axis=1), drafts).astype(np.int32)
+        seconds = self.cost.predict(shape_of(plan)) * self.rng.lognormal(0.0, self.noise)
+        verified = drafts > 0
+        policy.verified(self.slots[verified], drafts[verified], accepted[verified])
+        policy.observe(plan, seconds, fit=True)
+        self.starts = self.starts + 1 + accepted
+        self.ready = next_k
+        self.seconds += seconds
+        self.tokens += rows + int(accepted.sum())
+        self.chosen.append(next_k)
+
+
+def fixed(cost: CostModel, right: np.ndarray, drafts: int) -> float:
+    """Tokens a second with always as many drafts, in the long run."""
+    rows = len(right)
+    plan = StepPlan(
+        step=0,
+        decode=Segment(
+            slot=column(np.zeros(rows)),
+            start=column(np.full(rows, 1000)),
+            count=column(np.full(rows, 1 + drafts)),
+            next_k=column(np.full(rows, drafts)),
+        ),
+    )
+    gained = sum(right**place for place in range(1 + drafts)) if drafts else np.ones(rows)
+    return float(np.sum(gained)) / cost.predict(shape_of(plan))
+
+
+@pytest.mark.parametrize("seconds", [MEMORY, COMPUTE], ids=["memory", "compute"])
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("right", [0.0, 0.15, 0.5, 0.8, 0.97])
+def test_it_is_about_as_fast_as_the_best_number_of_drafts(
+    seconds: dict[str, float], rows: int, right: float
+) -> None:
+    cost, chances = machine(seconds), np.full(rows, right)
+    world = World(cost, chances)
+    world.run(100)  # it tries everything first
+    got = world.run(1500)
+    by_number = [fixed(cost, chances, drafts) for drafts in range(MOST + 1)]
+    assert got >= 0.97 * by_number[0], "slower than without drafts"
+    assert got >= 0.94 * max(by_number)
+
+
+def test_whose_drafts_are_never_right_gets_none_beside_those_who_do() -> None:
+    chances = np.array([0.95] * 6 + [0.0] * 2)
+    world = World(machine({**MEMORY, "tokens_to_16": 4e-4, "tokens_to_64": 4e-4}), chances)
+    world.run(400)
+    last = np.array(world.chosen[-300:])
+    assert last[:, :6].mean() > 1.5
+    assert last[:, 6:].mean() < 0.3
+    assert last[:, 6:].any(), "and is never looked at again"
+
+
+def test_it_comes_back_when_drafts_become_right() -> None:
+    world = World(machine(MEMORY), np.full(4, 0.0))
+    world.run(600)
+    assert np.mean(world.chosen[-200:]) < 0.1
+    world.right[:] = 0.95
+    world.run(1500)
+    assert np.mean(world.chosen[-200:]) > 2.0
+
+
+def test_what_it_costs_to_look_is_little() -> None:
+    """Nothing is ever right: the drafts that are tried all the same are few, and fewer with time."""
+    world = World(machine(MEMORY), np.full(2, 0.0))
+    world.run(2000)
+    tried = np.array([chosen.any() for chosen in world.chosen])
+    assert tried[:100].sum() < 40
+    assert 0 < tried[500:].sum() < 20
+
+
+def test_room_is_respected_and_nothing_is_adapted_when_told_so() -> None:
+    world = World(machine(COMPUTE), np.full(3, 0.0), adaptive=False)
+    for _ in range(50):
+        assert not world.policy.resting()
+        chosen = world.policy.choose(world.slots, world.starts, np.array([5, 1, 0]))
+        assert chosen.tolist() == [3, 1, 0]
+        world.policy.verified(world.slots, np.array([3, 1, 1]), np.array([0, 0, 0]))
+    assert world.policy.first(7) == 3
+    assert world.policy.first(2) == 2
+
+
+def test_a_new_sequence_starts_with_what_others_make_of_it() -> None:
+    good, bad = World(machine(MEMORY), np.full(4, 0.95)), World(machine(COMPUTE), np.full(4, 0.05))
+    good.run(200)
+    bad.run(200)
+    assert good.policy.first(9) >= 2
+    assert bad.policy.first(9) == 0
+    assert good.policy.first(1) == 1
+
+
+def test_the_prior_guesses_that_drafts_pay() -> None:
+    assert PRIOR.coefficient("draft_pass") < 0.2 * PRIOR.coefficient("step")

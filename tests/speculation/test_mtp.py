@@ -1,0 +1,187 @@
+"""Drafts of the model's own module are those of transformers' ``MtpModel``, however a step is made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.cache_utils import MtpCache
+from transformers.modeling_layers import MtpModel
+from transformers.utils import logging
+
+from tests.e0.rig import Recorder, make_engine, run, submit
+from tests.support.checkpoints import VOCAB
+from tests.support.mtp_models import make_mtp_checkpoint
+from weft.common.errors import ConfigError
+from weft.config.families import load_spec
+from weft.config.sections import SpeculationSection
+from weft.engine.core import EngineCore
+from weft.speculation.mtp import MtpDrafter
+from weft.types.plan import StepPlan, StepResult
+from weft.types.sampling import TokenParams
+
+PROMPTS = [[(7 * i + 3 * p + i * i) % VOCAB for i in range(11 + 5 * p)] for p in range(4)]
+
+
+class Reference:
+    """transformers' own main model and module, and what they draft."""
+
+    def __init__(self, folder: Path) -> None:
+        logging.set_verbosity_error()  # that the main model does not take the module's layer is known
+        settings: dict[str, Any] = {"dtype": torch.float64, "experts_implementation": "eager"}
+        self.main: Any = AutoModelForCausalLM.from_pretrained(folder, **settings).eval()
+        layer = self.main.config.num_hidden_layers
+        self.main._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{layer}\..*"]
+        self.module: Any = MtpModel.from_pretrained(self.main).eval()
+
+    @torch.no_grad()
+    def drafts(self, known: list[int], count: int) -> list[int]:
+        """Chained drafts after ``known``, whose last token the main model has not seen."""
+        x = self.main(input_ids=torch.tensor([known[:-1]]), output_hidden_states=True).hidden_states[-1]
+        cache, made = MtpCache(config=self.main.config.get_mtp_config()), list[int]()
+        ids, at = known[1:], 1
+        for _ in range(count):
+            positions = torch.arange(at, at + len(ids))[None]
+            x = self.module.forward_layer(0, x, positions, cache, input_ids=torch.tensor([ids]))[:, -1:]
+            at += len(ids)
+            ids = [int(self.main.lm_head(x)[0, 0].argmax())]
+            made += ids
+        return made
+
+
+class Watch:
+    """What was proposed behind which tokens."""
+
+    def __init__(self, runner: Recorder, engine: EngineCore) -> None:
+        self.seen: list[tuple[list[int], list[int]]] = []
+        self._book = engine.scheduler._book
+        commit = engine.scheduler.commit
+
+        def listening(plan: StepPlan, result: StepResult, now: float) -> Any:
+            tenants = {int(s): self._book.tenants[s] for p in (plan.prefill, plan.decode) for s in p.slot}
+            events = commit(plan, result, now)
+            drafts = result.drafts.tolist()
+            for segment in (plan.prefill, plan.decode):
+                for slot, next_k in zip(segment.slot.tolist(), segment.next_k.tolist(), strict=True):
+                    if next_k and tenants[slot] is not None:
+                        self.seen.append((list(tenants[slot].tokens), drafts[:next_k]))
+                    drafts = drafts[next_k:]
+            assert not drafts
+            return events
+
+        engine.scheduler.commit = listening  # type: ignore[method-assign]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("mtp")
+    return {
+        "random": make_mtp_checkpoint(root / "random", skilled=False, num_hidden_layers=2),
+        "skilled": make_mtp_checkpoint(root / "skilled", skilled=True),
+    }
+
+
+@pytest.mark.parametrize("name", ["random", "skilled"])
+@pytest.mark.parametrize(("chunk", "adaptive", "depth"), [(0, False, 1), (5, False, 2), (0, True, 1)])
+def test_drafts_are_transformers(
+    name: str, chunk: int, adaptive: bool, depth: int, folders: dict[str, Path]
+) -> None:
+    """Greedy and sampled sequences side by side, from chunks, and with steps without drafts in between."""
+    reference = Reference(folders[name])
+    speculation = SpeculationSection(
+        speculative_method="mtp", num_speculative_tokens=3, speculative_adaptive=adaptive
+    )
+    engine, runner = make_engine(folders[name], chunk=chunk, depth=depth, speculation=speculation)
+    watch = Watch(runner, engine)
+    try:
+        submits = [
+            [submit(i + 1, ids, TokenParams(temperature=0.8 * (i % 2), max_tokens=40), request=i)]
+            for i, ids in enumerate(PROMPTS)
+        ]
+        run(engine, submits)
+    finally:
+        engine.close()
+    stats = engine.stats()
+    assert sum(stats.drafts) > sum(stats.drafts_accepted)
+    assert sum(stats.drafts_accepted) > 0 or name == "random"
+    seen = watch.seen[:: max(1, len(watch.seen) // 40)]
+    assert len(seen) >= 20
+    for known, drafts in seen:
+        assert drafts == reference.drafts(known, len(drafts)), f"behind {len(known)} tokens"
+    if adaptive:
+        assert any(
+            (plan.decode.count == 1).any() and not plan.decode.next_k.any() for plan in runner.plans
+        ), "nobody went without"
+
+
+def test_drafts_after_a_prefix_hit(folders: dict[str, Path]) -> None:
+    """The module's lines of shared blocks are there, also when steps without drafts made them."""
+    reference = Reference(folders["skilled"])
+    speculation = SpeculationSection(
+        speculative_method="mtp", num_speculative_tokens=2, speculative_adaptive=False
+    )
+    engine, runner = make_engine(folders["skilled"], speculation=speculation)
+    watch = Watch(runner, engine)
+    policy = engine.scheduler.drafts
+    assert policy is not None
+    try:
+        policy.most = 0  # the first one drafts nothing
+        first = run(engine, [[submit(1, PROMPTS[0], TokenParams(temperature=0.0, max_tokens=40), request=1)]])
+        assert not watch.seen
+        policy.most = 2
+        longer = PROMPTS[0] + first[1].tokens
+        answer = run(engine, [[submit(2, longer, TokenParams(temperature=0.0, max_tokens=12), request=2)]])
+    finally:
+        engine.close()
+    assert answer[2].num_cached >= 40
+    assert len(watch.seen) > 3
+    for known, drafts in watch.seen:
+        assert drafts == reference.drafts(known, len(drafts))
+
+
+def test_hidden_states_wait_and_are_not_many(folders: dict[str, Path]) -> None:
+    speculation = SpeculationSection(
+        speculative_method="mtp", num_speculative_tokens=2, speculative_adaptive=False
+    )
+    engine, runner = make_engine(folders["skilled"], speculation=speculation)
+    policy, drafter = engine.scheduler.drafts, runner.drafter
+    assert policy is not None
+    assert isinstance(drafter, MtpDrafter)
+    runs: list[int] = []
+    ahead = runner._model.ahead
+
+    def counting(step: Any, *rest: Any) -> Any:
+        runs.append(len(step.ids))
+        return ahead(step, *rest)
+
+    runner._model.ahead = counting  # type: ignore[method-assign]
+    try:
+        policy.most = 0
+        run(engine, [[submit(1, PROMPTS[0], TokenParams(temperature=0.0, max_tokens=33), request=1)]])
+    finally:
+        del runner._model.ahead
+        engine.close()
+    # The prompt of 11, then whenever a block of 8 is full.
+    assert runs == [11, 5, 8, 8, 8]
+
+
+def test_a_checkpoint_without_the_module_is_refused(tmp_path: Path) -> None:
+    folder = make_mtp_checkpoint(tmp_path, skilled=False)
+    assert load_spec(str(folder), None).mtp_layers == 0
+    assert load_spec(str(folder), None, mtp=1).mtp_layers == 1
+    with pytest.raises(ConfigError, match="speculative-method mtp"):
+        load_spec(str(folder), None, mtp=2)
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    save_file(
+        {name: value for name, value in weights.items() if ".layers.1." not in name},
+        str(folder / "model.safetensors"),
+        {"format": "pt"},
+    )
+    assert load_spec(str(folder), None).mtp_layers == 0
+    with pytest.raises(ConfigError, match="speculative-method mtp"):
+        load_spec(str(folder), None, mtp=1)

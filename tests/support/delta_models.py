@@ -1,0 +1,67 @@
+"""Tiny configurations of the families with delta nets, for parity tests: see tests/models/conftest.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+FULL, LINEAR = "full_attention", "linear_attention"
+
+_SHAPE: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+_MOE: dict[str, Any] = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
+_MROPE = {
+    "rope_type": "default",
+    "rope_theta": 5000.0,
+    "partial_rotary_factor": 0.5,
+    "mrope_section": [2, 1, 1],
+    "mrope_interleaved": True,
+}
+
+#: name -> (transformers' name of the family, its configuration)
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-next": ("Qwen3Next", {**_SHAPE, **_MOE, "mlp_only_layers": [1]}),
+    "qwen3-next-sparse-step": (
+        "Qwen3Next",
+        {**_SHAPE, **_MOE, "decoder_sparse_step": 2, "norm_topk_prob": False, "linear_key_head_dim": 32},
+    ),
+    "qwen3-5-moe": ("Qwen3_5Moe", {**_SHAPE, **_MOE, "intermediate_size": None, "rope_parameters": _MROPE}),
+    "qwen3-next-dense": ("Qwen3Next", {**_SHAPE, **_MOE, "mlp_only_layers": [0, 1, 2, 3]}),
+    # Heads that the C++ operations do not serve, a short convolution, as many key heads as value heads.
+    "qwen3-next-odd-heads": (
+        "Qwen3Next",
+        {
+            **_SHAPE,
+            **_MOE,
+            "num_experts": 0,
+            "linear_num_key_heads": 3,
+            "linear_num_value_heads": 3,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 12,
+            "linear_conv_kernel_dim": 3,
+            "layer_types": [FULL, LINEAR, LINEAR, FULL],
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3-5": ("Qwen3_5", {**_SHAPE, "linear_value_head_dim": 32, "rope_parameters": _MROPE}),
+    "qwen3-5-tied": (
+        "Qwen3_5",
+        {
+            **_SHAPE,
+            "layer_types": [LINEAR, FULL, LINEAR],
+            "num_hidden_layers": 3,
+            "tie_word_embeddings": True,
+        },
+    ),
+}

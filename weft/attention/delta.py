@@ -1,0 +1,87 @@
+"""Gated delta net: a recurrent layer in attention's place. Projections on merged rows, the core per segment.
+
+Source: Yang et al. 2024, arXiv 2412.06464.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from weft.attention.base import LayerCache
+from weft.attention.delta_backend import DeltaBackend, DeltaWeights
+from weft.attention.gqa import AttentionInput
+from weft.config.spec import ModelSpec
+from weft.layers.build import Build, Packs
+from weft.layers.linear import Linear, RowLinear
+
+Tensor = torch.Tensor
+
+
+class DeltaNet(Packs):
+    """Returns a partial.
+
+    qkvz        [q heads | k heads | v heads | z heads, hidden]; value head i reads key head
+                i * k_heads // v_heads
+    gates       [b | a, hidden], one of each for a value head
+    conv        [q, k and v channels, 1, taps], the oldest input's tap first
+    log_rate, step_bias    [v_heads]: g = -exp(log_rate) * softplus(a + step_bias)
+    norm        [v_dim]
+    out         [hidden, v heads]
+    """
+
+    def __init__(self, spec: ModelSpec, layer: int, build: Build) -> None:
+        super().__init__()
+        delta = spec.delta
+        assert delta is not None
+        assert layer in delta.layers
+        key, value = delta.k_heads * delta.k_dim, delta.v_heads * delta.v_dim
+        self._kind = spec.cache_of(layer)
+        self._value = value
+        self._eps = spec.norm_eps
+        self.qkvz = Linear(spec.hidden, 2 * key + 2 * value, build)
+        self.gates = Linear(spec.hidden, 2 * delta.v_heads, build)
+        self.conv: nn.Parameter | None = build.weight(2 * key + value, 1, delta.conv, wide=True)
+        self.log_rate = build.weight(delta.v_heads, wide=True)
+        self.step_bias = build.weight(delta.v_heads, wide=True)
+        self.norm = build.weight(delta.v_dim, wide=True)
+        self.out = RowLinear(value, spec.hidden, build)
+        self._weights: DeltaWeights | None = None
+
+    def pack(self) -> None:
+        assert self.conv is not None
+        self._weights = DeltaWeights(
+            taps=self.conv.data[:, 0].T.contiguous(),
+            rate=self.log_rate.data.exp(),
+            bias=self.step_bias.data,
+            norm=self.norm.data,
+            eps=self._eps,
+        )
+        self.conv = None
+
+    def forward(
+        self, x: Tensor, shared: AttentionInput, caches: LayerCache, keep: Tensor | None = None
+    ) -> Tensor:
+        """x: [T, hidden]; caches: this layer's state, moved on; keep: rows that are wanted, or all."""
+        backend = shared.backends["delta"]
+        assert isinstance(backend, DeltaBackend)
+        assert self._weights is not None, "not packed"
+        step, qkvz, gates = shared.step, self.qkvz(x), self.gates(x)
+        out = qkvz.new_empty(x.shape[0], self._value)
+        # Only decode rows can be cut back to one of their tokens, so only they keep each token's state.
+        for segment, prepared, each in zip(step.segments, step.prepared, (False, True), strict=True):
+            if not segment.tokens:
+                continue
+            rows = slice(segment.begin, segment.begin + segment.tokens)
+            backend.run(
+                qkvz[rows],
+                gates[rows],
+                out[rows],
+                caches[self._kind],
+                segment,
+                self._weights,
+                each=each,
+                prepared=prepared[self._kind],
+            )
+        made: Tensor = self.out(out if keep is None else out[keep])
+        return made

@@ -1,0 +1,83 @@
+"""The gated delta net's core by the CPU extension (csrc/delta.cpp), in bf16 and float32: one call a segment.
+
+The recurrence is computed token by token, each element of the state by one chain of operations: a row's bits
+do not depend on what is beside it nor on how it was cut. State and sums are float32.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from weft.attention.base import SegmentInput
+from weft.attention.delta_backend import DeltaBackend, DeltaWeights
+from weft.common.errors import ConfigError
+from weft.config.spec import CacheSpec, ModelSpec
+from weft.ops import cpu
+from weft.ops.cpu.served import DTYPES
+
+Tensor = torch.Tensor
+
+MAX_DIM = 256
+TAPS = (2, 3, 4)
+
+
+class CpuDelta(DeltaBackend):
+    """Heads of multiples of 16 up to 256 dims. Stateless; any number of threads may share it."""
+
+    invariant = True
+
+    def check(
+        self, cache: CacheSpec, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        delta = spec.delta
+        assert delta is not None
+        if device.type != "cpu":
+            raise ConfigError(f"delta net backend 'cpu' does not run on {device.type}", param="--device")
+        if dtype not in DTYPES:
+            raise ConfigError(f"delta net backend 'cpu' has no {dtype}", param="--dtype")
+        for dim in (delta.k_dim, delta.v_dim):
+            if dim % 16 or dim > MAX_DIM:
+                raise ConfigError(
+                    f"delta net backend 'cpu' has no heads of {dim}: it needs a multiple of 16 up to "
+                    f"{MAX_DIM}",
+                    param="--attention-backend",
+                )
+        if delta.conv not in TAPS:
+            raise ConfigError(
+                f"delta net backend 'cpu' has no convolution of {delta.conv} taps",
+                param="--attention-backend",
+            )
+        if not cpu.load():
+            raise ConfigError(
+                "delta net backend 'cpu' needs the C++ operations: run `weft build-ops`",
+                param="--attention-backend",
+            )
+
+    def run(
+        self,
+        qkvz: Tensor,
+        gates: Tensor,
+        out: Tensor,
+        state: tuple[Tensor, ...],
+        segment: SegmentInput,
+        weights: DeltaWeights,
+        *,
+        each: bool,
+        prepared: object = None,
+    ) -> None:
+        torch.ops.weft_cpu.delta_net.default(
+            qkvz,
+            gates,
+            out,
+            *state,
+            weights.taps,
+            weights.rate,
+            weights.bias,
+            weights.norm,
+            weights.eps,
+            segment.q_offsets,
+            segment.starts,
+            segment.slots,
+            segment.live,
+            each,
+        )

@@ -1,0 +1,157 @@
+"""Latent attention to positions that an indexer chooses, always in the absorbed form.
+
+To sparse attention a line is a group of one position: all heads share ``[latent | rotated key]`` as key, of
+which the latent is the value; the indexer's key follows it. Source: DeepSeek-V3.2 (2025), section 2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from weft.attention.base import Backends, LayerCache, StepInput
+from weft.attention.mla import LatentAttention
+from weft.attention.sparse import Reads, SparseBackend
+from weft.config.spec import IndexSpec, ModelSpec
+from weft.layers.build import Build, Layer
+from weft.layers.linear import Linear
+from weft.ops.latent_ops import rotate_pairs
+
+Tensor = torch.Tensor
+
+_EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexedInput:
+    """What every layer of a step shares."""
+
+    step: StepInput
+    angles: tuple[Tensor, Tensor]
+    backends: Backends
+    plans: dict[int, tuple[object, object]]
+    """The backend's of each cache kind, for each segment."""
+    chosen: list[Tensor | None]
+    """For each segment what the last layer with an indexer chose; layers write it in turn."""
+
+
+class Indexer(Layer):
+    """Queries from the queries' low rank, keys and weights from the hidden size."""
+
+    def __init__(self, hidden: int, q_lora: int, spec: IndexSpec, build: Build) -> None:
+        super().__init__()
+        self.q_up = Linear(q_lora, spec.heads * spec.dim, build)
+        self.down = Linear(hidden, spec.dim + spec.heads, build)
+        self.key_norm = build.weight(spec.dim)
+        self.key_bias = build.weight(spec.dim)
+        self._spec, self._wide = spec, build.wide
+
+    def forward(self, x: Tensor, low: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """x: [T, hidden], low: [T, q_lora].
+
+        Returns (queries [T, heads, dim], weights wide [T, heads], keys [T, dim]).
+        """
+        spec = self._spec
+        key, weights = self.down(x).split((spec.dim, spec.heads), dim=1)
+        exact = [tensor.to(self._wide) for tensor in (key, self.key_norm, self.key_bias)]
+        key = F.layer_norm(exact[0], (spec.dim,), exact[1], exact[2], _EPS).to(x.dtype)
+        q = self.q_up(low).unflatten(1, (spec.heads, spec.dim))
+        return self._rotated(q, angles), weights.to(self._wide), self._rotated(key, angles)
+
+    def _rotated(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        rope = 2 * angles[0].shape[1]
+        turned = rotate_pairs(x[..., :rope], *angles, self._spec.interleaved)
+        return torch.cat((turned, x[..., rope:]), dim=-1)
+
+
+class IndexedAttention(LatentAttention):
+    """Latent attention to chosen positions; returns a partial."""
+
+    def __init__(self, spec: ModelSpec, layer: int, build: Build) -> None:
+        super().__init__(spec, layer, build)
+        assert spec.index is not None
+        assert spec.mla is not None
+        assert spec.mla.q_lora is not None
+        self._reads = reads_of(spec, self._kind)
+        self.indexer = None
+        if layer in spec.index.layers:
+            self.indexer = Indexer(spec.hidden, spec.mla.q_lora, spec.index, build)
+
+    def forward(
+        self,
+        x: Tensor,
+        shared: IndexedInput,  # type: ignore[override]
+        caches: LayerCache,
+        keep: Tensor | None = None,
+    ) -> Tensor:
+        """x: [T, hidden]; caches: this layer's, written and read; keep: rows that are wanted, or all."""
+        step, (cache,), mla = shared.step, caches[self._kind], self._mla
+        assert self.q_norm is not None
+        assert self.q_up is not None
+        assert mla.q_lora is not None
+        low, latent, key = self.down(x).split((mla.q_lora, mla.kv_lora, mla.rope), dim=1)
+        low = self.q_norm(low.contiguous())
+        line = [self.kv_norm(latent.contiguous()), rotate_pairs(key, *shared.angles, mla.interleaved)]
+        index: tuple[Tensor, Tensor] | None = None
+        if self.indexer is not None:
+            index_q, weights, index_key = self.indexer(x, low, shared.angles)
+            line.append(index_key)
+            index = index_q, weights
+        cache.view(-1, cache.shape[2]).index_copy_(
+            0, step.writes[self._kind], torch.cat(line, dim=1).to(cache.dtype)
+        )
+        nope, turned = self.q_up(low).unflatten(1, (self._heads, -1)).split((mla.nope, mla.rope), dim=-1)
+        turned = rotate_pairs(turned, *shared.angles, mla.interleaved)
+        up = self.kv_up.matrices
+        q = torch.cat((torch.einsum("thd,hdl->thl", nope, up.keys), turned), dim=-1)
+        latents = self._attend(q, index, shared, caches)
+        if keep is not None:
+            latents = latents[keep]
+        return self.out(torch.einsum("thl,hvl->thv", latents, up.values).flatten(1))
+
+    def _attend(
+        self, q: Tensor, index: tuple[Tensor, Tensor] | None, shared: IndexedInput, caches: LayerCache
+    ) -> Tensor:
+        """q: [T, heads, kv_lora + rope]; returns what they get of chosen latents, [T, heads, kv_lora]."""
+        backend = shared.backends["sparse"]
+        assert isinstance(backend, SparseBackend)
+        out = q.new_empty(*q.shape[:2], self._mla.kv_lora)
+        parts = zip(shared.step.segments, shared.plans[self._kind], strict=True)
+        for number, (segment, plan) in enumerate(parts):
+            if not segment.tokens:
+                continue
+            rows = slice(segment.begin, segment.begin + segment.tokens)
+            if index is not None:
+                shared.chosen[number] = backend.select(
+                    index[0][rows], index[1][rows], caches, segment, self._reads, plan
+                )
+            backend.attend(
+                q[rows],
+                out[rows],
+                caches,
+                segment,
+                self._reads,
+                plan,
+                shared.chosen[number],
+                None,
+                self._mla.scale,
+            )
+        return out
+
+
+def reads_of(spec: ModelSpec, kind: int) -> Reads:
+    """What the layers of a cache kind read: lines of single positions, as groups."""
+    mla, index = spec.mla, spec.index
+    assert mla is not None
+    assert index is not None
+    return Reads(
+        lines=None,
+        groups=kind,
+        ratio=1,
+        top=index.top,
+        heads=spec.heads,
+        dim=mla.kv_lora + mla.rope,
+        index_heads=index.heads,
+    )

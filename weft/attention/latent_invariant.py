@@ -1,0 +1,118 @@
+"""Latent attention with torch operations whose rows don't depend on each other, for any CPU dtype.
+
+For ``--deterministic``: always absorbed, whatever form a segment would take. Core attention is that of
+invariant_backend.py, over one plane of lines that are keys and values; the products with the key and value
+matrices are those of ``ops.fixed_shapes``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+
+import torch
+
+from weft.attention.base import SegmentInput, refuse_fp8
+from weft.attention.invariant_backend import TILE, Group, Memory, cut, pair_shapes, tiles
+from weft.attention.latent import Form, LatentBackend, UpMatrices
+from weft.attention.torch_backend import BITS
+from weft.common.errors import ConfigError
+from weft.config.spec import CacheSpec, MLASpec, ModelSpec
+from weft.ops.fixed_shapes import ProductShapes, linear
+from weft.ops.latent_ops import rotate_pairs
+from weft.ops.torch_ops import wide
+
+Tensor = torch.Tensor
+
+
+@dataclass(slots=True)
+class _Prepared:
+    """The cut of a segment: made for the first layer (which knows the heads), kept for the others."""
+
+    groups: tuple[Group, ...] | None = None
+
+
+class InvariantLatent(LatentBackend):
+    """The invariant form on torch. Stateless; any number of threads may share it."""
+
+    invariant = True
+
+    def check(
+        self, cache: CacheSpec, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        if dtype not in BITS:
+            raise ConfigError(f"attention backend 'invariant' has no {dtype}", param="--dtype")
+        if device.type != "cpu":
+            raise ConfigError(
+                f"attention backend 'invariant' does not run on {device.type}", param="--device"
+            )
+        refuse_fp8("invariant", cache)
+        assert spec.mla is not None
+        pair_shapes(cache.width, spec.mla.kv_lora, wide(dtype))  # the trials, before anybody waits
+
+    def prepare(
+        self, segment: SegmentInput, kind: int, spec: CacheSpec, block_size: int, dtype: torch.dtype
+    ) -> _Prepared:
+        return _Prepared()
+
+    def attend(
+        self,
+        q: Tensor,
+        angles: tuple[Tensor, Tensor],
+        out: Tensor,
+        cache: tuple[Tensor, ...],
+        segment: SegmentInput,
+        kind: int,
+        spec: CacheSpec,
+        mla: MLASpec,
+        up: UpMatrices,
+        form: Form,
+        prepared: object = None,
+    ) -> None:
+        if not segment.tokens:
+            return
+        if not isinstance(prepared, _Prepared):
+            prepared = _Prepared()
+        (lines,) = cache
+        shapes = pair_shapes(spec.width, mla.kv_lora, wide(q.dtype))
+        if prepared.groups is None:
+            memory = Memory(1, spec.width, lines.shape[1], lines.dtype)
+            prepared.groups = tuple(cut(segment, kind, spec, memory, q.shape[1], shapes[0].rows))
+        nope, turned = q.split((mla.nope, mla.rope), dim=-1)
+        turned = rotate_pairs(turned, *angles, mla.interleaved)
+        absorbed = torch.cat((_by_heads(nope, up.keys.transpose(1, 2)), turned), dim=-1)
+        latent = torch.empty_like(absorbed[..., : mla.kv_lora])
+        flat = lines.view(-1, gcd(lines.shape[1], TILE) * spec.width)
+        for group in prepared.groups:
+            _attend(absorbed, latent, flat, group, mla, shapes)
+        out.copy_(_by_heads(latent, up.values))
+
+
+def _by_heads(x: Tensor, matrices: Tensor) -> Tensor:
+    """Each head through its matrix: x [T, heads, K], matrices [heads, N, K]; [T, heads, N]."""
+    return torch.stack([linear(x[:, head], one) for head, one in enumerate(matrices)], dim=1)
+
+
+def _attend(
+    q: Tensor,
+    out: Tensor,
+    lines: Tensor,
+    group: Group,
+    mla: MLASpec,
+    shapes: tuple[ProductShapes, ProductShapes],
+) -> None:
+    """q: [T, heads, width]; writes out [T, heads, kv_lora]."""
+    (pieces, n), heads, width = group.queries.shape, q.shape[1], q.shape[2]
+    found = lines.index_select(0, group.lines).view(1, pieces, 1, -1, width)
+    found.view(group.seen.dtype).bitwise_and_(group.seen)  # +0.0, whatever was there
+    keys = found.to(wide(q.dtype)).view(pieces, 1, -1, TILE, width)
+    folded = q[group.queries].to(keys.dtype).transpose(1, 2).reshape(pieces, 1, heads * n, width)
+    size = next((rows for rows in reversed(shapes[0].rows) if rows >= heads * n), shapes[0].rows[0])
+    made = folded.new_empty(pieces, 1, heads * n, mla.kv_lora)
+    for begin in range(0, heads * n, size):
+        part = slice(begin, min(begin + size, heads * n))
+        hidden = group.hidden.expand(-1, -1, -1, heads, -1, -1).flatten(3, 4)[:, :, :, part]
+        values = keys[..., : mla.kv_lora]
+        made[:, :, part] = tiles(folded[:, :, part], keys, values, hidden, mla.scale, size, shapes, None)
+    made = made.view(pieces, heads, n, -1).transpose(1, 2).reshape(pieces * n, heads, -1)
+    out[group.places] = made[group.real].to(out.dtype)

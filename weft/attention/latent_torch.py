@@ -1,0 +1,204 @@
+"""Latent attention with torch operations, for CPU and CUDA and every dtype: the reference of both forms.
+
+    absorbed   pieces and groups of torch_backend.py, over one plane of lines that are keys and values
+    expanded   row by row: keys and values of ``CHUNK`` positions at a time (absolute multiples), queries in
+               tiles; what the chunks give is merged by log-sum-exp
+
+Sums and exponentials of the expanded form are float32 (float64 in float64 models); nothing waits for a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from weft.attention.base import SegmentInput
+from weft.attention.latent import Form, LatentBackend, UpMatrices
+from weft.attention.merge import merge
+from weft.attention.torch_backend import BITS, GATHER, Group, batches, cut, make_group
+from weft.common.errors import ConfigError
+from weft.config.spec import CacheSpec, MLASpec, ModelSpec
+from weft.ops import kv_fp8
+from weft.ops.latent_ops import rotate_pairs
+from weft.ops.torch_ops import wide
+
+Tensor = torch.Tensor
+
+CHUNK = 1024
+"""Positions that are expanded at a time."""
+SCORES = 1 << 22
+"""Scores of one tile of queries at most (of one query there may be more)."""
+
+
+@dataclass(slots=True)
+class _Prepared:
+    """The groups of the absorbed form: made for the first layer that asks, kept for the others."""
+
+    groups: tuple[Group, ...] | None = None
+
+
+class TorchLatent(LatentBackend):
+    """The reference backend. Stateless; any number of threads may share it."""
+
+    def check(
+        self, cache: CacheSpec, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        if dtype not in BITS:
+            raise ConfigError(f"attention backend 'torch' has no {dtype}", param="--dtype")
+        if device.type not in ("cpu", "cuda"):
+            raise ConfigError(f"attention backend 'torch' does not run on {device.type}", param="--device")
+
+    def prepare(
+        self, segment: SegmentInput, kind: int, spec: CacheSpec, block_size: int, dtype: torch.dtype
+    ) -> object:
+        return _Prepared()
+
+    def attend(
+        self,
+        q: Tensor,
+        angles: tuple[Tensor, Tensor],
+        out: Tensor,
+        cache: tuple[Tensor, ...],
+        segment: SegmentInput,
+        kind: int,
+        spec: CacheSpec,
+        mla: MLASpec,
+        up: UpMatrices,
+        form: Form,
+        prepared: object = None,
+    ) -> None:
+        if not segment.tokens:
+            return
+        nope, turned = q.split((mla.nope, mla.rope), dim=-1)
+        turned = rotate_pairs(turned, *angles, mla.interleaved)
+        if form == "expanded":
+            _expanded(torch.cat((nope, turned), dim=-1), out, cache, segment, kind, spec, mla, up)
+            return
+        if not isinstance(prepared, _Prepared):
+            prepared = _Prepared()
+        if prepared.groups is None:
+            prepared.groups = _groups(segment, kind, spec, cache[0])
+        absorbed = torch.cat((torch.einsum("thd,hdl->thl", nope, up.keys), turned), dim=-1)
+        latent = torch.empty_like(absorbed[..., : mla.kv_lora])
+        for group in prepared.groups:
+            latent[group.tokens] = _absorbed(absorbed[group.tokens], cache, group, mla)
+        out.copy_(torch.einsum("thl,hvl->thv", latent, up.values))
+
+
+# --- absorbed ---
+
+
+def _groups(segment: SegmentInput, kind: int, spec: CacheSpec, lines: Tensor) -> tuple[Group, ...]:
+    block_size, limit = lines.shape[1], max(1, GATHER // (lines.shape[1] * spec.width))
+    pieces = cut(segment, spec.window, block_size)
+    return tuple(
+        make_group(some, segment, kind, spec, block_size, lines.dtype, planes=1)
+        for some in batches(pieces, limit)
+    )
+
+
+def _absorbed(q: Tensor, cache: tuple[Tensor, ...], group: Group, mla: MLASpec) -> Tensor:
+    """q: [B * n, heads, width]; returns [B * n, heads, kv_lora]."""
+    b, n, heads, width = group.pieces, group.queries, q.shape[1], q.shape[2]
+    keys = _read(cache, cache[0].shape[1], group.gather, group.seen.view(-1, 1)).view(b, 1, -1, width)
+    keys = keys.to(q.dtype)
+    mask = group.visible.unsqueeze(3).expand(b, 1, n, heads, -1).reshape(b, 1, n * heads, -1)
+    made = F.scaled_dot_product_attention(
+        q.reshape(b, 1, n * heads, width), keys, keys[..., : mla.kv_lora], attn_mask=mask, scale=mla.scale
+    )
+    return made.view(b * n, heads, mla.kv_lora)
+
+
+# --- expanded ---
+
+
+def _expanded(
+    q: Tensor,  # [T, heads, nope + rope]
+    out: Tensor,
+    cache: tuple[Tensor, ...],
+    segment: SegmentInput,
+    kind: int,
+    spec: CacheSpec,
+    mla: MLASpec,
+    up: UpMatrices,
+) -> None:
+    exact = wide(q.dtype)
+    keys, values = up.keys.to(exact), up.values.to(exact)
+    begin = 0
+    for row, (start, count) in enumerate(
+        zip(segment.host_starts.tolist(), segment.host_counts.tolist(), strict=True)
+    ):
+        state = _RowState(q[begin : begin + count].to(exact), mla.v)
+        # ``start`` is an upper bound: it gives no lower bound for what a window still sees.
+        for first in range(0, start + count, CHUNK):
+            last = min(first + CHUNK, start + count)
+            positions = torch.arange(first, last, device=q.device)
+            true, end = segment.starts[row], segment.starts[row] + count
+            seen = positions < end
+            if spec.window:
+                seen &= positions > true - spec.window
+            chunk = _lines(cache, segment.tables[kind][row], positions, seen).to(exact)
+            k = torch.einsum("sl,hdl->hsd", chunk[:, : mla.kv_lora], keys)
+            shared = chunk[:, mla.kv_lora :].expand(k.shape[0], -1, -1)
+            v = torch.einsum("sl,hvl->hsv", chunk[:, : mla.kv_lora], values)
+            state.add(torch.cat((k, shared), dim=-1), v, positions, true, spec.window, mla.scale)
+        out[begin : begin + count] = state.out.transpose(0, 1)
+        begin += count
+
+
+def _lines(cache: tuple[Tensor, ...], table: Tensor, positions: Tensor, seen: Tensor) -> Tensor:
+    """[S, width]: lines of the positions, zeros where not ``seen``."""
+    block = cache[0].shape[1]
+    entries = (positions // block).clamp(max=table.shape[0] - 1)  # past the table nothing is seen
+    return _read(cache, 1, table[entries] * block + positions % block, -seen.unsqueeze(1).to(torch.int8))
+
+
+def _read(cache: tuple[Tensor, ...], run: int, index: Tensor, seen: Tensor) -> Tensor:
+    """[N * run, width]: the runs of ``run`` lines that ``index`` [N] names.
+
+    Zeros, whatever was there, where ``seen`` [N * run, 1] (integers) is 0 and not -1.
+    """
+
+    def take(lines: Tensor) -> Tensor:
+        width = lines.shape[2]
+        found = lines.view(-1, run * width).index_select(0, index).view(-1, width)
+        found.view(BITS[found.dtype]).bitwise_and_(seen.to(BITS[found.dtype]))
+        return found
+
+    if len(cache) == 1:
+        return take(cache[0])
+    values, scales, keys = cache
+    own = scales.view(-1, run).index_select(0, index).view(-1).where(seen.squeeze(1) != 0, 0.0)
+    return torch.cat((kv_fp8.dequantize(take(values), own, keys.dtype), take(keys)), dim=1)
+
+
+class _RowState:
+    """What the queries of one row, [n, heads, dim], have got from the chunks so far."""
+
+    def __init__(self, q: Tensor, v: int) -> None:
+        self._q = q.transpose(0, 1)  # [heads, n, dim]
+        self.out = q.new_zeros(q.shape[1], q.shape[0], v)
+        """[heads, n, v]."""
+        self._mass = q.new_full((q.shape[1], q.shape[0]), float("-inf"))
+
+    def add(self, k: Tensor, v: Tensor, positions: Tensor, start: Tensor, window: int, scale: float) -> None:
+        """k: [heads, S, dim], v: [heads, S, v] of ``positions`` [S]; ``start`` is the first query's."""
+        count = self._q.shape[1]
+        tile = max(1, SCORES // (k.shape[0] * k.shape[1]))
+        for first in range(0, count, tile):
+            last = min(first + tile, count)
+            part = slice(first, last)
+            queries = start + torch.arange(first, last, device=k.device)
+            visible = positions <= queries.unsqueeze(1)
+            if window:
+                visible &= positions > queries.unsqueeze(1) - window
+            scores = (self._q[:, part] @ k.transpose(1, 2)).mul_(scale)
+            scores.masked_fill_(~visible, float("-inf"))
+            mass = scores.logsumexp(dim=-1)
+            empty = (mass == float("-inf")).unsqueeze(-1)
+            weights = scores.sub_(mass.unsqueeze(-1)).exp_().masked_fill_(empty, 0.0)
+            self.out[:, part], self._mass[:, part] = merge(
+                self.out[:, part], self._mass[:, part], weights @ v, mass
+            )

@@ -1,0 +1,130 @@
+"""Latent attention: what keys and values are made from is cached, not they.
+
+Source: DeepSeek-V2, arXiv 2405.04434, section 2.1. Projections, norms and the cache line on merged rows; core
+attention, which rotates the queries, per segment.
+
+    x -> down -> [q part | latent | key]      one matrix
+    q part: norm, ``q_up`` -> queries         where queries have a low rank; else it is the queries
+    latent: norm; key: rotated -> the token's cache line
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from weft.attention.base import LayerCache
+from weft.attention.gqa import AttentionInput
+from weft.attention.latent import Form, LatentBackend, UpMatrices
+from weft.config.spec import MLASpec, ModelSpec
+from weft.layers.build import Build, Layer, Packs
+from weft.layers.linear import Linear, RowLinear
+from weft.layers.norm import RMSNorm
+
+Tensor = torch.Tensor
+
+
+class UpLayer(Packs):
+    """The matrices that make keys and values of latents, as published: of each head nope rows, then v."""
+
+    matrices: UpMatrices
+    """Once packed."""
+
+    def __init__(self, heads: int, mla: MLASpec, build: Build) -> None:
+        super().__init__()
+        self.weight = build.weight(heads * (mla.nope + mla.v), mla.kv_lora)
+        self._heads, self._sizes = heads, (mla.nope, mla.v)
+        self._pack = build.op("latent_up").run
+
+    def pack(self) -> None:
+        keys, values = self.weight.data.view(self._heads, sum(self._sizes), -1).split(self._sizes, dim=1)
+        self.matrices = UpMatrices(keys=keys, values=values, packed=self._pack(keys, values))
+
+
+class _Down(Linear):
+    """The first matrix. Where its first outputs are the queries themselves, they have no bias."""
+
+    def __init__(self, hidden: int, first: int, mla: MLASpec, build: Build) -> None:
+        outputs = first + mla.kv_lora + mla.rope
+        super().__init__(hidden, outputs, build)
+        self._outputs = outputs
+        if mla.bias:
+            self.bias = build.weight(outputs - (first if mla.q_lora is None else 0))
+
+    def pack(self) -> None:
+        super().pack()
+        if self.bias is not None:
+            missing = self._outputs - len(self.bias)
+            self.bias = nn.Parameter(F.pad(self.bias.data, (missing, 0)), requires_grad=False)
+
+
+class LatentAttention(Layer):
+    """Latent attention with rotary positions; returns a partial."""
+
+    def __init__(self, spec: ModelSpec, layer: int, build: Build) -> None:
+        super().__init__()
+        mla = spec.mla
+        assert mla is not None
+        self._heads, self._mla = spec.heads, mla
+        self._kind = spec.cache_of(layer)
+        self._cache_spec = spec.caches[self._kind]
+        queries = spec.heads * (mla.nope + mla.rope)
+        first = queries if mla.q_lora is None else mla.q_lora
+        self.down = _Down(spec.hidden, first, mla, build)
+        self.q_norm = self.q_up = None
+        if mla.q_lora is not None:
+            self.q_norm = RMSNorm(mla.q_lora, mla.norm_eps, build)
+            self.q_up = Linear(mla.q_lora, queries, build)
+        self.kv_norm = RMSNorm(mla.kv_lora, mla.norm_eps, build)
+        self.kv_up = UpLayer(spec.heads, mla, build)
+        self.out = RowLinear(spec.heads * mla.v, spec.hidden, build, bias=spec.o_bias)
+        fp8 = self._cache_spec.fp8
+        self._cache_lines = build.op("latent_rope_cache_fp8" if fp8 else "latent_rope_cache").run
+        self._forms = cast(tuple[Form, Form], build.op("latent_forms").run())
+
+    def forward(
+        self, x: Tensor, shared: AttentionInput, caches: LayerCache, keep: Tensor | None = None
+    ) -> Tensor:
+        """x: [T, hidden]; caches: this layer's, written and read; keep: rows that are wanted, or all."""
+        step, cache, mla = shared.step, caches[self._kind], self._mla
+        backend = shared.backends["latent"]
+        assert isinstance(backend, LatentBackend)
+        cos, sin = shared.angles
+        q = self._cache_lines(
+            self.down(x),
+            None if self.q_norm is None else self.q_norm.weight,
+            self.kv_norm.weight,
+            mla.norm_eps,
+            cos,
+            sin,
+            mla.interleaved,
+            *cache,
+            step.writes[self._kind],
+        )
+        if self.q_up is not None:
+            q = self.q_up(q)
+        q = q.view(len(x), self._heads, -1)
+        out = x.new_empty(len(x), self._heads, mla.v)
+        for segment, prepared, form in zip(step.segments, step.prepared, self._forms, strict=True):
+            if not segment.tokens:
+                continue
+            rows = slice(segment.begin, segment.begin + segment.tokens)
+            alone = segment.tokens == len(x)
+            backend.attend(
+                q if alone else q[rows],
+                shared.angles if alone else (cos[rows], sin[rows]),
+                out if alone else out[rows],
+                cache,
+                segment,
+                self._kind,
+                self._cache_spec,
+                mla,
+                self.kv_up.matrices,
+                form,
+                prepared[self._kind],
+            )
+        out = out.view(len(x), self._heads * mla.v)
+        return self.out(out if keep is None else out[keep])

@@ -1,0 +1,169 @@
+"""Measures the forms of routed blocks on this machine, for the table that chooses among them."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weft.ops import moe, moe_table
+from weft.ops.moe import Experts, Gate, Routed
+from weft.ops.moe_table import Measured, Size
+from weft.ops.routing import Rule
+
+Tensor = torch.Tensor
+
+TOKENS = (1, 2, 4, 8, 16, 32, 128, 512, 2048)
+#: By device: many small experts, few large ones, and what lies between.
+SIZES: dict[str, tuple[Size, ...]] = {
+    "cpu": (Size(32, 4, 512, 256), Size(128, 8, 768, 192), Size(8, 2, 1024, 1024)),
+    "cuda": (
+        Size(32, 4, 512, 256),
+        Size(128, 8, 2048, 768),
+        Size(256, 8, 7168, 512),
+        Size(8, 2, 4096, 4096),
+        Size(32, 4, 2880, 2880),
+    ),
+}
+DTYPES: dict[str, tuple[str, ...]] = {
+    "cpu": ("bfloat16", "float32", "float64"),
+    "cuda": ("bfloat16", "float16", "float32"),
+}
+SECONDS = 0.04
+"""Of one measurement, beside one call to warm up; a call that takes longer is made twice."""
+SLOW = 1.0
+"""Seconds after which a form is not tried with more tokens."""
+
+Tick = Callable[[str], None]
+
+
+def cases(device: str) -> int:
+    """How many times ``tick`` is called."""
+    return len(SIZES[device]) * len(DTYPES[device]) * len(TOKENS)
+
+
+def measure(device: str, tick: Tick = lambda done: None) -> list[Measured]:
+    """Every size, dtype, number of tokens and form. Takes a few minutes."""
+    return [_measure(device, dtype, size, tick) for dtype in DTYPES[device] for size in SIZES[device]]
+
+
+@torch.inference_mode()
+def _measure(device: str, dtype: str, size: Size, tick: Tick) -> Measured:
+    weights = _weights(device, getattr(torch, dtype), size)
+    times: dict[int, dict[str, float]] = {}
+    slow: set[str] = set()
+    for tokens in TOKENS:
+        times[tokens] = {}
+        for form, run in _forms(weights, tokens).items():
+            if form in slow:
+                continue
+            seconds = _seconds(device, weights, tokens, run)
+            times[tokens][form] = round(seconds * 1e6, 1)
+            if seconds > SLOW:
+                slow.add(form)
+        tick(f"{dtype} {size.experts}x{size.intermediate}, {tokens} tokens")
+    return Measured(device, machine(device), dtype, size, times)
+
+
+def machine(device: str) -> str:
+    """What was measured on, in words."""
+    torch_version = f"torch {torch.__version__}"
+    if device == "cuda":
+        return f"{torch.cuda.get_device_name()}, {torch_version}"
+    return f"{_processor()}, {torch.get_num_threads()} threads of {os.cpu_count()}, {torch_version}"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _weights(device: str, dtype: torch.dtype, size: Size) -> Routed:
+    def noise(*shape: int, kind: torch.dtype = dtype) -> Tensor:
+        made = torch.empty(shape, dtype=kind, device=device)
+        return made.normal_(0, shape[-1] ** -0.5, generator=generator)
+
+    generator = torch.Generator(device).manual_seed(0)
+    return Routed(
+        rule=Rule(size.top_k, renormalize=True),
+        gate=Gate(),
+        router=noise(
+            size.experts, size.hidden, kind=torch.float64 if dtype == torch.float64 else torch.float32
+        ),
+        gate_up=noise(size.experts, 2 * size.intermediate, size.hidden),
+        down=noise(size.experts, size.hidden, size.intermediate),
+    )
+
+
+def _forms(weights: Routed, tokens: int) -> dict[str, Experts]:
+    found = {form: moe.FORMS[form] for form in moe.usable(weights)}
+    # Beyond this the copies alone are larger than any weights.
+    if tokens * weights.rule.top_k > 4 * weights.down.shape[0]:
+        found.pop("gather", None)
+    if weights.down.device.type == "cuda" and weights.down.dtype != torch.float64:
+        from weft.ops.triton.moe import by_tiles, tile_of
+
+        found["triton"] = lambda x, ids, w: by_tiles(x, ids, w, tile_of(x, w))
+    return found
+
+
+def _seconds(device: str, weights: Routed, tokens: int, run: Experts) -> float:
+    """The fastest of some calls, each with ids of its own."""
+    generator = torch.Generator(device).manual_seed(tokens)
+    x = torch.empty(tokens, weights.down.shape[1], dtype=weights.down.dtype, device=device)
+    x.normal_(generator=generator)
+    best = float("inf")
+    for elapsed in _calls(device, weights, x, run, generator):
+        best = min(best, elapsed)
+    return best
+
+
+def _calls(
+    device: str, weights: Routed, x: Tensor, run: Experts, generator: torch.Generator
+) -> Iterator[float]:
+    experts, top_k = weights.down.shape[0], weights.rule.top_k
+    spent, made = 0.0, 0
+    while made < 3 or spent < SECONDS:
+        scores = torch.rand(x.shape[0], experts, generator=generator, device=device)
+        ids = scores.argsort(dim=1)[:, :top_k]
+        if device == "cuda":
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        run(x, ids, weights)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        elapsed = time.perf_counter() - begin
+        if made:  # the first one warms up
+            yield elapsed
+            spent += elapsed
+        made += 1
+
+
+def save(found: list[Measured], path: Path) -> None:
+    """Writes a table, in one step. What is there of other devices stays."""
+    try:
+        kept = [row for row in moe_table.read(path) if row.device not in {m.device for m in found}]
+    except (OSError, ValueError):
+        kept = []
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}")
+    partial.write_text(json.dumps(moe_table.as_json([*kept, *found]), indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def summary(found: list[Measured]) -> Iterator[str]:
+    """One line for each block: the fastest form by tokens."""
+    for row in found:
+        best: dict[str, Any] = {str(n): min(by, key=lambda f: by[f]) for n, by in row.times.items()}
+        size = f"{row.size.experts} x {row.size.intermediate} of {row.size.hidden}, top {row.size.top_k}"
+        yield f"{row.dtype:<9} {size:<28} " + ", ".join(f"{n}: {form}" for n, form in best.items())

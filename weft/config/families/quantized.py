@@ -1,0 +1,233 @@
+"""How a checkpoint's weights are quantized: ``quantization_config`` of config.json, typed.
+
+Which tensors are quantized, and their groups and bits, is read off the tensors themselves; the configuration
+says what they can't: whose layout it is. Schemes for activations (static, dynamic) and lists of modules that
+were left out change nothing here: Weft makes plain weights of the published ones and computes with those.
+What would change results and is not implemented is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from weft.common.errors import ConfigError
+from weft.config.families.facts import Facts, read_json
+from weft.config.spec import QuantizedSpec
+
+MODELOPT_FILE = "hf_quant_config.json"
+_MODELOPT_ALGORITHMS = (
+    "FP8",
+    "FP8_PER_CHANNEL_PER_TOKEN",
+    "FP8_PB_WO",
+    "MXFP8",
+    "NVFP4",
+    "W4A16_NVFP4",
+    "W4A8_NVFP4_FP8",
+    "MXFP4",
+    "MIXED_PRECISION",
+)
+_COMPRESSED_FORMATS = (
+    "dense",
+    "float-quantized",
+    "int-quantized",
+    "mixed-precision",
+    "mxfp4-pack-quantized",
+    "mxfp8-quantized",
+    "naive-quantized",
+    "nvfp4-pack-quantized",
+    "pack-quantized",
+)
+
+
+class _Fields:
+    """Typed access to one object of the configuration; errors name the field by its path."""
+
+    def __init__(self, found: Mapping[str, Any], where: str) -> None:
+        self._found, self._where = found, where
+
+    def fail(self, name: str, problem: str) -> ConfigError:
+        return ConfigError(f"{self._where}.{name} {problem}", param="--model")
+
+    def get(self, name: str) -> Any:
+        return self._found.get(name)
+
+    def choice(self, name: str, allowed: tuple[Any, ...], *, default: Any = None) -> Any:
+        """One of ``allowed``; a missing or null field is ``default``."""
+        value = self.get(name)
+        if value is None:
+            return default
+        if not any(value == known and type(value) is type(known) for known in allowed):
+            shown = ", ".join(map(str, allowed))
+            raise self.fail(name, f"= {value!r} is not supported; there are: {shown}")
+        return value
+
+    def refuse(self, name: str, *harmless: Any) -> None:
+        """Raises ConfigError unless the field is missing, null or one of ``harmless``."""
+        value = self.get(name)
+        if value is not None and not any(value == h and type(value) is type(h) for h in harmless):
+            raise self.fail(name, f"= {value!r} is not supported by this version")
+
+    def names(self, *fields: str) -> None:
+        """Lists of module names."""
+        for name in fields:
+            value = self.get(name)
+            if value is not None and not (
+                isinstance(value, list) and all(isinstance(item, str) for item in value)
+            ):
+                raise self.fail(name, f"must be a list of names, not {value!r}")
+
+    def pair(self, name: str) -> tuple[int, int] | None:
+        """Two positive integers."""
+        value = self.get(name)
+        if value is None:
+            return None
+        if not (
+            isinstance(value, list)
+            and len(value) == 2
+            and all(isinstance(v, int) and not isinstance(v, bool) and v > 0 for v in value)
+        ):
+            raise self.fail(name, f"must be two positive integers, not {value!r}")
+        return value[0], value[1]
+
+    def group_size(self, name: str) -> None:
+        """A positive integer, or -1 for one group."""
+        value = self.get(name)
+        if value is None or value == -1:
+            return
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.fail(name, f"must be a positive integer or -1, not {value!r}")
+
+    def inner(self, name: str) -> _Fields | None:
+        value = self.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self.fail(name, f"must be an object, not {value!r}")
+        return _Fields(value, f"{self._where}.{name}")
+
+    def each(self, name: str) -> list[_Fields]:
+        """The objects in the object ``name``."""
+        found = self.inner(name)
+        if found is None:
+            return []
+        made = [found.inner(key) for key in found._found]
+        return [fields for fields in made if fields is not None]
+
+
+def quantized_spec(facts: Facts, folder: Path) -> QuantizedSpec | None:
+    """What ``config.json`` (or ``hf_quant_config.json`` beside it) says; None for plain weights.
+
+    Raises ConfigError that names the field and its value for what is unknown or not implemented.
+    """
+    for field in ("quantization_config", "compression_config"):
+        found = facts.get(field)
+        if found is None or found == {}:
+            continue
+        if not isinstance(found, dict):
+            raise facts.fail(field, f"must be an object, not {found!r}")
+        fields = _Fields(found, f"config.json: {field}")
+        default = "compressed-tensors" if field == "compression_config" else None
+        method = fields.choice("quant_method", tuple(_METHODS), default=default)
+        if method is None:
+            raise fields.fail("quant_method", f"is missing; there are: {', '.join(_METHODS)}")
+        return _METHODS[method](fields, method)
+    beside = read_json(folder, MODELOPT_FILE)
+    if beside is None:
+        return None
+    inner = _Fields(beside, MODELOPT_FILE).inner("quantization")
+    if inner is None:
+        raise ConfigError(f"{MODELOPT_FILE} has no field quantization", param="--model")
+    return None if inner.get("quant_algo") in (None, "") else _modelopt(inner, "modelopt")
+
+
+def _fp8(fields: _Fields, method: str) -> QuantizedSpec:
+    fields.choice("activation_scheme", ("dynamic", "static"))
+    fields.choice("fmt", ("e4m3", "float8_e4m3fn", "e5m2"))
+    fields.choice("scale_fmt", ("float", "ue8m0"))
+    fields.choice("expert_dtype", ("fp8", "fp4"))
+    fields.names("modules_to_not_convert", "ignored_layers", "modules_to_convert")
+    return QuantizedSpec(method=method, block=fields.pair("weight_block_size"))
+
+
+def _mxfp4(fields: _Fields, method: str) -> QuantizedSpec:
+    fields.names("modules_to_not_convert")
+    return QuantizedSpec(method=method)
+
+
+def _awq(fields: _Fields, method: str) -> QuantizedSpec:
+    fields.choice("bits", (4,))
+    version = fields.get("version")
+    if version is not None and str(version).lower() != "gemm":
+        raise fields.fail("version", f"= {version!r} is not supported; there are: gemm")
+    fields.choice("zero_point", (True,))
+    fields.choice("backend", ("autoawq",))
+    fields.group_size("group_size")
+    fields.names("modules_to_not_convert")
+    return QuantizedSpec(method=method)
+
+
+def _gptq(fields: _Fields, method: str) -> QuantizedSpec:
+    fields.choice("bits", (2, 4, 8))
+    fields.group_size("group_size")
+    for flag in ("desc_act", "sym", "static_groups", "lm_head"):
+        fields.choice(flag, (True, False))
+    fields.refuse("is_marlin_format", False)
+    fields.choice("pack_dtype", ("int32",))
+    form = fields.choice("checkpoint_format", ("gptq", "gptq_v2", ""))
+    form = form or fields.choice("format", ("gptq", "gptq_v2", ""))
+    # The first form of the format stores zero points less one.
+    return QuantizedSpec(method=method, zero_offset=0 if form == "gptq_v2" else 1)
+
+
+def _compressed(fields: _Fields, method: str) -> QuantizedSpec:
+    fields.choice("format", _COMPRESSED_FORMATS)
+    fields.names("ignore")
+    fields.refuse("transform_config", {})
+    sparsity = fields.inner("sparsity_config")
+    if sparsity is not None:
+        sparsity.choice("format", ("dense",))
+    block = None
+    for group in fields.each("config_groups"):
+        group.choice("format", _COMPRESSED_FORMATS)
+        weights = group.inner("weights")
+        if weights is None:
+            continue
+        weights.choice("num_bits", (4, 8))
+        kind = weights.choice("type", ("float", "int"))
+        weights.choice("strategy", ("tensor", "channel", "group", "block", "tensor_group"))
+        if kind == "float":
+            weights.choice("symmetric", (True,))
+        weights.choice("dynamic", (False,))
+        block = weights.pair("block_structure") or block
+    return QuantizedSpec(method=method, block=block)
+
+
+def _modelopt(fields: _Fields, method: str) -> QuantizedSpec:
+    algorithm = fields.get("quant_algo")
+    upper = algorithm.upper() if isinstance(algorithm, str) else algorithm
+    if upper not in _MODELOPT_ALGORITHMS:
+        shown = ", ".join(_MODELOPT_ALGORITHMS)
+        raise fields.fail("quant_algo", f"= {algorithm!r} is not supported; there are: {shown}")
+    fields.group_size("group_size")
+    fields.names("ignore", "exclude_modules")
+    for layer in fields.each("quantized_layers"):
+        layer.choice("quant_algo", _MODELOPT_ALGORITHMS)
+        layer.refuse("weight_scale_encoding")
+    fields.refuse("weight_scale_encoding")
+    fields.choice("has_zero_point", (False,))
+    fields.refuse("pre_quant_scale", False)
+    return QuantizedSpec(method="modelopt")
+
+
+_METHODS: dict[str, Callable[[_Fields, str], QuantizedSpec]] = {
+    "fp8": _fp8,
+    "fbgemm_fp8": _fp8,
+    "mxfp4": _mxfp4,
+    "awq": _awq,
+    "gptq": _gptq,
+    "compressed-tensors": _compressed,
+    "modelopt": _modelopt,
+    "modelopt_fp4": _modelopt,
+}

@@ -1,0 +1,152 @@
+"""Qwen3-Next: gated delta net in most layers, gated attention in every fourth; routed experts.
+
+Source: the model card of Qwen/Qwen3-Next-80B-A3B-Instruct; its configuration's defaults.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from weft.config.families.common import FULL, Defaults, decoder_spec, layer_count
+from weft.config.families.facts import MOST_PARTS, Facts
+from weft.config.spec import CacheSpec, DeltaSpec, ModelSpec, MoESpec, StatePart
+
+LINEAR = "linear_attention"
+MOST_MODULES = 1
+"""Modules that predict further tokens. Published checkpoints have one, and no names for a second."""
+
+_DEFAULTS = Defaults(kv_heads=2, head_dim=256, partial=0.25)
+
+
+def build_spec(facts: Facts, override: int | None) -> ModelSpec:
+    """Layer i routes if i + 1 is a multiple of ``decoder_sparse_step`` and ``mlp_only_layers`` lacks i."""
+    layers = layer_count(facts, override)
+    mtp = predicting_modules(facts, "num_nextn_predict_layers")
+    step = facts.integer("decoder_sparse_step", 1)
+    dense = facts.integers("mlp_only_layers")
+    routed = tuple(i for i in range(layers + mtp) if i not in dense and (i + 1) % step == 0)
+    return hybrid_spec(
+        facts,
+        family="qwen3_next",
+        layers=layers,
+        mtp=mtp,
+        defaults=_DEFAULTS,
+        moe=moe_spec(facts, routed, facts.integer("num_experts", 512, low=0, high=MOST_PARTS)),
+    )
+
+
+def hybrid_spec(
+    facts: Facts, *, family: str, layers: int, mtp: int, defaults: Defaults, **more: Any
+) -> ModelSpec:
+    """The facts of a decoder whose layers are delta nets or gated attention, by ``layer_types``.
+
+    Modules that predict further tokens attend. ``more``: further fields of ``ModelSpec``.
+    """
+    types = hybrid_types(facts, layers) + [FULL] * mtp
+    bias = facts.flag("attention_bias", False)
+    made = decoder_spec(
+        facts,
+        family=family,
+        layers=layers,
+        defaults=defaults,
+        window=None,
+        types=types,
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=True,
+        centred_norms=True,
+        output_gate=True,
+        mtp_layers=mtp,
+        **more,
+    )
+    recurrent = tuple(i for i, kind in enumerate(types) if kind == LINEAR)
+    if not recurrent:
+        return made
+    delta = _delta(facts, recurrent)
+    return msgspec.structs.replace(made, delta=delta, caches=(*made.caches, state_cache(delta)))
+
+
+def predicting_modules(facts: Facts, field: str) -> int:
+    """How many modules that predict further tokens the checkpoint holds.
+
+    Its weights say so: published configurations of Qwen3-Next leave ``field`` out, and a checkpoint that
+    was saved again by transformers keeps the field and has lost the weights.
+    """
+    stated = facts.optional_integer(field, low=0)
+    if stated is not None and stated > MOST_MODULES:
+        raise facts.fail(field, f"must be at most {MOST_MODULES}, not {stated}")
+    return int(stated != 0 and facts.has_weights("mtp.", default=stated is not None))
+
+
+def hybrid_types(facts: Facts, layers: int) -> list[str]:
+    """The kind of each layer: ``layer_types``, or attention in every ``full_attention_interval``-th."""
+    types = facts.get("layer_types")
+    if types is None:
+        interval = facts.integer("full_attention_interval", 4)
+        return [LINEAR if (i + 1) % interval else FULL for i in range(layers)]
+    if not isinstance(types, list) or any(kind not in (FULL, LINEAR) for kind in types):
+        raise facts.fail("layer_types", f"must be a list of {FULL} and {LINEAR}, not {types!r}")
+    if len(types) < layers:
+        raise facts.fail("layer_types", f"has {len(types)} entries for {layers} layers")
+    return types[:layers]
+
+
+def _delta(facts: Facts, layers: tuple[int, ...]) -> DeltaSpec:
+    k_heads = facts.integer("linear_num_key_heads", 16)
+    v_heads = facts.integer("linear_num_value_heads", 32)
+    if v_heads % k_heads:
+        raise facts.fail(
+            "linear_num_value_heads", f"{v_heads} is not a multiple of linear_num_key_heads {k_heads}"
+        )
+    if facts.activation() != "silu":
+        raise facts.fail("hidden_act", f"{facts.activation()!r} is not supported in linear_attention layers")
+    return DeltaSpec(
+        layers=layers,
+        k_heads=k_heads,
+        v_heads=v_heads,
+        k_dim=facts.integer("linear_key_head_dim", 128),
+        v_dim=facts.integer("linear_value_head_dim", 128),
+        conv=facts.integer("linear_conv_kernel_dim", 4, low=2, high=64),
+    )
+
+
+def state_cache(delta: DeltaSpec) -> CacheSpec:
+    """What a delta net keeps of a sequence: the convolution's last inputs, and the recurrent state."""
+    back = delta.conv - 1
+    return CacheSpec(
+        kind="state",
+        layers=delta.layers,
+        parts=(
+            StatePart(name="conv_q", shape=(delta.k_heads, back, delta.k_dim), wide=False),
+            StatePart(name="conv_k", shape=(delta.k_heads, back, delta.k_dim), wide=False),
+            StatePart(name="conv_v", shape=(delta.v_heads, back, delta.v_dim), wide=False),
+            StatePart(name="recurrent", shape=(delta.v_heads, delta.k_dim, delta.v_dim), wide=True),
+        ),
+        form="delta",
+    )
+
+
+def moe_spec(
+    facts: Facts, routed: tuple[int, ...], experts: int, *, top_k: int = 10, renormalize: bool | None = None
+) -> MoESpec | None:
+    """Routed experts beside one that sees every token, weighed by a gate; None where no layer routes."""
+    top_k = facts.integer("num_experts_per_tok", top_k)
+    shared = facts.integer("shared_expert_intermediate_size", 512, low=0)
+    intermediate = facts.integer("moe_intermediate_size", 512)
+    if renormalize is None:
+        renormalize = facts.flag("norm_topk_prob", True)
+    if not experts or not routed:
+        return None
+    if top_k > experts:
+        raise facts.fail("num_experts_per_tok", f"{top_k} is more than num_experts {experts}")
+    return MoESpec(
+        experts=experts,
+        top_k=top_k,
+        intermediate=intermediate,
+        renormalize=renormalize,
+        layers=routed,
+        shared=shared,
+        shared_gate=bool(shared),
+    )

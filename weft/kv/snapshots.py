@@ -1,0 +1,239 @@
+"""Recurrent states in the prefix cache: snapshots, and where they are made.
+
+A slot's state is that after all its positions, and takes no block. What a block holds is a copy of it after a
+prefix, which is of use to whoever has exactly that prefix: one such boundary is a hit, whatever is missing
+before it.
+
+    positions   0 ......... boundary ....... num_scheduled
+    blocks          [one snapshot]           the live state, in the slot
+
+Snapshots are only ever a gain, so they ask for nothing: one that is named by no plan in flight belongs to
+nobody and is evicted when another is made, and where none can be evicted, none is made. A snapshot has a
+reference while the plan that saves it is in flight, and while one that loads it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from weft.config.resolved import PoolSpec
+from weft.kv.pool import NULL_BLOCK, BlockPool
+from weft.types.plan import LoadState, Op, SaveState
+
+DECODE_STRIDE = 64
+"""Positions between two snapshots of a sequence that decodes, unless the stride of prompts is less."""
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """At which boundaries a sequence should leave snapshots, and where its chunks end for that.
+
+    Boundaries are multiples of ``unit``. Below ``known``, the ids known at admission, chunks are made to end
+
+    * at each of ``ends``: the last boundary before the last known id, for whoever sends the same prompt or a
+      longer one; and the *branch*, where the lines that others left end, for whoever shares that much
+      (after Marconi, arXiv 2411.19379);
+    * where a snapshot is due, ``stride`` after the last one, at the last boundary of what the chunk would be.
+      So it costs no step of its own.
+
+    From ``known`` on, where only the newest is kept, every ``decode_stride``: for the next turn of a chat.
+    """
+
+    unit: int
+    stride: int
+    known: int
+    ends: tuple[int, ...]
+    """Increasing."""
+
+    @property
+    def decode_stride(self) -> int:
+        return min(self.stride, DECODE_STRIDE)
+
+    def cut(self, start: int, end: int, last: int) -> int:
+        """Where a chunk from ``start`` ends, at most ``end``; ``last``: where the last snapshot was made."""
+        for mark in self.ends:
+            if start < mark < end:
+                return mark
+        boundary = end // self.unit * self.unit
+        due = start < boundary < self.known and boundary - last >= self.stride
+        return boundary if due else end
+
+    def wants(self, boundary: int, last: int) -> bool:
+        """Whether to make a snapshot at ``boundary``, which the sequence has reached exactly."""
+        if boundary in self.ends:
+            return True
+        return boundary - last >= (self.stride if boundary < self.known else self.decode_stride)
+
+
+def marks_for(unit: int, stride: int, known: int, num_hit: int, branch: int) -> Marks:
+    """The marks of a sequence of ``known`` ids that starts from a hit of ``num_hit``.
+
+    ``branch``: how far the other kinds have its prefix.
+    """
+    stride = max(stride, unit)
+    ends = {(known - 1) // unit * unit, min(branch, known - 1) // unit * unit}
+    # Each costs a step's end. One that saves less than decoding leaves to be computed again is not worth it.
+    least = num_hit + min(stride, DECODE_STRIDE)
+    return Marks(unit, stride, known, tuple(sorted(end for end in ends if end >= least)))
+
+
+@dataclass(slots=True)
+class _Saving:
+    """A snapshot that is being made."""
+
+    slot: int
+    block: int
+    key: bytes
+    sound: bool = True
+    """Whether it may be published."""
+
+
+class StateKind:
+    """The snapshots of one recurrent kind. Slots have no tables here: ``needed`` is always 0."""
+
+    slides = True
+
+    def __init__(self, number: int, spec: PoolSpec, base_block: int) -> None:
+        self.number = number
+        self.block_size = spec.block_size
+        self.num_blocks = spec.num_blocks
+        self.stride = spec.stride
+        self._base = base_block
+        self._pool = BlockPool(spec.num_blocks)
+        self._loaded: dict[int, int] = {}  # slot -> the block that its first plan loads
+        self._saving: dict[int, list[_Saving]] = {}  # step -> what its plan saves
+        self._newest: dict[int, bytes] = {}  # slot -> its snapshot that a newer one replaces
+        self._owner: dict[bytes, int] = {}  # the same the other way round
+
+    # ---- of every kind
+
+    def available(self) -> int:
+        return self._pool.available()
+
+    def pending(self) -> int:
+        return self._pool.pending()
+
+    def hit(self, hashes: Sequence[bytes], limit: int) -> int:
+        unit = self.block_size
+        for boundary in range(min(limit, len(hashes) * self._base) // unit * unit, 0, -unit):
+            if self._pool.find(hashes[boundary // self._base - 1]) != NULL_BLOCK:
+                return boundary
+        return 0
+
+    def needed(self, slot: int, upto: int, num_hit: int = 0, hashes: Sequence[bytes] = ()) -> int:
+        return 0
+
+    def acquire(self, slot: int, hashes: Sequence[bytes], num_hit: int, upto: int) -> list[Op]:
+        if not num_hit:
+            return []
+        key = hashes[num_hit // self._base - 1]
+        block = self._pool.find(key)
+        self._pool.share(block)
+        self._loaded[slot] = block
+        self._keep(key)
+        return [LoadState(slot=slot, kind=self.number, block=block)]
+
+    def reserve(self, slot: int, upto: int) -> list[Op]:
+        return []
+
+    def short(self, slots: Sequence[int], upto: Sequence[int]) -> list[int]:
+        return [0] * len(slots)
+
+    def grow(self, slots: Sequence[int], short: Sequence[int]) -> list[Op]:
+        return []
+
+    def cut(self, start: int, end: int) -> int:
+        return end
+
+    def publish(self, slot: int, committed: int, hashes: Sequence[bytes]) -> None:
+        return
+
+    def slide(self, slot: int, committed: int, after_step: int) -> None:
+        """Something of the slot has committed, so the plan that loaded its snapshot has."""
+        self._unload(slot, after_step)
+
+    def slide_each(self, slots: np.ndarray, committed: np.ndarray, after_step: np.ndarray) -> None:
+        return  # a slot's first row is a prefill row, which slides by itself
+
+    def release(self, slot: int, after_step: int) -> None:
+        self._unload(slot, after_step)
+        key = self._newest.pop(slot, None)
+        if key is not None:
+            del self._owner[key]
+
+    def committed(self, step: int) -> None:
+        self._pool.committed(step)
+        for due in [s for s in self._saving if s <= step]:
+            for saving in self._saving.pop(due):
+                if saving.sound:
+                    self._pool.publish(saving.block, saving.key)
+                self._pool.release(saving.block, due)
+
+    def most(self, upto: int) -> int:
+        return 0
+
+    def least(self, upto: int) -> int:
+        return 0
+
+    # ---- snapshots
+
+    def has(self, key: bytes) -> bool:
+        """Whether there is a snapshot of ``key`` to hit."""
+        return self._pool.find(key) != NULL_BLOCK
+
+    def save(self, slot: int, key: bytes, back: int, keep: bool, step: int) -> Op | None:
+        """Makes a snapshot of ``key`` in plan ``step``; None when there is one, or no block for it.
+
+        It can be hit when ``step`` has committed. Unless it is one to ``keep``, the slot's next that is not
+        replaces it, and it replaces the one before.
+        """
+        if self.has(key):
+            self._touch(key, keep)
+            return None
+        if not keep:
+            self._replace(slot)
+        if not self._pool.available():
+            return None
+        block = self._pool.take()
+        self._saving.setdefault(step, []).append(_Saving(slot, block, key))
+        if not keep and key not in self._owner:
+            self._newest[slot] = key
+            self._owner[key] = slot
+        return SaveState(slot=slot, kind=self.number, block=block, back=back)
+
+    def spoil(self, slot: int) -> None:
+        """What the slot is saving came to be in a step that went wrong: nobody will find it."""
+        for savings in self._saving.values():
+            for saving in savings:
+                saving.sound = saving.sound and saving.slot != slot
+
+    # ----
+
+    def _unload(self, slot: int, after_step: int) -> None:
+        block = self._loaded.pop(slot, None)
+        if block is not None:
+            self._pool.release(block, after_step)
+
+    def _touch(self, key: bytes, keep: bool) -> None:
+        """``key`` was of use to someone: it is the last to be evicted."""
+        block = self._pool.find(key)
+        self._pool.share(block)
+        self._pool.release(block, -1)
+        if keep:
+            self._keep(key)
+
+    def _keep(self, key: bytes) -> None:
+        """Nobody's newer snapshot replaces ``key`` any more."""
+        slot = self._owner.pop(key, None)
+        if slot is not None:
+            del self._newest[slot]
+
+    def _replace(self, slot: int) -> None:
+        """Gives up the slot's newest, if nobody is loading it."""
+        key = self._newest.pop(slot, None)
+        if key is not None:
+            del self._owner[key]
+            self._pool.forget(key)

@@ -1,0 +1,38 @@
+"""DeepSeek V2 and V3: published weight names."""
+
+from __future__ import annotations
+
+from weft.config.spec import ModelSpec
+from weft.models.weights import WeightMap, add_block, add_experts, add_gated_mlp, decoder_weights
+
+
+def weight_map(spec: ModelSpec) -> WeightMap:
+    """Where each published tensor goes.
+
+    Modules that predict further tokens, if the model has any, are published as the layers behind the last,
+    with copies of embedding and head.
+    """
+    made = decoder_weights(spec)
+    for layer in range(spec.layers):
+        _add_feed_forward(made, spec, layer, f"blocks.{layer}")
+    for module in range(spec.mtp_layers):
+        layer, ours = spec.layers + module, f"mtp.{module}"
+        theirs = f"model.layers.{layer}"
+        add_block(made, spec, layer, theirs, f"{ours}.block")
+        _add_feed_forward(made, spec, layer, f"{ours}.block")
+        made.add(f"{theirs}.enorm.weight", f"{ours}.embedding_norm.weight")
+        made.add(f"{theirs}.hnorm.weight", f"{ours}.hidden_norm.weight")
+        made.add(f"{theirs}.eh_proj.weight", f"{ours}.project.weight")
+        made.add(f"{theirs}.shared_head.norm.weight", f"{ours}.norm.weight")
+        made.same_as[f"{theirs}.embed_tokens.weight"] = "model.embed_tokens.weight"
+        head = "model.embed_tokens.weight" if spec.tied else "lm_head.weight"
+        made.same_as[f"{theirs}.shared_head.head.weight"] = head
+    return made
+
+
+def _add_feed_forward(made: WeightMap, spec: ModelSpec, layer: int, ours: str) -> None:
+    theirs = f"model.layers.{layer}.mlp"
+    if spec.moe is not None and layer in spec.moe.layers:
+        add_experts(made, spec, theirs, f"{ours}.feed_forward", ("gate_proj", "up_proj", "down_proj"))
+    else:
+        add_gated_mlp(made, spec, theirs, f"{ours}.feed_forward")

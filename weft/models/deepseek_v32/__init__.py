@@ -1,0 +1,1 @@
+"""DeepSeek V3.2 and GLM-5."""

@@ -1,0 +1,39 @@
+"""DeepSeek V3.2 and GLM-5: DeepSeek V3 whose attention reads what an indexer chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from weft.attention.base import Backends, LayerCache, StepInput
+from weft.attention.indexed import IndexedAttention, IndexedInput, reads_of
+from weft.attention.sparse import SparseBackend
+from weft.config.spec import ModelSpec
+from weft.layers.build import Build
+from weft.models.decoder import Block, Decoder
+from weft.models.deepseek.model import make_feed_forward
+
+
+class IndexedDecoder(Decoder):
+    """What was chosen goes from layer to layer."""
+
+    def share(self, step: StepInput, kv: Sequence[LayerCache], backends: Backends) -> IndexedInput:
+        backend = backends["sparse"]
+        assert isinstance(backend, SparseBackend)
+        prefill, decode = step.segments
+        plans = {}
+        for kind, cache in enumerate(self.spec.caches):
+            reads, caches = reads_of(self.spec, kind), kv[cache.layers[0]]
+            plans[kind] = backend.plan(prefill, reads, caches), backend.plan(decode, reads, caches)
+        return IndexedInput(
+            step=step,
+            angles=self._rope.angles(step.positions),
+            backends=backends,
+            plans=plans,
+            chosen=[None, None],
+        )
+
+
+def make_block(spec: ModelSpec, layer: int, build: Build) -> Block:
+    """Layer ``layer``, its weights unset."""
+    attention = IndexedAttention(spec, layer, build)
+    return Block(spec, build, attention=attention, feed_forward=make_feed_forward(spec, layer, build))

@@ -1,0 +1,21 @@
+"""DeepSeek V3.2 and GLM-5: published weight names."""
+
+from __future__ import annotations
+
+from weft.config.spec import ModelSpec
+from weft.models.deepseek.weights import weight_map as without_indexers
+from weft.models.weights import WeightMap
+
+
+def weight_map(spec: ModelSpec) -> WeightMap:
+    """Where each published tensor goes."""
+    made, index = without_indexers(spec), spec.index
+    assert index is not None
+    for layer in index.layers:
+        theirs, ours = f"model.layers.{layer}.self_attn.indexer", f"blocks.{layer}.attention.indexer"
+        made.add(f"{theirs}.wq_b.weight", f"{ours}.q_up.weight")
+        made.add(f"{theirs}.wk.weight", f"{ours}.down.weight", slice(0, index.dim))
+        made.add(f"{theirs}.weights_proj.weight", f"{ours}.down.weight", slice(index.dim, None))
+        made.add(f"{theirs}.k_norm.weight", f"{ours}.key_norm")
+        made.add(f"{theirs}.k_norm.bias", f"{ours}.key_bias")
+    return made

@@ -1,0 +1,130 @@
+"""DeepSeek V4: sparse attention and routed experts, between several residual streams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+
+import torch
+
+from weft.attention.base import Backends, LayerCache, StepInput
+from weft.attention.compress import completed_groups
+from weft.attention.sparse import Reads, SparseBackend
+from weft.config.spec import ModelSpec
+from weft.layers.build import Build
+from weft.layers.hyper import HyperConnection, HyperHead
+from weft.layers.rope import Rope
+from weft.models.decoder import Block, Decoder
+from weft.models.deepseek_v4.attention import SparseAttention, SparseInput, TypeInput, overlap_of
+from weft.moe.block import RoutedMLP
+from weft.parallel.comm import Pending, reduced
+
+Tensor = torch.Tensor
+
+
+class StreamsBlock(Block):
+    """A block whose attention and feed-forward read from and add to several streams."""
+
+    def __init__(self, spec: ModelSpec, layer: int, build: Build) -> None:
+        assert spec.moe is not None
+        assert spec.hyper is not None
+        hashed = spec.vocab_size if layer in spec.moe.hash_layers else 0
+        super().__init__(
+            spec,
+            build,
+            attention=SparseAttention(spec, layer, build),
+            feed_forward=RoutedMLP(spec.hidden, spec.moe, spec.activation, build, hashed=hashed),
+        )
+        self.attention_streams = HyperConnection(spec.hidden, spec.hyper, spec.norm_eps, build)
+        self.feed_forward_streams = HyperConnection(spec.hidden, spec.hyper, spec.norm_eps, build)
+
+    def steps(
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        shared: SparseInput,  # type: ignore[override]
+        caches: LayerCache,
+        keep: Tensor | None = None,
+    ) -> Generator[Pending, None, tuple[Tensor, Tensor | None]]:
+        """x: [T, N, hidden], the streams; delta: None, as what a layer makes is added at once."""
+        one, out, mix = self.attention_streams(x)
+        partial = self.attention(self.attention_norm(one), shared, caches, keep)
+        if keep is not None:
+            x, out, mix = x[keep], out[keep], mix[keep]
+        made = yield from reduced(self._comm, partial)
+        x = self.attention_streams.add(x, made, out, mix)
+        one, out, mix = self.feed_forward_streams(x)
+        ids = None
+        if self.feed_forward.reads_ids:
+            ids = shared.step.ids if keep is None else shared.step.ids[keep]
+        made = yield from reduced(self._comm, self.feed_forward(self.feed_forward_norm(one), ids))
+        return self.feed_forward_streams.add(x, made, out, mix), None
+
+
+class StreamsDecoder(Decoder):
+    """Embedding, as many times as there are streams; blocks; streams as one, norm, head."""
+
+    def __init__(
+        self, spec: ModelSpec, build: Build, make_block: Callable[[ModelSpec, int, Build], Block]
+    ) -> None:
+        super().__init__(spec, build, make_block)
+        assert spec.hyper is not None
+        assert spec.sparse is not None
+        self.streams_head = HyperHead(spec.hidden, spec.hyper, spec.norm_eps, build)
+        self._group_rope = Rope(spec.sparse.group_rope, build)
+        self._first_layers = {
+            kind: spec.sparse.types.index(kind) for kind in dict.fromkeys(spec.sparse.types)
+        }
+        self._reads = {kind: _reads(spec, kind, layer) for kind, layer in self._first_layers.items()}
+
+    def share(self, step: StepInput, kv: Sequence[LayerCache], backends: Backends) -> SparseInput:
+        backend = backends["sparse"]
+        assert isinstance(backend, SparseBackend)
+        group_angles = self._group_rope.angles(step.positions)
+        types: dict[str, TypeInput] = {}
+        for kind, reads in self._reads.items():
+            caches = kv[self._first_layers[kind]]
+            completed = None
+            if reads.groups is not None:
+                sources = reads.groups - 1
+                block, overlap = caches[sources][0].shape[1], overlap_of(kind)
+                completed = completed_groups(
+                    step, sources, reads.groups, reads.ratio, overlap, block, self._group_rope
+                )
+            prefill, decode = step.segments
+            types[kind] = TypeInput(
+                reads=reads,
+                angles=self._rope.angles(step.positions) if reads.groups is None else group_angles,
+                plans=(backend.plan(prefill, reads, caches), backend.plan(decode, reads, caches)),
+                completed=completed,
+            )
+        return SparseInput(step=step, backends=backends, types=types)
+
+    def enter(self, ids: Tensor) -> Tensor:
+        assert self.spec.hyper is not None
+        return self.embedding(ids).unsqueeze(1).repeat(1, self.spec.hyper.streams, 1)
+
+    def leave(self, x: Tensor, delta: Tensor | None) -> Tensor:
+        made: Tensor = self.norm(self.streams_head(x))
+        return made
+
+
+def _reads(spec: ModelSpec, kind: str, layer: int) -> Reads:
+    """What layers of the type of ``layer`` read: lines, and of (sources, groups) the groups."""
+    sparse, kinds = spec.sparse, spec.caches_of(layer)
+    assert sparse is not None
+    groups = None if kind == "window" else kinds[2]
+    return Reads(
+        lines=kinds[0],
+        window=sparse.window,
+        groups=groups,
+        ratio=1 if groups is None else spec.caches[groups].ratio,
+        top=sparse.index_top if kind == "chosen" else 0,
+        heads=spec.heads,
+        dim=spec.head_dim,
+        index_heads=sparse.index_heads,
+    )
+
+
+def make_block(spec: ModelSpec, layer: int, build: Build) -> Block:
+    """Layer ``layer``, its weights unset."""
+    return StreamsBlock(spec, layer, build)

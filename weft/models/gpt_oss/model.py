@@ -1,0 +1,20 @@
+"""GPT-OSS: every second layer slides, heads have sinks, every feed-forward block is routed."""
+
+from __future__ import annotations
+
+from weft.attention.gqa import Attention
+from weft.config.spec import ModelSpec
+from weft.layers.build import Build
+from weft.models.decoder import Block
+from weft.moe.block import RoutedMLP
+
+
+def make_block(spec: ModelSpec, layer: int, build: Build) -> Block:
+    """Layer ``layer``, its weights unset."""
+    assert spec.moe is not None
+    return Block(
+        spec,
+        build,
+        attention=Attention(spec, layer, build),
+        feed_forward=RoutedMLP(spec.hidden, spec.moe, spec.activation, build),
+    )

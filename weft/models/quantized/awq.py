@@ -1,0 +1,28 @@
+"""AWQ in its "gemm" layout: 4 bits, eight outputs a word in an order of their own, groups along the inputs.
+
+Source: Lin et al. 2023, arXiv 2306.00978; the layout is AutoAWQ's.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from weft.models.quantized.scales import Misfit
+from weft.models.quantized.words import even_groups, scale_groups, unpack
+
+Tensor = torch.Tensor
+
+#: Which of a word's eight outputs its i-th four bits are.
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def dequantize(qweight: Tensor, qzeros: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """The matrix [N, K] in ``dtype`` (wide; a view): ``(value - zero) * scale``.
+
+    qweight: int32 [K, N / 8]; qzeros: int32 [K / group, N / 8]; scales: [K / group, N]. Raises Misfit.
+    """
+    if qweight.dim() != 2 or 8 * qweight.shape[1] != scales.shape[-1]:
+        raise Misfit(f"qweight of {list(qweight.shape)} does not fit scales of {list(scales.shape)}")
+    values = unpack(qweight, 4, 1, ORDER).to(dtype)  # [K, N]
+    zeros = unpack(qzeros, 4, 1, ORDER).to(dtype)
+    return scale_groups(values, scales.to(dtype), zeros, even_groups(len(values), len(scales))).T

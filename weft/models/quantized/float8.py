@@ -1,0 +1,50 @@
+"""FP8: E4M3 or E5M2 values, with one scale for the matrix, for each row, or for each block.
+
+The scale multiplies, whether it is called ``weight_scale`` or ``weight_scale_inv``. Which of the three it is
+follows from its shape, so one checkpoint may mix them.
+
+Source: Micikevicius et al. 2022, arXiv 2209.05433; blocks of 128 x 128: DeepSeek-V3, arXiv 2412.19437.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from weft.models.quantized.scales import Misfit, as_numbers, block_of, multiply_blocks
+
+Tensor = torch.Tensor
+
+DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def kind(values: Tensor, scale: Tensor, block: tuple[int, int] | None = None) -> str:
+    """What ``scale`` belongs to, in words: ``per tensor``, ``per channel``, ``blocks of 128 x 128``."""
+    if scale.numel() == 1:
+        return "per tensor"
+    if _per_row(values, scale):
+        return "per channel"
+    if values.dim() != 2 or scale.dim() != 2:
+        raise Misfit(f"scales of {list(scale.shape)} do not fit a weight of {list(values.shape)}")
+    rows, columns = block_of(values.shape, scale.shape, block)
+    return f"blocks of {rows} x {columns}"
+
+
+def dequantize(
+    values: Tensor, scale: Tensor, dtype: torch.dtype, block: tuple[int, int] | None = None
+) -> Tensor:
+    """The matrix [N, K] in ``dtype`` (wide).
+
+    values: [N, K], FP8 or int8. scale: one element, [N], [N, 1], or a grid of blocks; any float type or E8M0.
+    block: the grid's blocks, where the configuration says. Raises Misfit.
+    """
+    what = kind(values, scale, block)
+    made, numbers = values.to(dtype), as_numbers(scale, dtype)
+    if what == "per tensor":
+        return made.mul_(numbers.reshape(()))
+    if what == "per channel":
+        return made.mul_(numbers.view(-1, *[1] * (made.dim() - 1)))
+    return multiply_blocks(made, numbers, *block_of(made.shape, scale.shape, block))
+
+
+def _per_row(values: Tensor, scale: Tensor) -> bool:
+    return scale.shape in ((values.shape[0],), (values.shape[0], 1))

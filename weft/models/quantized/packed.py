@@ -1,0 +1,42 @@
+"""compressed-tensors' "pack-quantized": signed integers plus half their range, several inputs a word."""
+
+from __future__ import annotations
+
+import torch
+
+from weft.models.quantized.scales import Misfit
+from weft.models.quantized.words import even_groups, scale_groups, unpack
+
+Tensor = torch.Tensor
+
+
+def dequantize(
+    packed: Tensor,
+    scale: Tensor,
+    shape: Tensor,
+    dtype: torch.dtype,
+    *,
+    zeros: Tensor | None = None,
+    groups: Tensor | None = None,
+) -> Tensor:
+    """The matrix [N, K] in ``dtype`` (wide; a view): ``(value - zero) * scale``.
+
+    packed: int32 [N, ceil(K / values a word)]; scale: [N, G], G = 1 for one a row, or one element; shape: the
+    integers N, K; zeros: int32 [ceil(N / values a word), G] or None for 0; groups: the group of each input,
+    integers [K], or None for even ones. Raises Misfit.
+    """
+    if shape.numel() != 2 or packed.dim() != 2 or packed.shape[0] != int(shape[0]):
+        raise Misfit(f"packed values of {list(packed.shape)} do not fit the shape {shape.tolist()}")
+    n, k = int(shape[0]), int(shape[1])
+    bits = next((b for b in (4, 8) if -(-k // (32 // b)) == packed.shape[1]), 0)
+    if not bits:
+        raise Misfit(f"{packed.shape[1]} words do not hold {k} values of 4 or 8 bits")
+    values = unpack(packed, bits, 1)[:, :k].T.to(dtype)  # [K, N]
+    scales = scale.to(dtype).reshape(1, 1).expand(n, 1) if scale.numel() == 1 else scale.to(dtype)
+    if zeros is not None:
+        known = unpack(zeros, bits, 0)[:n].to(dtype).T  # [G, N]
+    else:
+        known = values.new_full((scales.shape[-1], n), float(1 << (bits - 1)))
+    if groups is None or not groups.numel() or int(groups.min()) < 0:
+        groups = even_groups(k, scales.shape[-1])
+    return scale_groups(values, scales.T, known, groups).T

@@ -1,0 +1,164 @@
+"""From the parts of one weight to plain values: the format follows from the parts and their types."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from weft.config.spec import QuantizedSpec
+from weft.models.quantized import awq, float4, float8, gptq, packed
+from weft.models.quantized.scales import Misfit
+from weft.models.quantized.sources import PLAIN
+
+Tensor = torch.Tensor
+
+_BYTES = (torch.uint8, torch.int8)
+
+
+class Lacks(Misfit):
+    """The part ``role`` is missing."""
+
+    def __init__(self, role: str) -> None:
+        super().__init__(f"there is no {role}")
+        self.role = role
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A weight's values, or those of one of its stacked matrices."""
+
+    index: tuple[int, ...]
+    """() for the whole weight."""
+    values: Tensor
+
+
+def read(
+    parts: Mapping[str, Tensor], spec: QuantizedSpec | None, dtype: torch.dtype
+) -> tuple[str, Iterator[Piece]]:
+    """(format in words, the weight's pieces in ``dtype``, a wide one).
+
+    parts: by role. Stacked matrices (experts) come one by one, so that no more than one is ever unpacked. A
+    plain weight comes as it is, in its own type; the format is then "". Raises Lacks, and Misfit for parts
+    that do not fit, the latter also while iterating.
+    """
+    if spec is None or _is_plain(parts):
+        return "", iter([Piece((), parts[PLAIN])])
+    if "blocks" in parts:
+        blocks, scales = _need(parts, "blocks", "scales")
+        return "MXFP4", _blocks(blocks, scales, dtype)
+    if "qweight" in parts:
+        return _words(parts, spec, dtype)
+    if "packed" in parts:
+        return _packed(parts, dtype)
+    if PLAIN not in parts:
+        raise Lacks(_VALUES.get(spec.method, PLAIN))
+    return _with_scale(parts, spec, dtype)
+
+
+#: The role of a weight's values, by method.
+_VALUES = {"awq": "qweight", "gptq": "qweight", "mxfp4": "blocks"}
+
+
+def _is_plain(parts: Mapping[str, Tensor]) -> bool:
+    """Numbers of at least 16 bits, or a table of ids, and nothing beside them."""
+    return len(parts) == 1 and PLAIN in parts and parts[PLAIN].dtype not in (*float8.DTYPES, *_BYTES)
+
+
+def _need(parts: Mapping[str, Tensor], *roles: str) -> list[Tensor]:
+    for role in roles:
+        if role not in parts:
+            raise Lacks(role)
+    return [parts[role] for role in roles]
+
+
+def _one(values: Tensor) -> Iterator[Piece]:
+    yield Piece((), values)
+
+
+def _words(
+    parts: Mapping[str, Tensor], spec: QuantizedSpec, dtype: torch.dtype
+) -> tuple[str, Iterator[Piece]]:
+    qweight, qzeros, scales = _need(parts, "qweight", "qzeros", "scales")
+    if spec.method == "awq":
+        return "AWQ 4 bits", _one(awq.dequantize(qweight, qzeros, scales, dtype))
+    made = gptq.dequantize(
+        qweight, qzeros, scales, dtype, groups=parts.get("groups"), offset=spec.zero_offset
+    )
+    return f"GPTQ {32 * qweight.shape[0] // made.shape[1]} bits", _one(made)
+
+
+def _packed(parts: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[str, Iterator[Piece]]:
+    values, scale = _need(parts, "packed", "scale")
+    if values.dtype == torch.int32:
+        (shape,) = _need(parts, "shape")
+        zeros, groups = parts.get("zeros"), parts.get("groups")
+        made = packed.dequantize(values, scale, shape, dtype, zeros=zeros, groups=groups)
+        return f"packed {32 * values.shape[1] // made.shape[1]} bits", _one(made)
+    divisor = parts.get("divisor")
+    made = float4.dequantize(values, scale, dtype, divisor=divisor)
+    return "NVFP4" if divisor is not None else "MXFP4", _one(made)
+
+
+def _with_scale(
+    parts: Mapping[str, Tensor], spec: QuantizedSpec, dtype: torch.dtype
+) -> tuple[str, Iterator[Piece]]:
+    """A weight under its own name and a scale beside it."""
+    values = parts[PLAIN]
+    if values.dtype not in (*float8.DTYPES, *_BYTES):
+        raise Misfit(f"its values have type {values.dtype}")
+    if values.dtype == torch.uint8 or (values.dtype == torch.int8 and _exponents(parts)):
+        return _fours(parts, dtype)
+    (scale,) = _need(parts, "scale")
+    name = "INT8" if values.dtype == torch.int8 else "FP8"
+    if values.dim() == 3:
+        first = float8.kind(values[0], _of_matrix(scale, 0, len(values)), spec.block)
+        return f"{name} {first}", _eights(values, scale, spec, dtype)
+    what = float8.kind(values, scale, spec.block)
+    return f"{name} {what}", _one(float8.dequantize(values, scale, dtype, spec.block))
+
+
+def _exponents(parts: Mapping[str, Tensor]) -> bool:
+    return "scale" in parts and parts["scale"].dtype in (torch.float8_e8m0fnu, torch.uint8)
+
+
+def _fours(parts: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[str, Iterator[Piece]]:
+    values, scale = _need(parts, PLAIN, "scale")
+    factor = parts.get("factor")
+    if not _exponents(parts) and factor is None:
+        raise Lacks("factor")
+    name = "MXFP4" if factor is None else "NVFP4"
+    if values.dim() == 3:
+        return name, _stacked_fours(values, scale, factor, dtype)
+    return name, _one(float4.dequantize(values, scale, dtype, factor=factor))
+
+
+def _blocks(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Iterator[Piece]:
+    if len(blocks) != len(scales):
+        raise Misfit(f"{len(blocks)} experts' blocks do not fit {len(scales)} experts' scales")
+    for i in range(len(blocks)):
+        yield Piece((i,), float4.from_blocks(blocks[i], scales[i], dtype))
+
+
+def _stacked_fours(
+    values: Tensor, scale: Tensor, factor: Tensor | None, dtype: torch.dtype
+) -> Iterator[Piece]:
+    for i in range(len(values)):
+        one = None if factor is None else _of_matrix(factor, i, len(values))
+        yield Piece((i,), float4.dequantize(values[i], scale[i], dtype, factor=one))
+
+
+def _eights(values: Tensor, scale: Tensor, spec: QuantizedSpec, dtype: torch.dtype) -> Iterator[Piece]:
+    for i in range(len(values)):
+        own = _of_matrix(scale, i, len(values))
+        yield Piece((i,), float8.dequantize(values[i], own, dtype, spec.block))
+
+
+def _of_matrix(scale: Tensor, i: int, count: int) -> Tensor:
+    """What ``scale`` says of stacked matrix ``i``: its part, or all of a scale for the whole stack."""
+    if scale.numel() == 1:
+        return scale
+    if scale.shape[0] != count:
+        raise Misfit(f"scales of {list(scale.shape)} do not fit {count} matrices")
+    return scale[i]

@@ -1,0 +1,53 @@
+"""Scales: powers of two in one byte, and one scale for a block of a matrix."""
+
+from __future__ import annotations
+
+import torch
+
+Tensor = torch.Tensor
+
+
+class Misfit(ValueError):
+    """Parts of a weight that do not fit each other. The message says how, without the weight's name."""
+
+
+def as_numbers(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """``scale`` in ``dtype``, a wide one. Bytes (E8M0) are exponents: 2^(byte - 127), and 255 is NaN.
+
+    Source: OCP Microscaling Formats (MX) Specification 1.0, section 5.4.
+    """
+    if scale.dtype == torch.float8_e8m0fnu:
+        scale = scale.view(torch.uint8)
+    if scale.dtype != torch.uint8:
+        return scale.to(dtype)
+    powers = torch.tensor([*(2.0 ** (byte - 127) for byte in range(255)), float("nan")], dtype=torch.float64)
+    return powers.to(dtype)[scale.int()]
+
+
+def multiply_blocks(values: Tensor, scale: Tensor, rows: int, columns: int) -> Tensor:
+    """``values`` [N, K], each block of ``rows`` x ``columns`` times its own scale, in place.
+
+    scale: [ceil(N / rows), ceil(K / columns)] in values' dtype; the last blocks may be cut.
+    """
+    n, k = values.shape
+    spread = scale.repeat_interleave(rows, dim=0)[:n] if rows > 1 else scale  # [N, blocks of K]
+    whole = k // columns
+    if whole:
+        values[:, : whole * columns].unflatten(1, (whole, columns)).mul_(spread[:, :whole, None])
+    if k % columns:
+        values[:, whole * columns :].mul_(spread[:, whole:])
+    return values
+
+
+def block_of(shape: torch.Size, scales: torch.Size, said: tuple[int, int] | None) -> tuple[int, int]:
+    """(rows, columns) of a block, where a matrix of ``shape`` has a grid ``scales`` of them.
+
+    ``said``: what the configuration says, taken where it fits; then 128 x 128, which may leave the last
+    blocks cut; then an even division. Raises Misfit where none fits.
+    """
+    for block in (said, (128, 128)):
+        if block and all(-(-n // b) == g for n, b, g in zip(shape, block, scales, strict=True)):
+            return block
+    if any(g == 0 or n % g for n, g in zip(shape, scales, strict=True)):
+        raise Misfit(f"a grid of {list(scales)} scales does not fit a matrix of {list(shape)}")
+    return shape[0] // scales[0], shape[1] // scales[1]

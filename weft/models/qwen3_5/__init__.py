@@ -1,0 +1,1 @@
+"""Qwen3.5 text, dense and with routed experts."""

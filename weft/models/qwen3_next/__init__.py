@@ -1,0 +1,1 @@
+"""Qwen3-Next: delta nets and gated attention, routed experts."""

@@ -1,0 +1,472 @@
+// Gated delta net between its projections, one call a segment: convolution, gates, recurrence, gated norm.
+//
+//   qkvz   [T, q heads | k heads | v heads | z heads]          gates   [T, b | a], one of each for a value head
+//
+//   task   one key head of one row, with the value heads that read it; tasks share nothing that is written
+//   panel  up to kPanel consecutive tokens of a task
+//            q, k   = normalized(silu(convolution))                                        [tokens, k_dim]
+//            v      = silu(convolution)                                                    [tokens, v_dim]
+//            out    = o / rms(o) * weight * silu(z)
+//   strip  16 N columns of the state S [k_dim, v_dim], held in the first-level cache for a panel
+//
+//              one pass over a strip, row i of S at a time           S is read and written once a token
+//                S_i   = decay S_i + k_i change          of the token before
+//                a    += k_i S_i,   b += q_i S_i         of this token
+//              change  = beta (v - decay a)
+//              o       = decay b + (q k) change          = q (decay S + k change)
+//
+// Every element of S, a, b and o is one chain of operations over tokens and rows of S, in order: whatever the
+// panels, strips, chunks, threads and other rows. So the form is invariant. State and sums are float; activations
+// are widened exactly and rounded once, at the end.
+//
+// Source: Yang et al. 2024, arXiv 2412.06464, equation 10.
+
+#include "vector.h"
+
+#include <algorithm>
+#include <atomic>
+#include <numeric>
+#include <vector>
+
+namespace weft {
+namespace {
+
+using namespace vec;
+
+constexpr int kPanel = 32;
+constexpr int kMaxDim = 256;
+constexpr int kStripFloats = 4096;  // of S in a strip: 16 KiB
+// Elements of all states times tokens below which waking other threads costs more than it gains.
+constexpr int64_t kAlone = 1 << 15;
+constexpr float kLengthEps = 1e-6f;
+
+alignas(64) const float kZeros[4 * kLanes] = {};
+
+inline vf exponential(vf x) { return exp2v(x * splat(kLog2E)); }
+inline vf sigmoid(vf x) { return splat(1.0f) / (splat(1.0f) + exponential(splat(0.0f) - x)); }
+inline vf silu(vf x) { return x / (splat(1.0f) + exponential(splat(0.0f) - x)); }
+
+// log(1 + e^x), relative error below 1e-6: max(x, 0) + log(1 + y), y = e^-|x|, by 2 artanh(y / (2 + y)).
+inline vf softplus(vf x) {
+  const vf y = exponential(splat(0.0f) - vabs(x));
+  const vf s = y / (splat(2.0f) + y), z = s * s;
+  vf p = splat(1.0f / 15);
+  p = fma(p, z, splat(1.0f / 13));
+  p = fma(p, z, splat(1.0f / 11));
+  p = fma(p, z, splat(1.0f / 9));
+  p = fma(p, z, splat(1.0f / 7));
+  p = fma(p, z, splat(1.0f / 5));
+  p = fma(p, z, splat(1.0f / 3));
+  p = fma(p, z, splat(1.0f));
+  return fma(s + s, p, vmax(x, splat(0.0f)));
+}
+
+inline float dot(const float* a, const float* b, int n) {
+  vf sum = splat(0.0f);
+  for (int i = 0; i < n; i += kLanes) sum = fma(load(a + i), load(b + i), sum);
+  return reduce_add(sum);
+}
+
+// What was widened from T goes back unchanged, numbers below 2^-126 included.
+inline void unwiden(float value, bf16* to) { to->x = uint16_t(float_to_bits(value) >> 16); }
+inline void unwiden(float value, float* to) { *to = value; }
+
+// silu of the causal convolution of `tokens` inputs of `dim` channels -> to [tokens, dim].
+// past: [K - 1, dim], the inputs before the first (null: zeros); next: those before the one after the last.
+template <int K, class T>
+void convolve(const T* from, int64_t stride, int tokens, int dim, const float* taps, int64_t channels, const T* past,
+              T* next, float* to) {
+  for (int c = 0; c < dim; c += kLanes) {
+    vf w[K], x[K];
+    for (int j = 0; j < K; ++j) w[j] = load(taps + j * channels + c);
+    for (int j = 0; j < K - 1; ++j) x[j] = past ? load(past + j * dim + c) : splat(0.0f);
+    for (int t = 0; t < tokens; ++t) {
+      x[K - 1] = load(from + t * stride + c);
+      vf y = x[0] * w[0];
+      for (int j = 1; j < K; ++j) y = fma(x[j], w[j], y);
+      store(to + t * dim + c, silu(y));
+      for (int j = 0; j < K - 1; ++j) x[j] = x[j + 1];
+    }
+    for (int j = 0; j < K - 1; ++j) {
+      float line[kLanes];
+      store(line, x[j]);
+      for (int i = 0; i < kLanes; ++i) unwiden(line[i], next + j * dim + c + i);
+    }
+  }
+}
+
+void normalize(float* x, int dim, float scale) {
+  const vf by = splat(scale / std::sqrt(dot(x, x, dim) + kLengthEps));
+  for (int i = 0; i < dim; i += kLanes) store(x + i, load(x + i) * by);
+}
+
+// The tokens of a panel, as one value head sees them.
+struct Panel {
+  int tokens, k_dim, v_dim;
+  const float *q, *k;         // [tokens, k_dim]
+  const float* qk;            // [tokens]
+  const float* v;             // [tokens, v_dim]
+  const float *decay, *beta;  // [tokens]
+  float* o;                   // [tokens, v_dim]
+};
+
+template <int N>
+inline void advance(vf* line, const vf* change, float k, vf decay) {
+  const vf by = splat(k);
+#pragma GCC unroll 4
+  for (int n = 0; n < N; ++n) line[n] = fma(by, change[n], line[n] * decay);
+}
+
+template <int N>
+inline void load_line(const float* from, vf* line) {
+#pragma GCC unroll 4
+  for (int n = 0; n < N; ++n) line[n] = load(from + n * kLanes);
+}
+
+template <int N>
+inline void store_line(float* to, const vf* line) {
+#pragma GCC unroll 4
+  for (int n = 0; n < N; ++n) store(to + n * kLanes, line[n]);
+}
+
+// Rows of a strip: 16 N columns of S, which may lie in a wider matrix.
+struct Rows {
+  const float* at;
+  int64_t stride;
+};
+
+// a = k S, b = q S over a strip. If kStep, S takes the step of the token before first, and goes to `to` [k_dim, 16 N].
+template <int N, bool kStep>
+inline void pass(Rows from, float* to, int k_dim, const float* before, const vf* change, float decay, const float* k,
+                 const float* q, vf* a, vf* b) {
+#pragma GCC unroll 4
+  for (int n = 0; n < N; ++n) a[n] = b[n] = splat(0.0f);
+  const vf by = splat(decay);
+  for (int i = 0; i < k_dim; ++i) {
+    vf line[N];
+    load_line<N>(from.at + i * from.stride, line);
+    if (kStep) {
+      advance<N>(line, change, before[i], by);
+      store_line<N>(to + i * N * kLanes, line);
+    }
+    const vf ki = splat(k[i]), qi = splat(q[i]);
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) {
+      a[n] = fma(ki, line[n], a[n]);
+      b[n] = fma(qi, line[n], b[n]);
+    }
+  }
+}
+
+// Columns column .. column + 16 N of a panel: from S (null: zeros) to the S after its last token, which may be the
+// same memory. strip: scratch.
+template <int N>
+void recur(const Panel& p, int column, const float* from, float* to, float* strip) {
+  Rows rows = from ? Rows{from + column, p.v_dim} : Rows{kZeros, 0};
+  vf change[N] = {};
+  for (int t = 0; t < p.tokens; ++t) {
+    const float *k = p.k + t * p.k_dim, *q = p.q + t * p.k_dim;
+    vf a[N], b[N];
+    if (t) {
+      pass<N, true>(rows, strip, p.k_dim, k - p.k_dim, change, p.decay[t - 1], k, q, a, b);
+      rows = {strip, N * kLanes};
+    } else {
+      pass<N, false>(rows, nullptr, p.k_dim, nullptr, change, 0.0f, k, q, a, b);
+    }
+    const vf decay = splat(p.decay[t]), beta = splat(p.beta[t]), qk = splat(p.qk[t]);
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) {
+      const int64_t at = int64_t(t) * p.v_dim + column + n * kLanes;
+      change[n] = beta * (load(p.v + at) - decay * a[n]);
+      store(p.o + at, fma(qk, change[n], decay * b[n]));
+    }
+  }
+  const vf decay = splat(p.decay[p.tokens - 1]);
+  const float* k = p.k + (p.tokens - 1) * p.k_dim;
+  for (int i = 0; i < p.k_dim; ++i) {
+    vf line[N];
+    load_line<N>(rows.at + i * rows.stride, line);
+    advance<N>(line, change, k[i], decay);
+    store_line<N>(to + i * p.v_dim + column, line);
+  }
+}
+
+void recur_all(const Panel& p, const float* from, float* to, float* strip) {
+  int most = 4;
+  while (most > 1 && most * kLanes * p.k_dim > kStripFloats) most /= 2;
+  for (int column = 0; column < p.v_dim;) {
+    int lines = most;
+    while (column + lines * kLanes > p.v_dim) lines /= 2;
+    switch (lines) {
+      case 4: recur<4>(p, column, from, to, strip); break;
+      case 2: recur<2>(p, column, from, to, strip); break;
+      default: recur<1>(p, column, from, to, strip);
+    }
+    column += lines * kLanes;
+  }
+}
+
+// Everything of a call; pointers into its tensors.
+template <class T>
+struct Call {
+  const T *qkvz, *gates;
+  T *out, *conv_q, *conv_k, *conv_v;
+  float* state;
+  const float *taps, *rate, *bias, *norm;
+  float eps;
+  const int32_t* offsets;
+  const int64_t *starts, *slots, *live;
+  int64_t qkvz_stride, gates_stride, out_stride, copies;
+  int k_heads, v_heads, k_dim, v_dim, taps_count;
+  bool each;
+
+  int group() const { return v_heads / k_heads; }
+  int64_t key() const { return int64_t(k_heads) * k_dim; }
+  int64_t value() const { return int64_t(v_heads) * v_dim; }
+  int64_t channels() const { return 2 * key() + value(); }
+};
+
+template <class T, int K>
+class Worker {
+ public:
+  explicit Worker(const Call<T>& call) : c_(call) {
+    thread_local std::vector<float> memory;  // kept: a decode step calls once a layer
+    const size_t floats = kStripFloats + size_t(2 * call.k_dim + 2 * call.v_dim) * kPanel;
+    if (memory.size() < floats + kLanes) memory.resize(floats + kLanes);
+    strip_ = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
+    q_ = strip_ + kStripFloats;
+    k_ = q_ + call.k_dim * kPanel;
+    v_ = k_ + call.k_dim * kPanel;
+    o_ = v_ + call.v_dim * kPanel;
+  }
+
+  // A row of the decode kind leaves the state after each token in a copy of its own, others only the last one's.
+  void task(int64_t row, int head) {
+    const int32_t begin = c_.offsets[row], count = c_.offsets[row + 1] - begin;
+    const int step = c_.each ? 1 : kPanel;
+    for (int32_t t = 0; t < count; t += step) {
+      const int64_t copy = t == 0 ? c_.live[row] : c_.each ? t - 1 : 0;
+      const int64_t from = t == 0 && c_.starts[row] == 0 ? -1 : c_.slots[row] * c_.copies + copy;
+      const int64_t to = c_.slots[row] * c_.copies + (c_.each ? t : 0);
+      panel(begin + t, std::min(step, count - t), head, from, to);
+    }
+  }
+
+ private:
+  // from, to: which copy of the state, counted over all slots; from -1: zeros.
+  void panel(int64_t first, int tokens, int head, int64_t from, int64_t to) {
+    const T* x = c_.qkvz + first * c_.qkvz_stride;
+    convolved(x, head, c_.k_heads, c_.k_dim, 0, c_.conv_q, from, to, tokens, q_);
+    convolved(x, head, c_.k_heads, c_.k_dim, c_.key(), c_.conv_k, from, to, tokens, k_);
+    const float scale = 1.0f / std::sqrt(float(c_.k_dim));
+    for (int t = 0; t < tokens; ++t) {
+      normalize(q_ + t * c_.k_dim, c_.k_dim, scale);
+      normalize(k_ + t * c_.k_dim, c_.k_dim, 1.0f);
+      qk_[t] = dot(q_ + t * c_.k_dim, k_ + t * c_.k_dim, c_.k_dim);
+    }
+    for (int v_head = head * c_.group(); v_head < (head + 1) * c_.group(); ++v_head) {
+      convolved(x, v_head, c_.v_heads, c_.v_dim, 2 * c_.key(), c_.conv_v, from, to, tokens, v_);
+      gate(first, tokens, v_head);
+      const int64_t size = int64_t(c_.k_dim) * c_.v_dim;
+      const Panel panel{tokens, c_.k_dim, c_.v_dim, q_, k_, qk_, v_, decay_, beta_, o_};
+      recur_all(panel, from < 0 ? nullptr : c_.state + (from * c_.v_heads + v_head) * size,
+                c_.state + (to * c_.v_heads + v_head) * size, strip_);
+      finish(first, tokens, v_head);
+    }
+  }
+
+  // One head's part of the convolution; its channels begin at `base`, its state is [copies.., heads, K - 1, dim].
+  void convolved(const T* x, int head, int heads, int dim, int64_t base, T* state, int64_t from, int64_t to,
+                 int tokens, float* made) {
+    const int64_t channel = base + int64_t(head) * dim, size = int64_t(K - 1) * dim;
+    const T* past = from < 0 ? nullptr : state + (from * heads + head) * size;
+    convolve<K, T>(x + channel, c_.qkvz_stride, tokens, dim, c_.taps + channel, c_.channels(), past,
+                   state + (to * heads + head) * size, made);
+  }
+
+  void gate(int64_t first, int tokens, int v_head) {
+    for (int t = 0; t < tokens; ++t) {
+      const T* row = c_.gates + (first + t) * c_.gates_stride + v_head;
+      beta_[t] = widen(row[0]);
+      decay_[t] = widen(row[c_.v_heads]);
+    }
+    const vf rate = splat(-c_.rate[v_head]), bias = splat(c_.bias[v_head]);
+    for (int t = 0; t < tokens; t += kLanes) {
+      store(beta_ + t, sigmoid(load(beta_ + t)));
+      store(decay_ + t, exponential(rate * softplus(load(decay_ + t) + bias)));
+    }
+  }
+
+  void finish(int64_t first, int tokens, int v_head) {
+    const int dim = c_.v_dim;
+    const int64_t column = int64_t(v_head) * dim;
+    for (int t = 0; t < tokens; ++t) {
+      const float* o = o_ + t * dim;
+      const T* z = c_.qkvz + (first + t) * c_.qkvz_stride + c_.channels() + column;
+      T* to = c_.out + (first + t) * c_.out_stride + column;
+      const vf by = splat(1.0f / std::sqrt(dot(o, o, dim) / float(dim) + c_.eps));
+      for (int i = 0; i < dim; i += kLanes)
+        store(to + i, load(o + i) * by * load(c_.norm + i) * silu(load(z + i)));
+    }
+  }
+
+  const Call<T>& c_;
+  float *strip_, *q_, *k_, *v_, *o_;
+  alignas(64) float qk_[kPanel], decay_[kPanel] = {}, beta_[kPanel] = {};
+};
+
+template <class T, int K>
+void run(const Call<T>& c, int64_t rows, int64_t tokens) {
+  std::vector<int64_t> order(rows);  // the longest first, so that threads end together
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
+    return c.offsets[a + 1] - c.offsets[a] > c.offsets[b + 1] - c.offsets[b];
+  });
+  std::atomic<int64_t> next{0};
+  const auto work = [&](int64_t, int64_t) {
+    Worker<T, K> worker(c);
+    for (int64_t i; (i = next++) < rows * c.k_heads;) worker.task(order[i / c.k_heads], int(i % c.k_heads));
+  };
+  const int64_t elements = tokens * c.value() * c.k_dim;
+  const int threads = elements <= kAlone || at::in_parallel_region() ? 1 : at::get_num_threads();
+  if (threads == 1)
+    work(0, 1);
+  else
+    at::parallel_for(0, threads, 1, work);
+}
+
+template <class T>
+T* state_part(const Tensor& part, const Tensor& state, int64_t heads, int64_t lines, int64_t dim) {
+  TORCH_CHECK(part.dim() == 5 && part.is_contiguous() && part.size(0) == state.size(0) &&
+                  part.size(1) == state.size(1) && part.size(2) == heads && part.size(3) == lines && part.size(4) == dim,
+              "delta_net: state of shape ", part.sizes());
+  return part.mutable_data_ptr<T>();
+}
+
+template <class T>
+void check_rows(const Call<T>& c, int64_t rows, int64_t tokens, int64_t slots) {
+  TORCH_CHECK(c.offsets[0] == 0 && c.offsets[rows] == tokens, "delta_net: q_offsets do not cover the tokens");
+  for (int64_t r = 0; r < rows; ++r) {
+    const int64_t count = c.offsets[r + 1] - c.offsets[r];
+    TORCH_CHECK(count >= 0 && (!c.each || count <= c.copies), "delta_net: row ", r, " has ", count, " tokens and ",
+                c.copies, " copies of its state");
+    TORCH_CHECK(c.slots[r] >= 0 && c.slots[r] < slots, "delta_net: row ", r, " is in slot ", c.slots[r], " of ", slots);
+    TORCH_CHECK(c.live[r] >= 0 && c.live[r] < c.copies, "delta_net: row ", r, " reads copy ", c.live[r], " of ",
+                c.copies);
+  }
+}
+
+bool is_floats(const Tensor& x, at::IntArrayRef sizes) {
+  return x.scalar_type() == at::kFloat && x.is_contiguous() && x.sizes() == sizes;
+}
+
+void delta_net(const Tensor& qkvz, const Tensor& gates, const Tensor& out, const Tensor& conv_q, const Tensor& conv_k,
+               const Tensor& conv_v, const Tensor& state, const Tensor& taps, const Tensor& rate, const Tensor& bias,
+               const Tensor& norm, double eps, const Tensor& offsets, const Tensor& starts, const Tensor& slots,
+               const Tensor& live, bool each) {
+  TORCH_CHECK(state.dim() == 5 && conv_q.dim() == 5 && taps.dim() == 2, "delta_net: shapes");
+  const int64_t tokens = qkvz.size(0), rows = offsets.size(0) - 1, lines = taps.size(0) - 1;
+  const int64_t k_heads = conv_q.size(2), v_heads = state.size(2), k_dim = state.size(3), v_dim = state.size(4);
+  const int64_t key = k_heads * k_dim, value = v_heads * v_dim;
+  TORCH_CHECK(k_heads > 0 && v_heads % k_heads == 0, "delta_net: ", v_heads, " value heads, ", k_heads, " key heads");
+  for (const int64_t dim : {k_dim, v_dim})
+    TORCH_CHECK(dim > 0 && dim % kLanes == 0 && dim <= kMaxDim, "delta_net: heads of ", dim);
+  TORCH_CHECK(1 <= lines && lines <= 3, "delta_net: a convolution of ", lines + 1, " taps");
+  TORCH_CHECK(qkvz.dim() == 2 && qkvz.size(1) == 2 * (key + value) && qkvz.stride(1) == 1, "delta_net: qkvz");
+  TORCH_CHECK(gates.dim() == 2 && gates.size(0) == tokens && gates.size(1) == 2 * v_heads && gates.stride(1) == 1 &&
+                  gates.scalar_type() == qkvz.scalar_type(),
+              "delta_net: gates");
+  TORCH_CHECK(out.dim() == 2 && out.size(0) == tokens && out.size(1) == value && out.stride(1) == 1 &&
+                  out.scalar_type() == qkvz.scalar_type(),
+              "delta_net: out");
+  TORCH_CHECK(is_floats(state, state.sizes()) && is_floats(taps, {lines + 1, 2 * key + value}) &&
+                  is_floats(rate, {v_heads}) && is_floats(bias, {v_heads}) && is_floats(norm, {v_dim}),
+              "delta_net: state and weights are float32");
+  for (const Tensor* column : {&starts, &slots, &live})
+    TORCH_CHECK(column->dim() == 1 && column->size(0) == rows && column->is_contiguous(), "delta_net: rows");
+  if (!tokens) return;
+  const auto go = [&]<class T>(T) {
+    Call<T> c;
+    c.qkvz = qkvz.const_data_ptr<T>();
+    c.gates = gates.const_data_ptr<T>();
+    c.out = out.mutable_data_ptr<T>();
+    c.conv_q = state_part<T>(conv_q, state, k_heads, lines, k_dim);
+    c.conv_k = state_part<T>(conv_k, state, k_heads, lines, k_dim);
+    c.conv_v = state_part<T>(conv_v, state, v_heads, lines, v_dim);
+    c.state = state.mutable_data_ptr<float>();
+    c.taps = taps.const_data_ptr<float>();
+    c.rate = rate.const_data_ptr<float>();
+    c.bias = bias.const_data_ptr<float>();
+    c.norm = norm.const_data_ptr<float>();
+    c.eps = float(eps);
+    c.offsets = offsets.const_data_ptr<int32_t>();
+    c.starts = starts.const_data_ptr<int64_t>();
+    c.slots = slots.const_data_ptr<int64_t>();
+    c.live = live.const_data_ptr<int64_t>();
+    c.qkvz_stride = qkvz.stride(0);
+    c.gates_stride = gates.stride(0);
+    c.out_stride = out.stride(0);
+    c.copies = state.size(1);
+    c.k_heads = int(k_heads);
+    c.v_heads = int(v_heads);
+    c.k_dim = int(k_dim);
+    c.v_dim = int(v_dim);
+    c.each = each;
+    check_rows(c, rows, tokens, state.size(0));
+    switch (lines) {
+      case 3: return run<T, 4>(c, rows, tokens);
+      case 2: return run<T, 3>(c, rows, tokens);
+      default: return run<T, 2>(c, rows, tokens);
+    }
+  };
+  if (qkvz.scalar_type() == at::kFloat) return go(float());
+  TORCH_CHECK(qkvz.scalar_type() == at::kBFloat16, "delta_net: bfloat16 or float32, not ", qkvz.scalar_type());
+  go(bf16());
+}
+
+// x * sigmoid(gate), in x's dtype. Rows may have strides, elements of a row may not.
+Tensor sigmoid_gate(const Tensor& x, const Tensor& gate) {
+  TORCH_CHECK(x.dim() == 2 && gate.dim() == 2 && x.size(0) == gate.size(0) && x.scalar_type() == gate.scalar_type(),
+              "sigmoid_gate: shapes");
+  TORCH_CHECK(gate.size(1) == x.size(1) && x.stride(1) == 1 && gate.stride(1) == 1, "sigmoid_gate: shapes");
+  Tensor made = at::empty(x.sizes(), x.options());
+  const int64_t n = x.size(1);
+  const auto go = [&]<class T>(T) {
+    const T *from = x.const_data_ptr<T>(), *by = gate.const_data_ptr<T>();
+    T* to = made.mutable_data_ptr<T>();
+    const int64_t grain = std::max<int64_t>(1, kAlone / std::max<int64_t>(1, n));
+    const auto work = [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; ++r)
+        for (int64_t i = 0; i < n; i += kLanes) {
+          const int lanes = int(std::min<int64_t>(kLanes, n - i));
+          const vf y = load_n(from + r * x.stride(0) + i, lanes);
+          store_n(to + r * n + i, y * sigmoid(load_n(by + r * gate.stride(0) + i, lanes)), lanes);
+        }
+    };
+    if (x.size(0) <= grain)
+      work(0, x.size(0));
+    else
+      at::parallel_for(0, x.size(0), grain, work);
+  };
+  if (x.scalar_type() == at::kFloat)
+    go(float());
+  else if (x.scalar_type() == at::kBFloat16)
+    go(bf16());
+  else
+    TORCH_CHECK(false, "sigmoid_gate: bfloat16 or float32, not ", x.scalar_type());
+  return made;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(weft_cpu, m) {
+  m.def(
+      "delta_net(Tensor qkvz, Tensor gates, Tensor(a!) out, Tensor(b!) conv_q, Tensor(c!) conv_k, Tensor(d!) conv_v, "
+      "Tensor(e!) state, Tensor taps, Tensor rate, Tensor bias, Tensor norm, float eps, Tensor q_offsets, "
+      "Tensor starts, Tensor slots, Tensor live, bool each) -> ()");
+  m.def("sigmoid_gate(Tensor x, Tensor gate) -> Tensor");
+  m.impl("delta_net", c10::DispatchKey::CPU, TORCH_FN(delta_net));
+  m.impl("sigmoid_gate", c10::DispatchKey::CPU, TORCH_FN(sigmoid_gate));
+}
+
+}  // namespace weft

@@ -1,0 +1,144 @@
+// Cache lines in 8 bits: E4M3 codes and a power of two for each line. ops/kv_fp8.py is the definition.
+#pragma once
+
+#include "vector.h"
+
+namespace weft {
+namespace {
+
+using namespace vec;
+
+typedef uint8_t Codes __attribute__((vector_size(16)));
+typedef uint32_t Words __attribute__((vector_size(64)));
+typedef int32_t Signed __attribute__((vector_size(64)));  // what comparing Words gives: all bits or none
+
+template <class To, class From>
+inline To as(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+inline Words pick(Signed mask, Words a, Words b) { return (Words(mask) & a) | (~Words(mask) & b); }
+
+inline Words widen_codes(const uint8_t* codes) {
+#if WEFT_AVX512
+  return as<Words>(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes))));
+#else
+  Codes read;
+  std::memcpy(&read, codes, sizeof(read));
+  return __builtin_convertvector(read, Words);
+#endif
+}
+
+inline void narrow_codes(Words x, uint8_t* codes) {
+#if WEFT_AVX512
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(codes), _mm512_cvtepi32_epi8(as<__m512i>(x)));
+#else
+  const Codes made = __builtin_convertvector(x, Codes);
+  std::memcpy(codes, &made, sizeof(made));
+#endif
+}
+
+// 16 codes as floats, exactly. The two codes of NaN become 480: lines that have them have the scale NaN.
+inline vf from_codes(const uint8_t* codes) {
+  const Words x = widen_codes(codes), size = x & 0x7fu, sign = (x & 0x80u) << 24;
+  const Words bits = size << 20;
+  // Of codes below 8 the exponent is that of 8, without the leading one.
+  const vf small = as<vf>(bits + (121u << 23)) - splat(0x1p-6f);
+  const Words made = pick(size < 8u, as<Words>(small), bits + (120u << 23));
+  return as<vf>(made | sign);
+}
+
+// The nearest codes of 16 floats of at most 448, halves to the even one.
+inline void to_codes(vf y, uint8_t* codes) {
+  const Words bits = as<Words>(y), size = bits & 0x7fffffffu, sign = bits >> 24 & 0x80u;
+  // 2^14 counts in units of 2^-9, the smallest code.
+  const Words small = as<Words>(as<vf>(size) + splat(0x1p14f)) - (141u << 23);
+  const Words normal = ((size + 0x7ffffu + (size >> 20 & 1u)) >> 20) - (120u << 3);
+  narrow_codes(pick(size < (121u << 23), small, normal) | sign, codes);
+}
+
+// The scale of a line whose largest magnitude is `top`: the smallest power of two with which that is at most 448.
+inline int line_power(float top) {
+  const uint32_t bits = float_to_bits(top), exponent = bits >> 23, mantissa = bits & 0x7fffffu;
+  // 448 is 1.75 * 2^8.
+  const int power = int(exponent) - 127 - 8 + (mantissa > 0x600000u);
+  if (bits == 0) return -9;  // any would do
+  return power < -126 ? -126 : power;
+}
+
+inline float power_of_two(int power) { return bits_to_float(uint32_t(power + 127) << 23); }
+
+// A line of n elements, a multiple of 16, to codes; returns its scale.
+template <class T>
+inline float quantize_line(const T* from, int64_t n, uint8_t* codes) {
+  vf top = splat(0.0f), broken = splat(0.0f);
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const vf x = load(from + i);
+    top = vmax(vabs(x), top);
+    broken = fma(x, splat(0.0f), broken);  // NaN for what is not finite
+  }
+  const bool finite = reduce_add(broken) == 0.0f;
+  const int power = finite ? line_power(reduce_max(top)) : 0;
+  const vf inverse = splat(power_of_two(-power));
+  for (int64_t i = 0; i < n; i += kLanes) to_codes(load(from + i) * inverse, codes + i);
+  return finite ? power_of_two(power) : std::numeric_limits<float>::quiet_NaN();
+}
+
+#if WEFT_AVX512 && defined(__AVX512VBMI__)
+// The low and the high byte of each code's magnitude in bf16, which is exact.
+struct CodeTable {
+  alignas(64) uint8_t low[128], high[128];
+  constexpr CodeTable() : low(), high() {
+    for (int code = 1; code < 128; ++code) {
+      int exponent = code >> 3, mantissa = code & 7;
+      if (exponent == 0) {  // mantissa * 2^-9
+        exponent = 1;
+        while (mantissa < 8) mantissa <<= 1, --exponent;
+        mantissa &= 7;
+      }
+      const int bits = (exponent - 7 + 127) << 7 | mantissa << 4;
+      low[code] = uint8_t(bits), high[code] = uint8_t(bits >> 8);
+    }
+  }
+};
+constexpr CodeTable kCodeTable;
+
+// 64 codes at a time: looked up as bf16, whose exponents then take the scale's. Returns how many were done: all
+// whole sixty-fours, or none where a result could lack an exponent.
+inline int64_t dequantize_table(const uint8_t* codes, float scale, int64_t n, bf16* to) {
+  const int power = int(float_to_bits(scale) >> 23) - 127;  // 128 for NaN
+  if (power < -110 || power > 110) return 0;
+  const __m512i* tables = reinterpret_cast<const __m512i*>(&kCodeTable);
+  const __m512i sign = _mm512_set1_epi8(char(0x80)), add = _mm512_set1_epi16(short(power * 128));
+  const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), size = _mm512_set1_epi16(0x7fff);
+  const int64_t whole = n / 64 * 64;
+  for (int64_t i = 0; i < whole; i += 64) {
+    // Unpacking works within 128 bits: codes 8 i .. 8 i + 7 and 32 further on share them.
+    const __m512i code = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(codes + i));
+    const __m512i low = _mm512_permutex2var_epi8(tables[0], code, tables[1]);
+    const __m512i magnitude = _mm512_permutex2var_epi8(tables[2], code, tables[3]);
+    const __m512i high = _mm512_ternarylogic_epi32(magnitude, code, sign, 0xf8);  // magnitude | (code & sign)
+    for (int half = 0; half < 2; ++half) {
+      const __m512i x = half ? _mm512_unpackhi_epi8(low, high) : _mm512_unpacklo_epi8(low, high);
+      const __mmask32 some = _mm512_test_epi16_mask(x, size);  // zeros stay zeros
+      _mm512_storeu_si512(to + i + 32 * half, _mm512_mask_add_epi16(x, some, x, add));
+    }
+  }
+  return whole;
+}
+#else
+inline int64_t dequantize_table(const uint8_t*, float, int64_t, bf16*) { return 0; }
+#endif
+inline int64_t dequantize_table(const uint8_t*, float, int64_t, float*) { return 0; }
+
+template <class T>
+inline void dequantize_line(const uint8_t* codes, float scale, int64_t n, T* to) {
+  for (int64_t i = dequantize_table(codes, scale, n, to); i < n; i += kLanes)
+    store(to + i, from_codes(codes + i) * splat(scale));
+}
+
+}  // namespace
+}  // namespace weft

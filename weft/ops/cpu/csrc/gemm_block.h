@@ -1,0 +1,146 @@
+// One block of 32 packed columns against some rows: what linear layers and experts share.
+//
+// LAYOUT. Blocks of 32 columns (gemm_tile.h), one after another, so that a row of x streams the matrix from
+// memory once. In a gated matrix a block is 16 gate columns and the 16 up columns of the same outputs:
+//
+//   plain   block b, column c: row 32 b + c            gated   c < 16: row 16 b + c     c >= 16: row n + 16 b + c - 16
+//
+// INVARIANCE. A tile's sums don't depend on its rows (gemm_tile.h). On a CPU with AMX, bf16 sums come from ATen's
+// brgemm (oneDNN) instead, on the same layout, with all of K in one call: the same for every number of rows as
+// well (tests check both).
+#pragma once
+
+#include <ATen/native/CPUBlas.h>
+
+#include <type_traits>
+#include <vector>
+
+#include "gemm_tile.h"
+
+namespace weft {
+
+#if defined(__AMX_BF16__)
+inline bool use_brgemm = true;
+#else
+inline bool use_brgemm = false;
+#endif
+
+namespace {
+
+constexpr int64_t kChunkBytes = 384 * 1024;  // of x
+constexpr int64_t kBrgemmRows = 32;
+
+inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// --- layout ---------------------------------------------------------------------------------------------------
+
+struct Layout {
+  int64_t inputs, rows;  // of the weight: [rows, inputs]
+  bool gated;
+
+  int64_t outputs() const { return gated ? rows / 2 : rows; }
+  int64_t width() const { return gated ? kBlock / 2 : kBlock; }  // outputs a block
+  int64_t blocks() const { return divide_up(outputs(), width()); }
+
+  // The row of the weight that is column `column` of a block, or -1.
+  int64_t row(int64_t block, int column) const {
+    const int64_t output = block * width() + column % width();
+    if (output >= outputs()) return -1;
+    return column < width() ? output : outputs() + output;
+  }
+};
+
+// --- the product ----------------------------------------------------------------------------------------------
+
+template <class X, class Out = X>
+struct Product {
+  Layout layout;
+  const X* x;
+  int64_t rows, x_stride;
+  const uint8_t* weights;
+  const X* bias;        // [layout.rows] or null
+  const float* scales;  // [layout.rows] or null
+  Activation activation;
+  Out* out;
+  int64_t out_stride;
+  float limit = 0.0f, alpha = 1.0f;  // of the activation (gemm_tile.h)
+};
+
+template <class X, class Out>
+void prepare(const Product<X, Out>& product, int64_t block, Finish& finish) {
+  const Layout& layout = product.layout;
+  finish.scaled = product.scales != nullptr;
+  finish.biased = product.bias != nullptr;
+  finish.activation = product.activation;
+  finish.limit = product.limit;
+  finish.alpha = product.alpha;
+  finish.columns = int(std::min(layout.width(), layout.outputs() - block * layout.width()));
+  if (!finish.scaled && !finish.biased) return;
+  for (int column = 0; column < kBlock; ++column) {
+    const int64_t row = layout.row(block, column);
+    finish.scale[column] = finish.scaled && row >= 0 ? product.scales[row] : 1.0f;
+    finish.bias[column] = finish.biased && row >= 0 ? widen(product.bias[row]) : 0.0f;
+  }
+}
+
+// Rows [begin, end) against one block, by our own tiles.
+template <class F, class Out>
+void run_tiles(const Product<typename F::X, Out>& product, const uint8_t* w, const Finish& finish, int64_t begin,
+               int64_t end, int64_t column) {
+  for (int64_t row = begin; row < end;) {
+    // Tiles of like size: 32 rows are 11 + 11 + 10 and not 14 + 14 + 4.
+    const int64_t left = end - row, rows = divide_up(left, divide_up(left, kRows));
+    tiles<F, Out>[rows - 1](product.x + row * product.x_stride, product.x_stride, w, product.layout.inputs, finish,
+                            product.out + row * product.out_stride + column, product.out_stride);
+    row += rows;
+  }
+}
+
+// The same by brgemm, which wants an even K: a last odd k is a call of its own, padded by zeros.
+template <class Out>
+void run_brgemm(const Product<bf16, Out>& product, const uint8_t* w, const Finish& finish, int64_t begin, int64_t end,
+                int64_t column) {
+  const int64_t inputs = product.layout.inputs, even = inputs / 2 * 2;
+  const bf16* weights = reinterpret_cast<const bf16*>(w);
+  alignas(64) float sums[kBrgemmRows * kBlock];
+  alignas(64) bf16 last[kBrgemmRows * 2];
+  for (int64_t row = begin; row < end; row += kBrgemmRows) {
+    const int64_t rows = std::min(kBrgemmRows, end - row);
+    const bf16* x = product.x + row * product.x_stride;
+    if (even > 0)
+      at::native::cpublas::brgemm(rows, kBlock, even, product.x_stride, kBlock, kBlock, false, x, weights, sums);
+    if (even < inputs) {
+      for (int64_t r = 0; r < rows; ++r) last[2 * r] = x[r * product.x_stride + even], last[2 * r + 1] = bf16(0.0f);
+      at::native::cpublas::brgemm(rows, kBlock, 2, 2, kBlock, kBlock, even > 0, last, weights + even * kBlock, sums);
+    }
+    for (int64_t r = 0; r < rows; ++r)
+      finish_row(load(sums + r * kBlock), load(sums + r * kBlock + kLanes), finish,
+                 product.out + (row + r) * product.out_stride + column);
+  }
+}
+
+// One block of int8 weights as bf16, for brgemm. Our own tiles widen as they go: that hides behind the products.
+inline const uint8_t* widen_block(const uint8_t* w, int64_t steps) {
+  static thread_local std::vector<uint8_t> memory;
+  if (memory.size() < size_t(steps * Bf16::bytes)) memory.resize(size_t(steps * Bf16::bytes));
+  for (int64_t step = 0; step < steps; ++step) {
+    const auto weights = Int8Bf16::load(w + step * Int8Bf16::bytes);
+    std::memcpy(memory.data() + step * Bf16::bytes, &weights, Bf16::bytes);
+  }
+  return memory.data();
+}
+
+template <class F, class Out>
+void run_block(const Product<typename F::X, Out>& product, const uint8_t* w, const Finish& finish, int64_t begin,
+               int64_t end, int64_t column) {
+  if constexpr (std::is_same_v<typename F::X, bf16>) {
+    if (use_brgemm) {
+      if (std::is_same_v<F, Int8Bf16>) w = widen_block(w, divide_up(product.layout.inputs, F::depth));
+      return run_brgemm(product, w, finish, begin, end, column);
+    }
+  }
+  run_tiles<F>(product, w, finish, begin, end, column);
+}
+
+}  // namespace
+}  // namespace weft

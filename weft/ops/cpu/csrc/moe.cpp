@@ -1,0 +1,459 @@
+// A routed feed-forward block in one call: router, choice of experts, experts, shared expert, combination.
+//
+//   out[t] = round( sum_j weight[t, j] * expert[ids[t, j]](x[t])  +  gate[t] * shared(x[t]) )        in top-k order
+//   expert(x) = down( round( activation(gate(x)) * up(x) ) )
+//
+//   slots      a token and one of its chosen experts; sorted by expert, so that an expert's are neighbours
+//   phases     1  router logits, and the gated half of the shared expert, which waits for no router
+//              2  ids and weights of each token; slots sorted
+//              3  the gated half of the experts           -> act  [slots, n]
+//              4  the other half of experts and shared    -> made [slots, hidden], float32
+//              5  combination
+//   item       some rows of one matrix by some of its blocks, of about equal cost: threads take the next one that
+//              is left. One token is 4 to 10 experts cut by blocks; 2,048 tokens are experts cut by rows.
+//
+// INVARIANCE. Logits, choice, both products and the combination of a token are each one sequence of operations
+// on that token's values (gemm_block.h, routing.h), whatever item and thread they fall to. Sums are float32 and are
+// rounded twice: between the halves of an expert, and at the end.
+#include "gemm_block.h"
+#include "routing.h"
+
+#include <ATen/ops/empty.h>
+#include <torch/custom_class.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <memory>
+#include <optional>
+
+namespace weft {
+namespace {
+
+constexpr int64_t kMadeBytes = 32 << 20;  // of `made`: more tokens are computed one part after the other
+constexpr int64_t kItemsPerThread = 8;
+constexpr int64_t kFewTokens = 16;  // not worth dividing in phases 2 and 5
+constexpr int64_t kColumns = 1024;  // of an item of phase 5
+
+using Optional = std::optional<Tensor>;
+
+// Matrices of one shape, packed one after another: those of all experts, or one.
+struct Matrix {
+  Optional packed, scales, bias;  // [matrices, blocks, steps, 32, depth]; float32 [matrices, rows]; x's [matrices, rows]
+  Layout layout{0, 0, false};
+  int64_t matrices = 0;
+  int64_t bytes() const { return packed->numel() / matrices * packed->element_size(); }
+};
+
+enum class Kind : uint8_t { router, shared_up, up, down, shared_down };
+
+struct Item {
+  Kind kind;
+  int32_t expert;
+  int64_t row_begin, row_end, block_begin, block_end;  // rows: slots, or tokens of the router and the shared expert
+};
+
+// Memory that stays from call to call; a new call overwrites it.
+class Scratch {
+ public:
+  void begin(int64_t bytes) {
+    if (bytes > size_) {
+      memory_.reset(static_cast<uint8_t*>(std::aligned_alloc(64, size_t(divide_up(bytes, 64) * 64))));
+      TORCH_CHECK(memory_, "no memory for ", bytes, " bytes");
+      size_ = bytes;
+    }
+    at_ = 0;
+  }
+  template <class T>
+  T* take(int64_t count) {
+    T* made = reinterpret_cast<T*>(memory_.get() + at_);
+    at_ += need<T>(count);
+    return made;
+  }
+  template <class T>
+  static int64_t need(int64_t count) {
+    return divide_up(count * int64_t(sizeof(T)), 64) * 64;
+  }
+
+ private:
+  struct Free {
+    void operator()(uint8_t* p) const { std::free(p); }
+  };
+  std::unique_ptr<uint8_t, Free> memory_;
+  int64_t size_ = 0, at_ = 0;
+};
+
+class Moe : public torch::CustomClassHolder {
+ public:
+  // Weights as packed by `pack` and `pack_int8`; the router's rows are the experts and, with a gated shared expert,
+  // its gate. sizes: hidden, experts, top_k, intermediate, shared intermediate, shared gate, activation, scoring,
+  // renormalize, groups, top groups, top2. numbers: scale, limit, alpha.
+  Moe(Tensor router, Optional router_bias, Optional correction, Optional table, Tensor gate_up, Optional gate_up_scales,
+      Optional gate_up_bias, Tensor down, Optional down_scales, Optional down_bias, Optional shared_gate_up,
+      Optional shared_gate_up_scales, Optional shared_down, Optional shared_down_scales, std::vector<int64_t> sizes,
+      std::vector<double> numbers)
+      : correction(std::move(correction)), table(std::move(table)) {
+    TORCH_CHECK(sizes.size() == 12 && numbers.size() == 3, "moe: sizes");
+    hidden = sizes[0], intermediate = sizes[3], shared = sizes[4], gated_shared = sizes[5];
+    activation = Activation(sizes[6]), limit = float(numbers[1]), alpha = float(numbers[2]);
+    rule = {sizes[1], sizes[2], Scoring(sizes[7]), sizes[8] != 0, sizes[9], sizes[10], sizes[11] != 0,
+            float(numbers[0]), nullptr};
+    const int64_t experts = rule.experts, k = rule.top_k;
+    TORCH_CHECK(k >= 1 && k <= std::min(kMostChosen, experts), "moe: top_k must be 1 to ", kMostChosen);
+    TORCH_CHECK(rule.groups >= 1 && experts % rule.groups == 0 && rule.top_groups >= 1 &&
+                    rule.top_groups <= std::min(rule.groups, kMostChosen) &&
+                    experts / rule.groups * rule.top_groups >= k,
+                "moe: groups");
+    up = {gate_up, gate_up_scales, gate_up_bias, {hidden, 2 * intermediate, true}, experts};
+    this->down = {down, down_scales, down_bias, {intermediate, hidden, false}, experts};
+    const int64_t rows = experts + (gated_shared ? 1 : 0);
+    this->router = {router, std::nullopt, router_bias, {hidden, rows, false}, 1};
+    check(this->router, "router"), check(up, "gate_up"), check(this->down, "down");
+    if (shared) {
+      shared_up = {shared_gate_up, shared_gate_up_scales, std::nullopt, {hidden, 2 * shared, true}, 1};
+      this->shared_down = {shared_down, shared_down_scales, std::nullopt, {shared, hidden, false}, 1};
+      check(shared_up, "shared gate_up"), check(this->shared_down, "shared down");
+    }
+    TORCH_CHECK(!gated_shared || shared, "moe: a gate of no shared expert");
+    if (this->correction) {
+      TORCH_CHECK(this->correction->scalar_type() == at::kFloat && this->correction->numel() == experts &&
+                      this->correction->is_contiguous(), "moe: correction");
+      rule.correction = this->correction->const_data_ptr<float>();
+    }
+    if (this->table) {
+      const Tensor& ids = *this->table;
+      TORCH_CHECK(ids.scalar_type() == at::kLong && ids.dim() == 2 && ids.size(1) == k && ids.is_contiguous(),
+                  "moe: the table must be int64 [tokens, top_k]");
+      const int64_t* id = ids.const_data_ptr<int64_t>();
+      for (int64_t i = 0; i < ids.numel(); ++i)
+        TORCH_CHECK(id[i] >= 0 && id[i] < experts, "moe: the table names expert ", id[i], " of ", experts);
+    }
+  }
+
+  Matrix router, up, down, shared_up, shared_down;
+  Optional correction, table;
+  Rule rule;
+  int64_t hidden, intermediate, shared;
+  bool gated_shared;
+  Activation activation;
+  float limit, alpha;
+
+ private:
+  static void check(const Matrix& matrix, const char* what) {
+    TORCH_CHECK(matrix.packed && matrix.packed->is_contiguous(), "moe: ", what);
+    const Tensor& packed = *matrix.packed;
+    const int64_t dims = packed.dim(), depth = dims >= 4 ? packed.size(-1) : 0;
+    TORCH_CHECK(dims >= 4 && depth > 0 && packed.size(-2) == kBlock &&
+                    packed.numel() == matrix.matrices * matrix.layout.blocks() *
+                                          divide_up(matrix.layout.inputs, depth) * kBlock * depth,
+                "moe: ", what, " is packed for another shape");
+    const int64_t rows = matrix.matrices * matrix.layout.rows;
+    TORCH_CHECK(!matrix.scales || (matrix.scales->scalar_type() == at::kFloat && matrix.scales->numel() == rows &&
+                                   matrix.scales->is_contiguous()), "moe: scales of ", what);
+    TORCH_CHECK((packed.scalar_type() == at::kByte) == matrix.scales.has_value(), "moe: scales of ", what);
+    TORCH_CHECK(!matrix.bias || (matrix.bias->numel() == rows && matrix.bias->is_contiguous() &&
+                                 (matrix.scales || matrix.bias->scalar_type() == packed.scalar_type())),
+                "moe: bias of ", what);
+  }
+};
+
+// One call, or a part of its tokens. F: the format of the experts' weights.
+template <class F>
+class Pass {
+  using X = typename F::X;
+
+ public:
+  Pass(const Moe& moe, const X* x, int64_t x_stride, const int64_t* ids, int64_t tokens, X* out, Scratch& scratch)
+      : moe_(moe), rule_(moe.rule), x_(x), x_stride_(x_stride), ids_(ids), tokens_(tokens), out_(out),
+        width_(divide_up(moe.router.layout.rows, kLanes) * kLanes), slots_(tokens * rule_.top_k) {
+    threads_ = at::in_parallel_region() ? 1 : at::get_num_threads();
+    scratch.begin(bytes(moe, tokens));
+    logits_ = scratch.take<float>(tokens * width_);
+    weights_ = scratch.take<float>(slots_);
+    chosen_ = scratch.take<int32_t>(slots_);
+    order_ = scratch.take<int32_t>(slots_);
+    place_ = scratch.take<int32_t>(slots_);
+    act_ = scratch.take<X>(slots_ * moe.intermediate);
+    shared_act_ = scratch.take<X>(tokens * moe.shared);
+    made_ = scratch.take<float>(slots_ * moe.hidden);
+    shared_made_ = scratch.take<float>(moe.shared ? tokens * moe.hidden : 0);
+  }
+
+  static int64_t bytes(const Moe& moe, int64_t tokens) {
+    const int64_t slots = tokens * moe.rule.top_k, width = divide_up(moe.router.layout.rows, kLanes) * kLanes;
+    return Scratch::need<float>(tokens * width) + 4 * Scratch::need<float>(slots) +
+           Scratch::need<X>(slots * moe.intermediate) + Scratch::need<X>(tokens * moe.shared) +
+           Scratch::need<float>(slots * moe.hidden) + Scratch::need<float>(moe.shared ? tokens * moe.hidden : 0);
+  }
+
+  void run() {
+    add_items(first_, Kind::router, moe_.router, 0, 0, tokens_, 1.0);
+    if (moe_.shared)
+      add_items(first_, Kind::shared_up, moe_.shared_up, 0, 0, tokens_,
+                target(double(tiles_of(tokens_) * moe_.shared_up.layout.blocks())));
+    const bool few = tokens_ <= kFewTokens;
+    const int64_t pieces = divide_up(moe_.hidden, kColumns);
+    std::atomic<int64_t> next[5] = {};
+#pragma omp parallel num_threads(threads_) if (threads_ > 1)
+    {
+      work(first_, next[0]);
+#pragma omp barrier
+      if (!few) {
+        claim(next[1], divide_up(tokens_, kFewTokens), [&](int64_t i) {
+          route(i * kFewTokens, std::min(tokens_, (i + 1) * kFewTokens));
+        });
+#pragma omp barrier
+      }
+#pragma omp single
+      {
+        if (few) route(0, tokens_);
+        sort();
+      }
+      work(second_, next[2]);
+#pragma omp barrier
+      work(third_, next[3]);
+#pragma omp barrier
+      claim(next[4], divide_up(tokens_, kFewTokens) * pieces, [&](int64_t i) {
+        const int64_t begin = i / pieces * kFewTokens, column = i % pieces * kColumns;
+        combine(begin, std::min(tokens_, begin + kFewTokens), column, std::min(moe_.hidden, column + kColumns));
+      });
+      if (use_brgemm) at::native::cpublas::brgemm_release();
+    }
+  }
+
+ private:
+  template <class Do>
+  static void claim(std::atomic<int64_t>& next, int64_t count, Do run) {
+    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) run(i);
+  }
+
+  void work(const std::vector<Item>& items, std::atomic<int64_t>& next) {
+    claim(next, int64_t(items.size()), [&](int64_t i) { run_item(items[size_t(i)]); });
+  }
+
+  // --- items ---
+
+  static int64_t tiles_of(int64_t rows) { return divide_up(rows, kRows); }
+
+  // Tiles times blocks of one item, so that there are some for each thread.
+  double target(double cost) const { return std::max(1.0, cost / double(threads_ * kItemsPerThread)); }
+
+  void add_items(std::vector<Item>& items, Kind kind, const Matrix& matrix, int64_t expert, int64_t begin,
+                 int64_t end, double target) {
+    const int64_t row_bytes = std::max<int64_t>(1, matrix.layout.inputs) * int64_t(sizeof(X));
+    const int64_t chunk = std::max<int64_t>(1, kChunkBytes / row_bytes / kRows) * kRows;
+    const int64_t blocks = matrix.layout.blocks();
+    for (int64_t row = begin; row < end; row += chunk) {
+      const int64_t last = std::min(end, row + chunk);
+      const double cost = double(tiles_of(last - row) * blocks);
+      const int64_t parts = std::clamp<int64_t>(int64_t(cost / target + 0.5), 1, std::max<int64_t>(1, blocks));
+      for (int64_t part = 0; part < parts; ++part)
+        items.push_back({kind, int32_t(expert), row, last, blocks * part / parts, blocks * (part + 1) / parts});
+    }
+  }
+
+  void run_item(const Item& item) {
+    switch (item.kind) {
+      case Kind::router:
+        return route_logits(item);
+      case Kind::shared_up:
+        return multiply<F>(moe_.shared_up, item, x_ + item.row_begin * x_stride_, x_stride_, moe_.activation,
+                           shared_act_ + item.row_begin * moe_.shared, moe_.shared);
+      case Kind::up: {
+        const auto [rows, stride] = gather(item);
+        return multiply<F>(moe_.up, item, rows, stride, moe_.activation, act_ + item.row_begin * moe_.intermediate,
+                           moe_.intermediate);
+      }
+      case Kind::down:
+        return multiply<F>(moe_.down, item, act_ + item.row_begin * moe_.intermediate, moe_.intermediate,
+                           Activation::none, made_ + item.row_begin * moe_.hidden, moe_.hidden);
+      case Kind::shared_down:
+        return multiply<F>(moe_.shared_down, item, shared_act_ + item.row_begin * moe_.shared, moe_.shared,
+                           Activation::none, shared_made_ + item.row_begin * moe_.hidden, moe_.hidden);
+    }
+  }
+
+  // Rows x of an item against its blocks; x and out are the item's first row.
+  template <class Format, class Out>
+  void multiply(const Matrix& matrix, const Item& item, const typename Format::X* x, int64_t x_stride,
+                Activation activation, Out* out, int64_t out_stride) const {
+    using Given = typename Format::X;
+    const int64_t first = item.expert * matrix.layout.rows, rows = item.row_end - item.row_begin;
+    const uint8_t* weights = static_cast<const uint8_t*>(matrix.packed->const_data_ptr()) + item.expert * matrix.bytes();
+    const Product<Given, Out> product{matrix.layout,
+                                      x,
+                                      rows,
+                                      x_stride,
+                                      weights,
+                                      matrix.bias ? matrix.bias->template const_data_ptr<Given>() + first : nullptr,
+                                      matrix.scales ? matrix.scales->template const_data_ptr<float>() + first : nullptr,
+                                      activation,
+                                      out,
+                                      out_stride,
+                                      moe_.limit,
+                                      moe_.alpha};
+    const int64_t block_bytes = divide_up(matrix.layout.inputs, Format::depth) * Format::bytes;
+    Finish finish;
+    for (int64_t block = item.block_begin; block < item.block_end; ++block) {
+      prepare(product, block, finish);
+      run_block<Format>(product, weights + block * block_bytes, finish, 0, rows, block * matrix.layout.width());
+    }
+  }
+
+  // x of an expert's slots, as neighbours: {first row, stride}.
+  std::pair<const X*, int64_t> gather(const Item& item) const {
+    const int64_t rows = item.row_end - item.row_begin, hidden = moe_.hidden, k = rule_.top_k;
+    if (rows == 1) return {x_ + order_[item.row_begin] / k * x_stride_, x_stride_};
+    static thread_local std::vector<X> memory;
+    if (int64_t(memory.size()) < rows * hidden) memory.resize(size_t(rows * hidden));
+    for (int64_t r = 0; r < rows; ++r)
+      std::memcpy(memory.data() + r * hidden, x_ + order_[item.row_begin + r] / k * x_stride_,
+                  size_t(hidden) * sizeof(X));
+    return {memory.data(), hidden};
+  }
+
+  // --- the choice ---
+
+  // In bf16 where the router's weights are packed so (they are exactly those), else on x widened.
+  void route_logits(const Item& item) {
+    float* out = logits_ + item.row_begin * width_;
+    const X* x = x_ + item.row_begin * x_stride_;
+    if constexpr (std::is_same_v<X, float>) {
+      multiply<F32>(moe_.router, item, x, x_stride_, Activation::none, out, width_);
+    } else {
+      if (moe_.router.packed->scalar_type() == at::kBFloat16)
+        return multiply<Bf16>(moe_.router, item, x, x_stride_, Activation::none, out, width_);
+      const int64_t rows = item.row_end - item.row_begin, hidden = moe_.hidden;
+      static thread_local std::vector<float> memory;
+      if (int64_t(memory.size()) < rows * hidden) memory.resize(size_t(rows * hidden));
+      for (int64_t r = 0; r < rows; ++r)
+        for (int64_t i = 0; i < hidden; ++i) memory[size_t(r * hidden + i)] = widen(x[r * x_stride_ + i]);
+      multiply<F32>(moe_.router, item, memory.data(), hidden, Activation::none, out, width_);
+    }
+  }
+
+  void route(int64_t begin, int64_t end) {
+    static thread_local std::vector<float> scratch;
+    scratch.resize(size_t(2 * rule_.experts + divide_up(rule_.groups, 4)));
+    const int64_t k = rule_.top_k;
+    for (int64_t token = begin; token < end; ++token) {
+      const int64_t* fixed = ids_ ? moe_.table->const_data_ptr<int64_t>() + ids_[token] * k : nullptr;
+      route_token(rule_, logits_ + token * width_, fixed, chosen_ + token * k, weights_ + token * k, scratch.data());
+    }
+  }
+
+  // Slots by expert, then by token; and the items of the experts.
+  void sort() {
+    std::vector<int64_t> begin(size_t(rule_.experts) + 1, 0);
+    for (int64_t slot = 0; slot < slots_; ++slot) ++begin[size_t(chosen_[slot]) + 1];
+    int64_t tiles = 0;
+    for (int64_t expert = 0; expert < rule_.experts; ++expert) {
+      tiles += tiles_of(begin[size_t(expert) + 1]);
+      begin[size_t(expert) + 1] += begin[size_t(expert)];
+    }
+    const double up = target(double(tiles * moe_.up.layout.blocks()));
+    const double down = target(double(tiles * moe_.down.layout.blocks()));
+    for (int64_t expert = 0; expert < rule_.experts; ++expert) {
+      const int64_t first = begin[size_t(expert)], last = begin[size_t(expert) + 1];
+      if (first == last) continue;
+      add_items(second_, Kind::up, moe_.up, expert, first, last, up);
+      add_items(third_, Kind::down, moe_.down, expert, first, last, down);
+    }
+    if (moe_.shared) add_items(third_, Kind::shared_down, moe_.shared_down, 0, 0, tokens_, down);
+    for (int64_t slot = 0; slot < slots_; ++slot) {
+      const int64_t at = begin[size_t(chosen_[slot])]++;
+      order_[at] = int32_t(slot);
+      place_[slot] = int32_t(at);
+    }
+  }
+
+  // --- the end ---
+
+  void combine(int64_t begin, int64_t end, int64_t column_begin, int64_t column_end) const {
+    const int64_t k = rule_.top_k, hidden = moe_.hidden;
+    for (int64_t token = begin; token < end; ++token) {
+      const int32_t* place = place_ + token * k;
+      const float* weight = weights_ + token * k;
+      float gate = 1.0f;
+      if (moe_.gated_shared) gate = 1.0f / (1.0f + std::exp(-logits_[token * width_ + rule_.experts]));
+      over_lanes(column_end - column_begin, [&](int64_t i, int lanes) {
+        const int64_t at = column_begin + i;
+        vf sum = load_n(made_ + place[0] * hidden + at, lanes) * splat(weight[0]);
+        for (int64_t j = 1; j < k; ++j)
+          sum = fma(load_n(made_ + place[j] * hidden + at, lanes), splat(weight[j]), sum);
+        if (moe_.shared) sum = fma(load_n(shared_made_ + token * hidden + at, lanes), splat(gate), sum);
+        store_n(out_ + token * hidden + at, sum, lanes);
+      });
+    }
+  }
+
+  const Moe& moe_;
+  const Rule& rule_;
+  const X* x_;
+  int64_t x_stride_;
+  const int64_t* ids_;
+  int64_t tokens_;
+  X* out_;
+  int64_t width_;  // of a row of logits
+  int64_t slots_;
+  int threads_;
+  float *logits_, *weights_, *made_, *shared_made_;
+  int32_t *chosen_, *order_, *place_;  // order: slot at a place; place: of a slot
+  X *act_, *shared_act_;
+  std::vector<Item> first_, second_, third_;
+};
+
+template <class F>
+void run_moe(const Moe& moe, const Tensor& x, const int64_t* ids, Tensor& out) {
+  using X = typename F::X;
+  static thread_local Scratch scratch;
+  const int64_t row = (moe.rule.top_k + (moe.shared ? 1 : 0)) * moe.hidden * int64_t(sizeof(float));
+  const int64_t most = std::max<int64_t>(kFewTokens, kMadeBytes / row);
+  const int64_t parts = divide_up(x.size(0), most), part = divide_up(x.size(0), parts);
+  for (int64_t begin = 0; begin < x.size(0); begin += part)
+    Pass<F>(moe, x.const_data_ptr<X>() + begin * x.stride(0), x.stride(0), ids ? ids + begin : nullptr,
+            std::min(part, x.size(0) - begin), out.mutable_data_ptr<X>() + begin * moe.hidden, scratch)
+        .run();
+}
+
+// x [T, hidden] in bf16 or float32, as the weights; ids int64 [T], read where experts are chosen by a table.
+Tensor moe(const Tensor& given, const Optional& ids, const c10::intrusive_ptr<Moe>& held) {
+  const Moe& moe = *held;
+  TORCH_CHECK(given.dim() == 2 && given.size(1) == moe.hidden, "moe: x must be [tokens, ", moe.hidden, "]");
+  const bool narrow = given.scalar_type() == at::kBFloat16, int8 = moe.up.scales.has_value();
+  TORCH_CHECK(narrow || given.scalar_type() == at::kFloat, "moe: x must be bfloat16 or float32");
+  TORCH_CHECK(int8 || moe.up.packed->scalar_type() == given.scalar_type(), "moe: x is ", given.scalar_type(),
+              ", and the packed weights are for another dtype");
+  TORCH_CHECK(narrow || moe.router.packed->scalar_type() == at::kFloat, "moe: the router is packed for bfloat16");
+  for (const Matrix* matrix : {&moe.up, &moe.down})
+    TORCH_CHECK(!matrix->bias || matrix->bias->scalar_type() == given.scalar_type(), "moe: biases of another dtype");
+  const Tensor x = given.stride(1) == 1 || moe.hidden <= 1 ? given : given.contiguous();
+  Tensor out = at::empty({x.size(0), moe.hidden}, x.options());
+  if (x.size(0) == 0) return out;
+  Tensor list;
+  if (moe.table) {
+    TORCH_CHECK(ids && ids->scalar_type() == at::kLong && ids->dim() == 1 && ids->size(0) == x.size(0),
+                "moe: the token ids must be int64 [tokens]");
+    list = ids->contiguous();
+    const int64_t* id = list.const_data_ptr<int64_t>();
+    for (int64_t i = 0; i < list.numel(); ++i)
+      TORCH_CHECK_INDEX(id[i] >= 0 && id[i] < moe.table->size(0), "token id ", id[i], " is not in the table");
+  }
+  const int64_t* read = list.defined() ? list.const_data_ptr<int64_t>() : nullptr;
+  if (narrow)
+    int8 ? run_moe<Int8Bf16>(moe, x, read, out) : run_moe<Bf16>(moe, x, read, out);
+  else
+    int8 ? run_moe<Int8F32>(moe, x, read, out) : run_moe<F32>(moe, x, read, out);
+  return out;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(weft_cpu, m) {
+  m.class_<Moe>("Moe").def(
+      torch::init<Tensor, Optional, Optional, Optional, Tensor, Optional, Optional, Tensor, Optional, Optional, Optional,
+                  Optional, Optional, Optional, std::vector<int64_t>, std::vector<double>>());
+  m.def("moe(Tensor x, Tensor? ids, __torch__.torch.classes.weft_cpu.Moe weights) -> Tensor");
+  m.impl("moe", c10::DispatchKey::CPU, TORCH_FN(moe));
+}
+
+}  // namespace weft

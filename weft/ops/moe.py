@@ -1,0 +1,314 @@
+"""Routed feed-forward blocks: what they are made of, and their torch implementations.
+
+    out[t] = sum over j of weight[t, j] * expert[ids[t, j]](x[t])  +  gate[t] * shared(x[t])
+
+summed in top-k order, the shared expert last, in a wide dtype and rounded once. Three forms compute the
+experts in torch; a measured table says which (``moe_table``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.nn.functional as F
+
+from weft.ops import moe_table, tiled, torch_ops
+from weft.ops.fixed_shapes import linear as fixed_linear
+from weft.ops.registry import Implementation, register
+from weft.ops.routing import Rule, route
+from weft.ops.torch_ops import Int8Weight, to_int8, wide
+
+Tensor = torch.Tensor
+
+
+class Gate(NamedTuple):
+    """What stands between an expert's two matrices: ``activation(gate) * up``, or a variant of it."""
+
+    activation: str = "silu"
+    limit: float = 0.0
+    """Above 0: gates are clamped to at most this, and ``up`` to within +- this, before anything else."""
+    alpha: float = 0.0
+    """Above 0: ``gate * sigmoid(alpha * gate) * (up + 1)`` instead, whatever ``activation`` says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routed:
+    """The weights of a routed block. E experts of n, a shared one of s; gate rows come before up rows.
+
+    The matrices of experts are tensors, or ``Int8Weight`` of the same leading shape.
+    """
+
+    rule: Rule
+    gate: Gate
+    router: Tensor
+    """Wide [E, hidden]."""
+    gate_up: Any
+    """[E, 2 n, hidden]."""
+    down: Any
+    """[E, hidden, n]."""
+    router_bias: Tensor | None = None
+    """Wide [E]."""
+    correction: Tensor | None = None
+    """Wide [E]: added to scores for the choice alone."""
+    table: Tensor | None = None
+    """int64 [vocab, top_k]: the experts of each token id, which replace the choice by score."""
+    gate_up_bias: Tensor | None = None
+    """[E, 2 n]."""
+    down_bias: Tensor | None = None
+    """[E, hidden]."""
+    shared_gate_up: Any = None
+    """[2 s, hidden]."""
+    shared_down: Any = None
+    """[hidden, s]."""
+    shared_gate: Tensor | None = None
+    """Wide [1, hidden]: the shared expert is multiplied by the sigmoid of this product."""
+
+
+#: ``x @ weight.T + bias`` of x [T, K] and one matrix.
+Multiply: TypeAlias = Callable[[Tensor, Any, Tensor | None], Tensor]
+#: ``activation(gate) * up`` of the two halves of [..., 2 n].
+Gated: TypeAlias = Callable[[Tensor, str], Tensor]
+#: All tokens through their experts: (x [T, hidden], ids [T, k], weights) -> [T, k, hidden].
+Experts: TypeAlias = Callable[[Tensor, Tensor, Routed], Tensor]
+
+
+# --- the pieces ---
+
+
+def activate(gate_up: Tensor, gate: Gate, gated: Gated = torch_ops.gated) -> Tensor:
+    """gate_up [..., 2 n], gate half first; [..., n] in the same dtype."""
+    if gate.limit > 0:
+        first, second = gate_up.chunk(2, dim=-1)
+        gate_up = torch.cat((first.clamp(max=gate.limit), second.clamp(-gate.limit, gate.limit)), dim=-1)
+    if gate.alpha == 0:
+        return gated(gate_up, gate.activation)
+    first, second = gate_up.to(wide(gate_up.dtype)).chunk(2, dim=-1)
+    return (first / (1 + (first * -gate.alpha).exp()) * (second + 1)).to(gate_up.dtype)
+
+
+def choose_experts(
+    x: Tensor, ids: Tensor | None, weights: Routed, multiply: Multiply
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(experts int64 [T, k], their weights wide [T, k], the shared expert's wide [T, 1] or None)."""
+    x = x.to(weights.router.dtype)
+    logits = multiply(x, weights.router, weights.router_bias)
+    chosen = None
+    if weights.table is not None:
+        assert ids is not None
+        chosen = weights.table[ids]
+    experts, scales = route(logits, weights.rule, weights.correction, chosen)
+    shared = None
+    if weights.shared_gate is not None:
+        shared = 1 / (1 + multiply(x, weights.shared_gate, None).neg().exp())
+    return experts, scales, shared
+
+
+def combine(made: Tensor, weights: Tensor) -> Tensor:
+    """Weighted sum over each token's experts in top-k order, in the weights' wide dtype: [T, hidden].
+
+    made: [T, k, hidden]; weights: wide [T, k].
+    """
+    total = made[:, 0].to(weights.dtype) * weights[:, :1]
+    for choice in range(1, weights.shape[1]):
+        total = total + made[:, choice].to(weights.dtype) * weights[:, choice : choice + 1]
+    return total
+
+
+def block(
+    x: Tensor,
+    ids: Tensor | None,
+    weights: Routed,
+    experts: Experts,
+    *,
+    multiply: Multiply = F.linear,
+    matrix: Multiply = F.linear,
+    gated: Gated = torch_ops.gated,
+) -> Tensor:
+    """The whole block. x: [T, hidden]; ids: int64 [T], token ids that a table is read with.
+
+    multiply: what the router is computed with; matrix: the shared expert. Returns [T, hidden] in x's dtype.
+    """
+    chosen, scales, share = choose_experts(x, ids, weights, multiply)
+    total = combine(experts(x, chosen, weights), scales)
+    if weights.shared_gate_up is not None:
+        inner = activate(matrix(x, weights.shared_gate_up, None), weights.gate, gated)
+        made = matrix(inner, weights.shared_down, None).to(total.dtype)
+        total = total + (made if share is None else made * share)
+    return total.to(x.dtype)
+
+
+# --- experts, in three forms ---
+
+
+def by_expert(
+    x: Tensor,
+    ids: Tensor,
+    weights: Routed,
+    *,
+    matrix: Multiply = F.linear,
+    gated: Gated = torch_ops.gated,
+) -> Tensor:
+    """One product after another, each expert with all of its tokens.
+
+    The host learns the group sizes: one synchronisation a call on a GPU.
+    """
+    tokens, top_k = ids.shape
+    flat = ids.reshape(-1)
+    order = torch.argsort(flat, stable=True)
+    sizes = torch.bincount(flat, minlength=weights.router.shape[0]).tolist()
+    grouped = x[order // top_k]  # [T * k, hidden]
+    made = torch.empty_like(grouped)
+    begin = 0
+    for expert, size in enumerate(sizes):
+        if not size:
+            continue
+        rows = slice(begin, begin + size)
+        inner = matrix(grouped[rows], _at(weights.gate_up, expert), _at(weights.gate_up_bias, expert))
+        inner = activate(inner, weights.gate, gated)
+        made[rows] = matrix(inner, _at(weights.down, expert), _at(weights.down_bias, expert))
+        begin += size
+    out = torch.empty_like(made)
+    out[order] = made
+    return out.view(tokens, top_k, x.shape[1])
+
+
+def _at(weight: Any, expert: int) -> Any:
+    if weight is None:
+        return None
+    if isinstance(weight, Int8Weight):
+        return Int8Weight(weight.values[expert], weight.scales[expert])
+    return weight[expert]
+
+
+def by_gather(x: Tensor, ids: Tensor, weights: Routed) -> Tensor:
+    """Each token's matrices copied side by side, and two products of batches: for few tokens."""
+    tokens, top_k = ids.shape
+    flat = ids.reshape(-1)
+    rows = x.repeat_interleave(top_k, dim=0).unsqueeze(-1)  # [T * k, hidden, 1]
+    inner = torch.bmm(weights.gate_up[flat], rows).squeeze(-1)
+    if weights.gate_up_bias is not None:
+        inner = inner + weights.gate_up_bias[flat]
+    inner = activate(inner, weights.gate)
+    made = torch.bmm(weights.down[flat], inner.unsqueeze(-1)).squeeze(-1)
+    if weights.down_bias is not None:
+        made = made + weights.down_bias[flat]
+    return made.view(tokens, top_k, x.shape[1])
+
+
+def by_group(x: Tensor, ids: Tensor, weights: Routed) -> Tensor:
+    """``torch._grouped_mm``, one call for all experts: bfloat16; no synchronisation."""
+    tokens, top_k = ids.shape
+    order = torch.argsort(ids.reshape(-1), stable=True)
+    flat = ids.reshape(-1)[order]
+    ends = torch.searchsorted(flat, torch.arange(weights.router.shape[0], device=x.device), right=True)
+    ends = ends.to(torch.int32)
+    inner = torch._grouped_mm(x[order // top_k], weights.gate_up.transpose(-2, -1), offs=ends)
+    if weights.gate_up_bias is not None:
+        inner = inner + weights.gate_up_bias[flat]
+    inner = activate(inner, weights.gate)
+    made = torch._grouped_mm(inner, weights.down.transpose(-2, -1), offs=ends)
+    if weights.down_bias is not None:
+        made = made + weights.down_bias[flat]
+    out = torch.empty_like(made)
+    out[order] = made
+    return out.view(tokens, top_k, x.shape[1])
+
+
+FORMS: dict[str, Experts] = {"loop": by_expert, "gather": by_gather, "grouped": by_group}
+"""By their names in the table."""
+
+
+def usable(weights: Routed) -> tuple[str, ...]:
+    """The forms that can compute plain weights here."""
+    return ("loop", "gather", "grouped") if _groups(weights) else ("loop", "gather")
+
+
+def _groups(weights: Routed) -> bool:
+    """Whether ``torch._grouped_mm`` takes them, without waiting for a GPU."""
+    down = weights.down
+    if down.dtype != torch.bfloat16 or down.shape[1] % 8 or down.shape[2] % 8:  # rows of whole 16 bytes
+        return False
+    return down.device.type == "cpu" or torch.cuda.get_device_capability(down.device) >= (9, 0)
+
+
+def size_of(weights: Routed) -> moe_table.Size:
+    """What the table is looked up by."""
+    experts, hidden, inner = weights.down.shape
+    return moe_table.Size(experts, weights.rule.top_k, hidden, inner)
+
+
+def chosen_form(x: Tensor, weights: Routed, forms: tuple[str, ...]) -> str:
+    """The table's form for these tokens."""
+    dtype = str(x.dtype).removeprefix("torch.")
+    return moe_table.choose(x.device.type, dtype, x.shape[0], size_of(weights), forms)
+
+
+# --- implementations ---
+
+
+def quantized(weights: Routed) -> Routed:
+    """The matrices of all experts in 8 bits, one scale an output channel; router and gates stay."""
+
+    def stacked(matrices: Tensor) -> Int8Weight:
+        made = [to_int8(matrix) for matrix in matrices]
+        return Int8Weight(torch.stack([m.values for m in made]), torch.stack([m.scales for m in made]))
+
+    return replace(
+        weights,
+        gate_up=stacked(weights.gate_up),
+        down=stacked(weights.down),
+        shared_gate_up=None if weights.shared_gate_up is None else to_int8(weights.shared_gate_up),
+        shared_down=None if weights.shared_down is None else to_int8(weights.shared_down),
+    )
+
+
+def moe(x: Tensor, ids: Tensor | None, weights: Routed) -> Tensor:
+    """``block`` in the form that the table has for so many tokens."""
+    return block(x, ids, weights, FORMS[chosen_form(x, weights, usable(weights))])
+
+
+def moe_int8(x: Tensor, ids: Tensor | None, weights: Routed) -> Tensor:
+    """``moe`` of ``quantized`` weights."""
+
+    def experts(x: Tensor, ids: Tensor, weights: Routed) -> Tensor:
+        return by_expert(x, ids, weights, matrix=torch_ops.linear_int8)
+
+    return block(x, ids, weights, experts, matrix=torch_ops.linear_int8)
+
+
+def moe_tiled(x: Tensor, ids: Tensor | None, weights: Routed) -> Tensor:
+    """``block`` with products and activations whose rows don't depend on each other (``tiled``)."""
+
+    def experts(x: Tensor, ids: Tensor, weights: Routed) -> Tensor:
+        return by_expert(x, ids, weights, matrix=fixed_linear, gated=tiled.gated)
+
+    return block(x, ids, weights, experts, multiply=fixed_linear, matrix=fixed_linear, gated=tiled.gated)
+
+
+def moe_tiled_int8(x: Tensor, ids: Tensor | None, weights: Routed) -> Tensor:
+    """``moe_tiled`` of ``quantized`` weights."""
+
+    def experts(x: Tensor, ids: Tensor, weights: Routed) -> Tensor:
+        return by_expert(x, ids, weights, matrix=tiled.linear_int8, gated=tiled.gated)
+
+    return block(x, ids, weights, experts, multiply=fixed_linear, matrix=tiled.linear_int8, gated=tiled.gated)
+
+
+for _name, _run, _pack in (("moe", moe, None), ("moe_int8", moe_int8, quantized)):
+    register(_name, Implementation(name="torch", run=_run, pack=_pack, asks=True))
+for _name, _run, _pack in (("moe", moe_tiled, None), ("moe_int8", moe_tiled_int8, quantized)):
+    register(
+        _name,
+        Implementation(
+            name="torch_tiled",
+            run=_run,
+            pack=_pack,
+            devices=("cpu",),
+            invariant=True,
+            priority=-1,
+            asks=True,
+        ),
+    )

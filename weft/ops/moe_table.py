@@ -1,0 +1,135 @@
+"""Which form computes the experts of a routed block in torch: a table of measurements, looked up by size.
+
+    weft/ops/moe_table.json                   comes with the package; says on which machines it was measured
+    <cache>/moe_table.json                    measured on this machine by ``weft bench moe-table``; goes first
+
+    {"version": 1, "measured": [
+        {"device": "cpu", "machine": "...", "dtype": "bfloat16",
+         "experts": 32, "top_k": 4, "hidden": 512, "intermediate": 256,
+         "times": {"1": {"loop": 310.0, "gather": 95.1}, "8": ...}}]}       microseconds, by tokens and form
+
+The nearest measured block of the device and dtype decides (in doublings of experts, top_k and the size of
+an expert), at the nearest number of tokens; of its forms the fastest that can be used here. Without any,
+the first of ``FORMS`` that can.
+
+The C++ form of the CPU extension needs no table: what it does follows from the tokens of each expert.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from weft.common.log import get_logger
+from weft.ops.cpu.build import cache_folder
+
+_log = get_logger(__name__)
+
+FORMS = ("triton", "grouped", "loop", "gather")
+"""triton: a grouped product of our own; grouped: ``torch._grouped_mm``; loop: expert after expert; gather:
+each token's matrices copied side by side."""
+VERSION = 1
+_PACKAGED = Path(__file__).with_name("moe_table.json")
+
+
+class Size(NamedTuple):
+    """A routed block's."""
+
+    experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+
+
+class Measured(NamedTuple):
+    """One block on one device."""
+
+    device: str
+    """``cpu`` or ``cuda``."""
+    machine: str
+    dtype: str
+    size: Size
+    times: dict[int, dict[str, float]]
+    """Tokens to form to microseconds."""
+
+
+def user_file() -> Path:
+    """Where this machine's own measurements are."""
+    return cache_folder() / "moe_table.json"
+
+
+def read(path: Path) -> tuple[Measured, ...]:
+    """The measurements of a file. Raises OSError, and ValueError for a file that is not such a table."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if found["version"] != VERSION:
+            raise ValueError(f"{path} is of version {found['version']}, not {VERSION}")
+        return tuple(_measured(row) for row in found["measured"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is not a table of measurements: {error!r}") from error
+
+
+def _measured(row: dict[str, Any]) -> Measured:
+    times = {int(n): {form: float(us) for form, us in by.items()} for n, by in row["times"].items()}
+    if not times or not all(times.values()):
+        raise ValueError("a row without times")
+    size = Size(*(int(row[name]) for name in Size._fields))
+    return Measured(row["device"], row["machine"], row["dtype"], size, times)
+
+
+def as_json(measured: Iterable[Measured]) -> dict[str, Any]:
+    """What ``read`` reads."""
+    rows = [
+        {
+            "device": m.device,
+            "machine": m.machine,
+            "dtype": m.dtype,
+            **m.size._asdict(),
+            "times": {str(n): by for n, by in m.times.items()},
+        }
+        for m in measured
+    ]
+    return {"version": VERSION, "measured": rows}
+
+
+@functools.cache
+def tables() -> tuple[tuple[Measured, ...], ...]:
+    """This machine's table, if there is one, and the package's. ``tables.cache_clear()`` reads again."""
+    found = []
+    for path in (user_file(), _PACKAGED):
+        try:
+            found.append(read(path))
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            _log.warning("measurements of routed blocks are left out: %s", error)
+    return tuple(found)
+
+
+@functools.cache
+def choose(device: str, dtype: str, tokens: int, size: Size, usable: tuple[str, ...]) -> str:
+    """The form to compute with, one of ``usable``, in which ``loop`` or ``triton`` is."""
+    for table in tables():
+        fitting = [m for m in table if m.device == device and m.dtype == dtype]
+        if not fitting:
+            continue
+        near = min(fitting, key=lambda m: _distance(m.size, size))
+        at = min(near.times, key=lambda n: abs(math.log2(n / max(1, tokens))))
+        known = {form: us for form, us in near.times[at].items() if form in usable}
+        if known:
+            return min(known, key=lambda form: known[form])
+    return next(form for form in FORMS if form in usable)
+
+
+def _distance(a: Size, b: Size) -> float:
+    """In doublings."""
+    ratios = (
+        a.experts / b.experts,
+        a.top_k / b.top_k,
+        a.hidden * a.intermediate / (b.hidden * b.intermediate),
+    )
+    return sum(abs(math.log2(ratio)) for ratio in ratios)

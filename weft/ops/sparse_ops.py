@@ -1,0 +1,68 @@
+"""What sparse attention and hyper-connections are made of, in torch. Nothing is downcast on the way."""
+
+from __future__ import annotations
+
+import torch
+
+from weft.ops.torch_ops import wide
+
+Tensor = torch.Tensor
+
+
+def rotate_pairs_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates the last dims of x [T, heads, dim] in place, neighbours as pairs.
+
+    cos, sin: wide [T, rotated / 2].
+
+    Source: Su et al. 2021, arXiv 2104.09864.
+    """
+    turned = x[..., x.shape[-1] - 2 * cos.shape[1] :]
+    first, second = turned.to(cos.dtype).unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    turned.copy_(torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2))
+    return x
+
+
+def pool(lines: Tensor, sources: Tensor, begun: Tensor, bias: Tensor, overlap: int) -> Tensor:
+    """Each group's ``sum of softmax(gate + bias) * kv`` over its sources, channel by channel: wide [C, n].
+
+    lines: [.., overlap * 2 n]: for each group that a source has a part in ``[kv | gate]``, the latest last.
+    sources: int64 [C, S], S = overlap * ratio, oldest first; begun: bool [C, S], the others have no part.
+    bias: wide [S, n]. A source is the latest group's last part where it is in the group itself, and an
+    earlier part where it comes before it.
+    """
+    exact = wide(lines.dtype)
+    found = []
+    width = lines.shape[1] // overlap
+    for part, places in enumerate(sources.chunk(overlap, dim=1)):
+        # Of positions ``overlap - 1 - part`` groups back; what they have for a later group comes first.
+        columns = lines[:, part * width : (part + 1) * width]
+        found.append(columns.index_select(0, places.reshape(-1)).view(*places.shape, width))
+    kv, gate = torch.cat(found, dim=1).to(exact).chunk(2, dim=-1)
+    absent = ~begun.unsqueeze(2)
+    weights = (gate + bias).masked_fill_(absent, -torch.inf).softmax(dim=1)
+    return (kv.masked_fill(absent, 0.0) * weights).sum(dim=1)
+
+
+def stream_weights(
+    mixed: Tensor, scale: Tensor, base: Tensor, streams: int, iterations: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """How N residual streams enter a layer, take its output, and mix: wide [T, N], [T, N], [T, N, N].
+
+    mixed: wide [T, (2 + N) N], a linear function of the streams; scale: [3]; base: [(2 + N) N].
+    ``mix[t, i, j]`` is what stream i gives to stream j; rows, then columns are scaled to sum to 1,
+    ``iterations`` times (the first time rows by a softmax), each sum plus ``eps``.
+
+    Source: Xie et al. 2025, arXiv 2512.24880.
+    """
+    sizes = (streams, streams, streams * streams)
+    into, out, mix = mixed.split(sizes, dim=-1)
+    into_base, out_base, mix_base = base.split(sizes)
+    into = torch.sigmoid(into * scale[0] + into_base) + eps
+    out = 2 * torch.sigmoid(out * scale[1] + out_base)
+    mix = (mix * scale[2] + mix_base).unflatten(-1, (streams, streams)).softmax(dim=-1) + eps
+    mix = mix / (mix.sum(dim=-2, keepdim=True) + eps)
+    for _ in range(iterations - 1):
+        mix = mix / (mix.sum(dim=-1, keepdim=True) + eps)
+        mix = mix / (mix.sum(dim=-2, keepdim=True) + eps)
+    return into, out, mix

@@ -1,0 +1,247 @@
+"""Routed feed-forward blocks on CUDA: a grouped product whose grid the host knows without asking.
+
+    slots    a token and one of its experts, T * k of them, sorted by expert
+    tiles    TILE_M sorted slots of one expert; its last one may be partly empty. Whatever the sizes, there
+             are at most ``slots // TILE_M + min(slots, experts)``: so many are launched, and those that are
+             none return at once
+    product  [slots, K] x [E, N, K] -> [slots, N], each tile by its expert's matrix, all of K in one chain
+
+The first product reads tokens through the order; the second writes to the slots' own places. A row's bits are
+those of its own chain, whatever else its tile holds, so this is the invariant form as well; the fast one also
+uses torch's forms where the table (``weft.ops.moe_table``) has them faster.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from weft.ops import moe as torch_moe
+from weft.ops.moe import Routed, activate, choose_experts
+from weft.ops.triton import fused, interpreting, matmul
+from weft.ops.triton.forms import power
+
+Tensor = torch.Tensor
+
+TILES_M = (16, 64)
+"""Slots of a tile: for few tokens an expert, and for many."""
+TILE_N, TILE_K, TILE_K_EXACT = 64, 64, 32
+COLUMNS = 1024
+"""Of one program of the combination, at most."""
+
+
+@triton.jit
+def _grouped(
+    x_ptr,  # [T, K], or [slots, K] sorted
+    weight_ptr,  # [E, N, K]
+    bias_ptr,  # [E, N], with BIAS
+    out_ptr,  # [slots, N]
+    order_ptr,  # int64 [slots]: the slot at a sorted place
+    expert_ptr,  # int64 [tiles]: a tile's expert, E beyond the last
+    row_ptr,  # int64 [tiles]: its first sorted place
+    end_ptr,  # int64 [E]: the place after an expert's last
+    x_stride,
+    E,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    TOP_K: tl.constexpr,
+    GATHER: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    BIAS: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """GATHER: rows of x are tokens, and out is sorted; else x is sorted, and out in the slots' order."""
+    expert = tl.load(expert_ptr + tl.program_id(0))
+    if expert >= E:
+        return
+    place = tl.load(row_ptr + tl.program_id(0)) + tl.arange(0, TILE_M)
+    live = place < tl.load(end_ptr + expert)
+    slot = tl.load(order_ptr + place, mask=live, other=0)
+    source = slot // TOP_K if GATHER else place
+    n = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)
+    k = tl.arange(0, TILE_K)
+    x_ptrs = x_ptr + source[:, None] * x_stride + k[None, :]
+    w_ptrs = weight_ptr + (expert * N + n)[:, None] * K + k[None, :]
+    acc = tl.zeros([TILE_M, TILE_N], dtype=tl.float32)
+    for begin in range(0, K, TILE_K):
+        if K % TILE_K == 0:
+            x = tl.load(x_ptrs + begin, mask=live[:, None], other=0.0)
+            w = tl.load(w_ptrs + begin, mask=(n < N)[:, None], other=0.0)
+        else:
+            inner = (begin + k < K)[None, :]
+            x = tl.load(x_ptrs + begin, mask=live[:, None] & inner, other=0.0)
+            w = tl.load(w_ptrs + begin, mask=(n < N)[:, None] & inner, other=0.0)
+        if WIDEN:
+            x = x.to(tl.float32)
+            w = w.to(tl.float32)
+        acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+    if BIAS:
+        acc += tl.load(bias_ptr + expert * N + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    target = place if GATHER else slot
+    out_ptrs = out_ptr + target[:, None] * N + n[None, :]
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & (n < N)[None, :])
+
+
+@triton.jit
+def _combine(
+    made_ptr,  # [T, TOP_K, N]
+    weight_ptr,  # float32 [T, TOP_K]
+    shared_ptr,  # [T, N], with SHARED
+    share_ptr,  # float32 [T], with SHARE
+    out_ptr,  # [T, N]
+    N: tl.constexpr,
+    TOP_K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SHARED: tl.constexpr,
+    SHARE: tl.constexpr,
+):
+    """One token: its experts in top-k order, then the shared one, in float32, rounded once."""
+    token = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros([COLUMNS], dtype=tl.float32)
+    for choice in range(TOP_K):
+        part = tl.load(made_ptr + (token * TOP_K + choice) * N + n, mask=n < N, other=0.0).to(tl.float32)
+        total += part * tl.load(weight_ptr + token * TOP_K + choice)
+    if SHARED:
+        part = tl.load(shared_ptr + token * N + n, mask=n < N, other=0.0).to(tl.float32)
+        if SHARE:
+            part = part * tl.load(share_ptr + token)
+        total += part
+    tl.store(out_ptr + token * N + n, total.to(out_ptr.dtype.element_ty), mask=n < N)
+
+
+class Tiles(NamedTuple):
+    """Where each tile's work is: all on the device, of sizes that the host knows."""
+
+    order: Tensor
+    experts: Tensor
+    rows: Tensor
+    ends: Tensor
+
+
+def cut(ids: Tensor, experts: int, tile_m: int) -> Tiles:
+    """ids: int64 [T, k], the experts of each token."""
+    flat = ids.reshape(-1)
+    ordered, order = torch.sort(flat, stable=True)
+    ends = torch.searchsorted(ordered, torch.arange(experts, device=ids.device), right=True)
+    sizes = torch.diff(ends, prepend=ends.new_zeros(1))
+    tiles = (sizes + (tile_m - 1)) // tile_m
+    last = tiles.cumsum(0)
+    most = len(flat) // tile_m + min(len(flat), experts)
+    number = torch.arange(most, device=ids.device)
+    found = torch.searchsorted(last, number, right=True)
+    known = found.clamp(max=experts - 1)
+    rows = (ends - sizes)[known] + (number - (last - tiles)[known]) * tile_m
+    return Tiles(order, found, rows, ends)
+
+
+def _product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    tiles: Tiles,
+    top_k: int,
+    tile_m: int,
+    gather: bool,
+) -> None:
+    experts, outputs, inputs = weight.shape
+    exact = x.dtype == torch.float32
+    _grouped[(len(tiles.experts), triton.cdiv(outputs, TILE_N))](
+        x,
+        weight,
+        weight if bias is None else bias,
+        out,
+        tiles.order,
+        tiles.experts,
+        tiles.rows,
+        tiles.ends,
+        x.stride(0),
+        experts,
+        N=outputs,
+        K=inputs,
+        TOP_K=top_k,
+        GATHER=gather,
+        TILE_M=tile_m,
+        TILE_N=TILE_N,
+        TILE_K=TILE_K_EXACT if exact else TILE_K,
+        BIAS=bias is not None,
+        WIDEN=interpreting(),
+        num_warps=4,
+        num_stages=2 if exact else 4,
+    )
+
+
+def by_tiles(x: Tensor, ids: Tensor, weights: Routed, tile_m: int = TILES_M[0]) -> Tensor:
+    """All tokens through their experts: [T, k, hidden]. x: [T, hidden]; ids: int64 [T, k]."""
+    (tokens, top_k), (experts, hidden, inner) = ids.shape, weights.down.shape
+    made = torch.empty((tokens, top_k, hidden), dtype=x.dtype, device=x.device)
+    if not tokens:
+        return made
+    x = x if x.stride(1) == 1 else x.contiguous()
+    tiles = cut(ids, experts, tile_m)
+    gate_up = torch.empty((tokens * top_k, 2 * inner), dtype=x.dtype, device=x.device)
+    _product(x, weights.gate_up, weights.gate_up_bias, gate_up, tiles, top_k, tile_m, True)
+    act = activate(gate_up, weights.gate, fused.gated)
+    _product(act, weights.down, weights.down_bias, made, tiles, top_k, tile_m, False)
+    return made
+
+
+def tile_of(x: Tensor, weights: Routed) -> int:
+    """By how many slots an expert has on average: the host's numbers alone."""
+    return TILES_M[x.shape[0] * weights.rule.top_k > 32 * weights.down.shape[0]]
+
+
+def _finish(made: Tensor, scales: Tensor, share: Tensor | None, shared: Tensor | None) -> Tensor:
+    tokens, top_k, hidden = made.shape
+    out = torch.empty((tokens, hidden), dtype=made.dtype, device=made.device)
+    if not tokens:
+        return out
+    columns = min(COLUMNS, power(hidden))
+    _combine[(tokens, triton.cdiv(hidden, columns))](
+        made,
+        scales.contiguous(),
+        made if shared is None else shared.contiguous(),
+        scales if share is None else share.contiguous(),
+        out,
+        N=hidden,
+        TOP_K=top_k,
+        COLUMNS=columns,
+        SHARED=shared is not None,
+        SHARE=share is not None,
+        num_warps=4,
+    )
+    return out
+
+
+def moe(x: Tensor, ids: Tensor | None, weights: Routed) -> Tensor:
+    """``weft.ops.moe.block`` in the fastest form that the table has and that doesn't ask the device."""
+    forms = ("triton", *(form for form in torch_moe.usable(weights) if form != "loop"))
+    form = torch_moe.chosen_form(x, weights, forms)
+    chosen, scales, share = choose_experts(x, ids, weights, torch.nn.functional.linear)
+    if form == "triton":
+        made = by_tiles(x, chosen, weights, tile_of(x, weights))
+    else:
+        made = torch_moe.FORMS[form](x, chosen, weights)
+    shared = None
+    if weights.shared_gate_up is not None:
+        inner = torch.nn.functional.linear(x, weights.shared_gate_up)
+        inner = activate(inner, weights.gate, fused.gated)
+        shared = torch.nn.functional.linear(inner, weights.shared_down)
+    return _finish(made, scales, share, shared)
+
+
+def moe_invariant(x: Tensor, ids: Tensor | None, weights: Routed) -> Tensor:
+    """``block`` in one form: equal tiles for every number of tokens."""
+    chosen, scales, share = choose_experts(x, ids, weights, matmul.linear)
+    made = by_tiles(x, chosen, weights)
+    shared = None
+    if weights.shared_gate_up is not None:
+        inner = activate(matmul.linear(x, weights.shared_gate_up), weights.gate, fused.gated)
+        shared = matmul.linear(inner, weights.shared_down)
+    return _finish(made, scales, share, shared)

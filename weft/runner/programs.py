@@ -1,0 +1,160 @@
+"""Decode steps on a CPU without Python: operator calls recorded once, run by the CPU extension.
+
+A step of one token a row is the same sequence of operator calls for every step of as many rows, on tensors
+that are either the same (weights, caches, slot columns) or made by an earlier call. ``record`` runs such a
+function once, watches its calls below Python, and returns a function that makes the same calls again from
+C++ (csrc/program.cpp). What the function computes on the host (shapes, slices, choices) is fixed by the
+recording, so it must follow from the number of rows and the bucket of context alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from weft.common.errors import EngineDead
+from weft.ops import cpu
+
+Tensor = torch.Tensor
+
+
+class CannotRecord(EngineDead):
+    """A function makes a call that a program cannot hold; what it computes is all right."""
+
+
+@dataclass(slots=True)
+class _Call:
+    op: torch._ops.OpOverload
+    arguments: list[Any]
+    """In the order of the schema."""
+    results: list[Any]
+    reads: list[int] = field(default_factory=list)
+    """Registers."""
+
+
+class _Watch(TorchDispatchMode):
+    """Writes down every operator call. Tensors are kept alive, so that one is known by its identity."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[_Call] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        arguments = []
+        for number, argument in enumerate(func._schema.arguments):
+            if number < len(args):
+                arguments.append(args[number])
+            elif argument.name in given:
+                arguments.append(given[argument.name])
+            else:
+                arguments.append(argument.default_value)
+        made = func(*args, **given)
+        results = list(made) if isinstance(made, tuple | list) else [made]
+        if func._schema.returns and str(func._schema.returns[0].type) == "List[Tensor]":
+            raise CannotRecord(f"{func} makes a list of tensors")
+        if any(result is not None and not isinstance(result, Tensor) for result in results):
+            raise CannotRecord(f"{func} gives the host a value")
+        self.calls.append(_Call(func, arguments, results))
+        return made
+
+
+def record(run: Callable[[], None]) -> Callable[[], None]:
+    """Runs ``run`` once, and returns what does the same again without Python.
+
+    Raises CannotRecord when one of its calls reads a value on the host, or makes a list of tensors.
+    """
+    with _Watch() as watch:
+        run()
+    return _Builder(watch.calls).program().run
+
+
+class _Builder:
+    """From calls to a ``Program``."""
+
+    def __init__(self, calls: list[_Call]) -> None:
+        self._calls = calls
+        self._register: dict[int, int] = {}
+        """By identity of the tensor that a call made."""
+        self._program: Any = torch.classes.weft_cpu.Program() if cpu.load() else None
+
+    def program(self) -> Any:
+        """The program. Raises CannotRecord for an argument of a kind that is not known."""
+        results = [self._results(call) for call in self._calls]
+        last: dict[int, int] = {}
+        for number, (call, made) in enumerate(zip(self._calls, results, strict=True)):
+            for register in (*self._reads(call.arguments), *made):
+                last[register] = number
+        for number, (call, made) in enumerate(zip(self._calls, results, strict=True)):
+            for argument, value in zip(call.op._schema.arguments, call.arguments, strict=True):
+                self._argument(call, str(argument.type), value)
+            dead = sorted(register for register, at in last.items() if at == number and register >= 0)
+            name, _, overload = call.op.name().partition(".")
+            self._program.call(name, overload, made, dead)
+        return self._program
+
+    def _results(self, call: _Call) -> list[int]:
+        """A register for each tensor that is new; -1 for an argument that was written in place."""
+        registers = []
+        for result in call.results:
+            new = isinstance(result, Tensor) and not any(result is value for value in call.arguments)
+            if new and id(result) not in self._register:
+                self._register[id(result)] = len(self._register)
+            registers.append(self._register[id(result)] if new else -1)
+        return registers
+
+    def _reads(self, arguments: Sequence[Any]) -> list[int]:
+        found = []
+        for value in arguments:
+            if isinstance(value, list | tuple):
+                found += self._reads(value)
+            elif isinstance(value, Tensor) and id(value) in self._register:
+                found.append(self._register[id(value)])
+        return found
+
+    def _argument(self, call: _Call, kind: str, value: Any) -> None:
+        program = self._program
+        if value is None:
+            program.constant_none()
+        elif isinstance(value, Tensor):
+            register = self._register.get(id(value))
+            program.constant_tensor(value) if register is None else program.read(register)
+        elif isinstance(value, bool | int | float) and kind == "Tensor":
+            program.constant_tensor(torch.tensor(value))  # without dims, it promotes types as a number does
+        elif isinstance(value, torch.dtype):
+            program.constant_dtype(torch.empty(0, dtype=value))
+        elif isinstance(value, torch.device):
+            program.constant_device(torch.empty(0, device=value))
+        elif isinstance(value, bool):
+            program.constant_bool(value)
+        elif isinstance(value, float) or (isinstance(value, int) and "float" in kind):
+            program.constant_float(float(value))
+        elif isinstance(value, int):
+            program.constant_int(value)
+        elif isinstance(value, str):
+            program.constant_str(value)
+        elif isinstance(value, list | tuple) and "Tensor" in kind:
+            program.begin_list("Optional[Tensor]" in kind)
+            for entry in value:
+                self._argument(call, "Tensor", entry)
+            program.end_list()
+        elif isinstance(value, list | tuple) and all(isinstance(entry, int) for entry in value):
+            program.constant_ints(list(value))
+        elif isinstance(value, torch.ScriptObject):
+            program.constant_any(value)
+        elif isinstance(value, torch.memory_format):
+            program.constant_int(_MEMORY_FORMATS[value])
+        elif isinstance(value, torch.layout) and value is torch.strided:
+            program.constant_int(0)
+        else:
+            raise CannotRecord(f"{call.op} takes {value!r}")
+
+
+#: c10's numbers.
+_MEMORY_FORMATS = {torch.contiguous_format: 0, torch.preserve_format: 1}

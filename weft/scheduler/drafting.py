@@ -1,0 +1,216 @@
+"""How many drafts each sequence gets: the most tokens a second that acceptance and cost allow.
+
+Speculation never changes a token, only how many of them a step makes. A row of ``1 + k`` tokens costs more
+than one of 1, and so do the drafts; it gives ``1 + a`` tokens, ``a`` the accepted drafts. So the policy keeps
+of every slot a running share of first drafts that were accepted, and of every later place in a row the share
+that was accepted after the one before it. What a step costs comes from the cost model, fitted to the steps as
+they ran. Drafts are then given out in the order of their chance to be accepted, as long as each makes the
+expected tokens a second more. So a sequence whose drafts are never right gets none, and none gets any where a
+step is bound by arithmetic.
+
+To know what it rejects the policy has to try: at first, for every size of batch, each number of drafts a few
+times; later steps without drafts now and then, and drafts where they do not pay, less and less often.
+
+Pure: no clock, no randomness.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from weft.scheduler.columns import Columns
+from weft.scheduler.cost import CostModel, StepShape, decode_shape, shape_of
+from weft.scheduler.fit import CostFitter
+from weft.types.plan import StepPlan
+
+TRIALS = 4
+"""Steps that each number of drafts is tried at first, for each size of batch."""
+FIRST_PROBE, LAST_PROBE = 32, 512
+"""Steps between two probes while nothing is drafted: at first, and at most."""
+PLAIN_EVERY = 400
+"""Steps after which ``PLAIN_STEPS`` have no drafts, to see again what they cost."""
+PLAIN_STEPS = 2
+HOLD = 8
+"""Steps for which a sequence keeps its number of drafts: to reckon takes as long as a small op."""
+REST = 24
+"""Plans for which nothing is reckoned once there are no drafts: where they do not pay nor must the policy."""
+WORTH = 1.01
+"""Expected tokens a second with drafts over those without from which on there are drafts."""
+EXPECTED = 0.7
+"""Share of drafts accepted, before the first."""
+_SLOT_WEIGHT, _ALL_WEIGHT = 0.1, 0.02
+
+
+class DraftPolicy:
+    """Chooses ``next_k`` for the rows of one plan after another.
+
+    For each plan: ``choose`` for its decode rows, then ``first`` for each prefill row that samples;
+    ``verified`` when its result commits, ``observe`` when its time is known.
+    """
+
+    def __init__(self, most: int, adaptive: bool, columns: Columns, fitter: CostFitter) -> None:
+        """``most``: drafts of a row, >= 1. Not ``adaptive``: always as many."""
+        self.most = most
+        self.adaptive = adaptive
+        self.fitter = fitter
+        self._columns = columns
+        self._expected = EXPECTED
+        """Share of first drafts accepted, over all sequences."""
+        self._later = np.full(most - 1, EXPECTED)
+        """Share of drafts 2, 3, .. accepted where the one before was."""
+        self._beside = StepShape()
+        """The last step that was looked at."""
+        self._least = 0.0
+        """Chance of the last draft that was worth its cost."""
+        self._tried: dict[int, np.ndarray] = {}
+        self._steps = self._idle = 0
+        """Steps chosen for, and since one had drafts."""
+        self._next = self._size = 0
+        """When the numbers are reckoned again, and for what size of batch they were."""
+        self._probe = FIRST_PROBE
+        self._forced = -1
+        """Drafts of every row of this plan; -1: as reckoned."""
+        self._rest = self._rested = 0
+        """Plans that need not ask, as nothing is drafted; and those that did not."""
+
+    def enter(self, slot: int) -> None:
+        """A new tenant."""
+        self._columns.acceptance[slot] = self._expected
+        self._columns.wanted[slot] = self._wants()
+
+    def resting(self) -> bool:
+        """Whether the next plan has no drafts anyway, and nothing is to choose. To be asked once a plan."""
+        if not self._rest:
+            return False
+        self._rest -= 1
+        self._rested += 1
+        self._forced = -1
+        return True
+
+    def choose(self, slots: np.ndarray, starts: np.ndarray, room: np.ndarray) -> np.ndarray:
+        """int32 [rows]: drafts that each decode row proposes, at most ``room``, to be verified a step later.
+
+        slots, starts (their positions) and room: integers [rows].
+        """
+        most: np.ndarray = np.minimum(room, self.most).astype(np.int32)
+        self._forced = -1
+        if not self.adaptive or not len(slots):
+            return most
+        self._steps += 1
+        self._forced = self._trial(len(slots))
+        if self._forced >= 0:
+            most = np.minimum(most, self._forced)
+            return most
+        wanted = self._columns.wanted
+        if self._steps >= self._next or len(slots).bit_length() != self._size:
+            wanted[slots] = self._best(slots, starts)
+            self._next, self._size = self._steps + HOLD, len(slots).bit_length()
+        chosen: np.ndarray = np.minimum(wanted[slots], most)
+        drafting = bool(chosen.any())
+        if self._probing(drafting):
+            chosen = np.maximum(chosen, np.minimum(most, 1))
+            return chosen
+        self._rest = 0 if drafting else REST
+        return chosen
+
+    def first(self, room: int) -> int:
+        """Drafts that a sequence proposes after its prompt."""
+        if not self.adaptive:
+            return min(room, self.most)
+        return min(room, self._forced if self._forced >= 0 else self._wants())
+
+    def _wants(self) -> int:
+        """Drafts that were worth their cost lately, of a sequence of which nothing is known."""
+        chances = self._expected * np.cumprod(np.concatenate([[1.0], self._later]))
+        return int((chances >= self._least).sum())
+
+    def verified(self, slots: np.ndarray, drafts: np.ndarray, accepted: np.ndarray) -> None:
+        """What became of the drafts of rows that had some: integers [rows], ``accepted <= drafts``."""
+        if not self.adaptive or not len(slots):
+            return
+        hit = (accepted > 0).astype(np.float64)
+        share = self._columns.acceptance
+        share[slots] += _SLOT_WEIGHT * (hit - share[slots])
+        if hit.mean() > self._expected:  # better than it was: look again soon
+            self._probe = FIRST_PROBE
+        self._expected += _weight(len(hit)) * (float(hit.mean()) - self._expected)
+        for place in range(1, self.most):
+            seen = (drafts > place) & (accepted >= place)
+            if seen.any():
+                right = float((accepted[seen] > place).mean())
+                self._later[place - 1] += _weight(int(seen.sum())) * (right - self._later[place - 1])
+
+    def observe(self, plan: StepPlan, seconds: float, fit: bool) -> None:
+        """``plan`` took ``seconds``. ``fit``: the cost model should learn from it; else it does already.
+
+        While nothing is drafted, one step in ``REST`` is looked at.
+        """
+        if not self.adaptive or self._rest:
+            return
+        self._beside = shape_of(plan)
+        if fit:
+            self.fitter.observe(self._beside, seconds)
+
+    def _trial(self, rows: int) -> int:
+        """Drafts to try with that many rows; -1 when everything was tried often enough."""
+        tried = self._tried.setdefault(rows.bit_length(), np.zeros(self.most + 1, np.int64))
+        if tried.min() >= TRIALS:
+            return 0 if self._steps % PLAIN_EVERY < PLAIN_STEPS else -1
+        drafts = self.most - int(np.argmin(tried[::-1] // TRIALS > 0))
+        tried[drafts] += 1
+        return drafts
+
+    def _probing(self, drafting: bool) -> bool:
+        """Whether rows without drafts get one in this plan, to see what would become of it."""
+        if drafting:  # whoever has none tries one beside the others
+            self._idle, self._rested, self._probe = 0, 0, FIRST_PROBE
+            return self._steps % FIRST_PROBE == 0
+        self._idle += 1 + self._rested
+        self._rested = 0
+        if self._idle < self._probe:
+            return False
+        self._idle, self._probe = 0, min(2 * self._probe, LAST_PROBE)
+        return True
+
+    def _best(self, slots: np.ndarray, starts: np.ndarray) -> np.ndarray:
+        """int32 [rows]: the drafts that make the expected tokens a second the most."""
+        places = np.arange(1, self.most + 1)
+        chain = np.cumprod(np.concatenate([[1.0], self._later]))
+        chances = self._columns.acceptance[slots][:, None] * chain
+        # Of equal chances the earlier place goes first: a row's drafts are always its first ones.
+        order = np.argsort(-chances, axis=None, kind="stable")
+        gains = np.cumsum(chances.ravel()[order])
+        deepest = np.maximum.accumulate(places[order % self.most])
+        pairs = np.cumsum((starts[order // self.most] + 1).astype(np.float64))
+        plain, extra = self._costs(starts, deepest, pairs)
+        rows = len(slots)
+        rates = (rows + gains) / (plain + extra)
+        best = int(rates.argmax())
+        if rates[best] < WORTH * rows / plain:
+            self._least = np.inf
+            return np.zeros(rows, np.int32)
+        taken = order[: best + 1]
+        self._least = float(chances.ravel()[order[best]])
+        return np.bincount(taken // self.most, minlength=rows).astype(np.int32)
+
+    def _costs(self, starts: np.ndarray, deepest: np.ndarray, pairs: np.ndarray) -> tuple[float, np.ndarray]:
+        """(seconds of a step without drafts, what 1, 2, .. drafts in all add to it)."""
+        model: CostModel = self.fitter.model
+        rows = decode_shape(starts, np.ones(len(starts), np.int64))
+        beside = self._beside
+        shape = rows._replace(
+            prefill_rows=beside.prefill_rows,
+            prefill_tokens=beside.prefill_tokens,
+            prefill_pairs=beside.prefill_pairs,
+            prefill_read=beside.prefill_read,
+        )
+        count = np.arange(1, len(pairs) + 1)
+        tokens = model.token_seconds(np.concatenate([[0], count]) + float(shape.tokens))
+        extra = tokens[1:] - tokens[0] + model.coefficient("decode_pair") * pairs
+        extra += model.coefficient("verify") + model.coefficient("draft_pass") * deepest
+        return model.predict(shape), extra + model.coefficient("draft") * count
+
+
+def _weight(count: int) -> float:
+    """Of the mean of ``count`` observations against all before them."""
+    return float(1.0 - (1.0 - _ALL_WEIGHT) ** count)

@@ -1,0 +1,85 @@
+"""The interface of drafters.
+
+A step's row of ``1 + k`` tokens verifies k drafts, which lie in the history of its slot behind the newest
+token. They come from a drafter, which the runner asks when a step's tokens are sampled, on the device.
+
+    history[slot]   0 ....... start ......... end        end + 1 ... end + next_k
+                    computed  | this step's | newest    | drafts
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from weft.types.plan import StepPlan
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """A step whose tokens are in the history. Rows are the plan's, prefill first; columns are of all rows."""
+
+    plan: StepPlan
+    slots: Tensor
+    """int64 [rows]."""
+    starts: Tensor
+    """int64 [rows]: positions computed before the step."""
+    num_computed: Tensor
+    """int64 [slots + 1]: positions computed and accepted now."""
+    hidden: Tensor | None
+    """[T, hidden] of the merged tokens, for a drafter that ``reads_hidden``."""
+    each: int = 0
+    """Tokens that every row takes up in ``hidden``; 0: as many as it has."""
+
+    @cached_property
+    def next_k(self) -> np.ndarray:
+        """int32 [rows], on the host: drafts wanted."""
+        return np.concatenate([self.plan.prefill.next_k, self.plan.decode.next_k])
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """int64 [rows]: ``num_computed`` of each. Of a row that sampled, the newest token is there."""
+        return self.num_computed[self.slots]
+
+    def wanted(self) -> np.ndarray:
+        """int64: the rows that want drafts."""
+        return np.flatnonzero(self.next_k)
+
+    def begins(self) -> np.ndarray:
+        """int64 [rows], on the host: the first token of each row in ``hidden``."""
+        if self.each:
+            return np.arange(self.plan.rows) * self.each
+        count = np.concatenate([self.plan.prefill.count, self.plan.decode.count]).astype(np.int64)
+        made: np.ndarray = np.cumsum(count) - count
+        return made
+
+    def bounds(self) -> np.ndarray:
+        """int64 [rows], on the host: upper bounds of ``ends``."""
+        both = (self.plan.prefill, self.plan.decode)
+        made: np.ndarray = np.concatenate([s.start.astype(np.int64) + s.count for s in both])
+        return made
+
+
+class Drafter(ABC):
+    """Proposes tokens. Owned by the runner and used from its thread only."""
+
+    #: Whether ``Sampled.hidden`` must be there.
+    reads_hidden: bool = False
+
+    def enter(self, slot: int) -> None:
+        """``slot`` has a new tenant."""
+        return
+
+    @abstractmethod
+    def propose(self, step: Sampled) -> Tensor | None:
+        """int64 [wanted rows, most ``next_k``]: drafts, of the vocabulary; None when no row wants any.
+
+        In a row that wants fewer the last ones are arbitrary. Called once for every step, in order; launches
+        work and waits for none.
+        """

@@ -1,0 +1,182 @@
+"""The module that predicts one token further, run on its own output, and the recordings of that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from weft.attention.base import Backends, LayerCache, StepInput
+from weft.common.errors import EngineDead
+from weft.common.log import get_logger
+from weft.models.base import Model
+from weft.ops import sampling as ops
+from weft.ops.cpu import sampling as direct
+from weft.overlap.drive import drive
+from weft.speculation.base import Sampled
+from weft.types.plan import Segment, column
+
+log = get_logger(__name__)
+
+Tensor = torch.Tensor
+
+
+class Steps(Protocol):
+    """Makes steps over rows of a drafter's own. ``runner.batch.BatchBuilder`` does."""
+
+    def follow(
+        self, prefill: Segment, decode: Segment, starts: Tensor, logits_index: np.ndarray, shift: int
+    ) -> StepInput:
+        """Any rows."""
+
+    def decode(
+        self, slots: Tensor, bound: Segment, starts: Tensor | None = None, shift: int = 0
+    ) -> StepInput:
+        """Rows of equally many tokens."""
+
+
+class Chain:
+    """One draft after another."""
+
+    def __init__(
+        self,
+        model: Model,
+        cache: Sequence[LayerCache],
+        backends: Backends,
+        steps: Steps,
+        history: Tensor,
+        vocab_size: int,
+    ) -> None:
+        """history: int32 [slots + 1, longest]."""
+        self._model, self._cache, self._backends = model, cache, backends
+        self.steps = steps
+        self.history = history
+        self._vocab = vocab_size
+
+    @property
+    def sizes(self) -> tuple[int, torch.dtype, torch.device]:
+        """Of hidden states."""
+        return self._model.spec.hidden, self._model.dtype, self._model.device
+
+    def ahead(self, step: StepInput, hidden: Tensor, keep: Tensor | None = None) -> Tensor:
+        """``Model.ahead``."""
+        return drive(self._model.ahead(step, hidden, self._cache, self._backends, keep))
+
+    def go_on(self, hidden: Tensor, slots: Tensor, ends: Tensor, bounds: np.ndarray, count: int) -> Tensor:
+        """int64 [rows, count]: the drafts behind the newest tokens, at ``ends`` (int64 [rows]).
+
+        hidden: the module's [rows, hidden] at the positions before. ``bounds``: of ``ends``, on the host.
+        Rows that want fewer drafts than others run along: what they get is dropped, and so are their lines.
+        """
+        most = self.history.shape[1] - 1
+        drafts = [self._best(hidden)]
+        for place in range(1, count):
+            ahead = (ends + place).clamp_(max=most)
+            self.history[slots, ahead] = drafts[-1].to(self.history.dtype)
+            bound = _rows(np.minimum(bounds + place, most) - 1, 1)
+            one = self.steps.decode(slots, bound, ahead - 1, 1)
+            hidden = self.ahead(one, hidden)
+            drafts.append(self._best(hidden))
+        return torch.stack(drafts, dim=1)
+
+    def _best(self, hidden: Tensor) -> Tensor:
+        """int64 [rows]: the likeliest token behind each; any where there is none."""
+        logits = self._model.logits(hidden)
+        if direct.serves(logits):
+            order = torch.arange(len(logits), device=logits.device)
+            ids, wrong = direct.greedy(logits, order, self._vocab)
+        else:
+            ids, wrong = ops.greedy(logits[:, : self._vocab])
+        return ids.masked_fill(wrong, 0)
+
+
+def _rows(starts: np.ndarray, each: int) -> Segment:
+    """Rows of ``each`` tokens, as far as shapes depend on them."""
+    one = column(np.ones(len(starts)))
+    return Segment(slot=one, start=column(starts), count=column(np.full(len(starts), each)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """How drafting behind steps of decode rows alone is recorded, and replayed."""
+
+    record: Callable[[Callable[[], None]], Callable[[], None]]
+    """Runs a function of fixed tensors and returns what does the same again. Raises EngineDead, when it ran,
+    if nothing can."""
+    contexts: Sequence[int]
+    """Bounds of a row's positions, one recording for each; increasing, the last holds all."""
+    most_rows: int
+    most_each: int
+
+
+class RecordedChains:
+    """Drafting behind steps of decode rows that take up equally many tokens each: a function of
+
+    slots, starts, ends [rows]; hidden [rows * each, hidden]
+
+    alone, all of which are copied to where the recording reads them.
+    """
+
+    def __init__(self, chain: Chain, recording: Recording) -> None:
+        hidden, dtype, device = chain.sizes
+        rows = recording.most_rows
+        self.replayed = 0
+        """Steps."""
+        self._chain, self._recording = chain, recording
+        self._slots, self._starts, self._ends = torch.zeros(3, rows, dtype=torch.int64, device=device)
+        self._hidden = torch.zeros(rows * recording.most_each, hidden, dtype=dtype, device=device)
+        self._drafts = torch.zeros(rows, recording.most_each, dtype=torch.int64, device=device)
+        self._order = torch.arange(rows, device=device)
+        self._replays: dict[tuple[int, int, int, int], Callable[[], None]] = {}
+        self._works = True
+
+    def propose(self, step: Sampled) -> Tensor | None:
+        """int64 [rows, most ``next_k``], of all rows; None where there is no recording of such steps."""
+        assert step.hidden is not None
+        rows, count = step.plan.rows, int(step.next_k.max())
+        each, odd = divmod(len(step.hidden), rows)
+        even = step.each or (step.plan.decode.count == each).all()
+        if odd or not even or not self._works or rows > self._recording.most_rows:
+            return None
+        longest = int(step.bounds().max()) + each + count
+        context = next((bound for bound in self._recording.contexts if bound >= longest), None)
+        if context is None or each > self._recording.most_each:
+            return None
+        self._slots[:rows].copy_(step.slots)
+        self._starts[:rows].copy_(step.starts)
+        self._ends[:rows].copy_(step.ends)
+        self._hidden[: rows * each].copy_(step.hidden)
+        key = (rows, each, count, context)
+        replay = self._replays.get(key)
+        if replay is not None:
+            replay()
+            self.replayed += 1
+        else:
+            self._record(key)
+        return self._drafts[:rows, :count].clone()
+
+    def _record(self, key: tuple[int, int, int, int]) -> None:
+        run = self._closure(key)
+        try:
+            self._replays[key] = self._recording.record(run)
+        except EngineDead as error:
+            log.warning("drafts are made op by op, and not replayed: %s", error)
+            self._works = False
+
+    def _closure(self, key: tuple[int, int, int, int]) -> Callable[[], None]:
+        rows, each, count, context = key
+        slots, starts, ends = self._slots[:rows], self._starts[:rows], self._ends[:rows]
+        hidden, drafts = self._hidden[: rows * each], self._drafts[:rows, :count]
+        order, chain = self._order[:rows], self._chain
+        first, bounds = _rows(np.full(rows, context - each - count), each), np.full(rows, context - count)
+
+        def run() -> None:
+            step = chain.steps.decode(slots, first, starts, 1)
+            keep = order * each + (ends - starts - 1)
+            own = chain.ahead(step, hidden, keep)
+            drafts.copy_(chain.go_on(own, slots, ends, bounds, count))
+
+        return run

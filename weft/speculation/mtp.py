@@ -1,0 +1,210 @@
+"""Drafts from the model's own module that predicts further tokens.
+
+It is one more layer, with a cache of its own. Its line at position p is made from the model's hidden state
+there and from the token at p + 1, so it can be made when that is sampled:
+
+    position        p - 1          p            p + 1        p + 2
+    token                          t            sampled      draft 1      draft 2
+    line of     hidden, t    hidden, sampled    | own output, draft 1 ...
+                             └─ draft 1         └─ draft 2
+
+The line of the last accepted position gives the first draft. For each further one the module runs on its own
+output and the last draft; those lines are guesses, and made again when their positions have been computed.
+
+A row that wants no drafts needs no lines yet: its hidden states wait, at most until its block is full, when
+others may find it. So where nothing is drafted, the module costs next to nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from weft.attention.base import Backends, LayerCache, StepInput
+from weft.models.base import Model
+from weft.ops.upload import upload
+from weft.speculation.base import Drafter, Sampled
+from weft.speculation.chain import Chain, RecordedChains, Recording, Steps
+from weft.types.plan import Segment, column
+
+Tensor = torch.Tensor
+
+MOST_WAITING = 64
+"""Hidden states of a slot that wait for their lines."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows of a step whose lines are made now, in the order of the drafter's step: chunks first."""
+
+    rows: np.ndarray
+    """Of the plan, int64."""
+    waiting: np.ndarray
+    """int64: how many positions before the plan's each begins."""
+    counts: np.ndarray
+    """int64: tokens, with those."""
+    chunks: int
+    """How many of them are chunks."""
+
+    def begins(self) -> np.ndarray:
+        """The first token of each in the drafter's step."""
+        made: np.ndarray = np.cumsum(self.counts) - self.counts
+        return made
+
+
+class MtpDrafter(Drafter):
+    """Greedy drafts, whatever the temperature; ties go to the lowest id."""
+
+    reads_hidden = True
+
+    def __init__(
+        self,
+        model: Model,
+        cache: Sequence[LayerCache],
+        backends: Backends,
+        steps: Steps,
+        history: Tensor,
+        vocab_size: int,
+        block_size: int,
+        recording: Recording | None = None,
+    ) -> None:
+        """history: int32 [slots + 1, longest]. ``block_size``: positions of a block that others may find."""
+        self._chain = Chain(model, cache, backends, steps, history, vocab_size)
+        self._steps = steps
+        self._block = block_size
+        self._most = min(block_size, MOST_WAITING)
+        slots = history.shape[0]
+        self._waiting = np.zeros(slots, np.int64)
+        """Of each slot, how many hidden states wait."""
+        self._verified = np.zeros(slots, bool)
+        """Whether the slot's last row had drafts: then nobody here knows where the next one starts."""
+        self._kept: Tensor | None = None
+        """[slots, most waiting, hidden], by position modulo the most."""
+        self.recorded = None if recording is None else RecordedChains(self._chain, recording)
+        """Drafting that is replayed."""
+
+    def enter(self, slot: int) -> None:
+        self._waiting[slot] = 0
+        self._verified[slot] = False
+
+    def propose(self, step: Sampled) -> Tensor | None:
+        assert step.hidden is not None, "hidden states that nobody kept"
+        if self._rests(step):
+            self._keep(step.slots, step.starts, step.hidden)
+            return None
+        wanted = step.wanted()
+        made = self._due(step, len(wanted) > 0)
+        if not len(made.rows):
+            return None
+        if len(wanted) and self.recorded is not None and not step.plan.prefill.rows and not made.chunks:
+            drafts = self.recorded.propose(step)
+            if drafts is not None:
+                return drafts if len(wanted) == len(drafts) else drafts[upload(wanted, drafts.device)]
+        hidden = self._first(step, made, wanted)
+        if not len(wanted):
+            return None
+        ends, slots = step.ends, step.slots
+        if len(wanted) < len(step.next_k):
+            at = upload(wanted, slots.device)
+            ends, slots = ends[at], slots[at]
+        return self._chain.go_on(hidden, slots, ends, step.bounds()[wanted], int(step.next_k.max()))
+
+    def _rests(self, step: Sampled) -> bool:
+        """Whether only the hidden states of all rows are to be kept; if so, notes that they wait."""
+        decode = step.plan.decode
+        slots = decode.slot
+        if step.plan.prefill.rows or decode.next_k.any() or self._verified[slots].any():
+            return False
+        waiting = self._waiting[slots] + 1
+        full = (decode.start + 1) % self._block == 0
+        assert step.hidden is not None
+        if len(step.hidden) != len(slots) or full.any() or waiting.max() >= self._most:
+            return False
+        self._waiting[slots] = waiting
+        return True
+
+    def _due(self, step: Sampled, drafting: bool) -> _Rows:
+        """The rows whose lines are made now: all, if any drafts. Of others the hidden states are kept."""
+        prefill, decode = step.plan.prefill, step.plan.decode
+        slots, plain = decode.slot, decode.count == 1
+        waiting = self._waiting[slots]
+        full = (decode.start + 1) % self._block == 0
+        keep = plain & ~self._verified[slots] & ~full & (waiting + 1 < self._most) & (not drafting)
+        self._verified[slots] = ~plain
+        if keep.any():
+            rows = prefill.rows + np.flatnonzero(keep)
+            at, source = upload(np.stack([rows, step.begins()[rows]]), step.slots.device)
+            assert step.hidden is not None
+            self._keep(step.slots[at], step.starts[at], step.hidden[source])
+        self._waiting[slots] = np.where(keep, waiting + 1, 0)
+        chunk = ~keep & (waiting > 0)
+        order = np.concatenate([np.flatnonzero(chunk), np.flatnonzero(~keep & ~chunk)])
+        none = np.zeros(prefill.rows, np.int64)
+        behind = np.concatenate([none, waiting[order]])
+        counts = np.concatenate([prefill.count, decode.count[order] + waiting[order]]).astype(np.int64)
+        rows = np.concatenate([np.arange(prefill.rows), prefill.rows + order])
+        return _Rows(rows, behind, counts, prefill.rows + int(chunk.sum()))
+
+    def _keep(self, slots: Tensor, positions: Tensor, hidden: Tensor) -> None:
+        """Keeps hidden [rows, hidden] of one position (int64 [rows]) of each of ``slots``."""
+        if self._kept is None:
+            self._kept = hidden.new_empty(len(self._waiting), self._most, hidden.shape[1])
+        self._kept[slots, positions % self._most] = hidden
+
+    def _first(self, step: Sampled, made: _Rows, wanted: np.ndarray) -> Tensor:
+        """Makes the lines of ``made``: [wanted rows, hidden] at their last accepted positions."""
+        device = step.slots.device
+        parts = _segments(step, made)
+        rows, behind = upload(np.stack([made.rows, made.waiting]), device)
+        starts = step.starts[rows] - behind
+        # Nothing but its line is wanted of any other token; of a step where nobody wants drafts, of none.
+        first = np.zeros(step.plan.rows, np.int64)
+        first[made.rows] = made.begins() + made.waiting
+        at = upload(np.stack([wanted, first[wanted]]) if len(wanted) else np.zeros((2, 1), np.int64), device)
+        keep = at[1] + (step.ends - step.starts - 1)[at[0]] if len(wanted) else at[1]
+        own = self._steps.follow(*parts, starts, np.zeros(0, np.int64), 1)
+        hidden = self._gather(step, made, own)
+        return self._chain.ahead(own, hidden, keep)
+
+    def _gather(self, step: Sampled, made: _Rows, own: StepInput) -> Tensor:
+        """[tokens of ``made``, hidden]: what waited, and what this step made. ``own``: the drafter's step."""
+        assert step.hidden is not None
+        if len(made.rows) == step.plan.rows and len(step.hidden) == int(made.counts.sum()):
+            return step.hidden
+        count = made.counts - made.waiting
+        source, to = _ranges(step.begins()[made.rows], made.begins() + made.waiting, count)
+        if self._kept is None or not made.waiting.any():
+            return step.hidden[upload(source, step.hidden.device)]
+        slot = np.concatenate([step.plan.prefill.slot, step.plan.decode.slot])[made.rows]
+        kept, _ = _ranges(made.begins(), made.begins(), made.waiting)
+        owner = np.repeat(slot.astype(np.int64), made.waiting)
+        token, slots = upload(np.stack([kept, owner]), step.hidden.device)
+        from_, into = upload(np.stack([source, to]), step.hidden.device)
+        hidden = step.hidden.new_empty(len(source) + len(kept), step.hidden.shape[1])
+        hidden[into] = step.hidden[from_]
+        hidden[token] = self._kept[slots, own.positions[token] % self._most]
+        return hidden
+
+
+def _segments(step: Sampled, made: _Rows) -> tuple[Segment, Segment]:
+    """The drafter's rows as two segments; starts are upper bounds, as the plan's are."""
+    both = (step.plan.prefill, step.plan.decode)
+    slot, start = (np.concatenate([getattr(s, name) for s in both])[made.rows] for name in ("slot", "start"))
+    parts = (slice(0, made.chunks), slice(made.chunks, None))
+    return tuple(  # type: ignore[return-value]
+        Segment(
+            slot=column(slot[part]),
+            start=column((start - made.waiting)[part]),
+            count=column(made.counts[part]),
+        )
+        for part in parts
+    )
+
+
+def _ranges(first: np.ndarray, other: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """``first[i] + j`` and ``other[i] + j`` for j below ``counts[i]``, for each i in turn."""
+    within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.repeat(first, counts) + within, np.repeat(other, counts) + within
