@@ -110,6 +110,8 @@ class GraphOptions:
     """Show a bar on stderr."""
     most_each: int = 1
     """Most tokens of a row."""
+    keeps_hidden: bool = True
+    """Whether somebody reads the hidden states of a step."""
     lazy: bool = False
     """Capture when a step first needs it, for exactly its rows: ``capture`` then computes that step, too."""
 
@@ -177,8 +179,9 @@ class DecodeGraphs:
         def run() -> None:
             step = self._builder.decode(slots, bound)
             made = drive(self._model.hidden(step, self._cache, self._backends))
-            if self._options.most_each > 1:  # somebody drafts, or verifies
+            if self._options.keeps_hidden:
                 hidden.copy_(made)
+            if each > 1:
                 ids.copy_(step.ids)
             logits.copy_(self._model.logits(made))
             positions.copy_(step.positions)
