@@ -38,7 +38,10 @@ WAYS: dict[str, dict[str, Any]] = {
 TIGHT = {"spool-text": "2M", "spool-mla": "1M"}
 """Cache in which sixteen sequences must make room for each other."""
 CASES = [
-    (model, way) for model in sorted(bundled_models()) for way in WAYS if model == "spool-mla" or "of its own" not in way
+    (model, way)
+    for model in sorted(bundled_models())
+    for way in WAYS
+    if model == "spool-mla" or "of its own" not in way
 ]
 
 
