@@ -19,7 +19,7 @@ from weft.config.memory import bytes_for, state_bytes
 from weft.config.resolve import with_cache_dtype
 from weft.config.sections import CacheSection, SchedulerSection
 
-VOCAB, MAX_LEN, BLOCK, OUTPUT = 300, 160, 8, 14
+VOCAB, MAX_LEN, BLOCK, OUTPUT = 300, 160, 8, 24
 SEQUENCES = 8
 
 _COMMON: dict[str, Any] = {
