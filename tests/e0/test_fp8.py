@@ -66,7 +66,8 @@ def test_same_tokens(shape: str, folders: dict[str, Path]) -> None:
     ):
         answers, _ = _answers(folder, chunk=chunk, depth=depth, policy=policy, caching=caching)
         assert [answer.tokens for answer in answers] == expected, (chunk, depth, policy, caching)
-        assert any(answer.num_cached for answer in answers) == caching
+        if shape != "qwen3_next":  # whose snapshots lie behind these prompts' common part
+            assert any(answer.num_cached for answer in answers) == caching
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,16 +16,24 @@ from weft.attention.registry import BACKENDS, choose
 from weft.common.errors import ConfigError
 from weft.config.families import load_spec
 from weft.config.resolved import EngineConfig, KVConfig, PoolSpec
-from weft.config.sections import CacheSection, ModelSection, RunnerSection, SchedulerSection
+from weft.config.sections import (
+    CacheSection,
+    ModelSection,
+    RunnerSection,
+    SchedulerSection,
+    SpeculationSection,
+)
 from weft.config.spec import CacheSpec
 from weft.engine.core import EngineCore
 from weft.models.base import Model
 from weft.models.loader import load_model
 from weft.ops import cpu
-from weft.runner.graphs import DecodeGraphs, GraphOptions, obstacle
+from weft.runner.graphs import GraphOptions, obstacle
 from weft.runner.programs import record
+from weft.runner.result import HostCopy
 from weft.runner.runner import Runner, StepHandle
 from weft.scheduler.sequence import Running
+from weft.speculation.base import Drafter
 from weft.types.messages import TokenEvent
 from weft.types.plan import AllocSlot, StepPlan, StepResult
 
@@ -120,13 +129,13 @@ def attention_backends(name: str, dtype: torch.dtype) -> AttentionBackend:
 
 
 @cache
-def model_of(folder: Path, dtype: str, form: str) -> tuple[Model, Backends]:
+def model_of(folder: Path, dtype: str, form: str, mtp: int = 0) -> tuple[Model, Backends]:
     """The model and its attention in one of the forms that promise E1.
 
     cpp         the C++ operations, and nothing asked of them; of latent attention one form
     fallback    --deterministic where the C++ operations are not there
     """
-    spec, kind = load_spec(str(folder), None), DTYPES[dtype]
+    spec, kind = load_spec(str(folder), None, mtp=mtp), DTYPES[dtype]
     if form == "cpp":
         if not cpu.load():
             pytest.skip("the C++ operations are not built")
@@ -168,18 +177,27 @@ class Witness(Runner):
         self.in_flight -= 1
         return super().read(handle)
 
-    def _forward(self, handle: StepHandle) -> Any:
-        made = super()._forward(handle)
-        batch, logits = made
+    def _sample(self, handle: StepHandle) -> HostCopy:
+        batch, logits = handle.forwarded.result()
         for op in handle.plan.ops:
             if isinstance(op, AllocSlot):
                 self.seeds[op.slot] = op.seed
-        rows = batch.sample_rows
-        for slot, row, position in zip(
-            rows.slot_host.tolist(), rows.logits_row.tolist(), rows.position.tolist(), strict=True
+        copy = super()._sample(handle)
+        rows, decode = batch.sample_rows, handle.plan.decode
+        # Behind the last accepted draft come logits of a sequence that never was.
+        accepted = np.zeros(decode.rows, np.int64) if copy.accepted is None else copy.accepted.numpy()
+        true = [np.ones(int(handle.plan.prefill.sample.sum()), bool)]
+        true += [np.arange(count) <= right for count, right in zip(decode.count, accepted, strict=True)]
+        for slot, row, position, holds in zip(
+            rows.slot_host.tolist(),
+            rows.logits_row.tolist(),
+            rows.position.tolist(),
+            np.concatenate(true).tolist(),
+            strict=True,
         ):
-            self.bits.setdefault((self.seeds[slot], position), []).append(logits[row].clone())
-        return made
+            if holds:
+                self.bits.setdefault((self.seeds[slot], position), []).append(logits[row].clone())
+        return copy
 
 
 def force_preemptions(engine: EngineCore, number: int, every: int = 7) -> list[TokenEvent]:
@@ -204,9 +222,15 @@ def make_engine(
     caching: bool = False,
     max_num_seqs: int = 80,
     replay: bool = False,
+    speculation: SpeculationSection | None = None,
+    drafter: Drafter | None = None,
 ) -> tuple[EngineCore, Witness]:
-    """An engine whose caches are full of NaN. ``replay``: decode steps are replayed where they can be."""
-    model, backends = model_of(folder, dtype, form)
+    """An engine whose caches are full of NaN. ``replay``: decode steps are replayed where they can be.
+
+    ``drafter`` takes the place of the one that ``speculation`` names.
+    """
+    speculation = speculation or SpeculationSection()
+    model, backends = model_of(folder, dtype, form, int(speculation.speculative_method == "mtp"))
     spec = model.spec
     sizes = {"full": blocks, "latent": blocks, "window": 2048, "state": 256}
     pools = tuple(PoolSpec(cache=c, block_size=BLOCK, num_blocks=sizes[c.kind]) for c in spec.caches)
@@ -216,6 +240,7 @@ def make_engine(
         enable_prefix_caching=caching,
         max_model_len=MAX_LEN,
         num_slots=max_num_seqs * depth,
+        copies=1 + speculation.drafts,
     )
     config = EngineConfig(
         model_path=str(folder),
@@ -234,7 +259,11 @@ def make_engine(
         ),
         runner=RunnerSection(device="cpu"),
         kv=kv,
+        speculation=speculation,
     )
+    options = None
+    if replay and obstacle(model, backends) is None:
+        options = GraphOptions(max_rows=max_num_seqs, capture=record, lazy=True, most_each=kv.copies)
     runner = Witness(
         model,
         backends,
@@ -245,15 +274,14 @@ def make_engine(
         depth=depth,
         poison=True,
         step_timeout=60,
+        graphs=options,
+        speculation=speculation,
     )
+    if drafter is not None:
+        runner.drafter = drafter
     runner.watch()
     for tensor in (t for layer in runner.cache for tensors in layer.values() for t in tensors):
         tensor.fill_(float("nan"))
-    if replay and obstacle(model, backends) is None:
-        options = GraphOptions(max_rows=max_num_seqs, capture=record, lazy=True)
-        runner.graphs = DecodeGraphs(
-            model, runner._cache, backends, runner._builder, runner._state, MAX_LEN, options
-        )
     engine = EngineCore(config, runner=runner)
     assert engine.deterministic, runner.varying
     return engine, runner

@@ -252,3 +252,19 @@ def test_presets_and_files(tmp_path: Path) -> None:
 def test_no_torch() -> None:
     code = "import sys, weft.sim, weft.launch.sim; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_drafts_make_steps_fewer_where_they_are_right() -> None:
+    """Steps that cost the same whatever they hold: tokens a second grow with what is accepted."""
+    sections, arrivals = section(), [Arrival(0.0, 10, 200) for _ in range(4)]
+    rates = []
+    for drafts, acceptance in ((0, 0.0), (3, 0.0), (3, 0.6), (3, 1.0)):
+        kv = kv_config(sections, 512, drafts=drafts)
+        report = simulate(kv, sections, FLAT, arrivals, acceptance=acceptance)
+        assert report.drafts_accepted <= report.drafts
+        assert bool(report.drafts) == bool(drafts)
+        rates.append(report.output_rate)
+    off, wrong, some, right = rates
+    assert wrong >= 0.97 * off
+    assert 1.9 * off < some < 2.3 * off
+    assert right > 3.4 * off

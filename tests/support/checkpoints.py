@@ -74,7 +74,7 @@ def _qwen3_next() -> tuple[str, dict[str, Any]]:
 
 def _deepseek_v3() -> tuple[str, dict[str, Any]]:
     return "DeepseekV3", {
-        **_COMMON,
+        **{name: value for name, value in _COMMON.items() if name != "head_dim"},
         "initializer_range": 0.33,
         "num_hidden_layers": 2,
         "intermediate_size": 64,

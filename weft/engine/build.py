@@ -80,14 +80,14 @@ def graph_options(
     if why is not None:
         log.info("decode steps are launched op by op, and not replayed: %s", why)
         return None
-    if config.device == "cpu":
-        return GraphOptions(
-            max_rows=config.scheduler.max_num_seqs, capture=record, lazy=True, most_each=config.kv.copies
-        )
+    cpu_device = config.device == "cpu"
     return GraphOptions(
         max_rows=config.scheduler.max_num_seqs,
-        capture=CudaCapture(torch.device(config.device)),
-        progress=progress,
+        capture=record if cpu_device else CudaCapture(torch.device(config.device)),
+        progress=progress and not cpu_device,
+        lazy=cpu_device,
+        most_each=config.kv.copies if cpu_device else 1,
+        keeps_hidden=config.speculation.speculative_method == "mtp",
     )
 
 

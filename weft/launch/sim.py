@@ -70,6 +70,13 @@ _POSITIVE = click.FloatRange(0, min_open=True)
 @click.option(
     "--host-ms", type=click.FloatRange(0), default=0.0, help="Planning time of a step; two in flight hide it."
 )
+@click.option(
+    "--acceptance",
+    type=click.FloatRange(0, 1),
+    default=0.7,
+    show_default=True,
+    help="With --speculative-method: the chance of a draft to be right where the ones before it were.",
+)
 @click.option("--seconds", type=_POSITIVE, help="Cut the run off after so much virtual time.")
 @click.option(
     "--workload-seed", type=click.IntRange(0), default=0, show_default=True, help="Same seed, same run."
@@ -82,7 +89,9 @@ _POSITIVE = click.FloatRange(0, min_open=True)
     help='Another run with these flags changed, e.g. --vs "itl-target-ms=40"; may be repeated.',
 )
 @click.option("--json", "json_file", type=click.Path(dir_okay=False), help="Write all numbers to this file.")
-@options.settings(("scheduler",), ("max_model_len", "block_size", "enable_prefix_caching", "log_level"))
+@options.settings(
+    ("scheduler", "speculation"), ("max_model_len", "block_size", "enable_prefix_caching", "log_level")
+)
 def sim(cost_name: str, others: tuple[str, ...], json_file: str | None, **given: Any) -> int:
     """Simulate the scheduler on virtual time: what flags do to latency and throughput.
 
@@ -126,8 +135,8 @@ def overrides(text: str) -> dict[str, Any]:
         name = key.lstrip("-").replace("-", "_")
         if not equals:
             raise ConfigError(f"--vs takes FLAG=VALUE, not {word[:40]!r}", param="--vs")
-        known = [s.key for s in SETTINGS.values() if s.section == "scheduler"]
-        if name not in SETTINGS or SETTINGS[name].section != "scheduler":
+        known = [s.key for s in SETTINGS.values() if s.section in ("scheduler", "speculation")]
+        if name not in SETTINGS or SETTINGS[name].key not in known:
             near = suggest(name.replace("_", "-"), known)
             raise ConfigError(f"--vs: {key!r} is no flag of the scheduler.{near}", param="--vs")
         found[name] = SETTINGS[name].parse(value)
@@ -171,6 +180,7 @@ def _kv(config: Config, arrivals: Sequence[Arrival], tokens: int | None) -> KVCo
         tokens=tokens or 0,
         block_size=cache.block_size,
         caching=cache.enable_prefix_caching,
+        drafts=config.speculation.drafts,
     )
 
 
@@ -201,6 +211,8 @@ def _run(
             noise=given["noise"],
             host=given["host_ms"] / 1e3,
             shared=given["shared_prefix"],
+            speculation=config.speculation,
+            acceptance=given["acceptance"],
         )
 
 
@@ -229,6 +241,8 @@ def table(rows: Sequence[tuple[str, Report]]) -> str:
     line("prompt tok/s", [f"{r.prompt_rate:.0f}" for r in reports])
     line("output tok/s", [f"{r.output_rate:.0f}" for r in reports])
     line("steps, of them mixed", [f"{r.steps}, {r.mixed_steps}" for r in reports])
+    if any(r.drafts for r in reports):
+        line("drafts accepted", [f"{r.drafts_accepted} of {r.drafts}" for r in reports])
     line("preemptions", [str(r.preemptions) for r in reports])
     line("device busy", [f"{r.device_share:.0%}" for r in reports])
     widths = [max(len(one[i]) for one in lines) for i in range(len(rows) + 1)]

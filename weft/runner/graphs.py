@@ -110,6 +110,8 @@ class GraphOptions:
     """Show a bar on stderr."""
     most_each: int = 1
     """Most tokens of a row."""
+    keeps_hidden: bool = True
+    """Whether somebody reads the hidden states of a step."""
     lazy: bool = False
     """Capture when a step first needs it, for exactly its rows: ``capture`` then computes that step, too."""
 
@@ -177,8 +179,9 @@ class DecodeGraphs:
         def run() -> None:
             step = self._builder.decode(slots, bound)
             made = drive(self._model.hidden(step, self._cache, self._backends))
-            if self._options.most_each > 1:  # somebody drafts, or verifies
+            if self._options.keeps_hidden:
                 hidden.copy_(made)
+            if each > 1:
                 ids.copy_(step.ids)
             logits.copy_(self._model.logits(made))
             positions.copy_(step.positions)
@@ -204,10 +207,8 @@ class DecodeGraphs:
         staged = self._builder.stage_decode(plan, 0 if even(plan, each) else each, buffer)
         self._slots[:rows].copy_(staged[0])
         self._slots[rows : key[0]] = self._spare
-        replay = self._replays.get(key)
-        if replay is not None:
-            replay()
-            self.replayed += 1
+        if key in self._replays:
+            self.replay(key)
         else:
             self._capture_now(key)
         tokens = slice(rows * each)
@@ -217,6 +218,11 @@ class DecodeGraphs:
     def hidden(self, key: Key, rows: int) -> Tensor:
         """[rows * tokens of each, hidden] of the step replayed last, valid until the next."""
         return self._hidden[: rows * key[1]]
+
+    def replay(self, key: Key) -> None:
+        """Launches the captured step of ``key`` on what its columns hold."""
+        self._replays[key]()
+        self.replayed += 1
 
     def _capture_now(self, key: Key) -> None:
         """Computes a step while capturing it. What cannot be captured is computed plainly, now and later."""

@@ -13,14 +13,21 @@ from weft.types.plan import StepPlan, StepResult, column
 class FakeDevice:
     """Computes one step after another, in launch order."""
 
-    def __init__(self, cost: CostModel, vocabulary: int, noise: float = 0.0, seed: int = 0) -> None:
-        """``noise``: standard deviation of the logarithm of a step's time; the median is the model's."""
+    def __init__(
+        self, cost: CostModel, vocabulary: int, noise: float = 0.0, seed: int = 0, acceptance: float = 1.0
+    ) -> None:
+        """``noise``: standard deviation of the logarithm of a step's time; the median is the model's.
+
+        ``acceptance``: the chance of a draft to be right where the ones before it were.
+        """
         self.busy = 0.0
         """Seconds computed so far."""
         self._cost = cost
         self._vocabulary = vocabulary
         self._noise = noise
         self._rng = random.Random(seed)
+        self._acceptance = acceptance
+        self._drafts = np.random.default_rng(seed)
         self._free_at = 0.0
 
     def launch(self, plan: StepPlan, now: float) -> float:
@@ -46,5 +53,13 @@ class FakeDevice:
             rows=column(rows),
             offsets=column(offsets),
             tokens=column((numbers * 2654435761 + plan.step * 40503) % self._vocabulary),
-            accepted=column(np.maximum(sampled - 1, 0)),
+            accepted=column(self._accepted(np.maximum(sampled - 1, 0))),
         )
+
+    def _accepted(self, drafts: np.ndarray) -> np.ndarray:
+        """How many of so many drafts of each row are right, up to the first that is not."""
+        if not drafts.any():
+            return drafts
+        right = self._drafts.random((len(drafts), int(drafts.max()))) < self._acceptance
+        accepted: np.ndarray = np.minimum(right.cumprod(axis=1).sum(axis=1), drafts)
+        return accepted

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from weft.common.errors import ConfigError, Overloaded
 from weft.config.resolved import KVConfig, PoolSpec
-from weft.config.sections import SchedulerSection
+from weft.config.sections import SchedulerSection, SpeculationSection
 from weft.config.spec import CacheSpec
 from weft.scheduler import Scheduler
 from weft.scheduler.cost import CostModel
@@ -38,8 +38,12 @@ def kv_config(
     tokens: int = 0,
     block_size: int = 64,
     caching: bool = True,
+    drafts: int = 0,
 ) -> KVConfig:
-    """One pool of full attention that holds ``tokens`` positions; by default all that can be asked of it."""
+    """One pool of full attention that holds ``tokens`` positions; by default all that can be asked of it.
+
+    ``drafts``: of a sequence in a step, at most.
+    """
     each = -(-max_model_len // block_size)
     blocks = tokens // block_size if tokens else each * section.max_num_seqs
     cache = CacheSpec(kind="full", layers=(0,), kv_heads=1, head_dim=1)
@@ -49,6 +53,7 @@ def kv_config(
         enable_prefix_caching=caching,
         max_model_len=max_model_len,
         num_slots=section.max_num_seqs * depth_of(section),
+        copies=1 + drafts,
     )
 
 
@@ -78,9 +83,14 @@ class Simulation:
         noise: float = 0.0,
         host: float = 0.0,
         shared: int = 0,
+        speculation: SpeculationSection | None = None,
+        acceptance: float = 1.0,
     ) -> None:
         """``host``: seconds that planning and committing a step take, in which a device with one step in
-        flight idles. ``shared``: leading prompt tokens that all requests have in common."""
+        flight idles. ``shared``: leading prompt tokens that all requests have in common.
+
+        ``acceptance``: the chance of a draft to be right where the ones before it were.
+        """
         longest = max((a.prompt + max(a.output, a.again) for a in arrivals), default=0)
         if longest > kv.max_model_len:
             raise ConfigError(
@@ -89,8 +99,8 @@ class Simulation:
                 param="--max-model-len",
             )
         self.clock = VirtualClock()
-        self.scheduler = Scheduler(kv, section, VOCABULARY)
-        self.device = FakeDevice(cost, VOCABULARY, noise, seed)
+        self.scheduler = Scheduler(kv, section, VOCABULARY, speculation)
+        self.device = FakeDevice(cost, VOCABULARY, noise, seed, acceptance)
         self.streams: list[Stream] = []
         self.refused = 0
         self.ended = 0
@@ -174,6 +184,8 @@ class Simulation:
             mixed_steps=stats.mixed_steps,
             preemptions=stats.preemptions,
             prefix_hits=stats.prefix_hits,
+            drafts=sum(stats.drafts),
+            drafts_accepted=sum(stats.drafts_accepted),
             device_share=min(self.device.busy / now, 1.0) if now > 0 else 0.0,
             wall_seconds=time.perf_counter() - self._began,
         )
@@ -236,7 +248,20 @@ def simulate(
     noise: float = 0.0,
     host: float = 0.0,
     shared: int = 0,
+    speculation: SpeculationSection | None = None,
+    acceptance: float = 1.0,
 ) -> Report:
     """Runs a workload to its end; see ``Simulation``."""
-    simulation = Simulation(kv, section, cost, arrivals, seed=seed, noise=noise, host=host, shared=shared)
+    simulation = Simulation(
+        kv,
+        section,
+        cost,
+        arrivals,
+        seed=seed,
+        noise=noise,
+        host=host,
+        shared=shared,
+        speculation=speculation,
+        acceptance=acceptance,
+    )
     return simulation.run(most_seconds, progress)

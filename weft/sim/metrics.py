@@ -76,6 +76,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int
     prefix_hits: int
     """Tokens found in the prefix cache."""
+    drafts: int
+    """Drafts verified."""
+    drafts_accepted: int
     device_share: float
     """Part of the time that the device computed, 0 .. 1."""
     wall_seconds: float = 0.0
