@@ -64,6 +64,8 @@ def instrument(core: EngineCore) -> Meter:
     meter.wrap(runner._builder, "build", "build")
     meter.wrap(runner._sampler, "sample", "sampler")
     meter.wrap(runner_module, "drive", "model")
+    if runner.graphs is not None:
+        meter.wrap(runner.graphs, "replay", "model")
     return meter
 
 

@@ -1,4 +1,4 @@
-"""Training rows of ``spool-text``: problems rendered as chats or plain completions, batched by length."""
+"""Training rows of the bundled models: problems rendered as chats or plain completions, batched by length."""
 
 import itertools
 import random

@@ -1,4 +1,4 @@
-"""Builds the small tokenizer of ``spool-text``: byte-level BPE learned on generated problems.
+"""Builds the small tokenizer of the bundled models: byte-level BPE learned on generated problems.
 
 Every digit is a token of its own, all 256 bytes are in the vocabulary, so any UTF-8 text round-trips.
 """

@@ -10,14 +10,19 @@ from typing import Any
 
 import torch
 
+from tests.support.checkpoints import SHAPES, spread
+from tests.support.mtp_models import make_mtp_checkpoint
 from weft import LLM, SamplingParams
 from weft.bench.tokenizer import write_tokenizer
 from weft.config.families import load_spec
 from weft.config.memory import bytes_for, state_bytes
-from weft.config.sections import SchedulerSection
+from weft.config.resolve import with_cache_dtype
+from weft.config.sections import CacheSection, SchedulerSection
 
-VOCAB, MAX_LEN, BLOCK, OUTPUT = 300, 160, 8, 14
+VOCAB, MAX_LEN, BLOCK, OUTPUT = 300, 160, 8, 24
 SEQUENCES = 8
+LONGEST = 96 + OUTPUT + 4
+"""A little more than the longest prompt and its answer."""
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -31,7 +36,7 @@ _COMMON: dict[str, Any] = {
     "pad_token_id": None,
 }
 
-#: Name of the form of attention -> (transformers' name of a family that has it, its configuration).
+#: Form of attention -> (transformers' name of a family that has it, its configuration).
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "full": (
         "Qwen3Moe",
@@ -57,35 +62,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention"],
         },
     ),
-    "latent": (
-        "DeepseekV3",
-        {
-            "num_hidden_layers": 2,
-            "num_key_value_heads": 4,
-            "q_lora_rank": 24,
-            "kv_lora_rank": 16,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 12,
-            "v_head_dim": 12,
-            "n_routed_experts": 8,
-            "n_group": 2,
-            "topk_group": 1,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 24,
-            "n_shared_experts": 1,
-            "first_k_dense_replace": 1,
-        },
-    ),
     "delta": (
         "Qwen3Next",
         {
             "num_hidden_layers": 4,
             "num_key_value_heads": 2,
             "head_dim": 16,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 8,
+            # A small state: the caches of a sequence are mostly lines, which run short.
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 4,
+            "linear_value_head_dim": 4,
             "num_experts": 4,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 24,
@@ -95,28 +82,55 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_checkpoint(root: Path, family: str) -> Path:
-    """A random checkpoint in float64 with a tokenizer; made once for each ``root``."""
+def _sparse(folder: Path) -> None:
+    """DeepSeek V4, as the tests of its family have it."""
+    transformers = _transformers()
+    _, settings = SHAPES["deepseek_v4"]()
+    torch.manual_seed(3)
+    changes = {"vocab_size": VOCAB, "max_position_embeddings": 192}
+    model = transformers.DeepseekV4ForCausalLM(transformers.DeepseekV4Config(**{**settings, **changes}))
+    spread(model)
+    model.to(torch.float64).save_pretrained(folder)
+
+
+def _latent(folder: Path) -> None:
+    """DeepSeek V3 with a module that predicts one token further."""
+    make_mtp_checkpoint(folder, skilled=True, vocab_size=VOCAB, max_position_embeddings=192)
+
+
+OTHERS = {"latent": _latent, "sparse": _sparse}
+
+
+def _transformers() -> Any:
     import transformers
 
-    name, settings = FAMILIES[family]
+    return transformers
+
+
+def make_checkpoint(root: Path, family: str) -> Path:
+    """A random checkpoint in float64 with a tokenizer; made once for each ``root``."""
     folder = root / family.replace(" ", "-")
     if folder.exists():
         return folder
-    torch.manual_seed(3)
-    config = getattr(transformers, f"{name}Config")(**{**_COMMON, **settings})
-    model = getattr(transformers, f"{name}ForCausalLM")(config).to(torch.float64)
-    model.save_pretrained(folder)
+    if family in OTHERS:
+        OTHERS[family](folder)
+    else:
+        name, settings = FAMILIES[family]
+        torch.manual_seed(3)
+        config = getattr(_transformers(), f"{name}Config")(**{**_COMMON, **settings})
+        model = getattr(_transformers(), f"{name}ForCausalLM")(config).to(torch.float64)
+        model.save_pretrained(folder)
     write_tokenizer(folder, VOCAB, MAX_LEN)
     return folder
 
 
 def prompts() -> list[list[int]]:
-    """Some share their first blocks, some repeat themselves, some are short."""
+    """Some repeat themselves; the short ones come first, the last three share their first blocks."""
     rng = random.Random(7)
     shared = [rng.randrange(VOCAB - 4) for _ in range(94)]
     made = [shared[:85], [*shared, 9, 9], [*shared[:83], 5], [4, 4, 8] * 7]
-    return [*made, *([rng.randrange(VOCAB - 4) for _ in range(n)] for n in (3, 38, 12, 30))]
+    made += ([rng.randrange(VOCAB - 4) for _ in range(n)] for n in (3, 38, 12, 30))
+    return sorted(made, key=len)
 
 
 PROMPTS = prompts()
@@ -187,22 +201,24 @@ def engine(folder: Path, case: dict[str, Any], *, alone: bool = False) -> LLM:
             settings |= {"speculative_method": case["draft"], "num_speculative_tokens": 2}
             settings["speculative_adaptive"] = False
         if case["preempt"]:
+            settings["max_model_len"] = LONGEST
             settings["kv_cache_memory"] = str(_tight(folder, case))
     return LLM(str(folder), **settings)
 
 
 @cache
-def _spec(folder: Path) -> Any:
-    return load_spec(str(folder), None)
+def _spec(folder: Path, kv: str, mtp: int) -> Any:
+    section = CacheSection(kv_cache_dtype=kv)  # type: ignore[arg-type]
+    return with_cache_dtype(load_spec(str(folder), None, mtp=mtp), section)
 
 
 def _tight(folder: Path, case: dict[str, Any]) -> int:
     """Bytes of cache in which sequences must make room for each other."""
-    spec = _spec(folder)
+    spec = _spec(folder, case["kv"], int(case["draft"] == "mtp"))
     scheduler = SchedulerSection(max_num_seqs=SEQUENCES, long_prefill_token_threshold=case["chunk"])
     drafts = 0 if case["draft"] == "none" else 2
     states = state_bytes(spec, "float64", SEQUENCES * case["depth"], 1 + drafts)
-    return int(1.05 * bytes_for(spec, BLOCK, "float64", 1, MAX_LEN, scheduler)) + states
+    return int(1.01 * bytes_for(spec, BLOCK, "float64", 1, LONGEST, scheduler)) + states
 
 
 def run(folder: Path, case: dict[str, Any], stop: list[str] | None = None, *, alone: bool = False) -> Any:
@@ -212,7 +228,7 @@ def run(folder: Path, case: dict[str, Any], stop: list[str] | None = None, *, al
     try:
         asked: list[Any] = [{"prompt_token_ids": ids} for ids in PROMPTS]
         if case["prefix"] and not alone:
-            llm.generate(asked[:2], SamplingParams(max_tokens=1), use_tqdm=False)
+            llm.generate(asked[-3:], SamplingParams(max_tokens=1), use_tqdm=False)
         outputs = llm.generate(asked, params(case, stop), use_tqdm=False)
         core = llm._core
         assert core is not None

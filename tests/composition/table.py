@@ -22,8 +22,9 @@ NAMES = {
 class Table:
     """For each pair of features the families in which a case had both at work."""
 
-    def __init__(self, features: list[str], families: list[str]) -> None:
-        self._features, self._families = features, families
+    def __init__(self, features: dict[str, list[str]]) -> None:
+        """``features``: those of each family."""
+        self._features = features
         self._cases: dict[tuple[str, frozenset[str]], int] = {}
 
     def ran(self, family: str, pair: tuple[str, str]) -> None:
@@ -41,17 +42,18 @@ class Table:
             "it gets alone, in float64.",
             "A run of `pytest tests/composition --write-composition` writes this page.",
         ]
-        for family in self._families:
-            lines += ["", f"## {family}", "", *self._grid(family)]
+        for family in self._features:
+            lines += ["", f"## {family.capitalize()}", "", *self._grid(family)]
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
     def _grid(self, family: str) -> list[str]:
-        columns = self._features[1:]
+        features = self._features[family]
+        columns = features[1:]
         lines = ["| | " + " | ".join(NAMES[c] for c in columns) + " |", "|---" * (len(columns) + 1) + "|"]
-        for number, row in enumerate(self._features[:-1]):
+        for number, row in enumerate(features[:-1]):
             cells = []
             for column in columns:
-                if self._features.index(column) <= number:
+                if features.index(column) <= number:
                     cells.append("")
                     continue
                 count = self._cases.get((family, frozenset((row, column))), 0)

@@ -16,12 +16,13 @@ from tests.e0.rig import Answer, make_engine, run, submit
 from tests.support.checkpoints import VOCAB, make_checkpoint
 from weft.types.sampling import TokenParams
 
+SHAPES = ("qwen3_moe", "qwen2_windowed", "deepseek_v3", "qwen3_next")
 PARAMS = TokenParams(temperature=0.8, top_k=20, max_tokens=24)
 
 
 def _prompts() -> list[list[int]]:
     rng = random.Random(7)
-    shared = [rng.randrange(VOCAB) for _ in range(17)]
+    shared = [rng.randrange(VOCAB) for _ in range(40)]
     return [shared + [rng.randrange(VOCAB) for _ in range(rng.randrange(3, 25))] for _ in range(10)]
 
 
@@ -31,7 +32,7 @@ PROMPTS = _prompts()
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("fp8")
-    return {shape: make_checkpoint(root, shape) for shape in ("qwen3_moe", "qwen2_windowed")}
+    return {shape: make_checkpoint(root, shape) for shape in SHAPES}
 
 
 def _alone(folder: Path, kv_cache_dtype: str) -> list[list[int]]:
@@ -45,17 +46,18 @@ def _alone(folder: Path, kv_cache_dtype: str) -> list[list[int]]:
 def _answers(folder: Path, **settings: object) -> tuple[list[Answer], object]:
     engine, runner = make_engine(folder, kv_cache_dtype="fp8", **settings)  # type: ignore[arg-type]
     dtypes = {tensor.dtype for layer in runner.cache for tensors in layer.values() for tensor in tensors}
-    assert dtypes == {torch.float8_e4m3fn, torch.float32}
+    assert torch.float8_e4m3fn in dtypes
     arrivals = [[submit(i + 1, prompt, PARAMS, request=i)] for i, prompt in enumerate(PROMPTS)]
     found = run(engine, arrivals)
     return [found[i + 1] for i in range(len(PROMPTS))], engine
 
 
-@pytest.mark.parametrize("shape", ["qwen3_moe", "qwen2_windowed"])
+@pytest.mark.parametrize("shape", SHAPES)
 def test_same_tokens(shape: str, folders: dict[str, Path]) -> None:
     folder = folders[shape]
     expected = _alone(folder, "fp8")
-    assert expected != _alone(folder, "auto"), "8 bits that change nothing prove nothing"
+    if shape != "qwen3_next":  # of which one layer in four attends
+        assert expected != _alone(folder, "auto"), "8 bits that change nothing prove nothing"
     for chunk, depth, policy, caching in (
         (0, 1, "mixed", False),
         (1, 2, "mixed", True),
@@ -64,10 +66,11 @@ def test_same_tokens(shape: str, folders: dict[str, Path]) -> None:
     ):
         answers, _ = _answers(folder, chunk=chunk, depth=depth, policy=policy, caching=caching)
         assert [answer.tokens for answer in answers] == expected, (chunk, depth, policy, caching)
-        assert any(answer.num_cached for answer in answers) == caching
+        if shape != "qwen3_next":  # whose snapshots lie behind these prompts' common part
+            assert any(answer.num_cached for answer in answers) == caching
 
 
-@pytest.mark.parametrize("shape", ["qwen3_moe", "qwen2_windowed"])
+@pytest.mark.parametrize("shape", SHAPES)
 def test_same_tokens_after_preemption(shape: str, folders: dict[str, Path]) -> None:
     """Lines that are computed again, in other chunks, are the same lines."""
     folder = folders[shape]

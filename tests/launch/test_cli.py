@@ -80,6 +80,7 @@ def test_help_lists_every_flag_with_its_default(command: str) -> None:
 def test_models_lists_bundled_ones_and_architectures() -> None:
     text = run("models").stdout
     assert "spool-text" in text
+    assert "spool-mla" in text
     assert "Qwen3MoeForCausalLM" in text
 
 

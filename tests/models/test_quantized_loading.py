@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.support import quantized as make
+from tests.support.sparse_models import CASES as SPARSE_CASES
 from weft.common.errors import ConfigError
 from weft.config.families import load_spec
 from weft.models.loader import load_model
@@ -263,6 +264,52 @@ def test_gpt_oss(tmp_path: Path) -> None:
     experts = load_file(tmp_path / "exact" / "model.safetensors")["model.layers.1.mlp.experts.gate_up_proj"]
     gate = names["blocks.1.feed_forward.experts.gate_up"][2, :32]
     assert torch.equal(gate, experts[2, :, ::2].T)
+
+
+def test_deepseek_v4(tmp_path: Path) -> None:
+    """FP8 blocks with a ``scale`` of exponents, experts of two E2M1 values a byte, the rest plain."""
+    family, facts = SPARSE_CASES["deepseek-v4"]
+    sizes = {"vocab_size": 131, "hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 512}
+    config = getattr(transformers, f"{family}Config")(**{**facts, **sizes, "intermediate_size": 32})
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    for _, weight in sorted(model.named_parameters()):
+        torch.nn.init.normal_(weight, 0.0, 0.3)
+    model.save_pretrained(tmp_path / "plain")
+    found = json.loads((tmp_path / "plain" / "config.json").read_text())
+    saved, meant, kinds = {}, {}, {"fp8": 0, "fp4": 0}
+    for name, tensor in load_file(tmp_path / "plain" / "model.safetensors").items():
+        base = name.removesuffix(".weight")
+        if re.search(r"ffn\.experts\.\d+\.w\d\.weight$", name):
+            values, scales, meant[name] = make.mxfp4(tensor)
+            saved[name], saved[f"{base}.scale"] = values.view(torch.int8), scales.view(torch.float8_e8m0fnu)
+            kinds["fp4"] += 1
+        elif re.search(r"attn\.w(q_a|q_b|kv|o_b)\.weight$|shared_experts\.w\d\.weight$", name):
+            parts, meant[name] = make.fp8(tensor, "block", exponents=True, name="scale")
+            saved |= {f"{base}.{end}": part for end, part in parts.items()}
+            kinds["fp8"] += 1
+        else:
+            saved[name] = tensor
+            meant[name] = tensor.double() if tensor.is_floating_point() else tensor
+    assert min(kinds.values()) > 10
+    quantized = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "scale_fmt": "ue8m0",
+        "expert_dtype": "fp4",
+        "weight_block_size": [128, 128],
+    }
+    for folder, tensors, more in (
+        ("packed", saved, {"quantization_config": quantized}),
+        ("exact", meant, {}),
+    ):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text(json.dumps({**found, **more}))
+        save_file(
+            {name: t.contiguous() for name, t in tensors.items()}, tmp_path / folder / "model.safetensors"
+        )
+    assert _same(_load(tmp_path / "packed"), _load(tmp_path / "exact"))
 
 
 def _change(folder: Path, change: Callable[[Tensors], None]) -> Path:

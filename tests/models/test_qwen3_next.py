@@ -22,12 +22,9 @@ from weft.attention.delta_torch import TorchDelta
 from weft.common.errors import ConfigError
 from weft.config.families import load_spec
 from weft.config.memory import weight_bytes
-from weft.config.spec import without_mtp
-from weft.layers.build import Build
 from weft.models.loader import load_model
-from weft.models.registry import BLOCKS, WEIGHTS
+from weft.models.registry import WEIGHTS
 from weft.models.weights import Placement
-from weft.parallel.comm import LocalComm
 
 CPU = torch.device("cpu")
 VOCAB = 131
@@ -180,7 +177,7 @@ def test_a_predicting_module_is_found_by_its_weights(
     (single,) = Path(checkpoint.folder).glob("*.safetensors")
     extra = _module_weights(load_file(single), 3)
     folder = _rewrite(checkpoint.folder, tmp_path / "with", extra, **({field: 1} if field else {}))
-    spec = load_spec(folder)
+    spec = load_spec(folder, mtp=1)
     assert spec.mtp_layers == 1
     assert spec.caches[0].layers == (3, 4)
     assert spec.moe is not None
@@ -188,19 +185,29 @@ def test_a_predicting_module_is_found_by_its_weights(
     placements = WEIGHTS.get(spec.family)(spec).placements
     fused = {"mtp.layers.0.mlp.experts.gate_up_proj", "mtp.layers.0.mlp.experts.down_proj"}
     assert {n for n in placements if n.startswith("mtp.")} - fused == set(extra)
-    ours = {p.parameter for n, p in placements.items() if n.startswith("mtp.")}
-    build = Build(dtype=torch.float32, device=CPU, comm=LocalComm())
-    block = BLOCKS.get(spec.family)(spec, spec.layers, build)
-    assert {f"mtp.0.block.{n}" for n, _ in block.named_parameters()} == {n for n in ours if ".block." in n}
-    assert {n for n in ours if ".block." not in n} == {
-        f"mtp.0.{n}.weight" for n in ("embedding_norm", "hidden_norm", "project", "norm")
+    model = load_model(folder, spec, torch.float32, CPU, progress=False, pack=False)
+    ours = dict(model.named_parameters())
+    assert {p.parameter for n, p in placements.items() if n.startswith("mtp.")} == {
+        n for n in ours if n.startswith("mtp.")
     }
+    assert torch.equal(ours["mtp.0.project.weight"], extra["mtp.fc.weight"])
+    for theirs, mine in (
+        ("pre_fc_norm_embedding", "embedding_norm"),
+        ("pre_fc_norm_hidden", "hidden_norm"),
+        ("norm", "norm"),
+        ("layers.0.self_attn.q_norm", "block.attention.q_norm"),
+    ):
+        assert torch.equal(ours[f"mtp.0.{mine}.weight"], 1 + extra[f"mtp.{theirs}.weight"])
     # Without the module its weights are passed over.
-    load_model(folder, without_mtp(spec), torch.float32, CPU, progress=False)
+    load_model(folder, load_spec(folder), torch.float32, CPU, progress=False)
     # A field without the weights is a checkpoint that lost them.
     if field:
-        assert load_spec(_rewrite(checkpoint.folder, tmp_path / "lost", {}, **{field: 1})).mtp_layers == 0
-        assert load_spec(_rewrite(checkpoint.folder, tmp_path / "off", extra, **{field: 0})).mtp_layers == 0
+        lost = _rewrite(checkpoint.folder, tmp_path / "lost", {}, **{field: 1})
+        off = _rewrite(checkpoint.folder, tmp_path / "off", extra, **{field: 0})
+        for without in (lost, off):
+            load_model(without, load_spec(without), torch.float32, CPU, progress=False)
+            with pytest.raises(ConfigError, match="no module that predicts"):
+                load_spec(without, mtp=1)
         with pytest.raises(ConfigError, match=field):
             load_spec(_rewrite(checkpoint.folder, tmp_path / "many", extra, **{field: 2}))
 

@@ -74,7 +74,7 @@ def _qwen3_next() -> tuple[str, dict[str, Any]]:
 
 def _deepseek_v3() -> tuple[str, dict[str, Any]]:
     return "DeepseekV3", {
-        **_COMMON,
+        **{name: value for name, value in _COMMON.items() if name != "head_dim"},
         "initializer_range": 0.33,
         "num_hidden_layers": 2,
         "intermediate_size": 64,
@@ -118,7 +118,7 @@ def _deepseek_v4() -> tuple[str, dict[str, Any]]:
     }
 
 
-def _spread(model: Any) -> None:
+def spread(model: Any) -> None:
     """What transformers leaves at zero gets values, so that it matters: biases, sinks, tables of experts."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name.endswith("tid2eid"):
@@ -149,7 +149,7 @@ def make_checkpoint(folder: Path, shape: str, seed: int = 0) -> Path:
     config.use_cache = True
     model = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.float64)
     if shape == "deepseek_v4":
-        _spread(model)
+        spread(model)
     target = folder / shape
     model.save_pretrained(target)
     return target

@@ -22,7 +22,7 @@ from weft.text.chat import ChatFormat
 from weft.text.choice import Choice
 from weft.text.model import TextModel
 from weft.text.submit import ModelLimits
-from weft.types.messages import TokenEvent
+from weft.types.messages import HeadStats, TokenEvent
 from weft.types.sampling import SamplingParams
 
 log = get_logger(__name__)
@@ -77,6 +77,15 @@ class LLM:
         if self._core is None:
             raise EngineDead("this LLM was shut down")
         return self._core.deterministic
+
+    def stats(self) -> HeadStats:
+        """The engine's counters and gauges: steps, cache hits, preemptions, drafts.
+
+        Raises EngineDead after ``shutdown``.
+        """
+        if self._core is None:
+            raise EngineDead("this LLM was shut down")
+        return self._core.stats()
 
     def generate(
         self,

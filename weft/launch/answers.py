@@ -86,9 +86,16 @@ def _chat(question: str) -> list[dict[str, str]]:
 
 
 def from_engine(
-    config: Config, questions: Sequence[str], concurrency: int, max_tokens: int | None
+    config: Config,
+    questions: Sequence[str],
+    concurrency: int,
+    max_tokens: int | None,
+    drafts: dict[str, list[int]] | None = None,
 ) -> tuple[str, list[str]]:
-    """(the model's name, one text for each question) from an engine in this process."""
+    """(the model's name, one text for each question) from an engine in this process.
+
+    ``drafts`` is given how many drafts were "proposed" and "accepted", by their place in a step.
+    """
     from weft import LLM, SamplingParams
     from weft.launch.options import keywords
 
@@ -97,6 +104,9 @@ def from_engine(
     try:
         params = SamplingParams(temperature=0, max_tokens=max_tokens)
         outputs = llm.chat([_chat(question) for question in questions], params, use_tqdm=True)
+        if drafts is not None:
+            stats = llm.stats()
+            drafts.update(proposed=list(stats.drafts), accepted=list(stats.drafts_accepted))
         return config.model.model, [output.outputs[0].text for output in outputs]
     finally:
         llm.shutdown()

@@ -216,10 +216,8 @@ class DecodeGraphs:
         staged = self._builder.stage_decode(plan, 0 if even(plan, each) else each, buffer)
         self._slots[:rows].copy_(staged[0])
         self._slots[rows : key[0]] = self._spare
-        replay = self._replays.get(key)
-        if replay is not None:
-            replay()
-            self.replayed += 1
+        if key in self._replays:
+            self.replay(key)
         else:
             self._capture_now(key)
         tokens = slice(rows * each)
@@ -229,6 +227,11 @@ class DecodeGraphs:
     def hidden(self, key: Key, rows: int) -> Tensor:
         """[rows * tokens of each, hidden] of the step replayed last, valid until the next."""
         return self._hidden[: rows * key[1]]
+
+    def replay(self, key: Key) -> None:
+        """Launches the captured step of ``key`` on what its columns hold."""
+        self._replays[key]()
+        self.replayed += 1
 
     def _capture_now(self, key: Key) -> None:
         """Computes a step while capturing it. What cannot be captured is computed plainly, now and later."""
