@@ -7,6 +7,7 @@ The rule is written out again here, on whole rows of float64 logits, with its ow
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -39,10 +40,10 @@ def smallest_margin(folder: Path, one: Submit, tokens: list[int]) -> float:
 
 
 def _all_logits(folder: Path, ids: list[int]) -> tuple[np.ndarray, list[tuple[np.ndarray, int]]]:
-    """(logits [len(ids), vocab]; of each router that chooses: scores [len(ids), experts], and how many it
-    chooses), in one pass."""
+    """(logits [len(ids), vocab]; of each choice of a router: scores [len(ids), .], and how many it takes),
+    in one pass."""
     routers: list[tuple[np.ndarray, int]] = []
-    route = moe.route
+    seen, route = 0, moe.route
 
     def watched(
         logits: torch.Tensor,
@@ -50,10 +51,10 @@ def _all_logits(folder: Path, ids: list[int]) -> tuple[np.ndarray, list[tuple[np
         correction: torch.Tensor | None = None,
         chosen: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        assert rule.groups == 1
+        nonlocal seen
         if chosen is None:
-            scores = {"softmax": logits.softmax(-1), "sqrtsoftplus": F.softplus(logits).sqrt()}[rule.scoring]
-            routers.append(((scores if correction is None else scores + correction).numpy(), rule.top_k))
+            seen += 1
+            routers.extend(_choices(logits, rule, correction))
         return route(logits, rule, correction, chosen)
 
     moe.route = watched
@@ -77,8 +78,29 @@ def _all_logits(folder: Path, ids: list[int]) -> tuple[np.ndarray, list[tuple[np
     assert len(logits) == len(ids)
     spec = model_of(folder).spec
     choosing = 0 if spec.moe is None else len(set(spec.moe.layers) - set(spec.moe.hash_layers))
-    assert len(routers) == choosing
+    assert seen == choosing
     return logits.numpy(), routers
+
+
+def _choices(
+    logits: torch.Tensor, rule: Rule, correction: torch.Tensor | None
+) -> Iterator[tuple[np.ndarray, int]]:
+    """The choices of one router, scores and how many are taken: of groups, if any, and of experts."""
+    scores = {
+        "softmax": logits.softmax(-1),
+        "sigmoid": logits.sigmoid(),
+        "sqrtsoftplus": F.softplus(logits).sqrt(),
+    }[rule.scoring]
+    scores = (scores if correction is None else scores + correction).numpy()
+    if rule.groups > 1:
+        grouped = np.sort(scores.reshape(len(scores), rule.groups, -1))[:, :, ::-1]
+        best = grouped[:, :, : 2 if rule.group_rule == "top2" else 1].sum(-1)
+        yield best, rule.top_groups
+        taken = np.argsort(-best, axis=1, kind="stable")[:, : rule.top_groups]
+        allowed = np.zeros_like(best, bool)
+        np.put_along_axis(allowed, taken, True, axis=1)
+        scores = np.where(np.repeat(allowed, scores.shape[1] // rule.groups, axis=1), scores, -np.inf)
+    yield scores, rule.top_k
 
 
 def _cut(descending: np.ndarray, kept: int) -> float:

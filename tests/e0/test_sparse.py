@@ -29,6 +29,7 @@ DRAFTS: dict[str, list[Any]] = {
     "drafter": ["oracle"],
     "drafts": [1, 3, 5],
     "adaptive": [False],
+    "replayed": [False],  # its backend cannot be captured
     "depth": [1, 2],
     "chunk": [3, 7],
     "policy": ["mixed"],
