@@ -12,7 +12,6 @@ how much of that was, in tokens a second behind the prompts.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench import record
 from weft import LLM, SamplingParams
 from weft.eval.gsm_mini import test_set
 from weft.types.plan import StepPlan
@@ -70,10 +70,10 @@ class Engine:
         assert core is not None
         observe = core.scheduler.observe
 
-        def listening(plan: StepPlan, seconds: float) -> None:
+        def listening(plan: StepPlan, seconds: float, cold: bool = False) -> None:
             if self._now is not None:
                 self._note(self._now, plan, seconds)
-            observe(plan, seconds)
+            observe(plan, seconds, cold)
 
         core.scheduler.observe = listening  # type: ignore[method-assign]
 
@@ -151,6 +151,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     for batch in args.batches:
         for engine in engines:
             engine.round(questions[: 2 * batch], batch, params, count=False)
+            for _ in range(args.warm_up):
+                engine.round(questions, batch, params, count=False)
         answers: list[list[Any]] = []
         for number in range(args.rounds):
             order = engines if number % 2 == 0 else engines[::-1]
@@ -163,15 +165,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def show(rows: list[dict[str, Any]]) -> str:
-    """The rows as a Markdown table."""
-    names = list(rows[0])
-    lines = [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
-    lines += [f"| {' | '.join('-' if v is None else str(v) for v in row.values())} |" for row in rows]
-    return "\n".join(lines)
-
-
-def numbers(text: str) -> list[int]:
+def integers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
@@ -182,22 +176,28 @@ def main() -> None:
     )
     parser.add_argument("--model", default="spool-mla")
     parser.add_argument("--method", default="mtp", choices=["mtp", "ngram"])
-    parser.add_argument("--drafts", type=numbers, default=[1, 2, 3], help="numbers of drafts, beside 0")
-    parser.add_argument("--batches", type=numbers, default=[1, 8])
+    parser.add_argument("--drafts", type=integers, default=[1, 2, 3], help="numbers of drafts, beside 0")
+    parser.add_argument("--batches", type=integers, default=[1, 8])
     parser.add_argument("--questions", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--warm-up", type=int, default=0, help="rounds before, in which steps are recorded and costs learned"
+    )
     parser.add_argument("--max-tokens", type=int, default=200)
     parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--ignore-eos", action="store_true", help="answers of --max-tokens tokens")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--dtype", default="")
     parser.add_argument("--no-adaptive", dest="adaptive", action="store_false")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="a file for the numbers; a .md beside it gets the table")
     args = parser.parse_args()
     rows = measure(args)
-    print(show(rows))
+    table = record.markdown(rows)
+    print(table)
     if args.json is not None:
-        args.json.write_text(json.dumps({"model": args.model, "method": args.method, "rows": rows}, indent=1))
+        title = f"Speculation: {args.model}, {args.method}"
+        numbers = {"model": args.model, "method": args.method, "rows": rows}
+        record.write(args.json, "bench.speculation", title, table, numbers)
 
 
 if __name__ == "__main__":

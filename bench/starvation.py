@@ -13,11 +13,13 @@ import random
 import statistics
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from tqdm import tqdm
 
+from bench import record
 from bench.load import engine, model_flags, request
 from weft.engine.core import EngineCore
 from weft.sim.metrics import Latency, Stream, gaps, prompt_window, rate
@@ -106,27 +108,27 @@ def run(args: argparse.Namespace, seed: int, **settings: Any) -> Row:
         core.close()
 
 
-HEADER = (
-    f"{'':24}{'alone p50':>10}{'p99':>8}{'beside p50':>12}{'p99':>9}{'p50 ratio':>11}{'p99 ratio':>11}"
-    f"{'prompt tok/s':>14}   p99 ratio each round"
-)
-
-
-def show(name: str, rows: list[Row]) -> None:
-    """One line below ``HEADER``: medians over rounds, times in milliseconds."""
+def line(name: str, rows: list[Row], exclusive: list[Row]) -> dict[str, Any]:
+    """One row of the table: medians over rounds, times in milliseconds. Rates compare to ``exclusive``."""
     alone, beside = [row.alone for row in rows], [row.beside for row in rows]
     ratios = [(b.p50 / a.p50, b.p99 / a.p99) for a, b in zip(alone, beside, strict=True)]
+    shares = [row.prompt_rate / other.prompt_rate for row, other in zip(rows, exclusive, strict=True)]
 
     def ms(values: list[float]) -> float:
-        return statistics.median(values) * 1e3
+        return round(statistics.median(values) * 1e3, 1)
 
-    print(
-        f"{name:24}{ms([a.p50 for a in alone]):10.1f}{ms([a.p99 for a in alone]):8.1f}"
-        f"{ms([b.p50 for b in beside]):12.1f}{ms([b.p99 for b in beside]):9.1f}"
-        f"{statistics.median(r for r, _ in ratios):11.2f}{statistics.median(r for _, r in ratios):11.2f}"
-        f"{statistics.median(row.prompt_rate for row in rows):14.0f}   "
-        f"{' '.join(f'{ratio:.2f}' for _, ratio in ratios)}"
-    )
+    return {
+        "steps": name,
+        "alone p50": ms([a.p50 for a in alone]),
+        "p99": ms([a.p99 for a in alone]),
+        "beside p50": ms([b.p50 for b in beside]),
+        "beside p99": ms([b.p99 for b in beside]),
+        "p50 ratio": round(statistics.median(r for r, _ in ratios), 2),
+        "p99 ratio": round(statistics.median(r for _, r in ratios), 2),
+        "each round": " ".join(f"{ratio:.2f}" for _, ratio in ratios),
+        "prompt tok/s": round(statistics.median(row.prompt_rate for row in rows)),
+        "of exclusive": round(statistics.median(shares), 2),
+    }
 
 
 def main() -> None:
@@ -147,6 +149,7 @@ def main() -> None:
     )
     parser.add_argument("--steps-in-flight", type=int, default=2, help="1 or 2")
     parser.add_argument("--rounds", type=int, default=3, help="times that each variant runs")
+    parser.add_argument("--json", type=Path, help="a file for the numbers; a .md beside it gets the table")
     args = parser.parse_args()
     rows: dict[str, list[Row]] = {"mixed, default budget": [], "mixed, target": [], "exclusive": []}
     target = args.itl_target_ms
@@ -155,13 +158,16 @@ def main() -> None:
         target = target or 1.6e3 * rows["mixed, default budget"][0].alone.p50
         rows["mixed, target"].append(run(args, args.seed + turn, itl_target_ms=target))
         rows["exclusive"].append(run(args, args.seed + turn, step_policy="exclusive"))
-    print(
+    title = (
         f"{args.prompts} prompts of {args.prompt_tokens} tokens against {args.decodes} decodes; "
         f"target {target:.1f} ms; medians of {args.rounds} rounds; inter-token times in ms"
     )
-    print(HEADER)
-    for name, found in rows.items():
-        show(name, found)
+    made = [line(name, found, rows["exclusive"]) for name, found in rows.items()]
+    table = f"{title}\n\n{record.markdown(made)}"
+    print(table)
+    if args.json is not None:
+        numbers = {"model": args.model, "target_ms": target, "rows": made}
+        record.write(args.json, "bench.starvation", f"Starvation: {args.model}", table, numbers)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,9 @@ That is chosen when Triton is imported, so it is set here, before any test modul
 from __future__ import annotations
 
 import os
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -33,3 +35,20 @@ def extension() -> None:
     build.build()
     cpu.load.cache_clear()
     assert cpu.load()
+
+
+@pytest.fixture
+def ordered_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of Triton's interpreter sum each element in one order; numpy's can depend on the row's place.
+
+    OpenBLAS does so on CPUs without AVX-512.
+    """
+    if torch.cuda.is_available():
+        return
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+
+    def dot(builder: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
+        made = np.einsum("...mk,...kn->...mn", a.data, b.data, dtype=d.data.dtype, optimize=False)
+        return interpreter.TensorHandle(made + d.data, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)

@@ -21,7 +21,6 @@ from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec, RopeSpec
 from weft.layers.build import Build
 from weft.layers.rope import Rope
-from weft.parallel.comm import LocalComm
 
 Tensor = torch.Tensor
 CPU = torch.device("cpu")
@@ -256,7 +255,7 @@ class Groups:
 
     def __init__(self, dims: tuple[int, ...], ratio: int, overlap: int, total: int) -> None:
         torch.manual_seed(1)
-        build = Build(dtype=torch.float64, device=CPU, comm=LocalComm())
+        build = Build(dtype=torch.float64, device=CPU)
         self.compressor = Compressor(dims, ratio, overlap, 1e-6, build)
         for weight in self.compressor.parameters():
             weight.data.normal_()

@@ -123,6 +123,7 @@ def test_upper_bounds_of_the_context_do_not_show(backend: Any) -> None:
 
 
 @runs
+@pytest.mark.usefixtures("ordered_products")
 def test_a_querys_bits_depend_on_its_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The invariant form: a prompt whole, in chunks, token by token, beside others; splits and windows."""
     monkeypatch.setattr(triton_backend, "LONG_SPLIT", 32)

@@ -361,3 +361,34 @@ def test_shown_sizes_are_never_smaller(count: int, text: str) -> None:
 
     assert memory.show_bytes(count) == text
     assert (parse_size(text) or 0) >= count
+
+
+def test_ranks_have_their_share_of_caches_and_memory(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path)
+    alone, both = resolved(folder), resolved(folder, tensor_parallel_size=2)
+    assert both.spec == alone.spec  # of the whole model
+    heads = alone.kv.pools[0].cache.kv_heads
+    assert both.kv.pools[0].cache.kv_heads == heads // 2
+    assert resolved(folder, tensor_parallel_size=2 * heads).kv.pools[0].cache.kv_heads == 1
+    # Half the bytes a rank hold as many positions.
+    asked = {"max_model_len": 64, "max_num_seqs": 2}
+    one = resolved(folder, kv_cache_memory="4M", **asked).kv.pools[0].num_blocks
+    assert (
+        resolved(folder, kv_cache_memory="2M", tensor_parallel_size=2, **asked).kv.pools[0].num_blocks == one
+    )
+
+
+def test_a_size_that_ranks_do_not_divide_is_refused(tmp_path: Path) -> None:
+    message = refused(checkpoint(tmp_path), tensor_parallel_size=3)
+    assert "--tensor-parallel-size 3 does not divide the model's" in message
+    assert "attention heads" in message
+
+
+def test_ranks_of_a_host_share_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "available_memory", lambda: 64 * MIB)
+    folder = checkpoint(tmp_path)
+    resolved(folder, kv_cache_memory="32M", tensor_parallel_size=2)
+    message = refused(folder, kv_cache_memory="33M", tensor_parallel_size=2)
+    assert "--kv-cache-memory 33M is more than the 32M that the device has for each of 2 ranks" in message
+    hosts = {"nnodes": 2, "rdzv": "10.0.0.1:7000", "group_secret": "secret"}
+    resolved(folder, kv_cache_memory="33M", tensor_parallel_size=2, **hosts)

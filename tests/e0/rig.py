@@ -27,6 +27,7 @@ from weft.config.spec import ModelSpec
 from weft.engine.core import EngineCore
 from weft.models.decoder import Decoder
 from weft.models.loader import load_model
+from weft.parallel.launcher import Launcher
 from weft.runner.graphs import GraphOptions
 from weft.runner.runner import Runner, StepHandle
 from weft.speculation.base import Drafter
@@ -97,6 +98,7 @@ def make_engine(
     drafter: Drafter | None = None,
     kv_cache_dtype: str = "auto",
     graphs: GraphOptions | None = None,
+    launcher: Launcher | None = None,
 ) -> tuple[EngineCore, Recorder]:
     """An engine over ``blocks`` blocks of each kind (windows get what they need, or ``window_blocks``), its
     caches full of NaN. ``drafter`` takes the place of the one that ``speculation`` names."""
@@ -145,6 +147,7 @@ def make_engine(
         step_timeout=60,
         speculation=speculation,
         graphs=graphs,
+        launcher=launcher,
     )
     if drafter is not None:
         runner.drafter = drafter

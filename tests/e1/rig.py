@@ -23,11 +23,14 @@ from weft.config.sections import (
     SchedulerSection,
     SpeculationSection,
 )
+from weft.config.sharding import local_spec
 from weft.config.spec import CacheSpec
 from weft.engine.core import EngineCore
 from weft.models.base import Model
 from weft.models.loader import load_model
 from weft.ops import cpu
+from weft.ops.cpu import linear as cpu_linear
+from weft.parallel.mesh import Mesh
 from weft.runner.graphs import GraphOptions, obstacle
 from weft.runner.programs import record
 from weft.runner.result import HostCopy
@@ -129,26 +132,31 @@ def attention_backends(name: str, dtype: torch.dtype) -> AttentionBackend:
 
 
 @cache
-def model_of(folder: Path, dtype: str, form: str, mtp: int = 0) -> tuple[Model, Backends]:
+def model_of(
+    folder: Path, dtype: str, form: str, mtp: int = 0, mesh: Mesh | None = None
+) -> tuple[Model, Backends]:
     """The model and its attention in one of the forms that promise E1.
 
     cpp         the C++ operations, and nothing asked of them; of latent attention one form
     fallback    --deterministic where the C++ operations are not there
     """
     spec, kind = load_spec(str(folder), None, mtp=mtp), DTYPES[dtype]
+    mine = spec if mesh is None else local_spec(spec, mesh.layout)
     if form == "cpp":
         if not cpu.load():
             pytest.skip("the C++ operations are not built")
-        backends = choose("cpu", spec, kind, CPU, BLOCK, invariant=True)
+        if not cpu_linear.available():
+            pytest.skip("the C++ products are for CPUs with AVX2 or AVX-512")
+        backends = choose("cpu", mine, kind, CPU, BLOCK, invariant=True)
         asked = spec.mla is not None
-        model = load_model(str(folder), spec, kind, CPU, progress=False, invariant=asked)
+        model = load_model(str(folder), spec, kind, CPU, progress=False, invariant=asked, mesh=mesh)
     else:
-        backends = choose("invariant", spec, kind, CPU, BLOCK, invariant=True)
+        backends = choose("invariant", mine, kind, CPU, BLOCK, invariant=True)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("WEFT_DISABLE_CPU_OPS", "1")
             cpu.load.cache_clear()
             try:
-                model = load_model(str(folder), spec, kind, CPU, progress=False, invariant=True)
+                model = load_model(str(folder), spec, kind, CPU, progress=False, invariant=True, mesh=mesh)
             finally:
                 cpu.load.cache_clear()
     return model, backends
@@ -224,13 +232,18 @@ def make_engine(
     replay: bool = False,
     speculation: SpeculationSection | None = None,
     drafter: Drafter | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[EngineCore, Witness]:
-    """An engine whose caches are full of NaN. ``replay``: decode steps are replayed where they can be.
+    """An engine (with ``mesh``, of one rank) whose caches are full of NaN.
+
+    ``replay``: decode steps are replayed where they can be.
 
     ``drafter`` takes the place of the one that ``speculation`` names.
     """
     speculation = speculation or SpeculationSection()
-    model, backends = model_of(folder, dtype, form, int(speculation.speculative_method == "mtp"))
+    mtp = int(speculation.speculative_method == "mtp")
+    of = model_of if mesh is None else model_of.__wrapped__  # ranks share nothing
+    model, backends = of(folder, dtype, form, mtp, mesh)
     spec = model.spec
     sizes = {"full": blocks, "latent": blocks, "window": 2048, "state": 256}
     pools = tuple(PoolSpec(cache=c, block_size=BLOCK, num_blocks=sizes[c.kind]) for c in spec.caches)
@@ -276,6 +289,7 @@ def make_engine(
         step_timeout=60,
         graphs=options,
         speculation=speculation,
+        launcher=None if mesh is None else mesh.launcher,
     )
     if drafter is not None:
         runner.drafter = drafter

@@ -20,7 +20,6 @@ from weft.layers.rope import Rope
 from weft.ops import cpu, registry, sampling, tiled, torch_ops
 from weft.ops.philox import gumbel
 from weft.ops.routing import SCORINGS, Rule, route
-from weft.parallel.comm import LocalComm
 
 Tensor = torch.Tensor
 CPU = torch.device("cpu")
@@ -116,7 +115,7 @@ def test_gated(activation: str, dtype: torch.dtype, threads: int) -> None:
 @pytest.mark.parametrize("dtype", WIDE, ids=str)
 @pytest.mark.parametrize("kind", ["default", "dynamic"])
 def test_angles(kind: Any, dtype: torch.dtype, threads: int) -> None:
-    build = Build(dtype=dtype, device=CPU, comm=LocalComm())
+    build = Build(dtype=dtype, device=CPU)
     rope = Rope(RopeSpec(kind=kind, theta=10000.0, dim=24, max_position=64, factor=4.0), build)
     whole = rope.angles(torch.arange(5000))
     for begin in range(0, 4000, 71):

@@ -247,30 +247,10 @@ def test_shutdown_ends_the_loop(served: Served) -> None:
     assert not served.thread.is_alive()
 
 
-def test_fronts_hear_of_a_failure_that_broke_the_books_too(
+def test_an_engine_failure_is_told_once_and_ends_the_head(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    front = served.front()
-    front.send(ask(1, tokens=90))
-    front.receive()
-
-    def broken(*_: object) -> None:
-        raise KeyError(1)
-
-    monkeypatch.setattr(served.core.scheduler, "fail_all", broken)
-    monkeypatch.setattr(served.core.scheduler, "commit", broken)
-    answer = front.receive()
-    while isinstance(answer, m.Tokens):
-        answer = front.receive()
-    assert isinstance(answer, m.HeadFailed)
-    served.thread.join(DEADLINE)
-    assert not served.thread.is_alive()
-    assert isinstance(served.error, KeyError)
-
-
-def test_an_engine_failure_ends_every_request_and_the_head(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    """The sequences do not end with it: a front that kept them goes on elsewhere."""
     front = served.front()
     front.send(ask(1, tokens=90))
     front.receive()
@@ -279,12 +259,13 @@ def test_an_engine_failure_ends_every_request_and_the_head(
         raise RuntimeError("device lost at 0xdeadbeef")
 
     monkeypatch.setattr(served.core.runner, "forward", fail)
-    event = front.events(1)[-1]
-    assert event.finish == "error"
-    assert event.error is not None
-    assert event.error.http_status == 500
-    assert "0xdeadbeef" not in event.error.message
-    assert isinstance(front.receive(), m.HeadFailed)
+    answer = front.receive()
+    while isinstance(answer, m.Tokens):
+        assert all(event.finish is None for event in answer.events)
+        answer = front.receive()
+    assert isinstance(answer, m.HeadFailed)
+    assert answer.error.http_status == 500
+    assert "0xdeadbeef" not in answer.error.message
     served.thread.join(DEADLINE)
     assert isinstance(served.error, RuntimeError)
 

@@ -68,7 +68,7 @@ class Running:
         if "chat" in route:
             body.setdefault("messages", [{"role": "user", "content": "hello"}])
         with (
-            httpx.Client(base_url=self.url, timeout=30) as client,
+            httpx.Client(base_url=self.url, timeout=self.http.timeout) as client,
             client.stream("POST", route, json=body) as r,
         ):
             yield r
@@ -91,8 +91,8 @@ class Running:
     def head(self) -> int:
         """The process id of the head."""
         server = self.process.pid
-        (head,) = Path(f"/proc/{server}/task/{server}/children").read_text().split()
-        return int(head)
+        *_, head = Path(f"/proc/{server}/task/{server}/children").read_text().split()
+        return int(head)  # the youngest: a dead one may still be listed
 
     def stop(self, number: int = signal.SIGTERM, seconds: float = 20.0) -> int:
         """Sends a signal and returns the exit status."""

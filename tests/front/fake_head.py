@@ -39,6 +39,8 @@ EARLY_STOP = 110
 """Ends with a stop id after two tokens."""
 HONEST = 111
 """Ends at the first of its stop ids."""
+DIE_ONCE = 112
+"""The process ends after three tokens, unless they came from elsewhere."""
 
 TICK = 0.002
 
@@ -48,7 +50,7 @@ class Sequence:
         self.front = front
         self.submit = submit
         self.prompt = [int(i) for i in m.ids_from_bytes(submit.prompt_ids)]
-        self.sent = 0
+        self.given = self.sent = len(submit.emitted_ids) // 4
 
     def step(self) -> list[m.TokenEvent]:
         seed = self.submit.seed
@@ -58,7 +60,7 @@ class Sequence:
             return [self._end("error", Overloaded("the queue is full").info())]
         if seed == FAIL and self.sent == 3:
             return [self._end("error", RowError("the logits are not finite").info())]
-        if seed == DIE and self.sent == 3:
+        if (seed == DIE and self.sent >= 3) or (seed == DIE_ONCE and self.sent == 3 and not self.given):
             os._exit(9)
         if seed == EARLY_STOP and self.sent == 2:
             return [m.TokenEvent(sequence=self.submit.sequence, finish="stop")]

@@ -18,8 +18,16 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from weft.common import log
 from weft.config.resolved import EngineConfig, KVConfig
-from weft.config.sections import CacheSection, FrontSection, ModelSection, RunnerSection, SchedulerSection
+from weft.config.sections import (
+    CacheSection,
+    FrontSection,
+    ModelSection,
+    ParallelSection,
+    RunnerSection,
+    SchedulerSection,
+)
 from weft.config.spec import CacheSpec, ModelSpec, RopeSpec
+from weft.front.heads import Place
 from weft.front.server import serve
 
 TEMPLATE = (
@@ -75,6 +83,7 @@ def engine_config(folder: Path, fields: dict[str, Any]) -> EngineConfig:
         cache=CacheSection(),
         scheduler=SchedulerSection(**scheduler),
         runner=RunnerSection(),
+        parallel=ParallelSection(enable_expert_parallel=fields.pop("together", False)),
         kv=KVConfig(pools=(), block_size=64, enable_prefix_caching=True, max_model_len=512, num_slots=8),
     )
 
@@ -84,17 +93,31 @@ def main(folder: Path, fields: dict[str, Any]) -> int:
     write_tokenizer(folder)
     config = engine_config(folder, fields)
     with tempfile.TemporaryDirectory(prefix="weft-") as private:
-        endpoint = f"ipc://{private}/head"
-        head = subprocess.Popen([sys.executable, str(Path(__file__).parent / "fake_head.py"), endpoint])
+        heads: list[subprocess.Popen[bytes]] = []
+
+        def start(number: int) -> Place:
+            endpoint = f"ipc://{private}/head{len(heads)}"
+            script = str(Path(__file__).parent / "fake_head.py")
+            heads.append(subprocess.Popen([sys.executable, script, endpoint]))
+            return Place(endpoint, heads[-1])
+
+        count, lives = fields.pop("heads", 1), fields.pop("lives", 0)
+
+        def respawn(number: int) -> Place | None:
+            nonlocal lives
+            lives -= 1
+            return start(number) if lives >= 0 else None
+
         front = msgspec.convert({"port": 0, **fields}, FrontSection)
         try:
-            return serve(config, front, endpoint, head)
+            return serve(config, front, [start(number) for number in range(count)], respawn)
         finally:
-            try:
-                head.wait(3)
-            except subprocess.TimeoutExpired:
-                head.kill()
-                head.wait()
+            for head in heads:
+                try:
+                    head.wait(3)
+                except subprocess.TimeoutExpired:
+                    head.kill()
+                    head.wait()
 
 
 if __name__ == "__main__":

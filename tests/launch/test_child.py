@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from weft.launch import serve
+from weft.common.folder import private_folder
+from weft.launch import heads
 
 
 def alive(pid: int) -> bool:
@@ -83,7 +84,7 @@ def test_core_dumps_are_off_unless_asked_for(switch: str | None, limit: int) -> 
 
 def test_the_endpoints_folder_is_private_and_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    folder = serve.private_folder()
+    folder = private_folder()
     try:
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         assert not any(folder.iterdir())
@@ -92,7 +93,7 @@ def test_the_endpoints_folder_is_private_and_short(tmp_path: Path, monkeypatch: 
     deep = tmp_path / ("d" * 100)
     deep.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(deep))
-    folder = serve.private_folder()
+    folder = private_folder()
     try:
         assert len(str(folder)) <= 90
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -104,6 +105,6 @@ def test_the_endpoints_folder_is_private_and_short(tmp_path: Path, monkeypatch: 
 def test_a_head_that_does_not_end_is_killed() -> None:
     code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"
     head = subprocess.Popen([sys.executable, "-c", code])
-    assert serve.close_head(head, 0.2) == -signal.SIGKILL
+    assert heads.close_head(head, 0.2) == -signal.SIGKILL
     head = subprocess.Popen([sys.executable, "-c", "raise SystemExit(7)"])
-    assert serve.close_head(head, 30) == 7
+    assert heads.close_head(head, 30) == 7

@@ -5,12 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from weft import __version__
 from weft.config.flags import SETTINGS
+from weft.config.sections import Config
 from weft.launch import main as cli
 from weft.launch import options
 
@@ -198,3 +201,19 @@ def test_a_configuration_as_keywords_gives_it_back() -> None:
         "enable_prefix_caching": False,
         "port": 1,
     }
+
+
+def test_short_flags_set_what_the_long_ones_do() -> None:
+    """--tp, --dp and --ep are other names of three flags."""
+    found: list[Config] = []
+
+    @click.command()
+    @options.settings(options.ENGINE)
+    def command(**given: Any) -> None:
+        found.append(options.build(given))
+
+    result = CliRunner().invoke(command, ["--tp", "2", "--dp", "3", "--ep"])
+    assert result.exit_code == 0, result.output
+    parallel = found[0].parallel
+    assert (parallel.tensor_parallel_size, parallel.data_parallel_size) == (2, 3)
+    assert parallel.enable_expert_parallel

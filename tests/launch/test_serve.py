@@ -116,8 +116,8 @@ def test_it_serves_and_ends_with_nothing_left_behind(checkpoint: str, start: Any
     assert os.listdir(server.temporary) == []
 
 
-def test_it_fails_when_its_head_dies(checkpoint: str, start: Any) -> None:
-    server = start(checkpoint, "--port", "0")
+def test_it_fails_when_its_head_dies_and_must_not_be_started_again(checkpoint: str, start: Any) -> None:
+    server = start(checkpoint, "--port", "0", "--engine-restarts", "0")
     server.url()
     os.kill(server.head(), signal.SIGKILL)
     assert server.process.wait(60) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,16 +15,18 @@ from weft.config.families.facts import Facts
 from weft.config.families.rope import rope_spec
 from weft.config.spec import RopeSpec
 from weft.layers.build import Build
+from weft.layers.held import whole
 from weft.layers.linear import RowLinear
 from weft.layers.rope import Rope, attention_factor, inverse_frequencies
 from weft.ops import registry, torch_ops
 from weft.parallel.comm import Comm, LocalComm, Pending, reduced
+from weft.parallel.mesh import Mesh
 
 CPU = torch.device("cpu")
 
 
 def _build(dtype: torch.dtype, comm: Comm | None = None) -> Build:
-    return Build(dtype=dtype, device=CPU, comm=comm or LocalComm())
+    return Build(dtype=dtype, device=CPU, mesh=Mesh(tp=comm or LocalComm()))
 
 
 def test_rms_norm_is_exact_in_float64_and_rounds_once_below() -> None:
@@ -167,13 +170,22 @@ class _Twice(Comm):
     def all_reduce(self, partial: torch.Tensor) -> Pending:
         return _Sum(partial)
 
+    def all_gather(self, x: torch.Tensor) -> Pending:
+        raise NotImplementedError
+
+    def reduce_scatter(self, x: torch.Tensor) -> Pending:
+        raise NotImplementedError
+
+    def all_to_all(self, x: torch.Tensor, sends: Sequence[int], receives: Sequence[int]) -> Pending:
+        raise NotImplementedError
+
 
 def test_row_linear_returns_a_partial_and_ranks_yield_once() -> None:
-    here, there = RowLinear(4, 3, _build(torch.float64), bias=True), None
+    here = RowLinear(whole(4), 3, _build(torch.float64), bias=True)
     here.weight.data.normal_()
     assert here.bias is not None
     here.bias.data.normal_()
-    there = RowLinear(4, 3, _build(torch.float64, _Twice()), bias=True)
+    there = RowLinear(whole(4), 3, _build(torch.float64, _Twice()), bias=True)
     there.load_state_dict(here.state_dict())
     here.pack()
     there.pack()

@@ -26,6 +26,7 @@ from weft.models.base import Model
 from weft.models.loader import load_model
 from weft.overlap.drive import drive
 from weft.runner.kv_tensors import allocate
+from weft.types.exchange import UNAGREED
 
 Tensor = torch.Tensor
 CPU = torch.device("cpu")
@@ -214,6 +215,8 @@ class Paged:
         self, model: Model, block_size: int = 4, blocks: int = 160, seed: int = 0, copies: int = 4
     ) -> None:
         self.model = model
+        self.exchange = UNAGREED
+        """What ranks agreed on, for every step."""
         spec = model.spec
         self.backends = choose("auto", spec, model.dtype, model.device, block_size)
         self.random = random.Random(seed)
@@ -271,6 +274,7 @@ class Paged:
             segments=segments,
             prepared=tuple(map(self._prepare, segments)),
             logits_index=torch.arange(len(ids), device=self.model.device),
+            exchange=self.exchange,
         )
         with torch.inference_mode():
             generator = self.model.steps(step, self.kv, self.backends)

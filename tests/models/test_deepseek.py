@@ -25,7 +25,6 @@ from weft.layers.build import Build
 from weft.models.deepseek.model import make_block
 from weft.models.deepseek.weights import weight_map
 from weft.models.loader import load_model
-from weft.parallel.comm import LocalComm
 
 CPU = torch.device("cpu")
 
@@ -233,7 +232,7 @@ def test_a_dense_last_layer_makes_a_dense_module() -> None:
 
 def test_a_module_is_an_ordinary_block_behind_the_last(checkpoints: Any) -> None:
     spec = with_mtp(_spec("deepseek-v3", checkpoints), 1)
-    build = Build(dtype=torch.float32, device=CPU, comm=LocalComm())
+    build = Build(dtype=torch.float32, device=CPU)
     block = make_block(spec, 3, build)
     last = make_block(spec, 2, build)
     assert [(n, p.shape) for n, p in block.named_parameters()] == [

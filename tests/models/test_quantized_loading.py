@@ -17,11 +17,16 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.support import quantized as make
+from tests.support.ranks import on_ranks
+from tests.support.sharded import assert_parts
 from tests.support.sparse_models import CASES as SPARSE_CASES
 from weft.common.errors import ConfigError
 from weft.config.families import load_spec
+from weft.models.files import WeightFile
 from weft.models.loader import load_model
 from weft.models.quantized import filling
+from weft.parallel.mesh import Mesh, make_mesh
+from weft.types.layout import Layout
 
 CPU = torch.device("cpu")
 F64 = torch.float64
@@ -89,8 +94,8 @@ def _folders(
     return packed, exact
 
 
-def _load(folder: Path, dtype: torch.dtype = F64) -> Any:
-    return load_model(str(folder), load_spec(str(folder)), dtype, CPU, progress=False, pack=False)
+def _load(folder: Path, dtype: torch.dtype = F64, mesh: Mesh | None = None) -> Any:
+    return load_model(str(folder), load_spec(str(folder)), dtype, CPU, progress=False, pack=False, mesh=mesh)
 
 
 def _message(folder: Path) -> str:
@@ -159,6 +164,53 @@ def test_formats(name: str, plain: Path, tmp_path: Path) -> None:
     narrow, wanted = _load(packed, torch.bfloat16), _load(exact, torch.bfloat16)
     for (name, ours), (_, theirs) in zip(narrow.named_parameters(), wanted.named_parameters(), strict=True):
         assert torch.allclose(ours.double(), theirs.double(), rtol=2**-8, atol=0), name
+
+
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_ranks_have_their_cut(name: str, plain: Path, tmp_path: Path) -> None:
+    """A rank's part is cut from what the format means as a whole, wherever groups and blocks lie."""
+    packed, exact = _folders(plain, tmp_path, *FORMATS[name])
+
+    def load(mesh: Mesh) -> dict[str, torch.nn.Parameter]:
+        return dict(_load(packed, mesh=mesh).named_parameters())
+
+    for ranks in (2, 4):
+        assert_parts(dict(_load(exact).named_parameters()), on_ranks(Layout(tensor=ranks), load))
+
+
+#: Of q (4 heads of 32), k (2), o, and the dense block's second matrix (96 inputs): what a rank reads.
+READS = {
+    "fp8 per tensor": (0.5, 0.5, 0.5, 0.5),
+    "fp8 per channel": (0.5, 0.5, 0.5, 0.5),
+    "fp8 blocks": (0.5, 0.5, 0.5, 1.0),  # 48 of 96 columns in blocks of 64
+    "nvfp4": (0.5, 0.5, 0.5, 0.5),
+    "packed 8 bits": (0.5, 0.5, 0.5, 1.0),  # in groups of 32
+    "awq": (0.5, 0.5, 0.5, 1.0),
+    "gptq": (0.5, 0.5, 0.5, 0.5),  # in any order
+}
+
+
+@pytest.mark.parametrize("name", list(READS))
+def test_ranks_read_their_cut(
+    name: str, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed, _ = _folders(plain, tmp_path, *FORMATS[name])
+    whole = load_file(packed / "model.safetensors")
+    values = [n for n in whole if n.endswith((".weight", ".qweight", ".weight_packed"))]
+    read: dict[str, int] = {}
+    part = WeightFile.part
+
+    def noted(self: WeightFile, name: str, place: tuple[slice, ...]) -> torch.Tensor:
+        found = part(self, name, place)
+        read[name] = read.get(name, 0) + found.nbytes
+        return found
+
+    monkeypatch.setattr(WeightFile, "part", noted)
+    mesh = make_mesh(Layout(tensor=2), 1)  # not connected: loading needs no other rank
+    _load(packed, mesh=mesh)
+    where = ("0.self_attn.q_proj", "0.self_attn.k_proj", "0.self_attn.o_proj", "1.mlp.down_proj")
+    names = [next(n for n in values if one in n) for one in where]
+    assert tuple(read[n] / whole[n].nbytes for n in names) == READS[name]
 
 
 @pytest.mark.parametrize("name", ["fp8 mixed", "nvfp4", "gptq"])
@@ -260,6 +312,10 @@ def test_gpt_oss(tmp_path: Path) -> None:
         save_file(tensors, tmp_path / folder / "model.safetensors")
     ours, exact = _load(tmp_path / "packed"), _load(tmp_path / "exact")
     assert _same(ours, exact)
+    for expert in (False, True):
+        layout = Layout(tensor=2, expert=expert)
+        ranks = on_ranks(layout, lambda mesh: _load(tmp_path / "packed", mesh=mesh))
+        assert_parts(dict(exact.named_parameters()), [dict(rank.named_parameters()) for rank in ranks])
     names = dict(ours.named_parameters())
     experts = load_file(tmp_path / "exact" / "model.safetensors")["model.layers.1.mlp.experts.gate_up_proj"]
     gate = names["blocks.1.feed_forward.experts.gate_up"][2, :32]
@@ -309,7 +365,10 @@ def test_deepseek_v4(tmp_path: Path) -> None:
         save_file(
             {name: t.contiguous() for name, t in tensors.items()}, tmp_path / folder / "model.safetensors"
         )
-    assert _same(_load(tmp_path / "packed"), _load(tmp_path / "exact"))
+    exact = _load(tmp_path / "exact")
+    assert _same(_load(tmp_path / "packed"), exact)
+    ranks = on_ranks(Layout(tensor=2), lambda mesh: _load(tmp_path / "packed", mesh=mesh))
+    assert_parts(dict(exact.named_parameters()), [dict(rank.named_parameters()) for rank in ranks])
 
 
 def _change(folder: Path, change: Callable[[Tensors], None]) -> Path:

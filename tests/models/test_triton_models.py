@@ -61,6 +61,7 @@ def test_logits_are_the_references(name: str, checkpoints: Any, paged: Any, chos
     assert {"add_rms_norm: triton", "qkv_rope_cache: triton", "gated_linear: triton"} <= chosen
 
 
+@pytest.mark.usefixtures("ordered_products")
 def test_replayed_decodes_have_the_bits_of_launched_ones(tmp_path: Path, chosen: set[str]) -> None:
     """Deterministic: a bucket's padding, chunks of prompts and what is beside a row change no token."""
     folder = make_checkpoint(tmp_path, "llama")

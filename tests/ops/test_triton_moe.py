@@ -88,6 +88,7 @@ def test_tiles_cover_every_slot_once(count: int, tile_m: int) -> None:
         assert sorted(seen) == list(range(3 * count))
 
 
+@pytest.mark.usefixtures("ordered_products")
 @pytest.mark.parametrize(("kind", "dtype"), [("biased", torch.float32), ("gated_shared", torch.bfloat16)])
 def test_bits_of_a_row_are_its_own(kind: str, dtype: torch.dtype) -> None:
     from weft.ops.triton import moe

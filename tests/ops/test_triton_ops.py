@@ -138,6 +138,7 @@ def _each_row_alone(run: Callable[[Tensor], Tensor], x: Tensor) -> None:
 
 
 @runs
+@pytest.mark.usefixtures("ordered_products")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_do_not_know_of_each_other(dtype: torch.dtype) -> None:
     """Bitwise, for what is declared invariant."""

@@ -153,18 +153,18 @@ def test_which_steps_are_replayed(folder: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(graphs, "FIRST_CONTEXT", 16)
     engine, runner = with_graphs(folder, 6)
     found = runner.graphs.find  # type: ignore[union-attr]
-    assert found(plan_of(slot=[0], start=[15])) == (1, 1, 16)
-    assert found(plan_of(slot=[0, 1, 2], start=[3, 16, 4])) == (4, 1, 64)
-    assert found(plan_of(slot=[0] * 5, start=[95] * 5)) == (6, 1, 96)
+    assert found(plan_of(slot=[0], start=[15])) == (1, 1, 16, 1)
+    assert found(plan_of(slot=[0, 1, 2], start=[3, 16, 4])) == (4, 1, 64, 1)
+    assert found(plan_of(slot=[0] * 5, start=[95] * 5)) == (6, 1, 96, 1)
     assert found(plan_of(slot=[0] * 7, start=[5] * 7)) is None
     pair = {"slot": [0, 1], "count": [1, 2], "logits": [1, 2], "sample": [1, 2]}
     assert found(plan_of(**pair, start=[5, 15])) is None
     engine.close()
     engine, runner = with_graphs(folder, 6, most_each=2)
     found = runner.graphs.find  # type: ignore[union-attr]
-    assert found(plan_of(slot=[0], start=[15])) == (1, 1, 16)
-    assert found(plan_of(**pair, start=[5, 14])) == (2, 2, 16)
-    assert found(plan_of(**pair, start=[5, 15])) == (2, 2, 64)
+    assert found(plan_of(slot=[0], start=[15])) == (1, 1, 16, 1)
+    assert found(plan_of(**pair, start=[5, 14])) == (2, 2, 16, 1)
+    assert found(plan_of(**pair, start=[5, 15])) == (2, 2, 64, 1)
     assert (
         found(plan_of(**{**pair, "count": [1, 3], "logits": [1, 3], "sample": [1, 3]}, start=[5, 5])) is None
     )

@@ -115,6 +115,26 @@ def _answers(folder: Path, *, replay: bool, dtype: str = "bfloat16", broken: boo
     return runner.bits, runner.graphs.replayed if runner.graphs is not None else 0
 
 
+def test_steps_are_cold_until_they_are_replayed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode steps that were recorded took longer than those like them will; nothing is learned from them."""
+    engine, runner = make_engine(folder, "float32", "cpp", max_num_seqs=4, replay=True)
+    seen: list[tuple[int, bool]] = []
+    before = [0]
+
+    def observe(plan: Any, seconds: float, cold: bool) -> None:
+        replayed = runner.graphs.replayed - before[0]
+        before[0] = runner.graphs.replayed
+        if not plan.prefill.rows:
+            assert cold == (replayed == 0)
+        seen.append((plan.prefill.rows, cold))
+
+    monkeypatch.setattr(engine.scheduler, "observe", observe)
+    run(engine, [[submit(1, [1, 2, 3], TokenParams(temperature=0.0, max_tokens=8), request=1)]])
+    engine.close()
+    assert [cold for rows, cold in seen if rows] == [False]
+    assert [cold for rows, cold in seen if not rows] == [True] + [False] * (len(seen) - 2)
+
+
 def _refuse(run: Any) -> Any:
     run()
     raise CannotRecord("it must not be")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from tests.scheduler.fake_runner import (
     BAD_SEED,
@@ -37,6 +38,7 @@ class Told:
     num_cached: int = 0
     error: ErrorInfo | None = None
     aborted: bool = False
+    given_up: bool = False
 
 
 class Rig:
@@ -91,6 +93,20 @@ class Rig:
         if self.in_flight:
             self.commit()
 
+    def lose(self) -> None:
+        """The ranks are lost, with what is in flight, and formed anew: empty, at the same step."""
+        ran, waited = len(self.scheduler._book.running), self.scheduler.stats().waiting
+        events = self.scheduler.requeue_all()
+        self.in_flight.clear()
+        self.runner = self.runner.anew()
+        stats = self.scheduler.stats()
+        assert stats.free_blocks == tuple(pool.num_blocks for pool in self.kv.pools)
+        assert stats.free_slots == self.kv.num_slots
+        assert (stats.running, stats.waiting) == (0, waited + ran - len(events))
+        for event in events:
+            self.told[event.sequence].given_up = True
+        self.hear(events)
+
     def drain(self, most: int = 5000) -> None:
         for _ in range(most):
             if not self.scheduler.has_work():
@@ -119,6 +135,10 @@ class Rig:
         for sequence, told in self.told.items():
             tokens, finish = alone(told.request, self.kv.max_model_len)
             assert told.finish is not None, f"sequence {sequence} had no end"
+            if told.given_up:
+                assert told.tokens == tokens[: len(told.tokens)]
+                assert (told.finish, told.error and told.error.code) == ("error", "engine_dead")
+                continue
             if told.aborted:
                 assert told.tokens == tokens[: len(told.tokens)]
                 assert told.finish == "abort"
@@ -202,6 +222,9 @@ class Rig:
             assert not (plan.prefill.rows and plan.decode.rows)
 
 
+R = TypeVar("R", bound=Rig)
+
+
 def random_bases(rng: random.Random) -> list[list[int]]:
     """Prompts to take prefixes of: two of their own, and one that repeats itself."""
     return [*([rng.randrange(VOCAB) for _ in range(40)] for _ in range(2)), [rng.randrange(VOCAB)] * 40]
@@ -240,7 +263,7 @@ def random_submits(rng: random.Random, first: int, request: int, bases: list[lis
     ]
 
 
-def random_rig(rng: random.Random, depth: int, drafts: bool = True) -> Rig:
+def random_rig(rng: random.Random, depth: int, drafts: bool = True, make: type[R] = Rig) -> R:  # type: ignore[assignment]
     """A rig with small pools of random kinds; some rows have drafts, if there may be any."""
     window = rng.choice([None, None, 1, 3, 6, 9])
     kv = kv_config(
@@ -258,7 +281,7 @@ def random_rig(rng: random.Random, depth: int, drafts: bool = True) -> Rig:
         stride=rng.choice([0, 8, 16]),
         copies=rng.choice([1, 1, 2, 4]) if drafts else 1,
     )
-    return Rig(
+    return make(
         kv,
         depth,
         adaptive=rng.random() < 0.3,
@@ -268,8 +291,8 @@ def random_rig(rng: random.Random, depth: int, drafts: bool = True) -> Rig:
     )
 
 
-def random_run(seed: int, depth: int, drafts: bool = True) -> Rig:
-    """A random load to its end, with everything checked."""
+def random_run(seed: int, depth: int, drafts: bool = True, losses: float = 0.0) -> Rig:
+    """A random load to its end, with everything checked. ``losses``: chance that ranks are lost at a turn."""
     rng = random.Random(seed)
     rig = random_rig(rng, depth, drafts)
     rig.runner.right = rng.choice([0.0, 0.5, 0.8, 1.0])
@@ -283,6 +306,8 @@ def random_run(seed: int, depth: int, drafts: bool = True) -> Rig:
             request += 1
         if rng.random() < 0.05 and rig.told:
             rig.finish(rng.randrange(len(rig.told)))
+        if losses and rng.random() < losses:
+            rig.lose()
         if rng.random() < 0.5 and len(rig.in_flight) < depth:
             rig.plan()
         elif rig.in_flight:

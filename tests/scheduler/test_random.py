@@ -75,6 +75,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             if self.rig.scheduler.has_work():
                 self.rig.step()
 
+    @rule()
+    def lose(self) -> None:
+        self.rig.lose()
+
     @invariant()
     def blocks_and_slots_are_somewhere(self) -> None:
         if hasattr(self, "rig"):

@@ -8,7 +8,7 @@ import pytest
 
 from tests.scheduler.fake_runner import BAD_SEED, ROW_ERROR, VOCAB, alone, kv_config, submit
 from tests.scheduler.harness import Rig
-from weft.common.errors import ContextLength, EngineDead, ErrorInfo, InvalidRequest
+from weft.common.errors import ContextLength, EngineDead, InvalidRequest
 from weft.scheduler.columns import Columns
 from weft.scheduler.sequence import TRANSITIONS, Ended, Held, Running, Sequence, Waiting
 from weft.types.messages import Submit
@@ -131,21 +131,6 @@ def test_row_error_ends_that_row_only() -> None:
     rig.check_idle()
     assert (rig.told[0].finish, rig.told[0].error) == ("error", ROW_ERROR)
     assert rig.scheduler.stats().row_errors == 1
-
-
-@pytest.mark.parametrize("steps", [0, 1, 2, 5])
-def test_fail_all(steps: int) -> None:
-    rig = Rig(kv_config(), 2, max_num_seqs=2)
-    for number in range(4):
-        rig.submit(submit(number, [number], request=number // 2, choice=number % 2, max_tokens=9))
-    for _ in range(steps):
-        rig.step()
-    error = ErrorInfo(code="engine_dead", message="gone")
-    rig.hear(rig.scheduler.fail_all(error))
-    assert [told.finish for told in rig.told.values()] == ["error"] * 4
-    while rig.in_flight:
-        rig.commit()
-    rig.check_idle()
 
 
 @pytest.mark.parametrize("caching", [True, False])

@@ -39,7 +39,7 @@ def test_steps_in_flight_are_not_counted_twice(
 
     monkeypatch.setattr(runner, "forward", timed_forward)
     monkeypatch.setattr(runner, "read", timed_read)
-    monkeypatch.setattr(engine.scheduler, "observe", lambda plan, seconds: seen.append(seconds))
+    monkeypatch.setattr(engine.scheduler, "observe", lambda plan, seconds, cold: seen.append(seconds))
     for number in (1, 2):
         engine.submit(submit(number, [3, 4, 5], TokenParams(temperature=0.0, max_tokens=6), request=number))
         while engine.has_work():

@@ -15,7 +15,7 @@ from weft.api.request import Request, RequestMaker, client_error
 from weft.api.settings import read_settings
 from weft.common.errors import EngineDead, ErrorInfo, InvalidRequest, Overloaded, WeftError
 from weft.config.resolve import resolve
-from weft.engine.core import EngineCore
+from weft.engine.replicas import start_engine
 from weft.types.messages import HeadStats, TokenEvent
 from weft.types.sampling import SamplingParams
 
@@ -32,7 +32,7 @@ class AsyncLLM:
         settings = read_settings(model, config)
         self.config = resolve(settings)
         self._text = load_text(self.config, settings.front.chat_template)
-        core = EngineCore(self.config)
+        core = start_engine(self.config)
         limits = model_limits(self.config, core, self._text)
         self._maker = RequestMaker(self._text, limits, self.config.model.seed)
         self._requests: dict[str, tuple[Request, Sink]] = {}

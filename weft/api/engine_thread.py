@@ -14,6 +14,7 @@ from typing import TypeAlias
 from weft.common.errors import EngineDead, ErrorInfo, WeftError
 from weft.common.log import get_logger
 from weft.engine.core import EngineCore
+from weft.engine.replicas import Replicas
 from weft.types.messages import HeadStats, Submit, TokenEvent
 
 log = get_logger(__name__)
@@ -25,7 +26,7 @@ _Command: TypeAlias = Callable[[], None]
 class EngineThread:
     """Runs an EngineCore. Its methods may be called from any thread and do not wait for the engine."""
 
-    def __init__(self, core: EngineCore) -> None:
+    def __init__(self, core: EngineCore | Replicas) -> None:
         self._core = core
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._sinks: dict[int, Sink] = {}

@@ -18,6 +18,7 @@ from weft.common.log import get_logger
 from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig
 from weft.engine.core import EngineCore
+from weft.engine.replicas import Replicas, start_engine
 from weft.text.chat import ChatFormat
 from weft.text.choice import Choice
 from weft.text.model import TextModel
@@ -35,7 +36,7 @@ def load_text(config: EngineConfig, chat_template: str | None) -> TextModel:
     return TextModel(loaded.tokenizer, chat)
 
 
-def model_limits(config: EngineConfig, core: EngineCore, text: TextModel) -> ModelLimits:
+def model_limits(config: EngineConfig, core: EngineCore | Replicas, text: TextModel) -> ModelLimits:
     """What requests to this engine must respect."""
     welcome = core.welcome(0)
     ends = tuple(sorted({*text.end_ids, *config.spec.eos_ids}))
@@ -57,7 +58,7 @@ class LLM:
         settings = read_settings(model, config)
         self.config = resolve(settings)
         self._text = load_text(self.config, settings.front.chat_template)
-        self._core: EngineCore | None = EngineCore(self.config)
+        self._core: EngineCore | Replicas | None = start_engine(self.config)
         limits = model_limits(self.config, self._core, self._text)
         self._maker = RequestMaker(self._text, limits, self.config.model.seed)
         self._lock = threading.Lock()
@@ -211,7 +212,7 @@ class LLM:
 class _Run:
     """One call's requests in the engine."""
 
-    def __init__(self, core: EngineCore, requests: list[Request], bar: Any) -> None:
+    def __init__(self, core: EngineCore | Replicas, requests: list[Request], bar: Any) -> None:
         self._core = core
         self._bar = bar
         self._waiting = deque((submit, request) for request in requests for submit in request.submits)

@@ -16,6 +16,7 @@ import torch
 
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec, ModelSpec
+from weft.types.exchange import UNAGREED, Exchange
 
 Tensor = torch.Tensor
 
@@ -80,6 +81,8 @@ class StepInput:
     """For each segment and cache kind, what the attention backend prepared."""
     logits_index: Tensor
     """int64 [L]: merged rows whose logits are wanted, in plan order."""
+    exchange: Exchange = UNAGREED
+    """What ranks agreed on for rows that go to experts of other ranks."""
 
 
 class Backend(ABC):

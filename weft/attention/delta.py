@@ -13,6 +13,7 @@ from weft.attention.delta_backend import DeltaBackend, DeltaWeights
 from weft.attention.gqa import AttentionInput
 from weft.config.spec import ModelSpec
 from weft.layers.build import Build, Packs
+from weft.layers.held import joined
 from weft.layers.linear import Linear, RowLinear
 
 Tensor = torch.Tensor
@@ -35,15 +36,17 @@ class DeltaNet(Packs):
         delta = spec.delta
         assert delta is not None
         assert layer in delta.layers
-        key, value = delta.k_heads * delta.k_dim, delta.v_heads * delta.v_dim
+        heads = build.part(delta.v_heads)
+        key, value = build.part(delta.k_heads).times(delta.k_dim), heads.times(delta.v_dim)
         self._kind = spec.cache_of(layer)
-        self._value = value
+        self._value = value.count
         self._eps = spec.norm_eps
-        self.qkvz = Linear(spec.hidden, 2 * key + 2 * value, build)
-        self.gates = Linear(spec.hidden, 2 * delta.v_heads, build)
-        self.conv: nn.Parameter | None = build.weight(2 * key + value, 1, delta.conv, wide=True)
-        self.log_rate = build.weight(delta.v_heads, wide=True)
-        self.step_bias = build.weight(delta.v_heads, wide=True)
+        self.qkvz = Linear(spec.hidden, joined(key, key, value, value), build)
+        self.gates = Linear(spec.hidden, joined(heads, heads), build)
+        channels = joined(key, key, value)
+        self.conv: nn.Parameter | None = build.weight(channels.count, 1, delta.conv, held=channels, wide=True)
+        self.log_rate = build.weight(heads.count, held=heads, wide=True)
+        self.step_bias = build.weight(heads.count, held=heads, wide=True)
         self.norm = build.weight(delta.v_dim, wide=True)
         self.out = RowLinear(value, spec.hidden, build)
         self._weights: DeltaWeights | None = None

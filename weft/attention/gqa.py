@@ -12,6 +12,7 @@ import torch
 from weft.attention.base import AttentionBackend, Backends, LayerCache, StepInput
 from weft.config.spec import CacheSpec, ModelSpec
 from weft.layers.build import Build, Layer
+from weft.layers.held import joined
 from weft.layers.linear import Linear, RowLinear
 from weft.layers.norm import RMSNorm
 
@@ -37,18 +38,20 @@ class Attention(Layer):
 
     def __init__(self, spec: ModelSpec, layer: int, build: Build) -> None:
         super().__init__()
-        self._heads, self._kv_heads, self._dim = spec.heads, spec.kv_heads, spec.head_dim
+        heads, kv_heads = build.part(spec.heads), build.kv_part(spec.kv_heads)
+        self._heads, self._kv_heads, self._dim = heads.count, kv_heads.count, spec.head_dim
         self._kind = spec.cache_of(layer)
-        self._cache_spec: CacheSpec = spec.caches[self._kind]
-        rows = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
-        self._gate = spec.heads * spec.head_dim if spec.output_gate else 0
-        self.qkv = Linear(spec.hidden, self._gate + rows, build, bias=spec.qkv_bias)
-        self.out = RowLinear(spec.heads * spec.head_dim, spec.hidden, build, bias=spec.o_bias)
+        self._cache_spec: CacheSpec = build.local(spec).caches[self._kind]
+        q, kv = heads.times(spec.head_dim), kv_heads.times(spec.head_dim)
+        self._gate = q.count if spec.output_gate else 0
+        inputs = joined(q, q, kv, kv) if spec.output_gate else joined(q, kv, kv)
+        self.qkv = Linear(spec.hidden, inputs, build, bias=spec.qkv_bias)
+        self.out = RowLinear(q, spec.hidden, build, bias=spec.o_bias)
         self.q_norm = self.k_norm = None
         if spec.qk_norm:
             self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps, build, wide=spec.centred_norms)
             self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps, build, wide=spec.centred_norms)
-        self.sinks = build.weight(spec.heads) if spec.sinks else None
+        self.sinks = build.weight(heads.count, held=heads) if spec.sinks else None
         self._eps = spec.norm_eps
         fp8 = self._cache_spec.fp8
         self._rotate_and_cache = build.op("qkv_rope_cache_fp8" if fp8 else "qkv_rope_cache").run

@@ -74,7 +74,7 @@ class IndexedAttention(LatentAttention):
         assert spec.index is not None
         assert spec.mla is not None
         assert spec.mla.q_lora is not None
-        self._reads = reads_of(spec, self._kind)
+        self._reads = reads_of(build.local(spec), self._kind)
         self.indexer = None
         if layer in spec.index.layers:
             self.indexer = Indexer(spec.hidden, spec.mla.q_lora, spec.index, build)

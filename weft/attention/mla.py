@@ -21,6 +21,7 @@ from weft.attention.gqa import AttentionInput
 from weft.attention.latent import Form, LatentBackend, UpMatrices
 from weft.config.spec import MLASpec, ModelSpec
 from weft.layers.build import Build, Layer, Packs
+from weft.layers.held import Held, joined, whole
 from weft.layers.linear import Linear, RowLinear
 from weft.layers.norm import RMSNorm
 
@@ -33,10 +34,11 @@ class UpLayer(Packs):
     matrices: UpMatrices
     """Once packed."""
 
-    def __init__(self, heads: int, mla: MLASpec, build: Build) -> None:
+    def __init__(self, heads: Held, mla: MLASpec, build: Build) -> None:
         super().__init__()
-        self.weight = build.weight(heads * (mla.nope + mla.v), mla.kv_lora)
-        self._heads, self._sizes = heads, (mla.nope, mla.v)
+        rows = heads.times(mla.nope + mla.v)
+        self.weight = build.weight(rows.count, mla.kv_lora, held=rows)
+        self._heads, self._sizes = heads.count, (mla.nope, mla.v)
         self._pack = build.op("latent_up").run
 
     def pack(self) -> None:
@@ -47,12 +49,12 @@ class UpLayer(Packs):
 class _Down(Linear):
     """The first matrix. Where its first outputs are the queries themselves, they have no bias."""
 
-    def __init__(self, hidden: int, first: int, mla: MLASpec, build: Build) -> None:
-        outputs = first + mla.kv_lora + mla.rope
-        super().__init__(hidden, outputs, build)
-        self._outputs = outputs
+    def __init__(self, hidden: int, first: Held, mla: MLASpec, build: Build) -> None:
+        lines = whole(mla.kv_lora + mla.rope)
+        super().__init__(hidden, joined(first, lines), build)
+        self._outputs = first.count + lines.count
         if mla.bias:
-            self.bias = build.weight(outputs - (first if mla.q_lora is None else 0))
+            self.bias = build.weight(lines.count if mla.q_lora is None else self._outputs)
 
     def pack(self) -> None:
         super().pack()
@@ -62,25 +64,26 @@ class _Down(Linear):
 
 
 class LatentAttention(Layer):
-    """Latent attention with rotary positions; returns a partial."""
+    """Latent attention with rotary positions; returns a partial. Every rank has all lines, for its heads."""
 
     def __init__(self, spec: ModelSpec, layer: int, build: Build) -> None:
         super().__init__()
         mla = spec.mla
         assert mla is not None
-        self._heads, self._mla = spec.heads, mla
+        heads = build.part(spec.heads)
+        self._heads, self._mla = heads.count, mla
         self._kind = spec.cache_of(layer)
         self._cache_spec = spec.caches[self._kind]
-        queries = spec.heads * (mla.nope + mla.rope)
-        first = queries if mla.q_lora is None else mla.q_lora
+        queries = heads.times(mla.nope + mla.rope)
+        first = queries if mla.q_lora is None else whole(mla.q_lora)
         self.down = _Down(spec.hidden, first, mla, build)
         self.q_norm = self.q_up = None
         if mla.q_lora is not None:
             self.q_norm = RMSNorm(mla.q_lora, mla.norm_eps, build)
             self.q_up = Linear(mla.q_lora, queries, build)
         self.kv_norm = RMSNorm(mla.kv_lora, mla.norm_eps, build)
-        self.kv_up = UpLayer(spec.heads, mla, build)
-        self.out = RowLinear(spec.heads * mla.v, spec.hidden, build, bias=spec.o_bias)
+        self.kv_up = UpLayer(heads, mla, build)
+        self.out = RowLinear(heads.times(mla.v), spec.hidden, build, bias=spec.o_bias)
         fp8 = self._cache_spec.fp8
         self._cache_lines = build.op("latent_rope_cache_fp8" if fp8 else "latent_rope_cache").run
         self._forms = cast(tuple[Form, Form], build.op("latent_forms").run())
@@ -106,7 +109,7 @@ class LatentAttention(Layer):
         )
         if self.q_up is not None:
             q = self.q_up(q)
-        q = q.view(len(x), self._heads, -1)
+        q = q.unflatten(1, (self._heads, -1))
         out = x.new_empty(len(x), self._heads, mla.v)
         for segment, prepared, form in zip(step.segments, step.prepared, self._forms, strict=True):
             if not segment.tokens:

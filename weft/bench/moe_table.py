@@ -113,7 +113,7 @@ def _forms(weights: Routed, tokens: int) -> dict[str, Experts]:
     if weights.down.device.type == "cuda" and weights.down.dtype != torch.float64:
         from weft.ops.triton.moe import by_tiles, tile_of
 
-        found["triton"] = lambda x, ids, w: by_tiles(x, ids, w, tile_of(x, w))
+        found["triton"] = lambda x, ids, w: by_tiles(x, ids, w, tile_of(ids, w))
     return found
 
 

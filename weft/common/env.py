@@ -10,6 +10,7 @@ VARIABLES = {
     "WEFT_CORE_DUMPS": "1 leaves core dumps on in child processes",
     "WEFT_OPS_CACHE": "where weft build-ops keeps the C++ operations; ~/.cache/weft/ops by default",
     "WEFT_DISABLE_CPU_OPS": "1 runs torch's operations in place of the C++ ones",
+    "WEFT_LINK_DELAY_MS": "every collective of a rank ends so much later: a slow network, for benchmarks",
     "CXX": "the C++ compiler of weft build-ops",
     "GOMP_SPINCOUNT": "how long waiting CPU threads spin; 1000 by default in every weft command",
     "OMP_WAIT_POLICY": "active or passive: how waiting CPU threads wait, in place of the default above",

@@ -48,6 +48,8 @@ class Setting:
     high: float | None = None
     open_low: bool = False
     """Whether ``low`` itself is out of range."""
+    alias: str = ""
+    """A second, shorter flag, without its dashes; not a keyword and not a file key."""
 
     @property
     def key(self) -> str:
@@ -195,6 +197,7 @@ def _setting(section: str, found: inspect.Field) -> Setting:
     kind, description, extra = _described(found.type)
     members = list(kind.types) if isinstance(kind, inspect.UnionType) else [kind]
     facts: dict[str, Any] = {"section": section, "name": found.name, "default": found.default}
+    facts["alias"] = extra.get("alias", "")
     facts["optional"] = any(isinstance(m, inspect.NoneType) for m in members)
     members = [_described(m)[0] for m in members if not isinstance(m, inspect.NoneType)]
     if len(members) == 1 and isinstance(members[0], inspect.VarTupleType):
@@ -277,6 +280,8 @@ def listing() -> str:
     rows = [("flag", "type", "range", "default", "section")]
     for setting in SETTINGS.values():
         flag = f"{setting.flag} / --no-{setting.key}" if setting.kind == "bool" else setting.flag
+        if setting.alias:
+            flag += f", --{setting.alias}"
         rows.append(
             (flag, setting.type_name, setting.range_text or "-", setting.default_text, setting.section)
         )

@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from weft.common.errors import ConfigError
 from weft.config.resolved import PoolSpec
 from weft.config.sections import SchedulerSection
+from weft.config.sharding import local_spec
 from weft.config.spec import DTYPE_BYTES, CacheSpec, ModelSpec, SparseSpec
+from weft.types.layout import ALONE, Layout
 from weft.types.plan import MAX_PROMPT_LOGITS
 
 GIB = 1 << 30
@@ -256,13 +258,17 @@ def longest_that_fits(
     return low
 
 
-def weight_bytes(spec: ModelSpec, dtype: str, quantization: str = "none") -> int:
-    """Bytes of the model's parameters (an estimate: norms, biases and scales are left out).
+def weight_bytes(
+    spec: ModelSpec, dtype: str, quantization: str = "none", layout: Layout = ALONE, redundant: int = 0
+) -> int:
+    """Bytes of a rank's share of the parameters (an estimate: norms, biases and scales are left out).
+
+    ``redundant``: further copies of experts that ranks have between them.
 
     With ``int8`` the matrices of layers, experts' included, take a byte an element; embedding, head and
     routers do not change.
     """
-    size = DTYPE_BYTES[dtype]
+    size, spec = DTYPE_BYTES[dtype], local_spec(spec, layout)
     recurrent = len(spec.delta.layers) if spec.delta is not None else 0
     matrices = (spec.layers - recurrent) * _attention_elements(spec)
     matrices += recurrent * _delta_elements(spec)
@@ -273,9 +279,10 @@ def weight_bytes(spec: ModelSpec, dtype: str, quantization: str = "none") -> int
     else:
         moe, routing = spec.moe, len(spec.moe.layers)
         matrices += (spec.layers - routing) * dense
-        matrices += routing * 3 * spec.hidden * (moe.experts * moe.intermediate + moe.shared)
+        experts = -(-(moe.experts + redundant) // layout.ranks) if layout.expert else moe.experts
+        matrices += routing * 3 * spec.hidden * (experts * moe.intermediate + moe.shared)
         routers = routing * moe.experts * spec.hidden * max(4, size)
-    embeddings = spec.vocab_size * spec.hidden * (1 if spec.tied else 2)
+    embeddings = -(-spec.vocab_size // layout.tensor) * spec.hidden * (1 if spec.tied else 2)
     return matrices * (1 if quantization == "int8" else size) + routers + embeddings * size
 
 

@@ -15,8 +15,10 @@ import msgspec
 from weft.common.errors import ConfigError
 from weft.config import devices, hub
 from weft.config.budget import check_budget
+from weft.config.experts import check_experts
 from weft.config.families import load_spec
 from weft.config.flags import parse_size
+from weft.config.hosts import check_hosts
 from weft.config.memory import (
     GIB,
     activation_bytes,
@@ -33,10 +35,12 @@ from weft.config.sections import (
     Config,
     FrontSection,
     ModelSection,
+    ParallelSection,
     RunnerSection,
     SchedulerSection,
     SpeculationSection,
 )
+from weft.config.sharding import local_spec
 from weft.config.spec import ModelSpec
 
 _CPU_CACHE_MOST = 4 * GIB
@@ -62,29 +66,29 @@ def resolve(config: Config) -> EngineConfig:
         trust_remote_code=model.trust_remote_code,
         mtp=int(speculation.speculative_method == "mtp"),
     )
-    spec = with_cache_dtype(spec, cache)
+    spec = check_experts(with_cache_dtype(spec, cache), config.parallel)
+    local = local_spec(spec, check_hosts(config.parallel).layout)
     device = choose_device(runner)
     if not scheduler.steps_in_flight:
         # A CPU's threads all compute: planning beside them takes from them what it saves (docs/adr/0001).
         scheduler = msgspec.structs.replace(scheduler, steps_in_flight=2 if device == "cuda" else 1)
     dtype = choose_dtype(model, spec, device, path)
     copies = 1 + speculation.drafts
-    num_bytes = cache_bytes(spec, dtype, device, model, cache, scheduler, copies)
-    max_model_len = choose_max_model_len(spec, dtype, num_bytes, model, cache, scheduler, copies)
-    caching = cache.enable_prefix_caching
+    num_bytes = cache_bytes(spec, dtype, device, model, cache, scheduler, copies, config.parallel)
+    max_model_len = choose_max_model_len(local, dtype, num_bytes, model, cache, scheduler, copies)
     kv = KVConfig(
         pools=pools_for(
-            spec,
+            local,
             cache.block_size,
             dtype,
             num_bytes,
             max_model_len,
             scheduler,
             copies=copies,
-            snapshots=caching,
+            snapshots=cache.enable_prefix_caching,
         ),
         block_size=cache.block_size,
-        enable_prefix_caching=caching,
+        enable_prefix_caching=cache.enable_prefix_caching,
         max_model_len=max_model_len,
         num_slots=scheduler.max_num_seqs * scheduler.steps_in_flight,
         copies=copies,
@@ -102,6 +106,7 @@ def resolve(config: Config) -> EngineConfig:
         runner=runner,
         kv=kv,
         speculation=speculation,
+        parallel=config.parallel,
     )
 
 
@@ -240,10 +245,12 @@ def cache_bytes(
     cache: CacheSection,
     scheduler: SchedulerSection,
     copies: int = 1,
+    parallel: ParallelSection = ParallelSection(),
 ) -> int:
-    """Bytes for all cache pools: as asked, or what the device leaves, at most what all sequences could use.
+    """Bytes for a rank's cache pools: as asked, or what its device leaves, at most what all sequences could
+    use. The ranks of one host share a CPU's memory evenly.
 
-    ``copies``: of a slot's recurrent state.
+    ``spec``: of the whole model. ``copies``: of a slot's recurrent state.
 
     On a GPU the default is a first division from estimates; the engine divides again, with ``pools_for``,
     when the weights are loaded.
@@ -251,8 +258,10 @@ def cache_bytes(
     if cache.kv_cache_memory is not None:
         asked = parse_size(cache.kv_cache_memory)
         assert asked is not None, "checked when the flag was parsed"
-        _check_asked(asked, device)
+        _check_asked(asked, device, parallel.ranks_here)
         return asked
+    weights = weight_bytes(spec, dtype, model.quantization, parallel.layout, parallel.redundant_experts)
+    spec = local_spec(spec, parallel.layout)
     length = model.max_model_len if isinstance(model.max_model_len, int) else spec.max_position
     usable = bytes_for(
         spec,
@@ -264,11 +273,11 @@ def cache_bytes(
         copies=copies,
         snapshots=cache.enable_prefix_caching,
     )
-    weights = weight_bytes(spec, dtype, model.quantization)
     if device == "cpu":
         available = devices.available_memory()
         if available is None:
             return min(_CPU_CACHE_MOST, usable)
+        available //= parallel.ranks_here
         share = int(max(available - weights, 0) * _CPU_CACHE_SHARE)
         one = bytes_for(spec, cache.block_size, dtype, 1, length, scheduler, copies=copies)
         return min(share, usable, max(_CPU_CACHE_MOST, one))
@@ -291,12 +300,17 @@ def cache_bytes(
     return min(left, usable)
 
 
-def _check_asked(asked: int, device: str) -> None:
+def _check_asked(asked: int, device: str, ranks: int) -> None:
+    """``ranks``: of this host, which share a CPU's memory."""
     have = devices.available_memory() if device == "cpu" else devices.gpu_memory()
+    shared = ""
+    if device == "cpu" and have is not None and ranks > 1:
+        have //= ranks
+        shared = f" for each of {ranks} ranks"
     if have is not None and asked > have:
         raise ConfigError(
-            f"--kv-cache-memory {show_bytes(asked)} is more than the {show_bytes(have)} that the device has: "
-            f"set --kv-cache-memory to at most {show_bytes(have // 2)}",
+            f"--kv-cache-memory {show_bytes(asked)} is more than the {show_bytes(have)} that the device has"
+            f"{shared}: set --kv-cache-memory to at most {show_bytes(have // 2)}",
             param="--kv-cache-memory",
         )
 

@@ -8,11 +8,13 @@ from weft.config.sections import (
     CacheSection,
     Config,
     ModelSection,
+    ParallelSection,
     RunnerSection,
     SchedulerSection,
     SpeculationSection,
 )
 from weft.config.spec import CacheSpec, ModelSpec
+from weft.types.faults import Fault
 
 
 class PoolSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +73,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     runner: RunnerSection
     kv: KVConfig
     speculation: SpeculationSection = SpeculationSection()
+    parallel: ParallelSection = ParallelSection()
+    replica: int = 0
+    """Number of this group among the replicas of the model."""
+    faults: tuple[Fault, ...] = ()
+    """Planted by tests; there is no flag for it."""
+    domain: str = ""
+    """Folder where the heads of a domain of several replicas meet."""
 
 
 __all__ = ["Config", "EngineConfig", "KVConfig", "PoolSpec"]

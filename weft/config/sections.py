@@ -11,6 +11,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from weft.types.layout import Layout
+
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     pass
@@ -180,6 +182,85 @@ class RunnerSection(_Section, frozen=True, kw_only=True):
     ] = None
 
 
+class ParallelSection(_Section, frozen=True, kw_only=True):
+    """How the model lies over ranks."""
+
+    @property
+    def layout(self) -> Layout:
+        """The same, as layers and groups see it."""
+        return Layout(
+            tensor=self.tensor_parallel_size,
+            data=self.data_parallel_size,
+            expert=self.enable_expert_parallel,
+        )
+
+    @property
+    def ranks_here(self) -> int:
+        """Ranks of one host at most."""
+        return -(-self.layout.ranks // self.nnodes)
+
+    tensor_parallel_size: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=1024,
+            description="Ranks that share each layer's matrices (one process each).",
+            extra={"alias": "tp"},
+        ),
+    ] = 1
+    data_parallel_size: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=1024,
+            description="Replicas, each with sequences and KV cache of its own.",
+            extra={"alias": "dp"},
+        ),
+    ] = 1
+    enable_expert_parallel: Annotated[
+        bool,
+        Meta(description="Divide whole experts over all ranks of all replicas.", extra={"alias": "ep"}),
+    ] = False
+    moe_dispatch: Annotated[
+        Literal["auto", "reduce", "throughput", "low-latency", "gather"],
+        Meta(
+            description="How tokens reach experts of other ranks. reduce: every rank has all tokens, outputs "
+            "are summed; throughput: all-to-all of exact sizes; low-latency: all-to-all of fixed sizes; "
+            "gather: all-gather and reduce-scatter; auto: by measured cost."
+        ),
+    ] = "auto"
+    redundant_experts: Annotated[
+        int,
+        Meta(ge=0, le=65536, description="Further copies of experts in each layer, for those in demand."),
+    ] = 0
+    eplb_interval: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1_000_000_000,
+            description="Steps after which experts move to other ranks by what they had to do; 0: never.",
+        ),
+    ] = 0
+    overlap: Annotated[
+        Literal["off", "prefill", "all", "auto"],
+        Meta(
+            description="Split steps in two halves, one's communication under the other's compute: in steps "
+            "with prompts, in all, or where measured costs say that it pays."
+        ),
+    ] = "auto"
+    rank_timeout: Annotated[
+        float, Meta(gt=0, le=3600, description="Seconds after which a silent rank counts as dead.")
+    ] = 10.0
+    nnodes: Annotated[int, Meta(ge=1, le=1024, description="Hosts that the ranks are spread over.")] = 1
+    node_rank: Annotated[int, Meta(ge=0, le=1023, description="Number of this host; 0 has the front.")] = 0
+    rdzv: Annotated[
+        str | None, Meta(description="HOST:PORT of host 0, where ranks of several hosts meet.")
+    ] = None
+    group_secret: Annotated[
+        str | None, Meta(description="File with a secret that all hosts share; needed with several hosts.")
+    ] = None
+
+
 class FrontSection(_Section, frozen=True, kw_only=True):
     """The HTTP server."""
 
@@ -201,6 +282,23 @@ class FrontSection(_Section, frozen=True, kw_only=True):
     engine_timeout: Annotated[
         float, Meta(gt=0, description="Seconds without progress after which the engine counts as dead.")
     ] = 120.0
+    engine_restarts: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1000,
+            description="Engines that are started again in 10 minutes when they died; requests go on then. "
+            "One more ends the server.",
+        ),
+    ] = 5
+    recovery_timeout: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=86400,
+            description="Seconds that requests wait for an engine that is started again; then they get 503.",
+        ),
+    ] = 120.0
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="Amount of logging.")
     ] = "info"
@@ -214,4 +312,5 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     scheduler: SchedulerSection = SchedulerSection()
     speculation: SpeculationSection = SpeculationSection()
     runner: RunnerSection = RunnerSection()
+    parallel: ParallelSection = ParallelSection()
     front: FrontSection = FrontSection()

@@ -11,8 +11,11 @@ from weft.common.errors import ConfigError
 from weft.common.log import get_logger
 from weft.config.memory import activation_bytes, pools_for
 from weft.config.resolved import EngineConfig, KVConfig
+from weft.config.sharding import local_spec
+from weft.layers.build import ExpertOptions
 from weft.models.loader import Model, load_model
 from weft.ops import cpu
+from weft.parallel.mesh import Mesh
 from weft.runner.graphs import CudaCapture, GraphOptions, obstacle
 from weft.runner.programs import record
 from weft.runner.runner import Runner
@@ -28,19 +31,23 @@ DTYPES = {
 }
 
 
-def build_runner(config: EngineConfig, *, progress: bool = True, poison: bool = False) -> Runner:
-    """Loads the model and preallocates everything a step needs.
+def build_runner(
+    config: EngineConfig, *, progress: bool = True, poison: bool = False, mesh: Mesh | None = None
+) -> Runner:
+    """Loads the model, or the share of it that ``mesh`` has, and preallocates everything a step needs.
 
     Raises ConfigError, before weights are read, when there is no device or no backend for the model.
     """
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: this torch sees no GPU; use --device cpu", param="device")
     device, dtype, spec = torch.device(config.device), DTYPES[config.dtype], config.spec
+    local = local_spec(spec, config.parallel.layout)
     invariant = config.runner.deterministic
     backends = choose(
-        config.runner.attention_backend, spec, dtype, device, config.kv.block_size, invariant=invariant
+        config.runner.attention_backend, local, dtype, device, config.kv.block_size, invariant=invariant
     )
-    trace = StepTrace(config.runner.trace) if config.runner.trace else None
+    rank = 0 if mesh is None else mesh.rank
+    trace = StepTrace(trace_of(config.runner.trace, rank)) if config.runner.trace else None
     model = load_model(
         config.model_path,
         spec,
@@ -49,8 +56,14 @@ def build_runner(config: EngineConfig, *, progress: bool = True, poison: bool = 
         config.model.load_format,
         config.model.seed or 0,
         progress,
+        mesh,
         quantization=config.model.quantization,
         invariant=invariant,
+        experts=ExpertOptions(
+            dispatch=config.parallel.moe_dispatch,
+            redundant=config.parallel.redundant_experts,
+            counts=config.parallel.eplb_interval > 0,
+        ),
     )
     kv = config.kv
     if device.type == "cuda" and config.cache.kv_cache_memory is None:
@@ -67,7 +80,13 @@ def build_runner(config: EngineConfig, *, progress: bool = True, poison: bool = 
         poison=poison,
         graphs=graph_options(config, model, backends, progress),
         speculation=config.speculation,
+        launcher=mesh.launcher if mesh is not None and mesh.connects else None,
     )
+
+
+def trace_of(path: str, rank: int) -> str:
+    """The file that ``rank`` writes its trace to, of the one that was named: ranks share no file."""
+    return f"{path}.rank{rank}" if rank else path
 
 
 def graph_options(
@@ -97,7 +116,8 @@ def fit_pools(config: EngineConfig, free: int, total: int) -> KVConfig:
     ``free``, ``total``: bytes of the device. The share that --gpu-memory-utilization leaves to others, and
     a step's activations, stay free. Raises ConfigError when one full context does not fit.
     """
-    spec, cache, scheduler = config.spec, config.cache, config.scheduler
+    cache, scheduler = config.cache, config.scheduler
+    spec = local_spec(config.spec, config.parallel.layout)
     others = int(total * (1 - cache.gpu_memory_utilization))
     room = max(free - others - activation_bytes(spec, config.dtype, scheduler), 0)
     kv = config.kv

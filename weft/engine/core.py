@@ -1,4 +1,4 @@
-"""The engine of one group: scheduler and runner, with one or two steps in flight.
+"""The engine of one group: scheduler and executor, with one or two steps in flight.
 
 With two, step N + 1 is planned and launched before step N's tokens are read:
 
@@ -14,18 +14,27 @@ from __future__ import annotations
 import math
 from collections import deque
 
+import msgspec
 import torch
 
 from weft.common.clock import Clock, SystemClock
-from weft.common.errors import EngineDead, ErrorInfo
+from weft.common.errors import EngineDead
 from weft.common.log import get_logger
 from weft.config.resolved import EngineConfig
-from weft.engine.build import build_runner
-from weft.runner.runner import Runner, StepHandle
+from weft.engine.balance import Balance
+from weft.engine.domain import Domain, DomainExecutor
+from weft.engine.executor import Executor, GroupLost
+from weft.engine.recovery import Recovery
+from weft.engine.start import start_executor
+from weft.overlap.policy import OverlapPolicy, mode_of
+from weft.runner.runner import StepHandle
 from weft.scheduler.scheduler import Scheduler
 from weft.types.messages import VERSION, HeadStats, Submit, TokenEvent, Welcome
 
 log = get_logger(__name__)
+
+RECOVERY_POLL = 0.05
+"""Seconds that a ``step`` waits for a group that is being formed anew."""
 
 
 class EngineCore:
@@ -37,9 +46,12 @@ class EngineCore:
         *,
         progress: bool = True,
         clock: Clock | None = None,
-        runner: Runner | None = None,
+        runner: Executor | None = None,
+        domain: Domain | None = None,
     ) -> None:
         """Loads the model (with a progress bar on stderr if ``progress``) unless a ``runner`` is given.
+
+        ``domain``: where other replicas have a part in every step; by default what ``config`` says.
 
         Raises ConfigError for anything that cannot be served as configured.
         """
@@ -47,15 +59,22 @@ class EngineCore:
             torch.set_num_threads(config.runner.threads)
         self.config = config
         self._clock = clock or SystemClock()
-        self.runner = runner or build_runner(config, progress=progress)
+        self.runner: Executor = runner or start_executor(config, progress=progress)
         self.scheduler = Scheduler(
             self.runner.kv, config.scheduler, config.spec.vocab_size, config.speculation
         )
+        self.domain = domain or (self.runner.domain if isinstance(self.runner, DomainExecutor) else None)
+        """Where other replicas have a part in every step."""
+        self.overlap = OverlapPolicy(mode_of(config.parallel))
+        """Which steps are computed in halves."""
+        self.balance = Balance(config.parallel.eplb_interval)
+        """At which steps experts move."""
         self._depth = config.scheduler.steps_in_flight
         self._in_flight: deque[tuple[StepHandle, float]] = deque()
         """Steps in flight, and when the planning of each began."""
         self._completed = -math.inf
         """When the last result was read."""
+        self._recovery = Recovery(self._clock)
 
     @property
     def deterministic(self) -> bool:
@@ -91,19 +110,65 @@ class EngineCore:
         return self.scheduler.finish(sequence)
 
     def has_work(self) -> bool:
-        """Whether ``step`` has anything to do."""
+        """Whether ``step`` has anything to do, if only beside other replicas."""
+        if self._unfinished() or self._recovery.active:
+            return True
+        return self.domain is not None and self.domain.awake
+
+    def _unfinished(self) -> bool:
         return bool(self._in_flight) or self.scheduler.has_work()
+
+    @property
+    def recovering(self) -> bool:
+        """Whether ranks were lost, and their group is being formed anew: no step is made meanwhile."""
+        return self._recovery.active
+
+    def check(self) -> None:
+        """Looks after the ranks while there is nothing to compute. Does not wait. Raises EngineDead."""
+        if self._recovery.active:
+            return
+        try:
+            self.runner.check()
+        except GroupLost as lost:
+            self._lose(lost)
 
     def step(self) -> list[TokenEvent]:
         """Launches the next step, if one can be planned, and commits the oldest one when it must.
 
-        Raises EngineDead (or whatever the device raised) when the group cannot go on.
+        When ranks are lost, what ran waits until they are there again. Raises EngineDead (or whatever the
+        device raised) when the group cannot go on.
         """
+        if self._recovery.active:
+            if self._recovery.done(RECOVERY_POLL):
+                before = self.scheduler.stats().requeued
+                given_up = self.scheduler.requeue_all()
+                again = self.scheduler.stats().requeued - before - len(given_up)
+                log.info("%d sequences are computed again, %d are given up", again, len(given_up))
+                return given_up
+            return []
+        try:
+            return self._step()
+        except GroupLost as lost:
+            self._lose(lost)
+            return []
+
+    def _lose(self, lost: GroupLost) -> None:
+        """Ranks are lost, and with them the steps in flight."""
+        self._in_flight.clear()
+        self._completed = -math.inf
+        self._recovery.begin(self.runner, lost)
+
+    def _step(self) -> list[TokenEvent]:
         plan = None
         if len(self._in_flight) < self._depth:  # else an interrupt cut the last wait short: read first
             now = self._clock.now()
             plan = self.scheduler.plan(now)
+            if plan is not None:
+                plan = self.balance.ask(self.overlap.decide(plan))
+            if self.domain is not None:
+                plan = self.domain.settle(plan, self._unfinished(), self.scheduler.idle)
         if plan is not None:
+            self.balance.launched(plan)
             handle = self.runner.forward(plan)
             self.runner.sample(handle)
             self._in_flight.append((handle, now))
@@ -126,16 +191,18 @@ class EngineCore:
         seconds = now - max(began, self._completed)
         self._completed = now
         events = self.scheduler.commit(handle.plan, result, now)
-        self.scheduler.observe(handle.plan, seconds)
+        self.scheduler.observe(handle.plan, seconds, handle.cold)
+        self.overlap.observe(handle.plan, handle.times)
         return events
 
-    def fail(self, error: ErrorInfo) -> list[TokenEvent]:
-        """The terminal event of everything that is live: the group ends with ``error``."""
-        return self.scheduler.fail_all(error)
-
     def stats(self) -> HeadStats:
-        """Counters and gauges of the scheduler."""
-        return self.scheduler.stats()
+        """Counters and gauges of scheduler and overlap."""
+        return msgspec.structs.replace(
+            self.scheduler.stats(),
+            overlapped_steps=self.overlap.steps,
+            communication_seconds=self.overlap.communication,
+            communication_hidden_seconds=self.overlap.hidden,
+        )
 
     def welcome(self, incarnation: int) -> Welcome:
         """What a front must know of this engine."""
@@ -147,15 +214,21 @@ class EngineCore:
             max_num_seqs=self.config.scheduler.max_num_seqs,
             num_blocks=tuple(pool.num_blocks for pool in kv.pools),
             incarnation=incarnation,
+            deterministic=self.deterministic,
         )
 
     def close(self) -> None:
         """Waits for what is in flight (its results are dropped) and ends the device thread and trace."""
         if (report := self.describe_speculation()) is not None:
             log.info("%s", report)
+        if (report := self.overlap.describe()) is not None:
+            log.info("%s", report)
+        self._recovery.close(self.runner)
         while self._in_flight:
             try:
                 self.runner.read(self._in_flight.popleft()[0])
             except Exception as error:
                 log.warning("a step in flight failed while closing: %s", error)
         self.runner.close()
+        if self.domain is not None:
+            self.domain.close()

@@ -30,11 +30,10 @@ SEND_QUEUE = 10_000
 """Messages a front may leave unread before it counts as gone."""
 
 
-class Head:
-    """The loop of a head. ``run`` returns when told to shut down, or when drained."""
+class Listener:
+    """A head's socket. Once it is there, zmq's own thread answers pings, whatever the process does."""
 
-    def __init__(self, core: EngineCore, endpoint: str) -> None:
-        self._core = core
+    def __init__(self, endpoint: str) -> None:
         self._context = zmq.Context()
         socket = self._context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -44,9 +43,28 @@ class Head:
         socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
         socket.bind(endpoint)
-        self._socket = socket
+        self.socket = socket
+
+    def close(self) -> None:
+        """What was sent is still delivered, if that takes no longer than a second."""
+        self.socket.close()
+        self._context.term()
+
+
+class Head:
+    """The loop of a head. ``run`` returns when told to shut down, or when drained."""
+
+    def __init__(self, core: EngineCore, endpoint: str | Listener) -> None:
+        """``endpoint``: where to listen, or what listens there already."""
+        self._core = core
+        self._listener = Listener(endpoint) if isinstance(endpoint, str) else endpoint
+        self._socket = self._listener.socket
+        self._poller = zmq.Poller()
+        for one in (self._socket, *(core.domain.sockets if core.domain is not None else ())):
+            self._poller.register(one, zmq.POLLIN)
         self._incarnation = secrets.randbits(64)
-        self._fronts: dict[bytes, None] = {}
+        self._fronts: dict[bytes, bool] = {}
+        """And whether each wants heartbeats only while it has sequences."""
         self._owner: dict[int, bytes] = {}
         self._bad_frames = 0
         self._draining = False
@@ -60,6 +78,7 @@ class Head:
             while not self._stop:
                 busy = self._core.has_work()
                 self._receive(0 if busy else IDLE_POLL_MS)
+                self._core.check()
                 if self._core.has_work():
                     self._dispatch(self._core.step())
                 elif self._draining:
@@ -69,12 +88,11 @@ class Head:
             self._last_words(error)
             raise
         finally:
-            self._socket.close()
-            self._context.term()
+            self._listener.close()
             self._core.close()
 
     def _receive(self, wait_ms: int) -> None:
-        if not self._socket.poll(wait_ms):
+        if self._socket not in dict(self._poller.poll(wait_ms)):
             return
         while True:
             try:
@@ -111,7 +129,7 @@ class Head:
             message = f"this head speaks version {m.VERSION}, the front {low} to {high}"
             self._send(front, m.HeadFailed(error=EngineDead(message).info()))
             return
-        self._fronts[front] = None
+        self._fronts[front] = hello.quiet
         self._send(front, self._core.welcome(self._incarnation))
         self._send(front, self._heartbeat())
 
@@ -164,7 +182,8 @@ class Head:
 
     def _heartbeat(self) -> m.Heartbeat:
         stats = msgspec.structs.replace(self._core.stats(), bad_frames=self._bad_frames)
-        return m.Heartbeat(idle=not self._core.has_work(), stats=stats)
+        # A group that is being formed has deadlines of its own.
+        return m.Heartbeat(idle=self._core.recovering or not self._core.has_work(), stats=stats)
 
     def _beat(self) -> None:
         now = time.monotonic()
@@ -173,8 +192,10 @@ class Head:
         self._last_beat = now
         self._report(now)
         beat = self._heartbeat()
-        for front in list(self._fronts):
-            self._send(front, beat)
+        busy = set(self._owner.values())  # for membership only
+        for front, quiet in list(self._fronts.items()):
+            if front in busy or not quiet:
+                self._send(front, beat)
 
     def _report(self, now: float) -> None:
         if now < self._next_report:
@@ -185,14 +206,12 @@ class Head:
             log.info("%s", report)
 
     def _last_words(self, error: Exception) -> None:
+        """Tells every front. What is live does not end here: a front may go on with it at another head."""
         known = (
             error if isinstance(error, WeftError) else EngineDead("the engine failed; see the server's log")
         )
         log.error("the engine failed: %s", error, exc_info=not isinstance(error, WeftError))
-        try:
-            self._dispatch(self._core.fail(known.info()))
-        except Exception:  # its books may be what failed
-            log.exception("the sequences could not be ended one by one")
+        # Sequences get no event of their own: their front may have another head that goes on with them.
         for front in list(self._fronts):
             self._send(front, m.HeadFailed(error=known.info()))
 
@@ -202,7 +221,12 @@ def run_head(config: EngineConfig, endpoint: str) -> None:
 
     ``endpoint``: an ``ipc://`` path in a folder that only this user can enter, or loopback tcp.
     """
-    core = EngineCore(config)
+    listener = Listener(endpoint)  # before the model is loaded: so fronts see that this process runs
+    try:
+        core = EngineCore(config)
+    except BaseException:
+        listener.close()
+        raise
     kinds = core.runner.kv.pools  # a GPU's are divided when the weights are there
     pools = ", ".join(pool.describe(config.dtype) for pool in kinds)
     log.info(
@@ -210,4 +234,4 @@ def run_head(config: EngineConfig, endpoint: str) -> None:
     )
     gc.collect()
     gc.freeze()  # the model and all modules live as long as the process: never look through them again
-    Head(core, endpoint).run()
+    Head(core, listener).run()

@@ -71,9 +71,14 @@ def _add_models(app: FastAPI, front: Front) -> None:
 def _add_state(app: FastAPI, front: Front) -> None:
     @app.get("/health")
     async def health() -> Response:
-        """Liveness: 200 while this process and its engine live, also while starting and draining."""
-        dead = front.lifecycle.phase is Phase.DEAD or front.client.failure is not None
-        return _json({"status": "dead" if dead else "alive"}, 503 if dead else 200)
+        """Liveness: 200 while this process and a replica live, also while starting and draining.
+
+        "degraded" while some replica is dead and others serve.
+        """
+        if front.lifecycle.phase is Phase.DEAD or front.client.failure is not None:
+            return _json({"status": "dead"}, 503)
+        started = front.client.welcome is not None
+        return _json({"status": "degraded" if started and not front.client.whole else "alive"}, 200)
 
     @app.get("/ready")
     async def ready() -> Response:

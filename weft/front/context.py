@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
 from weft.common.errors import NotFound, Overloaded, Unavailable
 from weft.config.resolved import EngineConfig
 from weft.config.sections import FrontSection
-from weft.front.head_client import HeadClient, Process
+from weft.front.heads import Heads, Place, Respawn
 from weft.front.lifecycle import Lifecycle
 from weft.front.metrics import Metrics
 from weft.front.protocol import printable
@@ -31,14 +31,28 @@ TEXT_QUEUE = 1024
 class Front:
     """Everything that lives as long as the process. Used from one event loop."""
 
-    def __init__(self, config: EngineConfig, section: FrontSection, endpoint: str, head: Process) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        section: FrontSection,
+        places: Sequence[Place],
+        respawn: Respawn | None = None,
+    ) -> None:
         self.config = config
         self.section = section
         self.names = config.served_names
         self.created = int(time.time())
-        self.client = HeadClient(endpoint, head, section.engine_timeout)
+        self.client = Heads(
+            places,
+            section.engine_timeout,
+            respawn=respawn,
+            link_timeout=config.parallel.rank_timeout,
+            patience=section.recovery_timeout,
+            together=config.parallel.enable_expert_parallel,
+        )
         self.metrics = Metrics(self.names[0], self.client)
-        self.lifecycle = Lifecycle(config.scheduler.max_num_seqs + config.scheduler.max_queued_requests)
+        each = config.scheduler.max_num_seqs + config.scheduler.max_queued_requests
+        self.lifecycle = Lifecycle(each * len(places))
         self._pool = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="weft-text")
         self._pooled = 0
         self._text: TextModel | None = None

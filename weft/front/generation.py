@@ -154,17 +154,20 @@ class Generation:
 
 
 async def probe(front: Front) -> None:
-    """Generates one token through the head: what readiness means. Raises WeftError when that fails."""
-    ids = [front.ids.mint(), front.ids.mint()]
-    submit = Submit(
-        sequence=ids[0],
-        request=ids[1],
-        seed=0,
-        prompt_ids=ids_to_bytes([0]),
-        params=TokenParams(temperature=0.0, max_tokens=1),
-        salt=PROBE_SALT,
-    )
-    flow = front.client.submit([submit])
+    """Generates one token through every head: what readiness means. Raises WeftError when that fails."""
+    ids = [front.ids.mint() for _ in range(2 * len(front.client.clients))]
+    submits = [
+        Submit(
+            sequence=sequence,
+            request=request,
+            seed=0,
+            prompt_ids=ids_to_bytes([0]),
+            params=TokenParams(temperature=0.0, max_tokens=1),
+            salt=PROBE_SALT,
+        )
+        for sequence, request in zip(ids[::2], ids[1::2], strict=True)
+    ]
+    flow = front.client.submit_each(submits)
     try:
         async with asyncio.timeout(front.section.engine_timeout):
             while flow.open:

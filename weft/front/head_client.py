@@ -11,8 +11,8 @@ import asyncio
 import contextlib
 import secrets
 from collections import deque
-from collections.abc import Coroutine, Iterable
-from typing import Any, Protocol
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 import zmq
@@ -43,15 +43,30 @@ class Process(Protocol):
     def poll(self) -> int | None: ...
 
 
+Abandon: TypeAlias = Callable[[dict[int, Flow], WeftError], None]
+"""Takes over the open sequences of a dead head, with what it died of. Called once."""
+
+
 class HeadClient:
-    """Owns the link and the flows of all live requests."""
+    """Owns the link, and the flows of the sequences that its head works on."""
 
     def __init__(
-        self, endpoint: str, process: Process, engine_timeout: float, clock: Clock | None = None
+        self,
+        endpoint: str,
+        process: Process,
+        engine_timeout: float,
+        clock: Clock | None = None,
+        link_timeout: float = 10.0,
+        abandon: Abandon | None = None,
     ) -> None:
+        """``link_timeout``: seconds after which a process that does not even answer pings counts as dead.
+        Without ``abandon`` open flows fail when the head dies.
+        """
         self._endpoint = endpoint
         self._process = process
         self._timeout = engine_timeout
+        self._link_timeout = link_timeout
+        self._abandon = abandon
         self._clock = clock or SystemClock()
         self._progress = Progress(engine_timeout, self._clock.now())
         self._flows: dict[int, Flow] = {}
@@ -78,9 +93,13 @@ class HeadClient:
             socket.setsockopt(option, HIGH_WATER)
         socket.setsockopt(zmq.LINGER, 500)
         socket.setsockopt(zmq.MAXMSGSIZE, m.MAX_FRAME)
+        # Answered by a thread of zmq itself, however busy the head is: no answer, no process.
+        socket.setsockopt(zmq.HEARTBEAT_IVL, max(int(self._link_timeout * 200), 1))
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(int(self._link_timeout * 800), 1))
+        ends = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         socket.connect(self._endpoint)
         self._send(m.Hello(versions=(m.VERSION, m.VERSION), front=secrets.token_hex(8)))
-        for work in (self._receive(socket), self._transmit(socket), self._watch()):
+        for work in (self._receive(socket), self._transmit(socket), self._watch(), self._await_end(ends)):
             self._tasks.append(asyncio.create_task(self._guard(work)))
         ended = [asyncio.create_task(e.wait()) for e in (self._welcomed, self.died)]
         try:
@@ -122,8 +141,13 @@ class HeadClient:
 
     # -- work ---------------------------------------------------------------------------------------
 
-    def submit(self, submits: Iterable[m.Submit], observe: Observer | None = None) -> Flow:
-        """Sends one request's sequences and opens their flow. Raises WeftError; then nothing was sent."""
+    def submit(
+        self, submits: Iterable[m.Submit], observe: Observer | None = None, flow: Flow | None = None
+    ) -> Flow:
+        """Sends sequences of one request and opens their flow. Raises WeftError; then nothing was sent.
+
+        ``flow``: one that is there already, and knows them.
+        """
         if self.failure is not None:
             raise Unavailable("the engine has failed; the server is stopping")
         if self.welcome is None or self._closing:
@@ -131,7 +155,8 @@ class HeadClient:
         if len(self._outbox) >= OUTBOX_LIMIT:
             raise Overloaded("too many requests wait for the engine")
         made = list(submits)
-        flow = Flow([s.sequence for s in made], observe)
+        if flow is None:
+            flow = Flow([s.sequence for s in made], observe)
         for submit in made:
             self._flows[submit.sequence] = flow
             self._send(submit)
@@ -152,9 +177,7 @@ class HeadClient:
 
     def fail_all(self, error: WeftError) -> None:
         """Fails every open flow with ``error``."""
-        flows = list({id(flow): flow for flow in self._flows.values()}.values())
-        for flow in flows:
-            flow.fail(error)
+        fail_flows(self._flows.values(), error)
 
     @property
     def open_sequences(self) -> int:
@@ -234,7 +257,7 @@ class HeadClient:
 
     async def _watch(self) -> None:
         """Ends the link when the head's process has ended or shows no progress."""
-        while True:
+        while self.failure is None:
             await asyncio.sleep(POLL)
             status = self._process.poll()
             if status is not None and not self._closing:
@@ -244,12 +267,31 @@ class HeadClient:
                 log.error("%s", reason)
                 self._die(EngineDead(reason))
 
+    async def _await_end(self, ends: zmq.asyncio.Socket) -> None:
+        """Ends the link when its connection breaks: the head's process is gone, or does not run."""
+        while True:
+            await ends.recv_multipart()
+            for _ in range(10):  # one that ends is told by its status, which says more
+                if self.failure is not None or self._process.poll() is not None:
+                    return
+                await asyncio.sleep(POLL / 2)
+            if not self._closing:
+                log.error("the engine's process does not answer")
+                self._die(EngineDead("the engine's process does not answer"))
+
+    def end(self, error: WeftError) -> None:
+        """Takes the head for dead, if it is not."""
+        self._die(error)
+
     def _die(self, error: WeftError) -> None:
         if self.failure is None and not self._closing:
             self.failure = error
             self._outbox.clear()
-            self.fail_all(error)
-            self._flows.clear()
+            flows, self._flows = self._flows, {}
+            if self._abandon is not None:
+                self._abandon(flows, error)
+            else:
+                fail_flows(flows.values(), error)
             self.died.set()
 
     async def _guard(self, work: Coroutine[Any, Any, None]) -> None:
@@ -260,6 +302,12 @@ class HeadClient:
             except Exception as error:
                 log.exception("the link to the engine failed")
                 self._die(EngineDead(f"the link to the engine failed ({type(error).__name__})"))
+
+
+def fail_flows(flows: Iterable[Flow], error: WeftError) -> None:
+    """Fails each of ``flows`` once with ``error``."""
+    for flow in list({id(flow): flow for flow in flows}.values()):
+        flow.fail(error)
 
 
 class HeadError(WeftError):

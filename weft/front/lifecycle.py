@@ -29,7 +29,7 @@ _NEXT = {
 class Lifecycle:
     """The phase, and the requests that are between their first and last byte.
 
-    ``capacity`` bounds requests (each has at least one sequence); it is the head's own bound, so that what is
+    ``capacity`` bounds requests (each has at least one sequence); it is the heads' own bound, so that what is
     refused here would be refused there.
     """
 

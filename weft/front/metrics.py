@@ -1,6 +1,6 @@
 """Prometheus metrics under ``weft:``, with the names that dashboards of other servers know.
 
-What the front sees itself (times, outcomes, HTTP answers) is counted here; what the head counts is read from
+What the front sees itself (times, outcomes, HTTP answers) is counted here; what a head counts is read from
 its last heartbeat when a scrape comes. ``python -m weft.front.metrics > docs/metrics.txt`` renews the
 checked-in list.
 """
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, TypeAlias
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -89,15 +89,29 @@ _E2E = (
 _TOKENS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5)
 
 
-class Link(Protocol):
-    """What a scrape reads of the head client."""
+class Head(Protocol):
+    """What a scrape reads of one head's client."""
 
     stats: HeadStats
-    bad_frames: int
-    late_events: int
 
     @property
     def alive(self) -> bool: ...
+
+
+class Link(Protocol):
+    """What a scrape reads of the front's link to its heads."""
+
+    failovers: int
+    restarts: int
+
+    @property
+    def clients(self) -> Sequence[Head]: ...
+
+    @property
+    def bad_frames(self) -> int: ...
+
+    @property
+    def late_events(self) -> int: ...
 
     @property
     def open_sequences(self) -> int: ...
@@ -124,7 +138,22 @@ _COUNTERS: dict[str, tuple[str, Callable[[HeadStats], float]]] = {
     "engine_mixed_steps": ("Forward passes with prefill and decode rows.", lambda s: s.mixed_steps),
     "spec_decode_num_draft_tokens": ("Drafts verified.", lambda s: sum(s.drafts)),
     "spec_decode_num_accepted_tokens": ("Drafts that became tokens.", lambda s: sum(s.drafts_accepted)),
+    "engine_idle_steps": (
+        "Forward passes without rows, beside other replicas of the domain.",
+        lambda s: s.idle_steps,
+    ),
     "row_errors": ("Sequences failed by NaN or infinite logits.", lambda s: s.row_errors),
+    "group_recoveries": ("Times that ranks were lost and formed anew.", lambda s: s.recoveries),
+    "num_requeued": ("Sequences that ran then and were computed again.", lambda s: s.requeued),
+    "overlapped_steps": ("Steps computed in two halves.", lambda s: s.overlapped_steps),
+    "communication_seconds": (
+        "Seconds in which collectives of the head's rank were under way.",
+        lambda s: s.communication_seconds,
+    ),
+    "communication_hidden_seconds": (
+        "Of those, seconds under compute.",
+        lambda s: s.communication_hidden_seconds,
+    ),
     "head_bad_frames": ("Frames that the head dropped.", lambda s: s.bad_frames),
 }
 
@@ -138,47 +167,57 @@ _PLACES: dict[str, tuple[str, Callable[[HeadStats], tuple[int, ...]]]] = {
     ),
 }
 
-#: Of the link to the head. Counters unless in _LINK_GAUGES.
+_UP = "1 while the head is alive."
+_Values: TypeAlias = Iterable[tuple[tuple[str, ...], float]]
+_Family: TypeAlias = GaugeMetricFamily | CounterMetricFamily
+
+#: Of the link to all heads. Counters unless in _LINK_GAUGES.
 _LINK: dict[str, tuple[str, Callable[[Link], float]]] = {
-    "front_bad_frames": ("Frames from the head that the front dropped.", lambda c: c.bad_frames),
+    "front_bad_frames": ("Frames from heads that the front dropped.", lambda c: c.bad_frames),
     "front_late_events": ("Token events that nobody waited for any more.", lambda c: c.late_events),
+    "engine_restarts": ("Heads that died and were started anew.", lambda c: c.restarts),
+    "front_failovers": ("Sequences that went on after the death of their head.", lambda c: c.failovers),
 }
 _LINK_GAUGES: dict[str, tuple[str, Callable[[Link], float]]] = {
     "front_sequences": ("Sequences that the front follows.", lambda c: c.open_sequences),
-    "engine_up": ("1 while the head is alive.", lambda c: float(c.alive)),
 }
 
 
 class _LinkCollector(Collector):
-    """The head's numbers, as of its last heartbeat, and the link's own."""
+    """Each head's numbers, as of its last heartbeat, and the link's own."""
 
     def __init__(self, link: Link, model: str) -> None:
         self._link = link
         self._model = model
 
     def collect(self) -> Iterable[Metric]:
-        stats = self._link.stats
-        gauges = [(n, t, f(stats)) for n, (t, f) in _GAUGES.items()]
-        gauges += [(n, t, f(self._link)) for n, (t, f) in _LINK_GAUGES.items()]
-        for name, text, value in gauges:
-            gauge = GaugeMetricFamily(f"weft:{name}", text, labels=["model_name"])
-            gauge.add_metric([self._model], value)
-            yield gauge
-        blocks = GaugeMetricFamily("weft:free_blocks", "Free cache blocks.", labels=["model_name", "kind"])
-        for kind, free in enumerate(stats.free_blocks):
-            blocks.add_metric([self._model, str(kind)], free)
-        yield blocks
+        heads = list(enumerate(self._link.clients))
+        stats = [(str(number), head.stats) for number, head in heads]
+        yield self._gauge("engine_up", _UP, [((str(n),), float(h.alive)) for n, h in heads], "head")
+        for name, (text, read) in _GAUGES.items():
+            yield self._gauge(name, text, [((head,), read(its)) for head, its in stats], "head")
+        free = [((head, str(k)), float(n)) for head, its in stats for k, n in enumerate(its.free_blocks)]
+        yield self._gauge("free_blocks", "Free cache blocks.", free, "head", "kind")
         for name, (text, by_place) in _PLACES.items():
-            places = CounterMetricFamily(f"weft:{name}", text, labels=["model_name", "position"])
-            for place, value in enumerate(by_place(stats)):
-                places.add_metric([self._model, str(place)], value)
-            yield places
-        counters = [(n, t, f(stats)) for n, (t, f) in _COUNTERS.items()]
-        counters += [(n, t, f(self._link)) for n, (t, f) in _LINK.items()]
-        for name, text, value in counters:
-            counter = CounterMetricFamily(f"weft:{name}", text, labels=["model_name"])
-            counter.add_metric([self._model], value)
-            yield counter
+            places = [((h, str(p)), float(n)) for h, its in stats for p, n in enumerate(by_place(its))]
+            yield self._counter(name, text, places, "head", "position")
+        for name, (text, read) in _COUNTERS.items():
+            yield self._counter(name, text, [((head,), read(its)) for head, its in stats], "head")
+        for name, (text, of_link) in _LINK_GAUGES.items():
+            yield self._gauge(name, text, [((), of_link(self._link))])
+        for name, (text, of_link) in _LINK.items():
+            yield self._counter(name, text, [((), of_link(self._link))])
+
+    def _gauge(self, name: str, text: str, values: _Values, *labels: str) -> Metric:
+        return self._fill(GaugeMetricFamily(f"weft:{name}", text, labels=["model_name", *labels]), values)
+
+    def _counter(self, name: str, text: str, values: _Values, *labels: str) -> Metric:
+        return self._fill(CounterMetricFamily(f"weft:{name}", text, labels=["model_name", *labels]), values)
+
+    def _fill(self, family: _Family, values: _Values) -> Metric:
+        for labels, value in values:
+            family.add_metric([self._model, *labels], value)
+        return family
 
 
 #: (name, help, labels, buckets) of what the front measures itself.
@@ -260,11 +299,13 @@ class RequestTimes:
 
 def describe() -> str:
     """One line a metric: name, type, labels, buckets. What ``docs/metrics.txt`` holds."""
-    lines = [f"weft:{name} gauge model_name" for name in (*_GAUGES, *_LINK_GAUGES)]
-    lines += [f"weft:{name}_total counter model_name" for name in (*_COUNTERS, *_LINK)]
+    lines = [f"weft:{name} gauge model_name,head" for name in (*_GAUGES, "engine_up")]
+    lines += [f"weft:{name} gauge model_name" for name in _LINK_GAUGES]
+    lines += [f"weft:{name}_total counter model_name,head" for name in _COUNTERS]
+    lines += [f"weft:{name}_total counter model_name" for name in _LINK]
     lines += [f"weft:{name}_total counter {','.join(labels)}" for name, _, labels in _EVENTS]
-    lines.append("weft:free_blocks gauge model_name,kind")
-    lines += [f"weft:{name}_total counter model_name,position" for name in _PLACES]
+    lines.append("weft:free_blocks gauge model_name,head,kind")
+    lines += [f"weft:{name}_total counter model_name,head,position" for name in _PLACES]
     for name, _, buckets in _HISTOGRAMS:
         lines.append(f"weft:{name} histogram model_name {','.join(f'{bound:g}' for bound in buckets)}")
     return "\n".join(sorted(lines)) + "\n"

@@ -9,9 +9,8 @@ import logging
 import os
 import signal
 import socket
-import subprocess
 import sys
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any
 
 import uvicorn
@@ -25,6 +24,7 @@ from weft.front.app import build_app
 from weft.front.connection import Connection
 from weft.front.context import Front
 from weft.front.generation import probe
+from weft.front.heads import Place, Respawn
 from weft.front.lifecycle import Phase
 
 log = weft_log.get_logger(__name__)
@@ -35,16 +35,19 @@ FORCED = 130
 """Exit status when a second signal cut requests off."""
 
 
-def serve(config: EngineConfig, front: FrontSection, endpoint: str, head: subprocess.Popen[bytes]) -> int:
-    """Serves until a signal (0, after draining), a second one (130) or the head's death (1).
+def serve(
+    config: EngineConfig, front: FrontSection, places: Sequence[Place], respawn: Respawn | None = None
+) -> int:
+    """Serves until a signal (0, after draining), a second one (130) or the death of the last head (1).
 
-    The caller owns ``head``; it has been told to stop, or is dead, when this returns. Call from the main
+    The caller owns the heads at ``places`` and those that ``respawn`` starts in the place of dead ones; they
+    have been told to stop, or are dead, when this returns. Call from the main
     thread: it takes SIGTERM and SIGINT, and leaves them ignored, since what follows is the process's end.
     Raises ConfigError when the port or the tokenizer can't be used.
     """
     listener = bind(front.host, front.port)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(Server(config, front, endpoint, head, listener).run())
+        return runner.run(Server(config, front, places, listener, respawn).run())
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -79,14 +82,14 @@ class Server:
         self,
         config: EngineConfig,
         section: FrontSection,
-        endpoint: str,
-        head: subprocess.Popen[bytes],
+        places: Sequence[Place],
         listener: socket.socket,
+        respawn: Respawn | None = None,
     ) -> None:
         self._config = config
         self._section = section
-        self._endpoint = endpoint
-        self._head = head
+        self._places = places
+        self._respawn = respawn
         self._listener = listener
         self._signals = 0
 
@@ -95,7 +98,7 @@ class Server:
         self._stop, self._stop_now = asyncio.Event(), asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
-        front = self._front = Front(self._config, self._section, self._endpoint, self._head)
+        front = self._front = Front(self._config, self._section, self._places, self._respawn)
         http = _Uvicorn(self._uvicorn_config(front))
         serving = asyncio.create_task(http.serve(sockets=[self._listener]))
         try:

@@ -59,6 +59,13 @@ class SlotTable:
             for slot in self._pending.pop(due):
                 self._free_now(slot)
 
+    def reset(self) -> None:
+        """Nobody lives anywhere, and no rank knows of a tenant: there is nothing to announce."""
+        self._free = list(range(self.num_slots))
+        self._taken = [False] * self.num_slots
+        self._pending.clear()
+        self._freed = []
+
     def announce(self) -> list[FreeSlot]:
         """The tenancies that ended and that no plan has said so about yet; each is given once."""
         freed, self._freed = self._freed, []

@@ -164,6 +164,36 @@ def moe_table(device: str, threads: int | None, json_file: str | None) -> int:
     return 0
 
 
+@bench.command()
+@click.option(
+    "--ranks",
+    multiple=True,
+    type=click.IntRange(2, 64),
+    help="How many processes; may be repeated. 2 and 4 by default.",
+)
+@json_option
+def dispatch(ranks: tuple[int, ...], json_file: str | None) -> int:
+    """Measure collectives among processes of this machine, for --moe-dispatch auto, and use what was found.
+
+    The table goes to this user's cache folder and is looked up before the one that Weft comes with. Takes
+    about a minute.
+    """
+    check_writable(json_file, "--json")
+    from tqdm import tqdm
+
+    from weft.bench import dispatch as run
+    from weft.moe import cost
+
+    chosen = ranks or (2, 4)
+    found = [run.collectives(count) for count in tqdm(chosen, desc="dispatch", unit="group", disable=None)]
+    run.save(found, cost.user_file())
+    for line in run.summary(found):
+        click.echo(line)
+    click.echo(f"written to {cost.user_file()}")
+    write_json(json_file, cost.as_json(found))
+    return 0
+
+
 def _offline_lines(report: dict[str, Any], identical: bool) -> list[str]:
     from weft.bench.offline import headline
 

@@ -20,7 +20,7 @@ else:  # generic for type checkers only in the older versions of click that are 
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-ENGINE = ("model", "cache", "scheduler", "speculation", "runner")
+ENGINE = ("model", "cache", "scheduler", "speculation", "runner", "parallel")
 """Sections of a command that runs a model without a server."""
 ALL = (*ENGINE, "front")
 
@@ -50,10 +50,12 @@ def _option(setting: Setting) -> click.Option:
     many = "separated by commas, or repeated" if setting.many else ""
     notes = "; ".join(note for note in (setting.range_text, many, default) if note)
     text = setting.description + (f"  [{notes}]" if notes else "")
+    # Click names a parameter after its first name, or else its first flag.
+    short = [setting.name, f"--{setting.alias}"] if setting.alias else []
     if setting.kind == "bool":
-        return click.Option([f"{setting.flag}/--no-{setting.key}"], default=None, help=text)
+        return click.Option([*short, f"{setting.flag}/--no-{setting.key}"], default=None, help=text)
     return click.Option(
-        [setting.flag], type=SettingType(setting), multiple=setting.many, default=None, help=text
+        [*short, setting.flag], type=SettingType(setting), multiple=setting.many, default=None, help=text
     )
 
 

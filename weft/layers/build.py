@@ -3,18 +3,40 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from weft.config import sharding
+from weft.config.spec import ModelSpec
+from weft.layers.held import Held, keep_largest, largest_of, mark
 from weft.ops import (
     implementations,  # noqa: F401 (registers every implementation)
     torch_ops,
 )
 from weft.ops.registry import Implementation, choose
-from weft.parallel.comm import Comm
+from weft.parallel.comm import Comm, Pending, reduced
+from weft.parallel.mesh import Mesh
+from weft.types.exchange import UNAGREED, Exchange
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertOptions:
+    """How ranks divide experts, where they do; see ``ParallelSection``."""
+
+    dispatch: str = "auto"
+    redundant: int = 0
+    """Places for further copies of experts, in each layer."""
+    counts: bool = False
+    """Whether tokens of each expert are counted, to move experts by."""
+
+    @property
+    def moving(self) -> bool:
+        """Whether two tokens with one expert may find it on different ranks."""
+        return self.counts or self.redundant > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,13 +45,24 @@ class Build:
 
     dtype: torch.dtype
     device: torch.device
-    comm: Comm
+    mesh: Mesh = field(default_factory=Mesh)
     quantization: str = "none"
     """``int8``: the matrices of linear layers are kept in 8 bits; not the embedding and the head."""
     invariant: bool = False
     """Demand ops whose bits do not depend on the other rows."""
+    experts: ExpertOptions = ExpertOptions()
     ops: dict[tuple[str, torch.dtype], Implementation] = field(default_factory=dict)
     """What was chosen, by op and dtype."""
+
+    @property
+    def comm(self) -> Comm:
+        """Over which partials are summed."""
+        return self.mesh.tp
+
+    @property
+    def divides_experts(self) -> bool:
+        """Whether each rank of a domain of several has some experts, whole."""
+        return self.mesh.ep.size > 1
 
     def op(self, name: str, *, wide: bool = False) -> Implementation:
         """How ``name`` is computed in this model. Raises ConfigError when nothing here can."""
@@ -47,20 +80,56 @@ class Build:
         """The dtype of what is never rounded to the model's: float64 in a float64 model, else float32."""
         return torch_ops.wide(self.dtype)
 
-    def weight(self, *shape: int, wide: bool = False) -> nn.Parameter:
-        """Uninitialized memory for one weight; the loader fills it in place."""
+    def part(self, size: int) -> Held:
+        """This rank's share of ``size`` heads, columns and the like."""
+        return Held((sharding.share(size, self.comm.rank, self.comm.size),), size)
+
+    def kv_part(self, heads: int) -> Held:
+        """Its share of KV heads: at least one, which other ranks may have too."""
+        return Held((sharding.share_of_kv(heads, self.comm.rank, self.comm.size),), heads)
+
+    def local(self, spec: ModelSpec) -> ModelSpec:
+        """``spec`` as this rank computes it. Raises ConfigError where it does not divide."""
+        return sharding.local_spec(spec, self.mesh.layout)
+
+    def weight(self, *shape: int, held: Held | None = None, wide: bool = False) -> nn.Parameter:
+        """Uninitialized memory for one weight of a local ``shape``; the loader fills it in place.
+
+        held: what part of the global weight it is; by default all.
+        """
         dtype = self.wide if wide else self.dtype
-        return nn.Parameter(torch.empty(shape, dtype=dtype, device=self.device), requires_grad=False)
+        made = nn.Parameter(torch.empty(shape, dtype=dtype, device=self.device), requires_grad=False)
+        if held is not None and not held.whole:
+            assert shape[held.dim] >= held.count
+            made.data.narrow(held.dim, held.count, shape[held.dim] - held.count).zero_()
+            mark(made, held)
+            if self.quantization != "none" and not wide and 0 < held.dim == len(shape) - 1:
+                keep_largest(made, self.wide)
+        return made
 
 
 class Layer(nn.Module):
     """A module without hooks: to call it is to call ``forward``, which a step does some hundred times."""
 
-    #: Whether ``forward`` of a feed-forward layer reads the token ids of its rows.
-    reads_ids: bool = False
-
     def __call__(self, *inputs: Any) -> Any:
         return self.forward(*inputs)
+
+
+class FeedForward(Layer):
+    """What follows attention in a block: of [T, hidden] a partial, which ranks sum."""
+
+    reads_ids: bool = False
+    """Whether it reads the token ids of its rows."""
+
+    def steps(
+        self, comm: Comm, x: torch.Tensor, ids: torch.Tensor | None, exchange: Exchange = UNAGREED
+    ) -> Generator[Pending, None, torch.Tensor]:
+        """What the block adds to its stream, [T, hidden]; yields once for each collective.
+
+        x: [T, hidden]; ids: int64 [T], the tokens of its rows, where ``reads_ids``; comm: sums partials;
+        exchange: what ranks agreed on for rows that go to other ranks.
+        """
+        return (yield from reduced(comm, self.forward(x, ids)))
 
 
 class Packs(Layer, ABC):
@@ -79,6 +148,7 @@ class Packs(Layer, ABC):
         plain = getattr(self, weight)
         if op.pack is None:
             return plain
-        packed = op.pack(plain.data)
+        largest = largest_of(plain)
+        packed = op.pack(plain.data) if largest is None else op.pack(plain.data, largest)
         setattr(self, weight, None)
         return packed

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import Any
 
 import torch
 
 from weft.layers.build import Build, Packs
+from weft.layers.held import Held, whole
 from weft.ops import torch_ops
+from weft.parallel.comm import Pending, awaited
 
 Tensor = torch.Tensor
 
 
 class Linear(Packs):
-    """``x @ weight.T + bias``; its outputs are what ranks divide (column-parallel).
+    """``x @ weight.T + bias``; its outputs are what ranks divide (column-parallel), as ``outputs`` says.
 
-    x: [T, inputs]; returns [T, outputs] in the model's dtype. ``wide`` keeps weight and computation in
-    float32 (float64 in a float64 model) whatever the model's dtype: x must come in that dtype.
+    x: [T, inputs]; returns [T, outputs of this rank] in the model's dtype. ``wide`` keeps weight and
+    computation in float32 (float64 in a float64 model) whatever the model's dtype: x must come in that dtype.
     """
 
     def __init__(
-        self, inputs: int, outputs: int, build: Build, *, bias: bool = False, wide: bool = False
+        self, inputs: int, outputs: int | Held, build: Build, *, bias: bool = False, wide: bool = False
     ) -> None:
         super().__init__()
-        self.weight = build.weight(outputs, inputs, wide=wide)
-        self.bias = build.weight(outputs, wide=wide) if bias else None
+        held = whole(outputs) if isinstance(outputs, int) else outputs
+        self.weight = build.weight(held.count, inputs, held=held, wide=wide)
+        self.bias = build.weight(held.count, held=held, wide=wide) if bias else None
         self._op = build.matrix_op("linear", wide=wide)
         self._packed: object = None
 
@@ -36,15 +40,22 @@ class Linear(Packs):
         return made
 
 
-class RowLinear(Linear):
-    """A linear whose inputs are what ranks divide: returns a partial, which ``comm`` sums.
+class RowLinear(Packs):
+    """A linear whose inputs ranks divide, as ``inputs`` says; returns a partial, for ``comm`` to sum.
 
-    The first rank alone adds the bias.
+    x: [T, inputs of this rank]; [T, outputs]. The first rank alone adds the bias.
     """
 
-    def __init__(self, inputs: int, outputs: int, build: Build, *, bias: bool = False) -> None:
-        super().__init__(inputs, outputs, build, bias=bias)
+    def __init__(self, inputs: Held, outputs: int, build: Build, *, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = build.weight(outputs, inputs.count, held=inputs.at(1))
+        self.bias = build.weight(outputs) if bias else None
+        self._op = build.matrix_op("linear")
+        self._packed: object = None
         self._adds_bias = build.comm.rank == 0
+
+    def pack(self) -> None:
+        self._packed = self._give("weight", self._op)
 
     def forward(self, x: Tensor) -> Tensor:
         partial: Tensor = self._op.run(x, self._packed, self.bias if self._adds_bias else None)
@@ -52,7 +63,7 @@ class RowLinear(Linear):
 
 
 class Embedding(Packs):
-    """Rows of a table. ids: int64 [T]; returns [T, hidden].
+    """Rows of a table, which ranks divide. ids: int64 [T]; returns a partial, [T, hidden].
 
     With ``tied`` the table is the head's matrix too. Where the op that computes logits has a layout of its
     own and can read rows from it, both share that one; else the head makes its own copy of the table.
@@ -60,7 +71,11 @@ class Embedding(Packs):
 
     def __init__(self, vocab_size: int, hidden: int, build: Build, *, tied: bool = False) -> None:
         super().__init__()
-        self.weight = build.weight(vocab_size, hidden)
+        self.held = build.part(vocab_size)
+        """This rank's rows. The table has as many as the largest share; what is beyond its own is zero."""
+        rows_of_all = -(-vocab_size // build.comm.size)
+        self.weight = build.weight(rows_of_all, hidden, held=self.held)
+        self._first = self.held.spans[0][0]
         matrix, rows = build.op("linear"), build.op("embedding")
         self._matrix = matrix if tied and rows.name == matrix.name else None
         self._rows = rows.run if self._matrix is not None else torch_ops.embedding
@@ -76,12 +91,17 @@ class Embedding(Packs):
         self.table = self.weight if self._matrix is None else self._give("weight", self._matrix)
 
     def forward(self, ids: Tensor) -> Tensor:
-        made: Tensor = self._rows(ids, self.table)
-        return made
+        if self.held.whole:
+            made: Tensor = self._rows(ids, self.table)
+            return made
+        own = ids - self._first
+        others = (own < 0) | (own >= self.held.count)
+        found: Tensor = self._rows(own.masked_fill_(others, 0), self.table)
+        return found.masked_fill_(others.unsqueeze(1), 0)
 
 
 class Head(Packs):
-    """Logits of hidden states [L, hidden]: [L, vocab] in the model's dtype.
+    """Logits of hidden states [L, hidden], of the rows of the vocabulary that the embedding of this rank has.
 
     A tied head uses the embedding's table and owns no weight.
     """
@@ -89,7 +109,8 @@ class Head(Packs):
     def __init__(self, embedding: Embedding, build: Build, *, tied: bool) -> None:
         super().__init__()
         self._tied_to = (embedding,) if tied else ()  # in a tuple: its parameters are not the head's
-        self.weight = None if tied else build.weight(*embedding.weight.shape)
+        self.weight = None if tied else build.weight(*embedding.weight.shape, held=embedding.held)
+        self._vocab_size, self._comm = embedding.held.size, build.comm
         self._op = build.op("linear")
         self._packed: object = None
 
@@ -106,3 +127,11 @@ class Head(Packs):
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self._op.run(x, self._packed, None)
         return logits
+
+    def steps(self, x: Tensor) -> Generator[Pending, None, Tensor]:
+        """The logits of all ranks, [L, vocab] in the model's dtype."""
+        mine = self.forward(x)
+        if self._comm.size == 1:
+            return mine
+        shares = yield from awaited(self._comm, self._comm.all_gather(mine))  # [ranks, L, rows of all]
+        return shares.transpose(0, 1).flatten(1)[:, : self._vocab_size].contiguous()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from weft.layers.build import Build, Layer, Packs
+from weft.layers.build import Build, FeedForward, Packs
+from weft.layers.held import Held, joined
 from weft.layers.linear import RowLinear
 
 Tensor = torch.Tensor
@@ -16,10 +17,11 @@ class GateUp(Packs):
     ``weight`` holds both matrices, gate first: [2 * intermediate, hidden]; ``bias`` likewise.
     """
 
-    def __init__(self, hidden: int, intermediate: int, activation: str, build: Build, *, bias: bool) -> None:
+    def __init__(self, hidden: int, intermediate: Held, activation: str, build: Build, *, bias: bool) -> None:
         super().__init__()
-        self.weight = build.weight(2 * intermediate, hidden)
-        self.bias = build.weight(2 * intermediate) if bias else None
+        both = joined(intermediate, intermediate)
+        self.weight = build.weight(both.count, hidden, held=both)
+        self.bias = build.weight(both.count, held=both) if bias else None
         self._activation = activation
         self._op = build.matrix_op("gated_linear")
         self._packed: object = None
@@ -32,15 +34,16 @@ class GateUp(Packs):
         return made
 
 
-class GatedMLP(Layer):
+class GatedMLP(FeedForward):
     """``down(activation(gate(x)) * up(x))``; returns a partial. Source: Shazeer 2020, arXiv 2002.05202."""
 
     def __init__(
         self, hidden: int, intermediate: int, activation: str, build: Build, *, bias: bool = False
     ) -> None:
         super().__init__()
-        self.gate_up = GateUp(hidden, intermediate, activation, build, bias=bias)
-        self.down = RowLinear(intermediate, hidden, build, bias=bias)
+        inner = build.part(intermediate)
+        self.gate_up = GateUp(hidden, inner, activation, build, bias=bias)
+        self.down = RowLinear(inner, hidden, build, bias=bias)
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
         """x: [T, hidden]; ids are not read."""

@@ -11,6 +11,8 @@ from torch import nn
 from weft.attention.base import Backends, LayerCache, StepInput
 from weft.config.spec import ModelSpec
 from weft.layers.build import Build, Packs
+from weft.moe.balance import ExpertLayers
+from weft.moe.block import RoutedMLP
 from weft.parallel.comm import Pending
 
 Tensor = torch.Tensor
@@ -21,16 +23,23 @@ class Model(nn.Module, ABC):
 
     def __init__(self, spec: ModelSpec, build: Build) -> None:
         super().__init__()
-        self.spec = spec
+        self.spec = build.local(spec)
+        """The model as this rank computes it (``weft.config.sharding``)."""
+        self.ranks = build.mesh.layout.domain
+        """That compute each step together."""
         self.dtype = build.dtype
         self.device = build.device
         self._ops = build.ops
+        self.experts: ExpertLayers | None = None
+        """Those that ranks divide; there when the weights are packed."""
 
     def pack(self) -> None:
         """Hands every loaded weight to the op that reads it. Once, before the first ``steps``."""
         for module in self.modules():  # in order of definition: an embedding before the head tied to it
             if isinstance(module, Packs):
                 module.pack()
+        divided = [m.divided for m in self.modules() if isinstance(m, RoutedMLP) and m.divided is not None]
+        self.experts = ExpertLayers(divided) if divided else None
 
     @property
     def varying(self) -> tuple[str, ...]:
@@ -74,7 +83,7 @@ class Model(nn.Module, ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor) -> Generator[Pending, None, Tensor]:
         """[L, vocab] in the model's dtype, of what ``hidden`` returned."""
 
     def steps(
@@ -82,4 +91,4 @@ class Model(nn.Module, ABC):
     ) -> Generator[Pending, None, Tensor]:
         """One forward pass; returns logits [L, vocab] in the model's dtype, for ``step.logits_index``."""
         hidden = yield from self.hidden(step, kv, backends, step.logits_index)
-        return self.logits(hidden)
+        return (yield from self.logits(hidden))

@@ -1,6 +1,7 @@
 """The frame of a decoder-only model: embedding, blocks, norm, head. Families fill the blocks.
 
-Only ``Block.steps`` and ``Decoder.steps`` yield, once for each collective; on one rank they yield nothing.
+Only generators yield (``Block.steps``, ``hidden``, ``logits``, and what these delegate to), once for each
+collective; on one rank they yield nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import nn
 from weft.attention.base import Backends, LayerCache, StepInput
 from weft.attention.gqa import AttentionInput
 from weft.config.spec import ModelSpec
-from weft.layers.build import Build, Layer
+from weft.layers.build import Build, FeedForward, Layer
 from weft.layers.linear import Embedding, Head, Linear
 from weft.layers.norm import RMSNorm
 from weft.layers.rope import Rope
@@ -30,7 +31,7 @@ class Block(nn.Module):
     What a layer adds to the stream is added where the stream is normalized next: one pass over memory.
     """
 
-    def __init__(self, spec: ModelSpec, build: Build, attention: Layer, feed_forward: Layer) -> None:
+    def __init__(self, spec: ModelSpec, build: Build, attention: Layer, feed_forward: FeedForward) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(spec.hidden, spec.norm_eps, build, wide=spec.centred_norms)
         self.attention = attention
@@ -59,7 +60,7 @@ class Block(nn.Module):
         ids = None
         if self.feed_forward.reads_ids:
             ids = shared.step.ids if keep is None else shared.step.ids[keep]
-        delta = yield from reduced(self._comm, self.feed_forward(normed, ids))
+        delta = yield from self.feed_forward.steps(self._comm, normed, ids, shared.step.exchange)
         return x, delta
 
 
@@ -107,6 +108,7 @@ class Decoder(Model):
         self.blocks = nn.ModuleList(make_block(spec, layer, build) for layer in range(spec.layers))
         self.norm = RMSNorm(spec.hidden, spec.norm_eps, build, wide=spec.centred_norms)
         self.head = Head(self.embedding, build, tied=spec.tied)
+        self._comm = build.comm
         self._rope = Rope(spec.rope, build)
         modules = range(spec.layers, spec.layers + spec.mtp_layers)
         self.mtp = nn.ModuleList(Ahead(spec, build, make_block(spec, layer, build)) for layer in modules)
@@ -119,7 +121,8 @@ class Decoder(Model):
         keep: Tensor | None = None,
     ) -> Generator[Pending, None, Tensor]:
         shared = self.share(step, kv, backends)
-        x, delta = self.enter(step.ids), None
+        embedded = yield from self._embed(step.ids)
+        x, delta = self.enter(embedded), None
         last = len(self.blocks) - 1
         for layer, (block, caches) in enumerate(zip(self.blocks, kv[: last + 1], strict=True)):
             assert isinstance(block, Block)
@@ -131,10 +134,9 @@ class Decoder(Model):
         """What every block gets as ``shared``."""
         return AttentionInput(step=step, angles=self._rope.angles(step.positions), backends=backends)
 
-    def enter(self, ids: Tensor) -> Tensor:
-        """ids: int64 [T]; returns the stream before the first block, [T, hidden]."""
-        made: Tensor = self.embedding(ids)
-        return made
+    def enter(self, embedded: Tensor) -> Tensor:
+        """The stream before the first block, of the tokens' embeddings [T, hidden]."""
+        return embedded
 
     def leave(self, x: Tensor, delta: Tensor | None) -> Tensor:
         """What the head reads, [L, hidden], of the last block's stream and delta."""
@@ -149,11 +151,16 @@ class Decoder(Model):
         keep: Tensor | None = None,
     ) -> Generator[Pending, None, Tensor]:
         # Rotated by the position of the hidden state. Only differences count, and all are alike.
+        embedded = yield from self._embed(step.ids)
         shared = AttentionInput(step=step, angles=self._rope.angles(step.positions), backends=backends)
         module = self.mtp[0]
         assert isinstance(module, Ahead)
         caches = kv[self.spec.layers]
-        return (yield from module.steps(self.embedding(step.ids), hidden, shared, caches, keep))
+        return (yield from module.steps(embedded, hidden, shared, caches, keep))
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.head(hidden)
+    def logits(self, hidden: Tensor) -> Generator[Pending, None, Tensor]:
+        return (yield from self.head.steps(hidden))
+
+    def _embed(self, ids: Tensor) -> Generator[Pending, None, Tensor]:
+        """ids: int64 [T]; returns [T, hidden]."""
+        return (yield from reduced(self._comm, self.embedding(ids)))

@@ -13,6 +13,8 @@ from safetensors import SafetensorError, safe_open
 from weft.common.errors import ConfigError
 from weft.config.families.facts import read_json
 
+#: Types of plain numbers, as safetensors names them.
+_PLAIN = ("F64", "F32", "BF16", "F16")
 _PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth")
 #: Not weights, though they match the patterns.
 _NOT_WEIGHTS = ("training_args.bin", "optimizer.pt", "scheduler.pt", "optimizer.bin", "scheduler.bin")
@@ -107,6 +109,26 @@ class WeightFile:
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor called ``name``, which may be mapped memory of the file."""
         found: torch.Tensor = self._safe.get_tensor(name) if self._safe is not None else self._loaded[name]
+        return found
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the tensor called ``name``, which is not read."""
+        found = self._safe.get_slice(name).get_shape() if self._safe is not None else self._loaded[name].shape
+        return tuple(found)
+
+    def floating(self, name: str) -> bool:
+        """Whether it is plain floating-point numbers of at least 16 bits; it is not read."""
+        if self._safe is not None:
+            return self._safe.get_slice(name).get_dtype() in _PLAIN
+        return self._loaded[name].is_floating_point() and self._loaded[name].element_size() > 1
+
+    def part(self, name: str, place: tuple[slice, ...]) -> torch.Tensor:
+        """``tensor(name)[place]``, and nothing else of it is read."""
+        if not place:
+            return self.tensor(name)
+        found: torch.Tensor = (self._safe.get_slice(name) if self._safe is not None else self._loaded[name])[
+            place
+        ]
         return found
 
     def tensors(self, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:

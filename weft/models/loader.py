@@ -10,24 +10,31 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 from tqdm import tqdm
 
 from weft.common.errors import ConfigError
 from weft.config.families.facts import Facts, read_json
 from weft.config.spec import ModelSpec
-from weft.layers.build import Build
+from weft.layers.build import Build, ExpertOptions
+from weft.layers.held import cut, global_shape, held_by
 from weft.models.base import Model
 from weft.models.decoder import Decoder
 from weft.models.files import WeightFile, weight_files
 from weft.models.quantized.filling import Target, is_zero_bias
 from weft.models.quantized.sources import Part, Source, part_of, without_effect
 from weft.models.registry import BLOCKS, FRAMES, WEIGHTS
-from weft.models.weights import WeightMap
+from weft.models.slices import note_largest, part_shape, windows
+from weft.models.weights import Placement, WeightMap
+from weft.moe.block import RoutedMLP
+from weft.moe.placement import Placement as ExpertPlacement
 from weft.ops import torch_ops
-from weft.parallel.comm import Comm, LocalComm
+from weft.parallel.mesh import Mesh
 
 __all__ = ["Model", "build_model", "load_model"]
 
@@ -39,10 +46,11 @@ def build_model(
     spec: ModelSpec,
     dtype: torch.dtype,
     device: torch.device,
-    comm: Comm | None = None,
+    mesh: Mesh | None = None,
     *,
     quantization: str = "none",
     invariant: bool = False,
+    experts: ExpertOptions | None = None,
 ) -> Model:
     """The model with its weights unset. ``pack`` it when they are set.
 
@@ -51,9 +59,10 @@ def build_model(
     build = Build(
         dtype=dtype,
         device=device,
-        comm=comm or LocalComm(),
+        mesh=mesh or Mesh(),
         quantization=quantization,
         invariant=invariant,
+        experts=experts or ExpertOptions(),
     )
     frame = FRAMES.get(spec.family) if spec.family in FRAMES else Decoder
     return frame(spec, build, BLOCKS.get(spec.family))
@@ -67,20 +76,29 @@ def load_model(
     load_format: str = "auto",
     seed: int = 0,
     progress: bool = True,
-    comm: Comm | None = None,
+    mesh: Mesh | None = None,
     *,
     quantization: str = "none",
     invariant: bool = False,
+    experts: ExpertOptions | None = None,
+    placements: Sequence[ExpertPlacement] | None = None,
     pack: bool = True,
 ) -> Model:
     """The model of ``folder`` with its weights, converted to ``dtype`` and packed: ready to compute.
 
     load_format: "auto" and "safetensors" read safetensors; "pickle" reads torch files (tensors only);
     "dummy" reads nothing and makes random weights from ``seed``. ``progress`` shows a bar on stderr.
-    Without ``pack`` the weights stay plain parameters, to be looked at.
+    Without ``pack`` the weights stay plain parameters, to be looked at. ``placements``: where experts are
+    that ranks divide, for each layer that has some; by default in order.
     Raises ConfigError that lists missing, unexpected and misshaped weights.
     """
-    model = build_model(spec, dtype, device, comm, quantization=quantization, invariant=invariant)
+    model = build_model(
+        spec, dtype, device, mesh, quantization=quantization, invariant=invariant, experts=experts
+    )
+    if placements is not None:
+        routed = [module for module in model.modules() if isinstance(module, RoutedMLP)]
+        for module, placement in zip(routed, placements, strict=True):
+            module.place(placement)
     if load_format == "dummy":
         fill_randomly(model, seed)
     else:
@@ -89,6 +107,11 @@ def load_model(
         fill(model, WEIGHTS.get(spec.family)(spec), files, _saved_layers(path, spec), progress)
     if pack:
         model.pack()
+    if model.experts is not None and mesh is not None:
+        apart = replace(mesh, formed=[])  # what is loaded only to be looked at agrees on nothing
+        given: dict[str, Any] = {"quantization": quantization, "invariant": invariant, "experts": experts}
+        where = (folder, spec, dtype, device, load_format, seed, False, apart)
+        model.experts.reload = lambda placements: load_model(*where, **given, placements=placements).experts
     return model
 
 
@@ -200,10 +223,11 @@ def _check_repeated(model: Model, weights: WeightMap, files: Sequence[Path]) -> 
     parameters = dict(model.named_parameters())
     for path in files:
         with WeightFile(path) as file:
-            for name, tensor in file.tensors([name for name in file.names() if name in weights.same_as]):
+            for name in file.names():
+                if name not in weights.same_as:
+                    continue
                 placement = weights.placements[weights.same_as[name]]
-                target = parameters[placement.parameter].data[placement.index]
-                if tensor.shape != target.shape or not torch.equal(tensor.to(target), target):
+                if not _repeats(file, name, parameters[placement.parameter], placement):
                     raise ConfigError(
                         f"config.json ties {name} to {weights.same_as[name]}, but the checkpoint "
                         "holds different values for them; set tie_word_embeddings to false",
@@ -211,9 +235,22 @@ def _check_repeated(model: Model, weights: WeightMap, files: Sequence[Path]) -> 
                     )
 
 
+def _repeats(file: WeightFile, name: str, parameter: nn.Parameter, placement: Placement) -> bool:
+    """Whether the tensor ``name`` is what was loaded to ``placement``, as far as this rank holds that."""
+    if file.shape(name) != part_shape(parameter, placement.index):
+        return False
+    for window in windows(parameter, placement.index):
+        target = parameter.data[window.target]
+        if not torch.equal(file.part(name, window.source).to(target), target):
+            return False
+    return True
+
+
 @torch.no_grad()
 def fill_randomly(model: Model, seed: int) -> None:
-    """Random weights, a function of ``seed``, parameter name and shape on one kind of device.
+    """Random weights, a function of ``seed``, parameter name and (global) shape on one kind of device.
+
+    Every rank makes whole parameters, one by one, and keeps what it holds of them.
 
     Matrices keep the scale of what passes through them, norms are 1, biases small: outputs are finite in
     every dtype.
@@ -224,9 +261,14 @@ def fill_randomly(model: Model, seed: int) -> None:
         generator = torch.Generator(parameter.device).manual_seed(mixed)
         if not parameter.is_floating_point():
             continue  # a table of ids: as the model was built
-        if parameter.dim() >= 2:
-            parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
+        held = held_by(parameter)
+        whole = parameter if held is None else parameter.new_empty(global_shape(parameter))
+        if whole.dim() >= 2:
+            whole.normal_(0.0, whole.shape[-1] ** -0.5, generator=generator)
         elif name.endswith(".bias"):
-            parameter.normal_(0.0, 0.02, generator=generator)
+            whole.normal_(0.0, 0.02, generator=generator)
         else:
-            parameter.fill_(1.0)
+            whole.fill_(1.0)
+        if held is not None:
+            parameter.narrow(held.dim, 0, held.count).copy_(cut(whole, held))
+            note_largest(parameter, (), whole)

@@ -6,17 +6,29 @@ which experts are chosen are ``weft.ops.routing``; the whole block is one op, ``
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import Any
 
 import torch
 from torch import nn
 
 from weft.config.spec import MoESpec
-from weft.layers.build import Build, Packs
+from weft.layers.build import Build, FeedForward, Packs
+from weft.layers.held import Held, joined, largest_of, mark, picked, whole
+from weft.moe.choice import Chooser
+from weft.moe.cost import Shape
+from weft.moe.parallel import DividedExperts
+from weft.moe.placement import Placement, in_order
 from weft.ops.moe import Gate, Routed
+from weft.ops.registry import Implementation
 from weft.ops.routing import Rule
+from weft.parallel.comm import Comm, Pending
+from weft.types.exchange import UNAGREED, Exchange
 
 Tensor = torch.Tensor
+
+#: Noted as an op where sums over ranks are grouped by which copy of an expert a row went to.
+_COPIES = Implementation(name="of experts that move", run=lambda: None)
 
 
 class Router(nn.Module):
@@ -34,40 +46,59 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The experts' weights, stacked. Of each expert the gate's rows come before those of ``up``."""
+    """The experts' weights, stacked. Gate rows come before those of ``up``.
 
-    def __init__(self, hidden: int, spec: MoESpec, build: Build) -> None:
+    Ranks divide each of them, or have ``mine`` whole.
+    """
+
+    def __init__(self, hidden: int, spec: MoESpec, build: Build, mine: Held | None) -> None:
         super().__init__()
-        count, inner = spec.experts, spec.intermediate
-        self.gate_up = build.weight(count, 2 * inner, hidden)
-        self.down = build.weight(count, hidden, inner)
-        self.gate_up_bias = build.weight(count, 2 * inner) if spec.bias else None
-        self.down_bias = build.weight(count, hidden) if spec.bias else None
+        inner = build.part(spec.intermediate) if mine is None else whole(spec.intermediate)
+        count = spec.experts if mine is None else mine.count
+        both = joined(inner, inner).at(1)
+        up, down = (both, inner.at(2)) if mine is None else (mine, mine)
+        self.gate_up = build.weight(count, both.count, hidden, held=up)
+        self.down = build.weight(count, hidden, inner.count, held=down)
+        self.gate_up_bias = build.weight(count, both.count, held=up) if spec.bias else None
+        self.down_bias = build.weight(count, hidden, held=mine) if spec.bias else None
+        self.adds_bias = mine is not None or build.comm.rank == 0
+        """Whether ``down_bias`` is in what this rank makes."""
 
 
 class Shared(nn.Module):
-    """The expert of every token: shared experts side by side are one, as wide as all of them."""
+    """The expert of every token: shared experts side by side are one, as wide as all of them.
+
+    Ranks divide it, unless they divide the others whole: then it is where its tokens are.
+    """
 
     def __init__(self, hidden: int, spec: MoESpec, build: Build) -> None:
         super().__init__()
-        self.gate_up = build.weight(2 * spec.shared, hidden)
-        self.down = build.weight(hidden, spec.shared)
+        inner = whole(spec.shared) if build.divides_experts else build.part(spec.shared)
+        both = joined(inner, inner)
+        self.gate_up = build.weight(both.count, hidden, held=both)
+        self.down = build.weight(hidden, inner.count, held=inner.at(1))
         self.gate = build.weight(1, hidden, wide=True) if spec.shared_gate else None
 
 
-class RoutedMLP(Packs):
+class RoutedMLP(FeedForward, Packs):
     """The ``top_k`` experts of each token, summed by their weights in top-k order, and the shared expert.
 
-    Returns a partial. The router computes in float32 (float64 in a float64 model); ties go to the lowest
-    expert. With ``hashed``, the size of the vocabulary, experts come from a table by token id, and scores
-    only weight them.
+    The router computes in float32 (float64 in a float64 model); ties go to the lowest expert. With
+    ``hashed``, the size of the vocabulary, experts come from a table by token id, and scores only weight
+    them. Where ranks divide experts whole, rows go to them and come back (``weft.moe.parallel``).
     """
 
     def __init__(self, hidden: int, spec: MoESpec, activation: str, build: Build, *, hashed: int = 0) -> None:
         super().__init__()
         self.reads_ids = hashed > 0
         self.router = Router(hidden, spec, build, hashed)
-        self.experts = Experts(hidden, spec, build)
+        self._placement: Placement = ()
+        mine = None
+        if build.divides_experts:
+            ep = build.mesh.ep
+            self._placement = in_order(spec.experts, ep.size, build.experts.redundant)
+            mine = picked(self._placement[ep.rank], spec.experts)
+        self.experts = Experts(hidden, spec, build, mine)
         self.shared = Shared(hidden, spec, build) if spec.shared else None
         self._rule = Rule(
             top_k=spec.top_k,
@@ -79,9 +110,21 @@ class RoutedMLP(Packs):
             scale=spec.scale,
         )
         self._gate = Gate(activation=activation, limit=spec.limit, alpha=spec.alpha)
-        self._op = build.matrix_op("moe")
+        self._build = build
+        self._op = build.matrix_op("moe_pieces" if build.divides_experts else "moe")
         self._run = self._op.run
         self._packed: Any = None
+        self.divided: DividedExperts | None = None
+        """Where ranks divide the experts; there when the weights are packed."""
+        if build.divides_experts and build.experts.moving and not build.invariant:
+            build.ops["moe_copies", build.dtype] = _COPIES
+
+    def place(self, placement: Placement) -> None:
+        """Will have the experts of another placement. Before they are loaded."""
+        self._placement = placement
+        mine = picked(placement[self._build.mesh.ep.rank], self.router.weight.shape[0])
+        for parameter in self.experts.parameters():
+            mark(parameter, mine)
 
     def pack(self) -> None:
         router, experts, shared = self.router, self.experts, self.shared
@@ -95,21 +138,47 @@ class RoutedMLP(Packs):
             gate_up=_data(experts.gate_up),
             down=_data(experts.down),
             gate_up_bias=_data(experts.gate_up_bias),
-            down_bias=_data(experts.down_bias),
+            down_bias=_data(experts.down_bias) if experts.adds_bias else None,
             shared_gate_up=None if shared is None else _data(shared.gate_up),
             shared_down=None if shared is None else _data(shared.down),
             shared_gate=None if shared is None else _data(shared.gate),
+            down_largest=largest_of(experts.down),
+            shared_down_largest=None if shared is None else largest_of(shared.down),
         )
+        self._packed = weights if self._op.pack is None else self._op.pack(weights)
+        if self._placement:
+            self.divided = self._divide(self._packed)
         if self._op.pack is None:
-            self._packed = weights
             return
-        self._packed = self._op.pack(weights)
         for held in (experts, shared):
             if held is not None:
                 held.gate_up = held.down = None  # type: ignore[assignment]
 
+    def _divide(self, weights: Routed) -> DividedExperts:
+        build = self._build
+        shape = Shape(weights.router.shape[1], self._rule.top_k, build.dtype.itemsize, build.invariant)
+        return DividedExperts(
+            build.mesh,
+            Chooser(build.mesh.layout, build.experts.dispatch, shape),
+            self._run(),
+            weights,
+            self._placement,
+            exact=build.invariant,
+            counts=build.experts.counts,
+        )
+
+    def steps(
+        self, comm: Comm, x: Tensor, ids: Tensor | None, exchange: Exchange = UNAGREED
+    ) -> Generator[Pending, None, Tensor]:
+        if self.divided is not None:
+            return (yield from self.divided.steps(x, ids, exchange))
+        return (yield from super().steps(comm, x, ids, exchange))
+
     def forward(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
-        """x: [T, hidden]; ids: int64 [T], the tokens of its rows, where ``reads_ids``."""
+        """A partial, of a rank that has a part of every expert.
+
+        x: [T, hidden]; ids: int64 [T], the tokens of its rows, where ``reads_ids``.
+        """
         partial: Tensor = self._run(x, ids, self._packed)
         return partial
 

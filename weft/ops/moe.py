@@ -4,10 +4,13 @@
 
 summed in top-k order, the shared expert last, in a wide dtype and rounded once. Three forms compute the
 experts in torch; a measured table says which (``moe_table``).
+
+The op ``moe`` is the whole block. Where ranks divide its experts, ``moe_pieces`` gives its parts one by one.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
@@ -65,14 +68,42 @@ class Routed:
     """[hidden, s]."""
     shared_gate: Tensor | None = None
     """Wide [1, hidden]: the shared expert is multiplied by the sigmoid of this product."""
+    down_largest: Tensor | None = None
+    """Wide [E, hidden, 1]: the largest magnitude of each row of the whole ``down``, where this has a part of
+    them; for rounding to 8 bits."""
+    shared_down_largest: Tensor | None = None
+    """Wide [hidden, 1]: likewise."""
 
 
 #: ``x @ weight.T + bias`` of x [T, K] and one matrix.
 Multiply: TypeAlias = Callable[[Tensor, Any, Tensor | None], Tensor]
 #: ``activation(gate) * up`` of the two halves of [..., 2 n].
 Gated: TypeAlias = Callable[[Tensor, str], Tensor]
-#: All tokens through their experts: (x [T, hidden], ids [T, k], weights) -> [T, k, hidden].
+#: All tokens through their experts: (x [T, hidden], ids [T, k], weights) -> [T, k, hidden]. An id that is the
+#: number of experts stands for none, and what is returned for it is anything.
 Experts: TypeAlias = Callable[[Tensor, Tensor, Routed], Tensor]
+
+
+class Pieces(NamedTuple):
+    """The parts of a block as one implementation of the op ``moe_pieces`` computes them."""
+
+    multiply: Multiply
+    """The router and the shared expert's gate."""
+    matrix: Multiply
+    """The shared expert."""
+    gated: Gated
+    experts: Experts
+
+    def shared(self, x: Tensor, share: Tensor | None, weights: Routed) -> Tensor | None:
+        """The shared expert of x [T, hidden], wide [T, hidden]; None where there is none.
+
+        share: wide [T, 1], what it is multiplied by; see ``choose_experts``.
+        """
+        if weights.shared_gate_up is None:
+            return None
+        inner = activate(self.matrix(x, weights.shared_gate_up, None), weights.gate, self.gated)
+        made = self.matrix(inner, weights.shared_down, None).to(wide(x.dtype))
+        return made if share is None else made * share
 
 
 # --- the pieces ---
@@ -117,27 +148,15 @@ def combine(made: Tensor, weights: Tensor) -> Tensor:
     return total
 
 
-def block(
-    x: Tensor,
-    ids: Tensor | None,
-    weights: Routed,
-    experts: Experts,
-    *,
-    multiply: Multiply = F.linear,
-    matrix: Multiply = F.linear,
-    gated: Gated = torch_ops.gated,
-) -> Tensor:
+def block(x: Tensor, ids: Tensor | None, weights: Routed, pieces: Pieces) -> Tensor:
     """The whole block. x: [T, hidden]; ids: int64 [T], token ids that a table is read with.
 
-    multiply: what the router is computed with; matrix: the shared expert. Returns [T, hidden] in x's dtype.
+    Returns [T, hidden] in x's dtype.
     """
-    chosen, scales, share = choose_experts(x, ids, weights, multiply)
-    total = combine(experts(x, chosen, weights), scales)
-    if weights.shared_gate_up is not None:
-        inner = activate(matrix(x, weights.shared_gate_up, None), weights.gate, gated)
-        made = matrix(inner, weights.shared_down, None).to(total.dtype)
-        total = total + (made if share is None else made * share)
-    return total.to(x.dtype)
+    chosen, scales, share = choose_experts(x, ids, weights, pieces.multiply)
+    total = combine(pieces.experts(x, chosen, weights), scales)
+    shared = pieces.shared(x, share, weights)
+    return (total if shared is None else total + shared).to(x.dtype)
 
 
 # --- experts, in three forms ---
@@ -158,7 +177,7 @@ def by_expert(
     tokens, top_k = ids.shape
     flat = ids.reshape(-1)
     order = torch.argsort(flat, stable=True)
-    sizes = torch.bincount(flat, minlength=weights.router.shape[0]).tolist()
+    sizes = torch.bincount(flat, minlength=count_of(weights)).tolist()[: count_of(weights)]
     grouped = x[order // top_k]  # [T * k, hidden]
     made = torch.empty_like(grouped)
     begin = 0
@@ -175,6 +194,12 @@ def by_expert(
     return out.view(tokens, top_k, x.shape[1])
 
 
+def count_of(weights: Routed) -> int:
+    """How many experts' matrices there are: those of one rank may be fewer than the router knows."""
+    down = weights.down
+    return (down.values if isinstance(down, Int8Weight) else down).shape[0]
+
+
 def _at(weight: Any, expert: int) -> Any:
     if weight is None:
         return None
@@ -186,7 +211,7 @@ def _at(weight: Any, expert: int) -> Any:
 def by_gather(x: Tensor, ids: Tensor, weights: Routed) -> Tensor:
     """Each token's matrices copied side by side, and two products of batches: for few tokens."""
     tokens, top_k = ids.shape
-    flat = ids.reshape(-1)
+    flat = ids.reshape(-1).clamp(max=count_of(weights) - 1)
     rows = x.repeat_interleave(top_k, dim=0).unsqueeze(-1)  # [T * k, hidden, 1]
     inner = torch.bmm(weights.gate_up[flat], rows).squeeze(-1)
     if weights.gate_up_bias is not None:
@@ -202,9 +227,9 @@ def by_group(x: Tensor, ids: Tensor, weights: Routed) -> Tensor:
     """``torch._grouped_mm``, one call for all experts: bfloat16; no synchronisation."""
     tokens, top_k = ids.shape
     order = torch.argsort(ids.reshape(-1), stable=True)
-    flat = ids.reshape(-1)[order]
-    ends = torch.searchsorted(flat, torch.arange(weights.router.shape[0], device=x.device), right=True)
-    ends = ends.to(torch.int32)
+    flat, last = ids.reshape(-1)[order], count_of(weights) - 1
+    ends = torch.searchsorted(flat, torch.arange(last + 1, device=x.device), right=True)
+    ends, flat = ends.to(torch.int32), flat.clamp(max=last)
     inner = torch._grouped_mm(x[order // top_k], weights.gate_up.transpose(-2, -1), offs=ends)
     if weights.gate_up_bias is not None:
         inner = inner + weights.gate_up_bias[flat]
@@ -240,10 +265,11 @@ def size_of(weights: Routed) -> moe_table.Size:
     return moe_table.Size(experts, weights.rule.top_k, hidden, inner)
 
 
-def chosen_form(x: Tensor, weights: Routed, forms: tuple[str, ...]) -> str:
-    """The table's form for these tokens."""
+def chosen_form(x: Tensor, ids: Tensor, weights: Routed, forms: tuple[str, ...]) -> str:
+    """The table's form for so many tokens as have all of their ``top_k`` experts."""
     dtype = str(x.dtype).removeprefix("torch.")
-    return moe_table.choose(x.device.type, dtype, x.shape[0], size_of(weights), forms)
+    tokens = ids.numel() // weights.rule.top_k
+    return moe_table.choose(x.device.type, dtype, tokens, size_of(weights), forms)
 
 
 # --- implementations ---
@@ -252,51 +278,74 @@ def chosen_form(x: Tensor, weights: Routed, forms: tuple[str, ...]) -> str:
 def quantized(weights: Routed) -> Routed:
     """The matrices of all experts in 8 bits, one scale an output channel; router and gates stay."""
 
-    def stacked(matrices: Tensor) -> Int8Weight:
-        made = [to_int8(matrix) for matrix in matrices]
+    def stacked(matrices: Tensor, largest: Tensor | None = None) -> Int8Weight:
+        if not len(matrices):
+            return Int8Weight(matrices.to(torch.int8), matrices[:, :, :1].float())
+        of_rows = [None] * len(matrices) if largest is None else list(largest)
+        made = [to_int8(matrix, most) for matrix, most in zip(matrices, of_rows, strict=True)]
         return Int8Weight(torch.stack([m.values for m in made]), torch.stack([m.scales for m in made]))
 
     return replace(
         weights,
         gate_up=stacked(weights.gate_up),
-        down=stacked(weights.down),
+        down=stacked(weights.down, weights.down_largest),
         shared_gate_up=None if weights.shared_gate_up is None else to_int8(weights.shared_gate_up),
-        shared_down=None if weights.shared_down is None else to_int8(weights.shared_down),
+        shared_down=None
+        if weights.shared_down is None
+        else to_int8(weights.shared_down, weights.shared_down_largest),
     )
+
+
+def by_table(x: Tensor, ids: Tensor, weights: Routed) -> Tensor:
+    """The experts in the form that the table has for so many tokens."""
+    if not count_of(weights):
+        return by_expert(x, ids, weights)
+    return FORMS[chosen_form(x, ids, weights, usable(weights))](x, ids, weights)
+
+
+def _by_expert(matrix: Multiply, gated: Gated) -> Experts:
+    return functools.partial(by_expert, matrix=matrix, gated=gated)
+
+
+_gated = torch_ops.gated
+_int8, _tiled_int8 = torch_ops.linear_int8, tiled.linear_int8
+PLAIN = Pieces(F.linear, F.linear, _gated, by_table)
+INT8 = Pieces(F.linear, _int8, _gated, _by_expert(_int8, _gated))
+#: Products and activations whose rows don't depend on each other.
+TILED = Pieces(fixed_linear, fixed_linear, tiled.gated, _by_expert(fixed_linear, tiled.gated))
+TILED_INT8 = Pieces(fixed_linear, _tiled_int8, tiled.gated, _by_expert(_tiled_int8, tiled.gated))
 
 
 def moe(x: Tensor, ids: Tensor | None, weights: Routed) -> Tensor:
     """``block`` in the form that the table has for so many tokens."""
-    return block(x, ids, weights, FORMS[chosen_form(x, weights, usable(weights))])
+    return block(x, ids, weights, PLAIN)
 
 
 def moe_int8(x: Tensor, ids: Tensor | None, weights: Routed) -> Tensor:
     """``moe`` of ``quantized`` weights."""
-
-    def experts(x: Tensor, ids: Tensor, weights: Routed) -> Tensor:
-        return by_expert(x, ids, weights, matrix=torch_ops.linear_int8)
-
-    return block(x, ids, weights, experts, matrix=torch_ops.linear_int8)
+    return block(x, ids, weights, INT8)
 
 
 def moe_tiled(x: Tensor, ids: Tensor | None, weights: Routed) -> Tensor:
     """``block`` with products and activations whose rows don't depend on each other (``tiled``)."""
-
-    def experts(x: Tensor, ids: Tensor, weights: Routed) -> Tensor:
-        return by_expert(x, ids, weights, matrix=fixed_linear, gated=tiled.gated)
-
-    return block(x, ids, weights, experts, multiply=fixed_linear, matrix=fixed_linear, gated=tiled.gated)
+    return block(x, ids, weights, TILED)
 
 
 def moe_tiled_int8(x: Tensor, ids: Tensor | None, weights: Routed) -> Tensor:
     """``moe_tiled`` of ``quantized`` weights."""
-
-    def experts(x: Tensor, ids: Tensor, weights: Routed) -> Tensor:
-        return by_expert(x, ids, weights, matrix=tiled.linear_int8, gated=tiled.gated)
-
-    return block(x, ids, weights, experts, multiply=fixed_linear, matrix=tiled.linear_int8, gated=tiled.gated)
+    return block(x, ids, weights, TILED_INT8)
 
 
+def register_pieces(name: str, implementation: str, pieces: Pieces, **facts: Any) -> None:
+    """Registers ``pieces`` as an implementation of the op ``name``, whose ``run()`` returns them."""
+    register(name, Implementation(name=implementation, run=lambda: pieces, **facts))
+
+
+register_pieces("moe_pieces", "torch", PLAIN, asks=True)
+register_pieces("moe_pieces_int8", "torch", INT8, pack=quantized, asks=True)
+_invariant: dict[str, Any] = {"devices": ("cpu",), "invariant": True, "priority": -1, "asks": True}
+register_pieces("moe_pieces", "torch_tiled", TILED, **_invariant)
+register_pieces("moe_pieces_int8", "torch_tiled", TILED_INT8, pack=quantized, **_invariant)
 for _name, _run, _pack in (("moe", moe, None), ("moe_int8", moe_int8, quantized)):
     register(_name, Implementation(name="torch", run=_run, pack=_pack, asks=True))
 for _name, _run, _pack in (("moe", moe_tiled, None), ("moe_int8", moe_tiled_int8, quantized)):

@@ -32,8 +32,9 @@ class Implementation:
     invariant: bool = False
     priority: int = 0
     """The highest that fits is chosen; the torch reference has 0."""
-    pack: Callable[[Any], Any] | None = None
-    """From a plain weight (or an op's own record of several) to what ``run`` takes instead; None: that."""
+    pack: Callable[..., Any] | None = None
+    """From a plain weight (or an op's own record of several) to what ``run`` takes instead; None: that. Of an
+    op that rounds, also given the largest magnitude of each row where the weight's rows are parts of rows."""
     asks: bool = False
     """Whether the host reads, in the middle of it, a value that the device made: it can't be captured."""
     available: Callable[[], bool] = lambda: True

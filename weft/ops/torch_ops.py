@@ -160,10 +160,14 @@ class Int8Weight(NamedTuple):
     """Wide [N, 1]."""
 
 
-def to_int8(weight: Tensor) -> Int8Weight:
-    """Symmetric, by the largest magnitude of each row of weight [N, K]; halves round to even."""
+def to_int8(weight: Tensor, largest: Tensor | None = None) -> Int8Weight:
+    """Symmetric, by the largest magnitude of each row of weight [N, K]; halves round to even.
+
+    largest: wide [N, 1], of longer rows that these are a part of.
+    """
     exact = weight.to(wide(weight.dtype))
-    scales = (exact.abs().amax(dim=1, keepdim=True) / 127).clamp(min=torch.finfo(exact.dtype).tiny)
+    largest = exact.abs().amax(dim=1, keepdim=True) if largest is None else largest
+    scales = (largest / 127).clamp(min=torch.finfo(exact.dtype).tiny)
     return Int8Weight((exact / scales).round().to(torch.int8), scales)
 
 

@@ -8,7 +8,7 @@ of both segments, prefill first, are derived together.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,58 +17,16 @@ import torch
 from weft.attention.base import Backends, SegmentInput, StepInput
 from weft.config.resolved import KVConfig
 from weft.ops.upload import upload
+from weft.runner.columns import logits_columns, ragged, row_columns, verify_columns
 from weft.runner.sampler import SampleRows
 from weft.runner.slot_state import SlotState
 from weft.runner.staging import StagingBuffer
+from weft.types.exchange import Exchange
 from weft.types.plan import EMPTY_SEGMENT, Segment, StepPlan
 
 Tensor = torch.Tensor
 
 _NONE = np.empty(0, np.int64)
-
-
-def most_each(plan: StepPlan) -> int:
-    """Most tokens of a row, in a plan of decode rows alone, all of which draw behind each; 0 of any other."""
-    rows = plan.decode
-    if plan.prefill.rows or not rows.rows:
-        return 0
-    alike = (rows.logits == rows.count).all() and (rows.sample == rows.count).all()
-    return int(rows.count.max()) if alike else 0
-
-
-def even(plan: StepPlan, each: int) -> bool:
-    """Whether all of the plan's rows are decode rows of ``each`` tokens, the most that one has."""
-    return each == 1 or (each > 1 and int(plan.decode.count.min()) == each)
-
-
-def ragged(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """``starts[0] .. starts[0] + lengths[0] - 1, starts[1] ..``: consecutive ranges, one array."""
-    lengths = lengths.astype(np.int64)
-    ends = np.cumsum(lengths)
-    total = int(ends[-1]) if len(ends) else 0
-    shift = starts.astype(np.int64) - (ends - lengths)
-    result: np.ndarray = np.repeat(shift, lengths) + np.arange(total)
-    return result
-
-
-def offsets_of(lengths: np.ndarray) -> np.ndarray:
-    """int64 [n + 1]: 0 and the running sums of ``lengths``."""
-    offsets = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    return offsets
-
-
-def _row_columns(prefill: Segment, decode: Segment) -> list[np.ndarray]:
-    """Slot and count of each row; each token's row and place in it; the offsets of each segment's rows."""
-    count = np.concatenate([prefill.count, decode.count])
-    return [
-        np.concatenate([prefill.slot, decode.slot]),
-        count,
-        np.repeat(np.arange(len(count)), count),
-        ragged(np.zeros(len(count)), count),
-        offsets_of(prefill.count),
-        offsets_of(decode.count),
-    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,36 +61,26 @@ class Batch(StepRows):
     step: StepInput
 
 
-def _logits_columns(plan: StepPlan) -> tuple[np.ndarray, list[np.ndarray]]:
-    """(merged rows with logits; for sampled and for prompt entries: slot, row of the logits)."""
-    both = (plan.prefill, plan.decode)
-    ends = np.cumsum(np.concatenate([s.count for s in both]).astype(np.int64))
-    slot = np.concatenate([s.slot for s in both])
-    logits = np.concatenate([s.logits for s in both]).astype(np.int64)
-    sample = np.concatenate([s.sample for s in both]).astype(np.int64)
-    index = ragged(ends - logits, logits)
-    last = np.cumsum(logits)
-    return index, [
-        np.repeat(slot, sample),
-        ragged(last - sample, sample),
-        np.repeat(slot, logits - sample),
-        ragged(last - logits, logits - sample),
-    ]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Staged:
+    """Columns of a plan about its logits, on the device."""
+
+    logits_index: Tensor
+    sampled: tuple[np.ndarray, Tensor, Tensor]
+    """Of sampled entries: slot on the host, slot, row of the logits."""
+    prompt: tuple[np.ndarray, Tensor, Tensor]
+    """The same of prompt entries."""
+    entries: Tensor | None
+    """int64 [decode rows, most drafts], as in ``Verify``; None where no row has drafts."""
+    merged: Tensor | None
+    """Likewise: merged rows of the drafts."""
 
 
-def _verify_columns(plan: StepPlan, each: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """int64 [decode rows, most drafts]: (number of the sample, merged row) of each draft; -1 pads the latter.
-
-    A draft is the id of its merged row; the sample at the same position comes from the row before. ``each``:
-    tokens that every row takes up, where rows of fewer are filled up.
-    """
-    count = plan.decode.count.astype(np.int64)
-    place = np.arange(int(count.max(initial=1)) - 1)
-    there = place < count[:, None] - 1
-    before = np.cumsum(count) - count
-    begins = np.arange(len(count)) * each if each else plan.prefill.tokens + before
-    entries = int(plan.prefill.sample.sum()) + before[:, None] + np.where(there, place, 0)
-    return entries, np.where(there, begins[:, None] + 1 + place, -1)
+def _agreed(plan: StepPlan, step: StepInput) -> StepInput:
+    """The step with what replicas agreed on, if they did."""
+    if plan.agreed is None:
+        return step
+    return replace(step, exchange=Exchange(rows=plan.agreed.padded_tokens))
 
 
 class BatchBuilder:
@@ -149,46 +97,93 @@ class BatchBuilder:
         self._offsets = self._order.int()
         self._ones = torch.ones(most, dtype=torch.int64, device=device)
         none = self._order[:0]
-        self._empty = self._segment(EMPTY_SEGMENT, 0, none, none, self._offsets[:1])
+        self._empty = self._segment(EMPTY_SEGMENT, 0, none, none, self._offsets[:1], none)
 
     def build(self, plan: StepPlan, buffer: StagingBuffer) -> Batch:
         """Uploads the plan's columns through ``buffer`` and derives the rest on the device."""
+        rows, staged = self._stage(plan, buffer)
+        starts = self._state.num_computed[rows[0]]
+        step = _agreed(plan, self._step(plan.prefill, plan.decode, rows, starts, staged.logits_index))
+        return Batch(step=step, **self._sampling(rows, starts, staged, step.ids, step.positions))
+
+    def rows(self, plan: StepPlan, buffer: StagingBuffer) -> tuple[StepRows, Tensor]:
+        """``build`` without the step: of a plan that is computed in halves. And int64 [L], the merged rows
+        with logits."""
+        rows, staged = self._stage(plan, buffer)
+        starts = self._state.num_computed[rows[0]]
+        slots, row = rows[0][rows[2]], rows[2]
+        positions = starts[row] + rows[3]
+        ids = self._state.history[slots, positions].long() if staged.merged is not None else positions
+        return StepRows(**self._sampling(rows, starts, staged, ids, positions)), staged.logits_index
+
+    def half(self, plan: StepPlan, cut: int, exchange: Exchange, buffer: StagingBuffer) -> StepInput:
+        """The step of a half. ``cut``: tokens of the first prompt row that the other half computes before it;
+        the state that they leave is in copy 0. ``exchange``: the same for both halves."""
         prefill, decode = plan.prefill, plan.decode
-        index, entry_columns = _logits_columns(plan)
-        entries, merged = _verify_columns(plan)
-        columns = [*_row_columns(prefill, decode), index, *entry_columns, entries.ravel(), merged.ravel()]
+        index, _ = logits_columns(plan)
+        columns = [*row_columns(prefill, decode), index]
+        if cut:
+            ahead = np.zeros(plan.rows, np.int64)
+            ahead[0] = cut
+            columns.append(ahead)
         buffer.begin(sum(len(c) for c in columns))
         where = [buffer.add(c) for c in columns]
         buffer.upload()
-        rows = [buffer.tensor(w) for w in where[:6]]
+        staged = [buffer.tensor(w) for w in where]
+        starts = self._state.num_computed[staged[0]]
+        if not cut:
+            return replace(self._step(prefill, decode, staged[:6], starts, staged[6]), exchange=exchange)
+        live = self._state.live[staged[0]].masked_fill(staged[7] > 0, 0)
+        starts = starts + staged[7]
+        step = self._step(prefill, decode, staged[:6], starts, staged[6], live=live)
+        return replace(step, exchange=exchange)
+
+    def _stage(self, plan: StepPlan, buffer: StagingBuffer) -> tuple[list[Tensor], _Staged]:
+        """The columns of ``row_columns``, and those of logits and samples, on the device."""
+        index, entry_columns = logits_columns(plan)
+        entries, merged = verify_columns(plan)
+        columns = [*row_columns(plan.prefill, plan.decode), index, *entry_columns]
+        columns += [entries.ravel(), merged.ravel()]
+        buffer.begin(sum(len(c) for c in columns))
+        where = [buffer.add(c) for c in columns]
+        buffer.upload()
         logits_index, s_slot, s_row, p_slot, p_row = (buffer.tensor(w) for w in where[6:11])
-        starts = self._state.num_computed[rows[0]]
-        step = self._step(prefill, decode, rows, starts, logits_index)
+        drafted = bool(entries.shape[1])
+        return [buffer.tensor(w) for w in where[:6]], _Staged(
+            logits_index=logits_index,
+            sampled=(entry_columns[0], s_slot, s_row),
+            prompt=(entry_columns[2], p_slot, p_row),
+            entries=buffer.tensor(where[11]).view(entries.shape) if drafted else None,
+            merged=buffer.tensor(where[12]).view(merged.shape) if drafted else None,
+        )
+
+    def _sampling(
+        self, rows: Sequence[Tensor], starts: Tensor, staged: _Staged, ids: Tensor, positions: Tensor
+    ) -> dict[str, Any]:
+        """The fields of ``StepRows``. ids, positions: int64 [T]; ids are read only where there are drafts."""
         verify = None
-        if entries.shape[1]:
-            at = buffer.tensor(where[12]).view(merged.shape)
-            verify = Verify(
-                entries=buffer.tensor(where[11]).view(entries.shape),
-                drafts=torch.where(at < 0, at, step.ids[at]),
-            )
-        predicted = step.positions[logits_index] + 1
-        return Batch(
-            step=step,
-            slots=rows[0],
-            counts=rows[1],
-            starts=starts,
-            verify=verify,
-            sample_rows=SampleRows(
-                slot_host=entry_columns[0],
+        if staged.entries is not None and staged.merged is not None:
+            at = staged.merged
+            verify = Verify(entries=staged.entries, drafts=torch.where(at < 0, at, ids[at]))
+        predicted = positions[staged.logits_index] + 1
+        s_host, s_slot, s_row = staged.sampled
+        p_host, p_slot, p_row = staged.prompt
+        return {
+            "slots": rows[0],
+            "counts": rows[1],
+            "starts": starts,
+            "verify": verify,
+            "sample_rows": SampleRows(
+                slot_host=s_host,
                 slot=s_slot,
                 logits_row=s_row,
                 position=predicted[s_row],
-                prompt_slot_host=entry_columns[2],
+                prompt_slot_host=p_host,
                 prompt_slot=p_slot,
                 prompt_logits_row=p_row,
                 prompt_position=predicted[p_row],
             ),
-        )
+        }
 
     def follow(
         self, prefill: Segment, decode: Segment, starts: Tensor, logits_index: np.ndarray, shift: int
@@ -198,7 +193,7 @@ class BatchBuilder:
         starts: int64 [rows], true, where the segments' are upper bounds. The id of a token at position p is
         the one in history at ``p + shift``. ``logits_index``: merged rows.
         """
-        columns = [*_row_columns(prefill, decode), logits_index]
+        columns = [*row_columns(prefill, decode), logits_index]
         lengths = [len(c) for c in columns]
         staged = upload(np.concatenate(columns).astype(np.int64), self._state.history.device)
         *rows, index = staged.split(lengths)
@@ -212,15 +207,19 @@ class BatchBuilder:
         starts: Tensor,
         logits_index: Tensor,
         shift: int = 0,
+        live: Tensor | None = None,
     ) -> StepInput:
-        """``rows``: the columns of ``_row_columns``."""
+        """``rows``: the columns of ``row_columns``. ``live``: int64 [rows], instead of the slots' own."""
         slots, _, row, within, prefill_offsets, decode_offsets = rows
         positions = starts[row] + within
         token_slots = slots[row]
         first = prefill.rows
+        if live is None:
+            live = self._state.live[slots]
+        p, d = slice(None, first), slice(first, None)
         segments = (
-            self._segment(prefill, 0, slots[:first], starts[:first], prefill_offsets.int()),
-            self._segment(decode, prefill.tokens, slots[first:], starts[first:], decode_offsets.int()),
+            self._segment(prefill, 0, slots[p], starts[p], prefill_offsets.int(), live[p]),
+            self._segment(decode, prefill.tokens, slots[d], starts[d], decode_offsets.int(), live[d]),
         )
         return StepInput(
             ids=self._state.history[token_slots, positions + shift].long(),
@@ -234,7 +233,7 @@ class BatchBuilder:
     def build_even(self, plan: StepPlan, buffer: StagingBuffer) -> Batch:
         """``build`` of a plan that is ``even``: the same step, from the slots alone."""
         staged = self.stage_decode(plan, 0, buffer)
-        step = self.decode(staged[0], plan.decode)
+        step = _agreed(plan, self.decode(staged[0], plan.decode))
         rows = self.decode_rows(plan, staged, step.ids, step.positions)
         return Batch(step=step, **rows)
 
@@ -245,7 +244,7 @@ class BatchBuilder:
             count = plan.decode.count
             slot = np.repeat(plan.decode.slot, count)
             mine = ragged(np.arange(len(count)) * each, count)
-            columns += [count, slot, mine, *(column.ravel() for column in _verify_columns(plan, each))]
+            columns += [count, slot, mine, *(column.ravel() for column in verify_columns(plan, each))]
         buffer.begin(sum(map(len, columns)))
         where = [buffer.add(column) for column in columns]
         buffer.upload()
@@ -310,7 +309,8 @@ class BatchBuilder:
             positions = (starts.unsqueeze(1) + self._order[:each]).clamp(max=most).view(-1)
             token_slots = slots.repeat_interleave(each, output_size=rows * each)
             offsets = self._offsets[: rows * each + 1 : each].contiguous()
-        segments = (self._empty, self._segment(bound, 0, slots, starts, offsets))
+        live = self._state.live[slots]
+        segments = (self._empty, self._segment(bound, 0, slots, starts, offsets, live))
         return StepInput(
             ids=self._state.history[token_slots, positions + shift if shift else positions].long(),
             positions=positions,
@@ -333,7 +333,7 @@ class BatchBuilder:
         return tuple(writes)
 
     def _segment(
-        self, segment: Segment, begin: int, slots: Tensor, starts: Tensor, q_offsets: Tensor
+        self, segment: Segment, begin: int, slots: Tensor, starts: Tensor, q_offsets: Tensor, live: Tensor
     ) -> SegmentInput:
         longest = int((segment.start + segment.count).max()) if segment.rows else 0
         return SegmentInput(
@@ -345,7 +345,7 @@ class BatchBuilder:
             q_offsets=q_offsets,
             starts=starts,
             slots=slots,
-            live=self._state.live[slots],
+            live=live,
             tables=tuple(
                 table[slots, : -(-longest // pool.block_size)].long()
                 for table, pool in zip(self._state.tables, self._pools, strict=True)

@@ -29,11 +29,13 @@ from typing import TypeAlias
 import torch
 from tqdm import tqdm
 
-from weft.attention.base import Backends, LayerCache
+from weft.attention.base import Backends, LayerCache, StepInput
 from weft.common.log import get_logger
 from weft.models.base import Model
 from weft.overlap.drive import drive
-from weft.runner.batch import BatchBuilder, StepRows, even, most_each
+from weft.overlap.interleave import interleave
+from weft.runner.batch import BatchBuilder, StepRows
+from weft.runner.columns import even, most_each
 from weft.runner.programs import CannotRecord
 from weft.runner.slot_state import SlotState
 from weft.runner.staging import StagingBuffer
@@ -44,8 +46,8 @@ log = get_logger(__name__)
 Tensor = torch.Tensor
 Capture: TypeAlias = Callable[[Callable[[], None]], Callable[[], None]]
 """From a function of fixed tensors to one that does the same again. Tests pass the identity."""
-Key: TypeAlias = tuple[int, int, int]
-"""Bucket: rows, tokens of each, positions of context."""
+Key: TypeAlias = tuple[int, int, int, int]
+"""Bucket: rows, tokens of each, positions of context; and 2 for a step in halves, else 1."""
 
 MOST_ROWS = 512
 """Steps of more rows are launched op by op: launching costs them little."""
@@ -75,6 +77,8 @@ def context_buckets(most: int) -> list[int]:
 
 def obstacle(model: Model, backends: Backends) -> str | None:
     """Why decode steps of this model cannot be captured, in words; None when they can."""
+    if model.ranks > 1:
+        return "ranks meet in the middle of a step"
     if model.asking:
         return f"{', '.join(model.asking)} asks the device for a value in the middle of a step"
     if not backends.capturable:
@@ -115,6 +119,8 @@ class GraphOptions:
     """Most tokens of a row."""
     keeps_hidden: bool = True
     """Whether somebody reads the hidden states of a step."""
+    halves: bool = False
+    """Capture steps in halves, too: the pair as one graph. For ranks whose collectives can be captured."""
     lazy: bool = False
     """Capture when a step first needs it, for exactly its rows: ``capture`` then computes that step, too."""
 
@@ -138,6 +144,8 @@ class DecodeGraphs:
         """
         self.replayed = 0
         """Steps that ran as a graph."""
+        self.cold = False
+        """Whether a step like the last one will be replayed, which that was not."""
         self._model, self._cache, self._backends, self._builder = model, cache, backends, builder
         exact = list(range(1, min(options.max_rows, MOST_EXACT) + 1))
         self._rows = exact if options.lazy else row_buckets(options.max_rows)
@@ -161,7 +169,9 @@ class DecodeGraphs:
         began, before = time.monotonic(), _reserved(self._slots.device)
         # The largest first: the others then fit in its memory.
         each = reversed(range(1, options.most_each + 1))
-        keys = list(itertools.product(reversed(self._rows), each, reversed(self._contexts)))
+        halves = (1, 2) if options.halves else (1,)
+        buckets = itertools.product(reversed(self._rows), each, reversed(self._contexts), halves)
+        keys = [key for key in buckets if key[0] >= key[3]]
         for key in tqdm(keys, desc="capturing decode", unit="graph", disable=not options.progress):
             self._replays[key] = options.capture(self._closure(key))
         log.info(
@@ -173,36 +183,45 @@ class DecodeGraphs:
         )
 
     def _closure(self, key: Key) -> Callable[[], None]:
-        rows, each, context = key
+        rows, each, context, halves = key
         tokens = slice(rows * each)
         slots, logits, positions = self._slots[:rows], self._logits[tokens], self._positions[tokens]
         hidden, ids = self._hidden[tokens], self._ids[tokens]
-        zero, count = column([0] * rows), column([each] * rows)
-        bound = Segment(slot=zero, gen=zero, start=column([context - each] * rows), count=count)
+        parts = slots.chunk(halves)  # as with ``split``, rows by their number; those that fill up are last
+        bounds = [_bound(len(part), each, context) for part in parts]
 
         def run() -> None:
-            step = self._builder.decode(slots, bound)
-            made = drive(self._model.hidden(step, self._cache, self._backends))
+            steps = [self._builder.decode(part, of) for part, of in zip(parts, bounds, strict=True)]
+            made = self._hidden_of(steps)
             if self._options.keeps_hidden:
                 hidden.copy_(made)
             if each > 1:
-                ids.copy_(step.ids)
-            logits.copy_(self._model.logits(made))
-            positions.copy_(step.positions)
+                ids.copy_(torch.cat([step.ids for step in steps]))
+            logits.copy_(drive(self._model.logits(made)))
+            positions.copy_(torch.cat([step.positions for step in steps]))
 
         return run
 
+    def _hidden_of(self, steps: list[StepInput]) -> Tensor:
+        """Of a step, or of two halves, whose collectives then go on under each other's compute."""
+        parts = [self._model.hidden(step, self._cache, self._backends) for step in steps]
+        return drive(parts[0]) if len(parts) == 1 else torch.cat(interleave(parts[0], parts[1]))
+
     def find(self, plan: StepPlan) -> Key | None:
         """The bucket that holds the plan's step; None when it must be launched op by op."""
+        self.cold = False
         rows, each = plan.decode, most_each(plan)
         if rows.rows > self._rows[-1] or not 1 <= each <= self._options.most_each:
             return None
         longest = int(rows.start.max()) + each
         if longest > self._contexts[-1]:
             return None
-        key = _bucket(self._rows, rows.rows), each, _bucket(self._contexts, longest)
+        key = _bucket(self._rows, rows.rows), each, _bucket(self._contexts, longest), plan.halves
+        if plan.halves > 1 and not self._options.halves:
+            return None
         if each > 1 and key not in self._replays and self._options.lazy:
             self._met[key] = met = self._met.get(key, 0) + 1
+            self.cold = True
             if met < WORTH_CAPTURING:
                 return None
         return key
@@ -219,6 +238,7 @@ class DecodeGraphs:
         if key in self._replays:
             self.replay(key)
         else:
+            self.cold = True
             self._capture_now(key)
         tokens = slice(rows * each)
         made = self._builder.decode_rows(plan, staged, self._ids[tokens], self._positions[tokens])
@@ -241,7 +261,14 @@ class DecodeGraphs:
         except CannotRecord as error:
             log.warning("decode steps are launched op by op, and not replayed: %s", error)
             self._rows = [0]
+            self.cold = False
             run()
+
+
+def _bound(rows: int, each: int, context: int) -> Segment:
+    """Rows of ``each`` tokens that end at ``context`` at most, as far as shapes depend on them."""
+    zero, count = column([0] * rows), column([each] * rows)
+    return Segment(slot=zero, gen=zero, start=column([context - each] * rows), count=count)
 
 
 def _bucket(buckets: list[int], size: int) -> int:

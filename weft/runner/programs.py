@@ -9,6 +9,7 @@ recording, so it must follow from the number of rows and the bucket of context a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +39,11 @@ class _Call:
 
 class _Watch(TorchDispatchMode):
     """Writes down every operator call. Tensors are kept alive, so that one is known by its identity."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing here is compiled. Else torch imports its compiler: seconds, at a first token."""
+        return False
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,6 +81,12 @@ def record(run: Callable[[], None]) -> Callable[[], None]:
     return _Builder(watch.calls).program().run
 
 
+@functools.cache
+def _kinds(op: torch._ops.OpOverload) -> tuple[str, ...]:
+    """Of an operator's arguments, in the order of its schema."""
+    return tuple(str(argument.type) for argument in op._schema.arguments)
+
+
 class _Builder:
     """From calls to a ``Program``."""
 
@@ -92,8 +104,8 @@ class _Builder:
             for register in (*self._reads(call.arguments), *made):
                 last[register] = number
         for number, (call, made) in enumerate(zip(self._calls, results, strict=True)):
-            for argument, value in zip(call.op._schema.arguments, call.arguments, strict=True):
-                self._argument(call, str(argument.type), value)
+            for kind, value in zip(_kinds(call.op), call.arguments, strict=True):
+                self._argument(call, kind, value)
             dead = sorted(register for register, at in last.items() if at == number and register >= 0)
             name, _, overload = call.op.name().partition(".")
             self._program.call(name, overload, made, dead)

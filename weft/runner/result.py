@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from weft.common.errors import EngineDead, ErrorInfo, RowError
-from weft.runner.batch import offsets_of
+from weft.runner.columns import offsets_of
 from weft.runner.sampler import LogprobTensors, SampleOutput
 from weft.types.plan import EMPTY, LogprobRows, StepPlan, StepResult, column
 
@@ -52,9 +52,13 @@ class HostCopy:
             error=self._start(rows.error),
         )
 
+    def there(self) -> bool:
+        """Whether the copies have arrived."""
+        return self._event is None or self._event.query()
+
     def wait(self, deadline: float) -> None:
         """Returns when the copies are there. Raises EngineDead after ``deadline`` (monotonic seconds)."""
-        while self._event is not None and not self._event.query():
+        while not self.there():
             if time.monotonic() > deadline:
                 raise EngineDead("a step's result did not reach the host in time")
             time.sleep(0.00005)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,9 +25,13 @@ from weft.config.resolved import KVConfig
 from weft.config.sections import SpeculationSection
 from weft.models.base import Model
 from weft.overlap.drive import drive
-from weft.runner.batch import BatchBuilder, StepRows, even, most_each
+from weft.overlap.times import StepTimes, Stretch
+from weft.parallel.launcher import Launcher
+from weft.runner.batch import BatchBuilder, StepRows
+from weft.runner.columns import even, most_each
 from weft.runner.device_queue import DeviceQueue, result_of
 from weft.runner.graphs import MOST_EXACT, WORTH_CAPTURING, DecodeGraphs, GraphOptions, context_buckets
+from weft.runner.halves import HalvedSteps
 from weft.runner.kv_tensors import by_layer, stacked
 from weft.runner.result import HostCopy, to_result
 from weft.runner.sampler import Sampler
@@ -40,7 +44,7 @@ from weft.speculation.base import Drafter, Sampled
 from weft.speculation.chain import Recording
 from weft.speculation.mtp import MtpDrafter
 from weft.speculation.ngram import NgramDrafter
-from weft.types.plan import AllocSlot, FreeSlot, StepPlan, StepResult
+from weft.types.plan import AllocSlot, FreeSlot, Rebalance, StepPlan, StepResult
 
 Tensor = torch.Tensor
 
@@ -58,6 +62,12 @@ class StepHandle:
     """[T, hidden] of the step's tokens, where a drafter reads them."""
     each: int = 0
     """Tokens that every row takes up there; 0: as many as it has."""
+    cold: bool = False
+    """Whether it took longer, once it was read, than later ones of its kind will: those are replayed."""
+    halves: list[StagingBuffer] = field(default_factory=list, repr=False)
+    """Buffers of a step in halves."""
+    times: StepTimes | None = None
+    """Where its time went, once it was read; None on a rank alone."""
 
 
 class Runner:
@@ -78,10 +88,12 @@ class Runner:
         poison: bool = False,
         graphs: GraphOptions | None = None,
         speculation: SpeculationSection | None = None,
+        launcher: Launcher | None = None,
     ) -> None:
         """``depth``: steps that may be in flight. ``poison`` spoils recycled staging buffers (tests).
 
-        With ``graphs`` decode steps are captured now. ``speculation`` says who makes drafts.
+        With ``graphs`` decode steps are captured now. ``speculation`` says who makes drafts. ``launcher``
+        runs the model's collectives; the runner closes it.
         """
         self.kv = kv
         self._model = model
@@ -95,10 +107,22 @@ class Runner:
         self._sampler = Sampler(kv.num_slots, vocab_size, device)
         self._ring = StagingRing(device, depth, poison=poison)
         self._builder = BatchBuilder(self._state, kv, backends, dtype)
+        self._launcher = launcher or Launcher()
+        self._launcher.recording = launcher is not None
+        self._halved = HalvedSteps(
+            model,
+            self._cache,
+            backends,
+            self._builder,
+            self._launcher,
+            StagingRing(device, 2 * depth, poison=poison),
+        )
         self._queue = DeviceQueue(threaded=device.type == "cpu" and depth > 1)
         self._trace = trace
         self._timeout = step_timeout
         self._next_step: int | None = None
+        self._failed = False
+        """Whether a step failed; until ``reset``."""
         self._has_state = any(pool.cache.kind == "state" for pool in kv.pools)
         self.drafter = self._make_drafter(speculation, graphs)
         """Proposes drafts; None without speculation."""
@@ -129,6 +153,15 @@ class Runner:
         """Launches the step's sampling: ids go into history, lengths move, results start for the host."""
         handle.sampled = self._queue.submit(self._sample, handle)
 
+    def done(self, handle: StepHandle) -> bool:
+        """Whether ``read`` would not wait."""
+        if handle.sampled is None or not (handle.forwarded.done() and handle.sampled.done()):
+            return False
+        if handle.sampled.exception() is not None or handle.forwarded.exception() is not None:
+            return True
+        copy: HostCopy = handle.sampled.result()
+        return copy.there()
+
     def read(self, handle: StepHandle) -> StepResult:
         """Waits for the step. Raises EngineDead past the deadline, or whatever the step raised.
 
@@ -142,18 +175,54 @@ class Runner:
         result = to_result(handle.plan, copy)
         assert handle.buffer is not None
         self._ring.release(handle.buffer)
+        self._halved.release(handle.halves)
         if self._trace is not None:
-            self._trace.step(handle.plan, handle.launched, time.monotonic())
+            self._trace.step(handle.plan, handle.launched, time.monotonic(), handle.times)
         return result
 
+    def check(self) -> None:
+        """Looks after the other ranks: one alone has none."""
+
+    def recover(self, lost: EngineDead) -> None:
+        """Forms the group anew: one rank alone has nobody to lose."""
+        raise lost
+
+    def interrupt(self) -> None:
+        """Has ``recover`` give up: it never takes long."""
+
+    def reset(self) -> None:
+        """Forgets every tenant and every step in flight: slots are free, any step may be the next.
+
+        Weights and memory stay. Raises EngineDead when what was launched does not end.
+        """
+        result_of(self._queue.submit(self._clear), time.monotonic() + self._timeout)
+
+    def _clear(self) -> None:
+        self._state.clear()
+        self._sampler.clear()
+        self._ring.clear()
+        self._halved.clear()
+        self._launcher.take()
+        self._next_step, self._failed = None, False
+
     def close(self) -> None:
-        """Ends the device thread and the trace."""
+        """Ends the device thread, the launcher's and the trace."""
         self._queue.close()
+        self._launcher.close()
         if self._trace is not None:
             self._trace.close()
 
-    @torch.inference_mode()
     def _forward(self, handle: StepHandle) -> tuple[StepRows, Tensor]:
+        # Behind a step that failed none may run: its collectives would pair with others' of the failed one.
+        if self._failed:
+            raise EngineDead("a step before it failed")
+        self._failed = True
+        made = self._forward_whole(handle)
+        self._failed = False
+        return made
+
+    @torch.inference_mode()
+    def _forward_whole(self, handle: StepHandle) -> tuple[StepRows, Tensor]:
         plan = handle.plan
         if plan.constrained:
             raise EngineDead("the plan has constrained rows, and this engine has no grammar backend")
@@ -168,19 +237,55 @@ class Runner:
                     self.drafter.enter(op.slot)
             elif isinstance(op, FreeSlot):
                 self._sampler.free(op.slot)
+            elif isinstance(op, Rebalance) and self._model.experts is not None:
+                drive(self._model.experts.rebalance())
         self._states.apply(plan.ops)
         self._state.validate(plan.prefill)
         self._state.validate(plan.decode)
         handle.buffer = self._ring.acquire()
-        return self._compute(plan, handle)
+        began = time.monotonic()
+        made = self._replay(plan, handle)
+        if made is not None or plan.halves == 1:
+            rows, logits = made or self._compute(plan, handle)
+            stretches = [Stretch(0, began, time.monotonic())]
+        else:
+            rows, logits, stretches = self._compute_halves(plan, handle)
+        if self._launcher.recording:
+            handle.times = StepTimes(
+                halves=plan.halves,
+                seconds=time.monotonic() - began,
+                stretches=stretches,
+                flights=self._launcher.take(),
+            )
+        return rows, logits
+
+    def _replay(self, plan: StepPlan, handle: StepHandle) -> tuple[StepRows, Tensor] | None:
+        """The step's logits, where a graph was captured for such steps."""
+        assert handle.buffer is not None
+        if self.graphs is None:
+            return None
+        key = self.graphs.find(plan)
+        if key is None:
+            handle.cold = self.graphs.cold
+            return None
+        rows, logits = self.graphs.run(key, plan, handle.buffer)
+        handle.hidden, handle.each = self.graphs.hidden(key, plan.rows), key[1]
+        handle.cold = self.graphs.cold
+        return rows, logits
+
+    def _compute_halves(self, plan: StepPlan, handle: StepHandle) -> tuple[StepRows, Tensor, list[Stretch]]:
+        """The step's logits, computed as two halves."""
+        assert handle.buffer is not None
+        rows, logits_index = self._builder.rows(plan, handle.buffer)
+        whole = self.drafter is not None and self.drafter.reads_hidden
+        hidden, stretches = self._halved.hidden(plan, handle.halves, whole=whole)
+        if whole:
+            handle.hidden, hidden = hidden, hidden[logits_index]
+        return rows, drive(self._model.logits(hidden)), stretches
 
     def _compute(self, plan: StepPlan, handle: StepHandle) -> tuple[StepRows, Tensor]:
-        """The step's logits, as a graph where one was captured for such steps."""
+        """The step's logits."""
         assert handle.buffer is not None
-        if self.graphs is not None and (key := self.graphs.find(plan)) is not None:
-            rows, logits = self.graphs.run(key, plan, handle.buffer)
-            handle.hidden, handle.each = self.graphs.hidden(key, plan.rows), key[1]
-            return rows, logits
         build = self._builder.build_even if even(plan, most_each(plan)) else self._builder.build
         batch = build(plan, handle.buffer)
         if self.drafter is None or not self.drafter.reads_hidden:
@@ -189,10 +294,16 @@ class Runner:
         wanted = handle.hidden
         if len(batch.step.logits_index) < len(wanted):
             wanted = wanted[batch.step.logits_index]
-        return batch, self._model.logits(wanted)
+        return batch, drive(self._model.logits(wanted))
+
+    def _sample(self, handle: StepHandle) -> HostCopy:
+        failed, self._failed = self._failed, True
+        made = self._sample_whole(handle)
+        self._failed = failed
+        return made
 
     @torch.inference_mode()
-    def _sample(self, handle: StepHandle) -> HostCopy:
+    def _sample_whole(self, handle: StepHandle) -> HostCopy:
         step, logits = handle.forwarded.result()
         state, rows = self._state, step.sample_rows
         output = self._sampler.sample(logits, rows, state.history, state.num_prompt)
@@ -200,6 +311,8 @@ class Runner:
         state.history[rows.slot, rows.position] = output.tokens.to(state.history.dtype)
         state.advance(step.slots, step.counts, accepted, moves=self._has_state)
         drafts = None if self.drafter is None else self._propose(self.drafter, handle, step)
+        if handle.times is not None:
+            handle.times = replace(handle.times, drafting=self._launcher.take())
         return HostCopy(output, accepted, drafts)
 
     def _propose(self, drafter: Drafter, handle: StepHandle, step: StepRows) -> Tensor | None:
@@ -214,6 +327,7 @@ class Runner:
             each=handle.each,
         )
         drafts = drafter.propose(sampled)
+        handle.cold = handle.cold or drafter.cold
         handle.hidden = None
         if drafts is not None:
             state.draft(sampled.slots, sampled.ends, drafts, sampled.next_k)

@@ -153,6 +153,11 @@ class Sampler:
         self._taken[slot] = False
         self._lists[slot] = None
 
+    def clear(self) -> None:
+        """Ends every tenancy."""
+        self._taken.fill(False)
+        self._lists = [None] * len(self._lists)
+
     def sample(self, logits: Tensor, rows: SampleRows, history: Tensor, num_prompt: Tensor) -> SampleOutput:
         """Draws the tokens of a step, by the sampling rule.
 

@@ -15,7 +15,17 @@ import torch
 from weft.common.errors import EngineDead
 from weft.config.resolved import KVConfig
 from weft.ops.upload import upload
-from weft.types.plan import AllocSlot, AppendBlocks, AppendEach, FreeSlot, LoadState, Op, SaveState, Segment
+from weft.types.plan import (
+    AllocSlot,
+    AppendBlocks,
+    AppendEach,
+    FreeSlot,
+    LoadState,
+    Op,
+    Rebalance,
+    SaveState,
+    Segment,
+)
 
 Tensor = torch.Tensor
 
@@ -57,10 +67,17 @@ class SlotState:
         """The line that no tenant has."""
         return len(self._live)
 
+    def clear(self) -> None:
+        """Every slot is free. What its lines hold, the next tenant writes over."""
+        self._live.fill(False)
+        self._entries.fill(0)
+
     def apply(self, op: Op) -> None:
         """Carries out one op. Raises EngineDead when it contradicts the table (a diverged group)."""
         if isinstance(op, AppendEach):
             self._append_each(op)
+            return
+        if isinstance(op, Rebalance):  # of no slot
             return
         if not 0 <= op.slot < self.num_slots:
             raise EngineDead(f"step names slot {op.slot}, the table has {self.num_slots}")

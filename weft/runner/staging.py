@@ -87,7 +87,8 @@ class StagingRing:
     def __init__(
         self, device: torch.device, depth: int, *, poison: bool = False, timeout: float = 60.0
     ) -> None:
-        self._free = deque(StagingBuffer(device, 4096) for _ in range(depth))
+        self._make = lambda: deque(StagingBuffer(device, 4096) for _ in range(depth))
+        self._free = self._make()
         self._poison = poison
         self._timeout = timeout
 
@@ -101,6 +102,10 @@ class StagingRing:
         buffer = self._free.popleft()
         buffer.wait(time.monotonic() + self._timeout)
         return buffer
+
+    def clear(self) -> None:
+        """Takes new buffers in place of all: steps that failed never give theirs back."""
+        self._free = self._make()
 
     def release(self, buffer: StagingBuffer) -> None:
         """Gives a buffer back; its step's result was read."""

@@ -1,19 +1,32 @@
-"""One trace event a step, in Chrome's trace format (load the file in Perfetto or chrome://tracing)."""
+"""One trace event a step, in Chrome's trace format (load the file in Perfetto or chrome://tracing).
+
+Of steps that communicate also what each half did: four tracks of a process called ``halves``, compute and
+communication of the first half and of the second (a step that is computed whole is all first half).
+``python -m weft.overlap.report FILE`` adds them up.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import msgspec
 
 from weft.common.errors import ConfigError
 from weft.common.log import get_logger
+from weft.overlap.times import StepTimes
 from weft.types.plan import StepPlan
 
 log = get_logger(__name__)
+
+
+TRACKS = ("first half", "second half", "first half's communication", "second half's communication")
+
+
+def _micros(seconds: float) -> int:
+    return round(seconds * 1e6)
 
 
 def composition(plan: StepPlan) -> str:
@@ -32,18 +45,18 @@ class StepTrace:
             raise ConfigError(f"--trace: cannot write that file ({error.strerror})", param="trace") from None
         self._file.write("[")
         self._first = True
+        self._named = False
         self._origin = time.monotonic()
 
-    def step(self, plan: StepPlan, launched: float, read: float) -> None:
+    def step(self, plan: StepPlan, launched: float, read: float, times: StepTimes | None = None) -> None:
         """Records a step by its plan and its times (monotonic seconds): launched, result read."""
         if self._file is None:
             return
-        event = {
+        event: dict[str, Any] = {
             "name": f"step {composition(plan)}",
             "cat": "step",
             "ph": "X",
-            "ts": round((launched - self._origin) * 1e6),
-            "dur": round((read - launched) * 1e6),
+            **self._span(launched, read),
             "pid": 0,
             "tid": plan.step % 2,
             "args": {
@@ -56,6 +69,50 @@ class StepTrace:
                 "ops": len(plan.ops),
             },
         }
+        if times is not None:
+            event["args"] |= {
+                "halves": times.halves,
+                "compute_us": _micros(times.compute),
+                "communication_us": _micros(times.communication),
+                "hidden_us": _micros(times.hidden),
+            }
+        self._event(event)
+        if times is not None:
+            self._halves(plan, times)
+
+    def _halves(self, plan: StepPlan, times: StepTimes) -> None:
+        """Compute and communication of each half, on tracks of their own."""
+        if not self._named:
+            self._named = True
+            self._event({"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "halves"}})
+            for tid, name in enumerate(TRACKS):
+                self._event({"name": "thread_name", "ph": "M", "pid": 1, "tid": tid, "args": {"name": name}})
+        for half, began, ended in times.stretches:
+            span = self._span(began, ended)
+            self._event(
+                {"name": f"step {plan.step}", "cat": "compute", "ph": "X", "pid": 1, "tid": half, **span}
+            )
+        for flight in (*times.flights, *times.drafting):
+            self._event(
+                {
+                    "name": "collective",
+                    "cat": "communication",
+                    "ph": "X",
+                    "pid": 1,
+                    "tid": 2 + flight.half,
+                    **self._span(flight.began, flight.ended),
+                    "args": {
+                        "step": plan.step,
+                        "queued_us": _micros(flight.began - flight.launched),
+                        "waited_us": _micros(flight.waited),
+                    },
+                }
+            )
+
+    def _span(self, began: float, ended: float) -> dict[str, int]:
+        return {"ts": _micros(began - self._origin), "dur": _micros(ended - began)}
+
+    def _event(self, event: dict[str, Any]) -> None:
         separator = "\n" if self._first else ",\n"
         self._first = False
         self._write(separator + msgspec.json.encode(event).decode())

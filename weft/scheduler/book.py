@@ -39,12 +39,15 @@ class Counts:
 
     steps: int = 0
     mixed_steps: int = 0
+    idle_steps: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
     preemptions: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
     row_errors: int = 0
+    recoveries: int = 0
+    requeued: int = 0
     drafts: list[int] = field(default_factory=list)
     """Drafts verified, by their place in the row."""
     drafts_accepted: list[int] = field(default_factory=list)
@@ -55,7 +58,8 @@ class Book:
 
     def __init__(self, kv: KVConfig, max_chunk: int) -> None:
         self.kv = kv
-        self.caches = Caches(make_kinds(kv, max_chunk), kv.max_model_len)
+        self._max_chunk = max_chunk
+        self.caches = self._empty_caches()
         self.slots = SlotTable(kv.num_slots)
         self.columns = Columns(kv.num_slots)
         self.tenants = np.full(kv.num_slots, None, object)
@@ -110,6 +114,27 @@ class Book:
         sequence.preemptions += 1
         self.counts.preemptions += 1
         self.waiting.add(sequence)
+
+    def requeue(self) -> list[Sequence]:
+        """The ranks were lost and formed anew, with empty tables: whoever ran goes back to the queue.
+
+        Plans in flight are forgotten with what they would have made, and so is all that the caches held.
+        It counts as no preemption: nobody is to be protected for it. Returns who ran.
+        """
+        ran = self.running.snapshot()
+        for sequence in ran:
+            sequence.move(Waiting())
+            self.running.remove(sequence)
+            self.waiting.add(sequence)
+        self.in_flight.clear()
+        self.caches = self._empty_caches()
+        self.slots.reset()
+        self.columns.gen[:] = 0
+        self.tenants[:] = None
+        self._order = None
+        self.counts.recoveries += 1
+        self.counts.requeued += len(ran)
+        return ran
 
     # ---- admission
 
@@ -237,6 +262,9 @@ class Book:
         self.slots.committed(step)
 
     # ----
+
+    def _empty_caches(self) -> Caches:
+        return Caches(make_kinds(self.kv, self._max_chunk), self.kv.max_model_len)
 
     def _enter(self, sequence: Sequence, run: Running) -> None:
         """Fills the columns of what does not change during a tenancy."""

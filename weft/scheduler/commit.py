@@ -62,6 +62,7 @@ def commit(
         told += [(number, event)] if event is not None else []
     book.committed(plan.step)
     book.counts.steps += 1
+    book.counts.idle_steps += not plan.rows
     book.counts.mixed_steps += bool(prefill.rows and decode.rows)
     return _merge(quiet, plain, told)
 

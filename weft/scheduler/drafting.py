@@ -8,8 +8,9 @@ they ran. Drafts are then given out in the order of their chance to be accepted,
 expected tokens a second more. So a sequence whose drafts are never right gets none, and none gets any where a
 step is bound by arithmetic.
 
-To know what it rejects the policy has to try: at first, for every size of batch, each number of drafts a few
-times; later steps without drafts now and then, and drafts where they do not pay, less and less often.
+To know what it rejects the policy has to try: at first, for every size of batch that lasts, each number of
+drafts a few times; later steps without drafts now and then, and drafts where they do not pay, less and less
+often.
 
 Pure: no clock, no randomness.
 """
@@ -25,6 +26,11 @@ from weft.types.plan import StepPlan
 
 TRIALS = 4
 """Steps that each number of drafts is tried at first, for each size of batch."""
+PATIENCE = 32
+"""Plans of a size of batch before its trials, but for the first size: a batch that ends passes the smaller
+ones in some steps each, for which what was learned from others will do."""
+REPEATS = 12
+"""Trials of a number of drafts, on average, that are made again as they said nothing of later steps."""
 FIRST_PROBE, LAST_PROBE = 32, 512
 """Steps between two probes while nothing is drafted: at first, and at most."""
 PLAIN_EVERY = 400
@@ -63,6 +69,11 @@ class DraftPolicy:
         self._least = 0.0
         """Chance of the last draft that was worth its cost."""
         self._tried: dict[int, np.ndarray] = {}
+        """By size of batch: trials of each number of drafts, [most + 1]."""
+        self._met: dict[int, int] = {}
+        """By size of batch, before the first trial: plans."""
+        self._repeats: dict[int, int] = {}
+        """By size of batch: trials that will still be made again if they must."""
         self._steps = self._idle = 0
         """Steps chosen for, and since one had drafts."""
         self._next = self._size = 0
@@ -151,9 +162,25 @@ class DraftPolicy:
         if fit:
             self.fitter.observe(self._beside, seconds)
 
+    def repeat(self, plan: StepPlan) -> None:
+        """``plan`` ran, but not as later ones like it will: if it was a trial, there is another."""
+        size = plan.decode.rows.bit_length()
+        tried = self._tried.get(size)
+        if tried is None or tried.min() >= TRIALS:
+            return
+        drafts, left = int(plan.decode.next_k.max()), self._repeats.get(size, REPEATS * (self.most + 1))
+        if tried[drafts] and left:
+            tried[drafts] -= 1
+            self._repeats[size] = left - 1
+
     def _trial(self, rows: int) -> int:
         """Drafts to try with that many rows; -1 when everything was tried often enough."""
-        tried = self._tried.setdefault(rows.bit_length(), np.zeros(self.most + 1, np.int64))
+        size = rows.bit_length()
+        if self._tried and size not in self._tried:
+            self._met[size] = met = self._met.get(size, 0) + 1
+            if met < PATIENCE:
+                return -1
+        tried = self._tried.setdefault(size, np.zeros(self.most + 1, np.int64))
         if tried.min() >= TRIALS:
             return 0 if self._steps % PLAIN_EVERY < PLAIN_STEPS else -1
         drafts = self.most - int(np.argmin(tried[::-1] // TRIALS > 0))

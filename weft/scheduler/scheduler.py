@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from weft.common.errors import EngineDead, ErrorInfo, InvalidRequest, Overloaded
+from weft.common.errors import EngineDead, InvalidRequest, Overloaded
 from weft.common.log import get_logger
 from weft.config.budget import check_budget
 from weft.config.resolved import KVConfig
@@ -20,7 +20,7 @@ from weft.scheduler.draft import DecodeRows, Draft, Row
 from weft.scheduler.drafting import DraftPolicy
 from weft.scheduler.fit import CostFitter
 from weft.scheduler.reserve import Reserver
-from weft.scheduler.sequence import Running, Sequence
+from weft.scheduler.sequence import MOST_LOSSES, Running, Sequence
 from weft.scheduler.validate import check_submit
 from weft.types.messages import HeadStats, Submit, TokenEvent
 from weft.types.plan import Op, StepPlan, StepResult
@@ -103,14 +103,22 @@ class Scheduler:
         self._book.end(found, "abort")
         return [TokenEvent(sequence=sequence, num_cached=max(found.num_cached, 0), finish="abort")]
 
-    def fail_all(self, error: ErrorInfo) -> list[TokenEvent]:
-        """Ends every live sequence with ``error``, oldest first."""
-        events = []
-        for sequence in list(self._book.live.values()):
+    def requeue_all(self) -> list[TokenEvent]:
+        """The group was lost: everything that ran waits again, as prompt + what was told of its output.
+
+        To be called when the ranks have empty slot tables. Steps in flight are forgotten (their results must
+        not be committed), pools are at their idle counts and the prefix cache is empty. Step numbers go on.
+        Returns the ends of those with which the group was lost too often.
+        """
+        self._lacked, self._empty_plans = False, 0
+        often = [sequence for sequence in self._book.requeue() if sequence.lost()]
+        for sequence in often:
             self._book.end(sequence, "error")
-            cached = max(sequence.num_cached, 0)
-            events.append(TokenEvent(sequence=sequence.id, num_cached=cached, finish="error", error=error))
-        return events
+        error = EngineDead(f"the engine was lost {MOST_LOSSES} times while it worked on this request").info()
+        return [
+            TokenEvent(sequence=s.id, num_cached=max(s.num_cached, 0), finish="error", error=error)
+            for s in often
+        ]
 
     def has_work(self) -> bool:
         """Whether a sequence is live or a step awaits its commit."""
@@ -142,12 +150,30 @@ class Scheduler:
         self._lacked = draft.lacking is not None
         return self._seal(draft)
 
+    def idle(self) -> StepPlan:
+        """The next step without rows, since nothing can run here while other replicas of the domain step.
+
+        Raises EngineDead when two steps are in flight already.
+        """
+        if len(self._book.in_flight) >= MAX_IN_FLIGHT:
+            raise EngineDead(f"{MAX_IN_FLIGHT} steps are in flight already")
+        return self._launch(Draft(self._step, 0, self._book.columns))
+
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenEvent]:
         """Applies the result of the oldest plan in flight. See ``weft.scheduler.commit``."""
         return commit(self._book, plan, result, self.drafts)
 
-    def observe(self, plan: StepPlan, seconds: float) -> None:
-        """``plan`` took the device ``seconds``, from the end of the step before it if that was later."""
+    def observe(self, plan: StepPlan, seconds: float, cold: bool = False) -> None:
+        """``plan`` took the device ``seconds``, from the end of the step before it if that was later.
+
+        ``cold``: longer than others like it will, which are replayed; so nothing is learned from it.
+        """
+        if not plan.rows:
+            return
+        if cold:
+            if self.drafts is not None:
+                self.drafts.repeat(plan)
+            return
         if self.chunks is not None:
             self.chunks.observe(plan, seconds)
         if self.drafts is not None:
@@ -164,6 +190,7 @@ class Scheduler:
         return HeadStats(
             steps=counts.steps,
             mixed_steps=counts.mixed_steps,
+            idle_steps=counts.idle_steps,
             running=len(book.running),
             waiting=len(book.waiting) + book.num_held,
             kv_usage=book.caches.usage(),
@@ -175,6 +202,8 @@ class Scheduler:
             drafts=tuple(counts.drafts),
             drafts_accepted=tuple(counts.drafts_accepted),
             row_errors=counts.row_errors,
+            recoveries=counts.recoveries,
+            requeued=counts.requeued,
             free_blocks=book.caches.free_blocks(),
             free_slots=book.slots.available(),
         )
@@ -278,11 +307,14 @@ class Scheduler:
             promised = [p + n for p, n in zip(promised, rest, strict=True)]
 
     def _seal(self, draft: Draft) -> StepPlan | None:
-        book = self._book
         if not draft.rows:
             self._watch_progress()
             return None
         self._empty_plans = 0
+        return self._launch(draft)
+
+    def _launch(self, draft: Draft) -> StepPlan:
+        book = self._book
         plan = draft.seal([*book.slots.announce(), *book.snapshots(self._step)])
         book.launched(plan)
         self._step += 1

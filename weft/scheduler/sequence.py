@@ -17,6 +17,8 @@ from weft.scheduler.columns import Columns
 from weft.types.messages import Submit
 from weft.types.sampling import TokenParams
 
+MOST_LOSSES = 3
+"""Times in a row, without a new token, that a group may be lost while a sequence runs. It may be why."""
 PROTECT_AFTER = 2
 """Preemptions after which a sequence is admitted only with a guarantee, and never preempted again."""
 
@@ -106,6 +108,7 @@ class Sequence:
         "id",
         "key",
         "limit",
+        "losses",
         "num_cached",
         "num_prompt",
         "params",
@@ -143,6 +146,8 @@ class Sequence:
         self.num_cached = -1
         """Prompt tokens found in the cache at the first admission; -1 before it."""
         self.preemptions = 0
+        self.losses = (0, 0)
+        """(losses of the group while it ran, tokens when they began)."""
         self.state: State = Waiting()
 
     def move(self, state: State) -> None:
@@ -157,6 +162,13 @@ class Sequence:
     def protected(self) -> bool:
         """Whether it was preempted often enough to be never preempted again."""
         return self.preemptions >= PROTECT_AFTER
+
+    def lost(self) -> bool:
+        """Its group was lost while it ran. Whether that happened too often."""
+        times, tokens = self.losses
+        times = times + 1 if tokens == len(self.tokens) else 1
+        self.losses = (times, len(self.tokens))
+        return times >= MOST_LOSSES
 
     @property
     def num_output(self) -> int:

@@ -71,6 +71,8 @@ class Drafter(ABC):
 
     #: Whether ``Sampled.hidden`` must be there.
     reads_hidden: bool = False
+    #: Whether the last drafts took longer than later ones of the kind will, which are replayed.
+    cold: bool = False
 
     def enter(self, slot: int) -> None:
         """``slot`` has a new tenant."""

@@ -17,7 +17,7 @@ from weft.ops import sampling as ops
 from weft.ops.cpu import sampling as direct
 from weft.overlap.drive import drive
 from weft.speculation.base import Sampled
-from weft.types.plan import Segment, column
+from weft.types.plan import EMPTY_SEGMENT, Segment, column
 
 log = get_logger(__name__)
 
@@ -55,6 +55,8 @@ class Chain:
         self.steps = steps
         self.history = history
         self._vocab = vocab_size
+        self.passes = 0
+        """Of the module, so far."""
 
     @property
     def sizes(self) -> tuple[int, torch.dtype, torch.device]:
@@ -63,7 +65,15 @@ class Chain:
 
     def ahead(self, step: StepInput, hidden: Tensor, keep: Tensor | None = None) -> Tensor:
         """``Model.ahead``."""
+        self.passes += 1
         return drive(self._model.ahead(step, hidden, self._cache, self._backends, keep))
+
+    def run_empty(self) -> None:
+        """A pass without rows: collectives of the module, for ranks that have some."""
+        hidden, dtype, device = self.sizes
+        none = torch.zeros(0, dtype=torch.int64, device=device)
+        step = self.steps.follow(EMPTY_SEGMENT, EMPTY_SEGMENT, none, np.zeros(0, np.int64), 1)
+        self.ahead(step, torch.zeros(0, hidden, dtype=dtype, device=device))
 
     def go_on(self, hidden: Tensor, slots: Tensor, ends: Tensor, bounds: np.ndarray, count: int) -> Tensor:
         """int64 [rows, count]: the drafts behind the newest tokens, at ``ends`` (int64 [rows]).
@@ -84,7 +94,7 @@ class Chain:
 
     def _best(self, hidden: Tensor) -> Tensor:
         """int64 [rows]: the likeliest token behind each; any where there is none."""
-        logits = self._model.logits(hidden)
+        logits = drive(self._model.logits(hidden))
         if direct.serves(logits):
             order = torch.arange(len(logits), device=logits.device)
             ids, wrong = direct.greedy(logits, order, self._vocab)
@@ -127,6 +137,8 @@ class RecordedChains:
         rows = recording.most_rows
         self.replayed = 0
         """Steps."""
+        self.cold = False
+        """Whether a step like the last one will be replayed, which that was not."""
         self._chain, self._recording = chain, recording
         self._slots, self._starts, self._ends = torch.zeros(3, rows, dtype=torch.int64, device=device)
         self._hidden = torch.zeros(rows * recording.most_each, hidden, dtype=dtype, device=device)
@@ -139,6 +151,7 @@ class RecordedChains:
     def propose(self, step: Sampled) -> Tensor | None:
         """int64 [rows, most ``next_k``], of all rows; None where there is no recording of such steps."""
         assert step.hidden is not None
+        self.cold = False
         rows, count = step.plan.rows, int(step.next_k.max())
         each, odd = divmod(len(step.hidden), rows)
         even = step.each or (step.plan.decode.count == each).all()
@@ -153,7 +166,8 @@ class RecordedChains:
         self._ends[:rows].copy_(step.ends)
         self._hidden[: rows * each].copy_(step.hidden)
         key = (rows, each, count, context)
-        if key not in self._replays:
+        self.cold = key not in self._replays
+        if self.cold:
             self._met[key] = met = self._met.get(key, 0) + 1
             if met < self._recording.after:
                 return None
@@ -171,7 +185,7 @@ class RecordedChains:
             self._replays[key] = self._recording.record(run)
         except EngineDead as error:
             log.warning("drafts are made op by op, and not replayed: %s", error)
-            self._works = False
+            self._works = self.cold = False
 
     def _closure(self, key: tuple[int, int, int, int]) -> Callable[[], None]:
         rows, each, count, context = key

@@ -91,7 +91,17 @@ class MtpDrafter(Drafter):
         self._verified[slot] = False
 
     def propose(self, step: Sampled) -> Tensor | None:
+        """Where replicas agreed on the step, the module runs as often in each of them: it may communicate."""
+        agreed, begun = step.plan.agreed, self._chain.passes
+        drafts = self._propose(step) if step.plan.rows else None
+        if agreed is not None:
+            for _ in range(begun + max(agreed.drafts, 1) - self._chain.passes):
+                self._chain.run_empty()
+        return drafts
+
+    def _propose(self, step: Sampled) -> Tensor | None:
         assert step.hidden is not None, "hidden states that nobody kept"
+        self.cold = False
         if self._rests(step):
             self._keep(step.slots, step.starts, step.hidden)
             return None
@@ -99,8 +109,10 @@ class MtpDrafter(Drafter):
         made = self._due(step, len(wanted) > 0)
         if not len(made.rows):
             return None
-        if len(wanted) and self.recorded is not None and not step.plan.prefill.rows and not made.chunks:
+        alike = step.plan.agreed is None and not step.plan.prefill.rows and not made.chunks
+        if len(wanted) and self.recorded is not None and alike:
             drafts = self.recorded.propose(step)
+            self.cold = self.recorded.cold
             if drafts is not None:
                 return drafts if len(wanted) == len(drafts) else drafts[upload(wanted, drafts.device)]
         hidden = self._first(step, made, wanted)

@@ -26,6 +26,8 @@ class Hello(_Message, frozen=True, kw_only=True):
     versions: tuple[int, int]
     """[min, max] that the front understands."""
     front: str
+    quiet: bool = False
+    """Send heartbeats only while it has sequences here, and one in answer."""
 
 
 class Welcome(_Message, frozen=True, kw_only=True):
@@ -38,6 +40,8 @@ class Welcome(_Message, frozen=True, kw_only=True):
     max_num_seqs: int
     num_blocks: tuple[int, ...]
     incarnation: int
+    deterministic: bool = False
+    """Whether logits are bitwise equal whatever is computed beside a sequence."""
 
 
 class Submit(_Message, frozen=True, kw_only=True):
@@ -129,6 +133,8 @@ class HeadStats(_Message, frozen=True, kw_only=True):
 
     steps: int = 0
     mixed_steps: int = 0
+    idle_steps: int = 0
+    """Of ``steps``, those without rows: other replicas of the domain had some."""
     running: int = 0
     """Now."""
     waiting: int = 0
@@ -147,11 +153,21 @@ class HeadStats(_Message, frozen=True, kw_only=True):
     drafts_accepted: tuple[int, ...] = ()
     """Of those, the ones that were right, all before them too."""
     row_errors: int = 0
+    recoveries: int = 0
+    """Times that ranks were lost and their group was formed anew."""
+    requeued: int = 0
+    """Sequences that ran then, and were computed again."""
     free_blocks: tuple[int, ...] = ()
     """Now, one for each cache kind."""
     free_slots: int = 0
     """Now."""
     bad_frames: int = 0
+    overlapped_steps: int = 0
+    """Computed in two halves."""
+    communication_seconds: float = 0.0
+    """In which this rank's collectives were under way."""
+    communication_hidden_seconds: float = 0.0
+    """Of those, under compute."""
 
 
 class Heartbeat(_Message, frozen=True, kw_only=True):

@@ -40,7 +40,11 @@ def column(values: list[int] | np.ndarray) -> np.ndarray:
 EMPTY = column([])
 
 
-class AllocSlot(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class _Op(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    pass
+
+
+class AllocSlot(_Op, frozen=True, kw_only=True):
     """Gives ``slot`` to tenant ``gen``: writes all known ids to its history and sets its lengths.
 
     The slot must be free, or freed earlier in the same plan's ops.
@@ -60,14 +64,14 @@ class AllocSlot(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """int32 [prompt + emitted]."""
 
 
-class FreeSlot(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class FreeSlot(_Op, frozen=True, kw_only=True):
     """Ends the tenancy ``gen`` of ``slot``. Its block tables are emptied."""
 
     slot: int
     gen: int
 
 
-class AppendBlocks(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class AppendBlocks(_Op, frozen=True, kw_only=True):
     """Appends ``blocks`` to the slot's block table of cache kind number ``kind``.
 
     Block 0 is the null block of every pool: a hole that no row of the slot will ever read (positions that a
@@ -79,7 +83,7 @@ class AppendBlocks(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     blocks: np.ndarray
 
 
-class AppendEach(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class AppendEach(_Op, frozen=True, kw_only=True):
     """AppendBlocks of one block for many slots at once: ``blocks[i]`` goes to the table of ``slots[i]``.
 
     Columns of one length, at least 1; no slot is named twice, no block is the null block.
@@ -99,7 +103,7 @@ class AppendEach(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         return AppendEach(kind=self.kind, slots=column(self.slots[keep]), blocks=column(self.blocks[keep]))
 
 
-class SaveState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class SaveState(_Op, frozen=True, kw_only=True):
     """Copies the slot's recurrent state of cache kind ``kind`` into ``block``: a snapshot.
 
     The state is the one ``back`` positions before the slot's last: 0 for the live one; more only after a
@@ -112,7 +116,7 @@ class SaveState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     back: int = 0
 
 
-class LoadState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class LoadState(_Op, frozen=True, kw_only=True):
     """Copies the snapshot in ``block`` to copy 0 of the slot's state of kind ``kind``; it is live then."""
 
     slot: int
@@ -120,10 +124,17 @@ class LoadState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     block: int
 
 
-Op: TypeAlias = AllocSlot | FreeSlot | AppendBlocks | AppendEach | SaveState | LoadState
+class Rebalance(_Op, frozen=True, kw_only=True):
+    """Every rank of the domain counts what its experts had to do, and all move experts by the sums alike.
+
+    In the plans of all replicas for the same step. No token depends on it.
+    """
 
 
-class Segment(msgspec.Struct, frozen=True, kw_only=True):
+Op: TypeAlias = AllocSlot | FreeSlot | AppendBlocks | AppendEach | SaveState | LoadState | Rebalance
+
+
+class Segment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The prefill or the decode part of a plan: int32 columns, one entry a row."""
 
     slot: np.ndarray = EMPTY
@@ -152,14 +163,24 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
 EMPTY_SEGMENT = Segment()
 
 
-class Agreement(msgspec.Struct, frozen=True, kw_only=True):
+class Agreement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the replicas of a domain agreed on for one step. A group alone has none."""
 
     wave: int
+    """Number of the domain's present time awake."""
     padded_tokens: int
+    """Most tokens that a replica has at once: in the step or, with ``halves``, in a half of it."""
+    tokens: tuple[int, ...] = ()
+    """Of each replica. After the last attention fewer may be left: these are upper bounds."""
+    halves: bool = False
+    """Whether every replica computes the step as two halves; an idle one's are empty."""
+    drafts: int = 0
+    """Most drafts that a row of any replica proposes: passes of a drafter whose layers communicate."""
+    rebalance: bool = False
+    """Whether every replica's plan has the op ``Rebalance``."""
 
 
-class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
+class StepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One step of one group. ``ops`` apply in order before any compute."""
 
     step: int
@@ -170,6 +191,9 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     constrained: bool = False
     """Whether a second frame with token masks follows for this step."""
     agreed: Agreement | None = None
+    halves: int = 1
+    """2: computed as two halves, the communication of one under the compute of the other. The head decides,
+    and with it its domain; every rank obeys. No result depends on it."""
 
     @property
     def rows(self) -> int:

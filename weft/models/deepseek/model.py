@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from weft.attention.mla import LatentAttention
 from weft.config.spec import ModelSpec
-from weft.layers.build import Build, Layer
+from weft.layers.build import Build, FeedForward
 from weft.layers.mlp import GatedMLP
 from weft.models.decoder import Block
 from weft.moe.block import RoutedMLP
@@ -16,7 +16,7 @@ def make_block(spec: ModelSpec, layer: int, build: Build) -> Block:
     return Block(spec, build, attention=attention, feed_forward=make_feed_forward(spec, layer, build))
 
 
-def make_feed_forward(spec: ModelSpec, layer: int, build: Build) -> Layer:
+def make_feed_forward(spec: ModelSpec, layer: int, build: Build) -> FeedForward:
     """What follows the attention of ``layer``."""
     if spec.moe is not None and layer in spec.moe.layers:
         return RoutedMLP(spec.hidden, spec.moe, spec.activation, build)

@@ -21,6 +21,7 @@ from weft.attention.compress import Completed, Compressor
 from weft.attention.sparse import Reads, SparseBackend
 from weft.config.spec import ModelSpec
 from weft.layers.build import Build, Layer, Packs
+from weft.layers.held import Held, joined, whole
 from weft.layers.linear import Linear, RowLinear
 from weft.layers.norm import RMSNorm
 from weft.ops.sparse_ops import rotate_pairs_
@@ -84,10 +85,10 @@ class DownLinear(Linear):
 class GroupedLinear(Packs):
     """A matrix for each of ``groups`` equal parts of the input; weight: [groups * outputs, inputs]."""
 
-    def __init__(self, groups: int, inputs: int, outputs: int, build: Build) -> None:
+    def __init__(self, groups: Held, inputs: int, outputs: int, build: Build) -> None:
         super().__init__()
-        self.weight = build.weight(groups * outputs, inputs)
-        self._groups = groups
+        self._groups = groups.count
+        self.weight = build.weight(groups.count * outputs, inputs, held=groups.times(outputs))
         self._op = build.matrix_op("linear")
         self._packed: list[object] = []
 
@@ -115,7 +116,8 @@ class SparseAttention(Layer):
         assert sparse is not None
         self._type = kind = sparse.types[layer]
         self._kinds = spec.caches_of(layer)
-        self._heads, self._dim = spec.heads, spec.head_dim
+        heads, groups = build.part(spec.heads), build.part(sparse.o_groups)
+        self._heads, self._dim = heads.count, spec.head_dim
         chooses = kind == "chosen"
         dims = {"window": (), "chosen": (spec.head_dim, sparse.index_dim), "all": (spec.head_dim,)}[kind]
         overlap = overlap_of(kind)
@@ -125,16 +127,17 @@ class SparseAttention(Layer):
             spec.hidden, sparse.q_lora + spec.head_dim, dims, overlap, self._index[0], build
         )
         self.q_norm = RMSNorm(sparse.q_lora, spec.norm_eps, build)
-        queries = spec.heads * spec.head_dim
-        self.q_up = Linear(sparse.q_lora, queries + self._index[0] * self._index[1], build)
+        queries = joined(heads.times(spec.head_dim), whole(self._index[0] * self._index[1]))
+        self.q_up = Linear(sparse.q_lora, queries, build)
         self.line_norm = RMSNorm(spec.head_dim, spec.norm_eps, build)
         self.compressor = None
         if dims:
             ratio = spec.caches[self._kinds[-1]].ratio
             self.compressor = Compressor(dims, ratio, overlap, spec.norm_eps, build)
-        self.sinks = build.weight(spec.heads, wide=True)
-        self.out_low = GroupedLinear(sparse.o_groups, queries // sparse.o_groups, sparse.o_lora, build)
-        self.out = RowLinear(sparse.o_groups * sparse.o_lora, spec.hidden, build)
+        self.sinks = build.weight(heads.count, held=heads, wide=True)
+        inputs = spec.heads * spec.head_dim // sparse.o_groups
+        self.out_low = GroupedLinear(groups, inputs, sparse.o_lora, build)
+        self.out = RowLinear(groups.times(sparse.o_lora), spec.hidden, build)
         self._unit = torch.ones(spec.head_dim, dtype=build.dtype, device=build.device)
         self._norm, self._eps, self._wide = build.op("rms_norm").run, spec.norm_eps, build.wide
 

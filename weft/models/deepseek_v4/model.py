@@ -56,7 +56,8 @@ class StreamsBlock(Block):
         ids = None
         if self.feed_forward.reads_ids:
             ids = shared.step.ids if keep is None else shared.step.ids[keep]
-        made = yield from reduced(self._comm, self.feed_forward(self.feed_forward_norm(one), ids))
+        normed = self.feed_forward_norm(one)
+        made = yield from self.feed_forward.steps(self._comm, normed, ids, shared.step.exchange)
         return self.feed_forward_streams.add(x, made, out, mix), None
 
 
@@ -74,7 +75,7 @@ class StreamsDecoder(Decoder):
         self._first_layers = {
             kind: spec.sparse.types.index(kind) for kind in dict.fromkeys(spec.sparse.types)
         }
-        self._reads = {kind: _reads(spec, kind, layer) for kind, layer in self._first_layers.items()}
+        self._reads = {kind: _reads(self.spec, kind, layer) for kind, layer in self._first_layers.items()}
 
     def share(self, step: StepInput, kv: Sequence[LayerCache], backends: Backends) -> SparseInput:
         backend = backends["sparse"]
@@ -99,9 +100,9 @@ class StreamsDecoder(Decoder):
             )
         return SparseInput(step=step, backends=backends, types=types)
 
-    def enter(self, ids: Tensor) -> Tensor:
+    def enter(self, embedded: Tensor) -> Tensor:
         assert self.spec.hyper is not None
-        return self.embedding(ids).unsqueeze(1).repeat(1, self.spec.hyper.streams, 1)
+        return embedded.unsqueeze(1).repeat(1, self.spec.hyper.streams, 1)
 
     def leave(self, x: Tensor, delta: Tensor | None) -> Tensor:
         made: Tensor = self.norm(self.streams_head(x))

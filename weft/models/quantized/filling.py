@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
+import msgspec
 import torch
 from torch import nn
 
 from weft.common.errors import ConfigError
 from weft.common.log import get_logger
 from weft.config.spec import QuantizedSpec
+from weft.layers.held import largest_of
 from weft.models.files import WeightFile
+from weft.models.quantized.cuts import cut
 from weft.models.quantized.readers import Lacks, read
 from weft.models.quantized.scales import Misfit
-from weft.models.quantized.sources import Part, Source, names_of
-from weft.models.weights import WeightMap
+from weft.models.quantized.sources import PLAIN, Part, Source, names_of
+from weft.models.slices import Window, inside, note_largest, part_shape, whole_groups, windows
+from weft.models.weights import Placement, WeightMap
 
 Tensor = torch.Tensor
+R = TypeVar("R")
 
 _log = get_logger(__name__)
 
@@ -58,17 +64,32 @@ class Target:
     """Bytes that they take in memory."""
 
     def fill(self, source: Source, file: WeightFile) -> None:
-        """Copies ``source`` into its part of a parameter. ``file``: the open file at ``source.path``.
+        """Copies of ``source`` what this rank holds. ``file``: the open file at ``source.path``.
 
-        Raises ConfigError that names the weight, and a part that is missing or does not fit.
+        No more than that is read, where it can be read by itself. Raises ConfigError that names the weight,
+        and a part that is missing or does not fit.
         """
-        parts = {role: _read(part, source, file) for role, part in source.parts.items()}
+        placement = self.weights.placements[source.name]
+        parameter = self.parameters[placement.parameter]
+        taken = windows(parameter, placement.index)
+        divided = bool(taken) and bool(taken[0].source) and _sliceable(placement, parameter)
+        if not taken or (divided and self._fill_slices(source, file, taken)):
+            return
         try:
-            form, pieces = read(parts, self.quantized, self.wide)
-            size = 0
-            for piece in pieces:
-                size += copy(source.name, piece.values, self.weights, self.parameters, piece.index)
-            expected = self._bytes(source.name)
+            cut_parts = self._cut(source, file, taken) if divided else None
+            if cut_parts is not None:
+                parts, spec = cut_parts
+                form, (piece,) = read(parts, spec, self.wide)
+                target = parameter.data[taken[0].target]
+                if piece.values.shape != target.shape:
+                    raise Misfit(f"they make {list(piece.values.shape)}, a rank holds {list(target.shape)}")
+                target.copy_(piece.values)
+                size = target.nbytes
+            else:
+                parts = {role: _read(part, source, file) for role, part in source.parts.items()}
+                form, pieces = read(parts, self.quantized, self.wide, _wanted(placement, parameter))
+                size = sum(copy(source.name, p.values, placement, parameter, p.index) for p in pieces)
+            expected = sum(parameter.data[window.target].nbytes for window in taken)
             if size != expected:
                 raise Misfit(f"they make {size} bytes, config.json says {expected}")
         except Lacks as error:
@@ -88,9 +109,43 @@ class Target:
             self.published += sum(part.nbytes for part in parts.values())
             self.held += size
 
-    def _bytes(self, name: str) -> int:
-        placement = self.weights.placements[name]
-        return self.parameters[placement.parameter].data[placement.index].nbytes
+    def _cut(
+        self, source: Source, file: WeightFile, taken: list[Window]
+    ) -> tuple[dict[str, Tensor], QuantizedSpec] | None:
+        """The parts of the one window ``taken``, and how to read them; None where it is not to be cut."""
+        placement = self.weights.placements[source.name]
+        shape = part_shape(self.parameters[placement.parameter], placement.index)
+        if self.quantized is None or placement.parts or len(taken) > 1 or len(source.parts) == 1:
+            return None
+        shapes = {role: _of_part(part, source, file, WeightFile.shape) for role, part in source.parts.items()}
+        dim = len(taken[0].source) - 1
+        span = taken[0].source[dim].start, taken[0].source[dim].stop
+        found = cut(shape, shapes, dim, span, self.quantized.block)
+        if found is None:
+            return None
+        places, block = found
+        parts = {role: _read(source.parts[role], source, file, place) for role, place in places.items()}
+        if "shape" in parts:
+            local = list(shape)
+            local[dim] = span[1] - span[0]
+            parts["shape"] = torch.tensor(local)
+        return parts, msgspec.structs.replace(self.quantized, block=block)
+
+    def _fill_slices(self, source: Source, file: WeightFile, taken: list[Window]) -> bool:
+        """Reads the windows ``taken`` alone. False, and nothing is done, where more must be known."""
+        placement = self.weights.placements[source.name]
+        parameter = self.parameters[placement.parameter]
+        if set(source.parts) != {PLAIN} or not parameter.is_floating_point():
+            return False
+        if not file.floating(source.name):
+            return False
+        _check_shape(source.name, file.shape(source.name), part_shape(parameter, placement.index))
+        if placement.parts:
+            return _fill_groups(source.name, file, placement, parameter, taken)
+        for window in taken:
+            target = parameter.data[window.target]
+            target.copy_(placement.arranged(file.part(source.name, window.source), target.dtype))
+        return True
 
     def report(self, dtype: torch.dtype) -> None:
         """One log line, where anything was quantized."""
@@ -107,43 +162,80 @@ class Target:
         )
 
 
-def _read(part: Part, source: Source, file: WeightFile) -> Tensor:
+def _read(part: Part, source: Source, file: WeightFile, place: tuple[slice, ...] = ()) -> Tensor:
+    return _of_part(part, source, file, lambda of, name: of.part(name, place))
+
+
+def _of_part(part: Part, source: Source, file: WeightFile, ask: Callable[[WeightFile, str], R]) -> R:
     if part.path == source.path:
-        return file.tensor(part.name)
+        return ask(file, part.name)
     with WeightFile(part.path) as other:
-        return other.tensor(part.name)
+        return ask(other, part.name)
+
+
+def _fill_groups(
+    name: str, file: WeightFile, placement: Placement, parameter: nn.Parameter, taken: list[Window]
+) -> bool:
+    """Reads the groups of rows that the windows ``taken`` are made of. False where these are not whole."""
+    found = whole_groups(taken, placement.groups, placement.parts)
+    if found is None:
+        return False
+    (begin, end), inner = found
+    size = sum(last - first for first, last in placement.parts)
+    rows = file.part(name, (slice(begin * size, end * size),))
+    arranged = replace(placement, groups=end - begin).arranged(rows, parameter.dtype)
+    for window in inner:
+        parameter.data[window.target].copy_(arranged[window.source])
+    return True
+
+
+def _wanted(placement: Placement, parameter: nn.Parameter) -> Callable[[int], bool]:
+    """Whether this rank holds anything of a matrix of a stack, or there should be none of that number."""
+    count = part_shape(parameter, placement.index)[:1]
+    return lambda i: (i,) >= count or bool(windows(parameter, inside(placement.index, i)))
+
+
+def _sliceable(placement: Placement, parameter: nn.Parameter) -> bool:
+    """Whether a slice of the published tensor says all that there is to know for a slice of the parameter."""
+    return placement.read is None and largest_of(parameter) is None
 
 
 def copy(
-    name: str,
-    values: Tensor,
-    weights: WeightMap,
-    parameters: Mapping[str, nn.Parameter],
-    index: tuple[int, ...] = (),
+    name: str, values: Tensor, placement: Placement, parameter: nn.Parameter, index: tuple[int, ...] = ()
 ) -> int:
-    """Copies ``values`` into the part of a parameter (or matrix ``index`` of it) that ``name`` fills.
+    """Copies what this rank holds of ``values``, which fill the placement (or matrix ``index`` of it).
 
     Returns its bytes. Raises ConfigError for values of another shape, and for numbers of less than 16 bits.
     """
-    placement = weights.placements[name]
-    whole = parameters[placement.parameter].data[placement.index]
-    target = whole[index] if not index or index[0] < len(whole) else None
-    if target is not None:
+    whole = part_shape(parameter, placement.index)
+    fits = not index or index[0] < whole[0]
+    if fits:
         with contextlib.suppress(ValueError, IndexError, RuntimeError):  # its shape will not do either
             # A matrix of a stack is arranged as a stack of one.
-            values = placement.arranged(values[None] if index else values, target.dtype)
+            values = placement.arranged(values[None] if index else values, parameter.dtype)
             values = values[0] if index else values
-    if target is None or values.shape != target.shape:
-        shape = list(values.shape) if not index else [f"{index[0] + 1} or more", *values.shape]
-        raise ConfigError(
-            f"weight {name} has shape {shape}, config.json says {list(whole.shape)}", param="--model"
-        )
-    table = not target.is_floating_point() and not values.is_floating_point()  # of ids
-    if not table and (not values.is_floating_point() or values.element_size() < 2):
+    shape = tuple(values.shape) if not index else (index[0] + 1 if not fits else whole[0], *values.shape)
+    _check_shape(name, shape, whole, more=not fits)
+    is_table = not parameter.is_floating_point() and not values.is_floating_point()  # of ids
+    if not is_table and (not values.is_floating_point() or values.element_size() < 2):
         raise ConfigError(
             f"weight {name} has type {values.dtype}; quantized weights need a quantization_config in "
             "config.json",
             param="--model",
         )
-    target.copy_(values)
-    return target.nbytes
+    size, where = 0, inside(placement.index, *index) if index else placement.index
+    note_largest(parameter, where, values)
+    for window in windows(parameter, where):
+        target = parameter.data[window.target]
+        target.copy_(values[window.source])
+        size += target.nbytes
+    return size
+
+
+def _check_shape(name: str, shape: Sequence[int], expected: Sequence[int], *, more: bool = False) -> None:
+    """``more``: the first entry of ``shape`` is the least that it is."""
+    if tuple(shape) != tuple(expected):
+        found = [f"{shape[0]} or more", *shape[1:]] if more else list(shape)
+        raise ConfigError(
+            f"weight {name} has shape {found}, config.json says {list(expected)}", param="--model"
+        )

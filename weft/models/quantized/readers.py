@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
@@ -15,6 +16,7 @@ from weft.models.quantized.sources import PLAIN
 Tensor = torch.Tensor
 
 _BYTES = (torch.uint8, torch.int8)
+_Wanted: TypeAlias = Callable[[int], bool]
 
 
 class Lacks(Misfit):
@@ -35,26 +37,29 @@ class Piece:
 
 
 def read(
-    parts: Mapping[str, Tensor], spec: QuantizedSpec | None, dtype: torch.dtype
+    parts: Mapping[str, Tensor],
+    spec: QuantizedSpec | None,
+    dtype: torch.dtype,
+    wanted: Callable[[int], bool] = lambda i: True,
 ) -> tuple[str, Iterator[Piece]]:
     """(format in words, the weight's pieces in ``dtype``, a wide one).
 
-    parts: by role. Stacked matrices (experts) come one by one, so that no more than one is ever unpacked. A
-    plain weight comes as it is, in its own type; the format is then "". Raises Lacks, and Misfit for parts
-    that do not fit, the latter also while iterating.
+    parts: by role. Stacked matrices (experts) come one by one, so that no more than one is ever unpacked;
+    those whose number is not ``wanted`` are left out. A plain weight comes as it is, in its own type; the
+    format is then "". Raises Lacks, and Misfit for parts that do not fit, the latter also while iterating.
     """
     if spec is None or _is_plain(parts):
         return "", iter([Piece((), parts[PLAIN])])
     if "blocks" in parts:
         blocks, scales = _need(parts, "blocks", "scales")
-        return "MXFP4", _blocks(blocks, scales, dtype)
+        return "MXFP4", _blocks(blocks, scales, dtype, wanted)
     if "qweight" in parts:
         return _words(parts, spec, dtype)
     if "packed" in parts:
         return _packed(parts, dtype)
     if PLAIN not in parts:
         raise Lacks(_VALUES.get(spec.method, PLAIN))
-    return _with_scale(parts, spec, dtype)
+    return _with_scale(parts, spec, dtype, wanted)
 
 
 #: The role of a weight's values, by method.
@@ -102,19 +107,19 @@ def _packed(parts: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[str, Itera
 
 
 def _with_scale(
-    parts: Mapping[str, Tensor], spec: QuantizedSpec, dtype: torch.dtype
+    parts: Mapping[str, Tensor], spec: QuantizedSpec, dtype: torch.dtype, wanted: _Wanted
 ) -> tuple[str, Iterator[Piece]]:
     """A weight under its own name and a scale beside it."""
     values = parts[PLAIN]
     if values.dtype not in (*float8.DTYPES, *_BYTES):
         raise Misfit(f"its values have type {values.dtype}")
     if values.dtype == torch.uint8 or (values.dtype == torch.int8 and _exponents(parts)):
-        return _fours(parts, dtype)
+        return _fours(parts, dtype, wanted)
     (scale,) = _need(parts, "scale")
     name = "INT8" if values.dtype == torch.int8 else "FP8"
     if values.dim() == 3:
         first = float8.kind(values[0], _of_matrix(scale, 0, len(values)), spec.block)
-        return f"{name} {first}", _eights(values, scale, spec, dtype)
+        return f"{name} {first}", _eights(values, scale, spec, dtype, wanted)
     what = float8.kind(values, scale, spec.block)
     return f"{name} {what}", _one(float8.dequantize(values, scale, dtype, spec.block))
 
@@ -123,34 +128,36 @@ def _exponents(parts: Mapping[str, Tensor]) -> bool:
     return "scale" in parts and parts["scale"].dtype in (torch.float8_e8m0fnu, torch.uint8)
 
 
-def _fours(parts: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[str, Iterator[Piece]]:
+def _fours(parts: Mapping[str, Tensor], dtype: torch.dtype, wanted: _Wanted) -> tuple[str, Iterator[Piece]]:
     values, scale = _need(parts, PLAIN, "scale")
     factor = parts.get("factor")
     if not _exponents(parts) and factor is None:
         raise Lacks("factor")
     name = "MXFP4" if factor is None else "NVFP4"
     if values.dim() == 3:
-        return name, _stacked_fours(values, scale, factor, dtype)
+        return name, _stacked_fours(values, scale, factor, dtype, wanted)
     return name, _one(float4.dequantize(values, scale, dtype, factor=factor))
 
 
-def _blocks(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Iterator[Piece]:
+def _blocks(blocks: Tensor, scales: Tensor, dtype: torch.dtype, wanted: _Wanted) -> Iterator[Piece]:
     if len(blocks) != len(scales):
         raise Misfit(f"{len(blocks)} experts' blocks do not fit {len(scales)} experts' scales")
-    for i in range(len(blocks)):
+    for i in filter(wanted, range(len(blocks))):
         yield Piece((i,), float4.from_blocks(blocks[i], scales[i], dtype))
 
 
 def _stacked_fours(
-    values: Tensor, scale: Tensor, factor: Tensor | None, dtype: torch.dtype
+    values: Tensor, scale: Tensor, factor: Tensor | None, dtype: torch.dtype, wanted: _Wanted
 ) -> Iterator[Piece]:
-    for i in range(len(values)):
+    for i in filter(wanted, range(len(values))):
         one = None if factor is None else _of_matrix(factor, i, len(values))
         yield Piece((i,), float4.dequantize(values[i], scale[i], dtype, factor=one))
 
 
-def _eights(values: Tensor, scale: Tensor, spec: QuantizedSpec, dtype: torch.dtype) -> Iterator[Piece]:
-    for i in range(len(values)):
+def _eights(
+    values: Tensor, scale: Tensor, spec: QuantizedSpec, dtype: torch.dtype, wanted: _Wanted
+) -> Iterator[Piece]:
+    for i in filter(wanted, range(len(values))):
         own = _of_matrix(scale, i, len(values))
         yield Piece((i,), float8.dequantize(values[i], own, dtype, spec.block))
 

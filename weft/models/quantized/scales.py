@@ -39,7 +39,9 @@ def multiply_blocks(values: Tensor, scale: Tensor, rows: int, columns: int) -> T
     return values
 
 
-def block_of(shape: torch.Size, scales: torch.Size, said: tuple[int, int] | None) -> tuple[int, int]:
+def block_of(
+    shape: tuple[int, ...], scales: tuple[int, ...], said: tuple[int, int] | None
+) -> tuple[int, int]:
     """(rows, columns) of a block, where a matrix of ``shape`` has a grid ``scales`` of them.
 
     ``said``: what the configuration says, taken where it fits; then 128 x 128, which may leave the last

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from weft.attention.gqa import Attention
 from weft.config.spec import ModelSpec
-from weft.layers.build import Build, Layer
+from weft.layers.build import Build, FeedForward
 from weft.layers.mlp import GatedMLP
 from weft.models.decoder import Block
 from weft.moe.block import RoutedMLP
@@ -12,7 +12,7 @@ from weft.moe.block import RoutedMLP
 
 def make_block(spec: ModelSpec, layer: int, build: Build) -> Block:
     """Layer ``layer``, its weights unset."""
-    feed_forward: Layer
+    feed_forward: FeedForward
     if spec.moe is not None and layer in spec.moe.layers:
         feed_forward = RoutedMLP(spec.hidden, spec.moe, spec.activation, build)
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from weft.attention.delta import DeltaNet
 from weft.attention.gqa import Attention
 from weft.config.spec import ModelSpec
-from weft.layers.build import Build, Layer
+from weft.layers.build import Build, FeedForward
 from weft.layers.mlp import GatedMLP
 from weft.models.decoder import Block
 from weft.moe.block import RoutedMLP
@@ -15,7 +15,7 @@ def make_block(spec: ModelSpec, layer: int, build: Build) -> Block:
     """Layer ``layer``, its weights unset. Layers from ``spec.layers`` on are those of predicting modules."""
     recurrent = spec.delta is not None and layer in spec.delta.layers
     attention = DeltaNet(spec, layer, build) if recurrent else Attention(spec, layer, build)
-    feed_forward: Layer
+    feed_forward: FeedForward
     if spec.moe is not None and layer in spec.moe.layers:
         feed_forward = RoutedMLP(spec.hidden, spec.moe, spec.activation, build)
     else:

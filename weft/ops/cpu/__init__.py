@@ -50,7 +50,7 @@ def load() -> bool:
 
 
 def capabilities() -> tuple[str, ...]:
-    """What the loaded build was compiled for, e.g. ("avx512", "bf16"); empty without one."""
+    """What the loaded build was compiled for, e.g. ("avx2", "avx512", "avx512_bf16"); empty without one."""
     if not load():
         return ()
     import torch

@@ -1,7 +1,7 @@
 """Linear layers on weights packed for the CPU extension (csrc/gemm.cpp), in bf16, float32 and int8.
 
 Sums are float32, in one order for every number of rows, and rounded once, after scale, bias and activation.
-Importing registers the ops; they are chosen where the extension is built and the CPU has AVX-512.
+Importing registers the ops; they are chosen where the extension is built and the CPU has AVX2 or AVX-512.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def pack_gated(weight: Tensor) -> PackedMatrix:
     return _packed(weight, gated=True)
 
 
-def pack_int8(weight: Tensor) -> PackedMatrix:
+def pack_int8(weight: Tensor, largest: Tensor | None = None) -> PackedMatrix:
     """For ``linear_int8``: quantizes weight, bf16 or float32 [N, K], as ``torch_ops.to_int8`` does."""
-    return _packed_int8(weight, gated=False)
+    return _packed_int8(weight, gated=False, largest=largest)
 
 
 def pack_gated_int8(weight: Tensor) -> PackedMatrix:
@@ -54,8 +54,8 @@ def _packed(weight: Tensor, *, gated: bool) -> PackedMatrix:
     return PackedMatrix(data=data, rows=weight.shape[0], inputs=weight.shape[1])
 
 
-def _packed_int8(weight: Tensor, *, gated: bool) -> PackedMatrix:
-    quantized = to_int8(weight.detach())
+def _packed_int8(weight: Tensor, *, gated: bool, largest: Tensor | None = None) -> PackedMatrix:
+    quantized = to_int8(weight.detach(), largest)
     data = torch.ops.weft_cpu.pack_int8.default(quantized.values, gated, weight.dtype == torch.bfloat16)
     scales = quantized.scales.float().flatten().contiguous()
     return PackedMatrix(data=data, rows=weight.shape[0], inputs=weight.shape[1], scales=scales)
@@ -85,8 +85,8 @@ def embedding(ids: Tensor, table: PackedMatrix) -> Tensor:
 
 
 def available() -> bool:
-    """Built, and for a CPU with AVX-512: without it torch's own products are faster."""
-    return cpu.load() and "avx512" in cpu.capabilities()
+    """Built, and for a CPU with AVX2 (as those with AVX-512 have): without it torch's products are faster."""
+    return cpu.load() and "avx2" in cpu.capabilities()
 
 
 for _op, _run, _pack in (

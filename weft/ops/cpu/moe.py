@@ -1,7 +1,7 @@
 """Routed feed-forward blocks as one call of the CPU extension (csrc/moe.cpp): bf16, float32, int8.
 
 Router, choice, experts, shared expert and combination; sums are float32. Importing registers the ops; they
-are chosen where the extension is built and the CPU has AVX-512.
+are chosen where the extension is built and the CPU has AVX2 or AVX-512.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def _packed(weights: Routed, *, quantize: bool) -> Any:
         _plain(weights.table),
         *_matrix(weights.gate_up, True, quantize),
         _plain(weights.gate_up_bias),
-        *_matrix(weights.down, False, quantize),
+        *_matrix(weights.down, False, quantize, weights.down_largest),
         _plain(weights.down_bias),
         *_matrix(weights.shared_gate_up, True, quantize),
-        *_matrix(weights.shared_down, False, quantize),
+        *_matrix(weights.shared_down, False, quantize, weights.shared_down_largest),
         sizes,
         [rule.scale, gate.limit, gate.alpha],
     )
@@ -70,16 +70,19 @@ def _plain(weight: Tensor | None) -> Tensor | None:
     return None if weight is None else weight.detach().contiguous()
 
 
-def _matrix(weight: Tensor | None, gated: bool, quantize: bool) -> tuple[Tensor | None, Tensor | None]:
-    """(packed, scales) of [rows, inputs], or of as many as there are experts."""
+def _matrix(
+    weight: Tensor | None, gated: bool, quantize: bool, largest: Tensor | None = None
+) -> tuple[Tensor | None, Tensor | None]:
+    """(packed, scales) of [rows, inputs], or of as many as there are experts. ``largest``: as ``to_int8``."""
     if weight is None:
         return None, None
     if not quantize:
         return torch.ops.weft_cpu.pack.default(weight.detach(), gated), None
     each = weight.detach() if weight.dim() == 3 else weight.detach().unsqueeze(0)
     packed, scales = [], []
-    for matrix in each:
-        made = to_int8(matrix)
+    of_rows = [None] * len(each) if largest is None else largest.view(len(each), -1, 1)
+    for matrix, most in zip(each, of_rows, strict=True):
+        made = to_int8(matrix, most)
         bf16 = weight.dtype == torch.bfloat16
         packed.append(torch.ops.weft_cpu.pack_int8.default(made.values, gated, bf16))
         scales.append(made.scales.float().flatten())

@@ -72,3 +72,5 @@ for _op in ("linear", "gated_linear"):
     _offer(_op, "matmul", _op, name="triton-invariant", invariant=True, priority=FALLBACK)
 _offer("moe", "moe", "moe", priority=FAST)
 _offer("moe", "moe", "moe_invariant", name="triton-invariant", invariant=True, priority=FALLBACK)
+_offer("moe_pieces", "moe", "pieces", priority=FAST)
+_offer("moe_pieces", "moe", "pieces_invariant", name="triton-invariant", invariant=True, priority=FALLBACK)

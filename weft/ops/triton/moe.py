@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from weft.ops import moe as torch_moe
-from weft.ops.moe import Routed, activate, choose_experts
+from weft.ops.moe import Pieces, Routed, activate, choose_experts
 from weft.ops.triton import fused, interpreting, matmul
 from weft.ops.triton.forms import power
 
@@ -192,9 +192,18 @@ def by_tiles(x: Tensor, ids: Tensor, weights: Routed, tile_m: int = TILES_M[0]) 
     return made
 
 
-def tile_of(x: Tensor, weights: Routed) -> int:
+def tile_of(ids: Tensor, weights: Routed) -> int:
     """By how many slots an expert has on average: the host's numbers alone."""
-    return TILES_M[x.shape[0] * weights.rule.top_k > 32 * weights.down.shape[0]]
+    return TILES_M[ids.numel() > 32 * weights.down.shape[0]]
+
+
+def by_table(x: Tensor, ids: Tensor, weights: Routed) -> Tensor:
+    """All tokens through their experts, in the table's fastest form that doesn't ask the device."""
+    forms = ("triton", *(form for form in torch_moe.usable(weights) if form != "loop"))
+    form = torch_moe.chosen_form(x, ids, weights, forms)
+    if form == "triton":
+        return by_tiles(x, ids, weights, tile_of(ids, weights))
+    return torch_moe.FORMS[form](x, ids, weights)
 
 
 def _finish(made: Tensor, scales: Tensor, share: Tensor | None, shared: Tensor | None) -> Tensor:
@@ -221,13 +230,8 @@ def _finish(made: Tensor, scales: Tensor, share: Tensor | None, shared: Tensor |
 
 def moe(x: Tensor, ids: Tensor | None, weights: Routed) -> Tensor:
     """``weft.ops.moe.block`` in the fastest form that the table has and that doesn't ask the device."""
-    forms = ("triton", *(form for form in torch_moe.usable(weights) if form != "loop"))
-    form = torch_moe.chosen_form(x, weights, forms)
     chosen, scales, share = choose_experts(x, ids, weights, torch.nn.functional.linear)
-    if form == "triton":
-        made = by_tiles(x, chosen, weights, tile_of(x, weights))
-    else:
-        made = torch_moe.FORMS[form](x, chosen, weights)
+    made = by_table(x, chosen, weights)
     shared = None
     if weights.shared_gate_up is not None:
         inner = torch.nn.functional.linear(x, weights.shared_gate_up)
@@ -245,3 +249,13 @@ def moe_invariant(x: Tensor, ids: Tensor | None, weights: Routed) -> Tensor:
         inner = activate(matmul.linear(x, weights.shared_gate_up), weights.gate, fused.gated)
         shared = matmul.linear(inner, weights.shared_down)
     return _finish(made, scales, share, shared)
+
+
+def pieces() -> Pieces:
+    """``moe`` in its parts."""
+    return Pieces(torch.nn.functional.linear, torch.nn.functional.linear, fused.gated, by_table)
+
+
+def pieces_invariant() -> Pieces:
+    """``moe_invariant`` in its parts."""
+    return Pieces(matmul.linear, matmul.linear, fused.gated, by_tiles)

@@ -107,6 +107,36 @@ inline void transpose_16(const uint32_t* const* rows, int64_t offset, int column
       if (c < columns) _mm512_storeu_si512(to + c * kTile, a[c]);
   }
 }
+#elif WEFT_AVX2
+// Columns of 8 rows of 8 words.
+inline void transpose_8(const uint32_t* const* rows, int64_t offset, uint32_t* to) {
+  __m256 a[8], b[8];
+  for (int r = 0; r < 8; ++r) a[r] = _mm256_loadu_ps(reinterpret_cast<const float*>(rows[r] + offset));
+  for (int r = 0; r < 8; r += 2) {
+    b[r] = _mm256_unpacklo_ps(a[r], a[r + 1]);
+    b[r + 1] = _mm256_unpackhi_ps(a[r], a[r + 1]);
+  }
+  for (int r = 0; r < 8; r += 4) {
+    a[r] = _mm256_shuffle_ps(b[r], b[r + 2], 0x44);
+    a[r + 1] = _mm256_shuffle_ps(b[r], b[r + 2], 0xee);
+    a[r + 2] = _mm256_shuffle_ps(b[r + 1], b[r + 3], 0x44);
+    a[r + 3] = _mm256_shuffle_ps(b[r + 1], b[r + 3], 0xee);
+  }
+  // a[4 g + c] holds, in lane group l, column 4 l + c of rows 4 g .. 4 g + 3
+  for (int c = 0; c < 4; ++c) {
+    float* at = reinterpret_cast<float*>(to + c * kTile);
+    _mm256_storeu_ps(at, _mm256_permute2f128_ps(a[c], a[4 + c], 0x20));
+    _mm256_storeu_ps(at + 4 * kTile, _mm256_permute2f128_ps(a[c], a[4 + c], 0x31));
+  }
+}
+
+inline void transpose_16(const uint32_t* const* rows, int64_t offset, int columns, uint32_t* to) {
+  int c = 0;
+  for (; c + 8 <= columns; c += 8)
+    for (int r = 0; r < 16; r += 8) transpose_8(rows + r, offset + c, to + c * kTile + r);
+  for (; c < columns; ++c)
+    for (int r = 0; r < 16; ++r) to[c * kTile + r] = rows[r][offset + c];
+}
 #else
 inline void transpose_16(const uint32_t* const* rows, int64_t offset, int columns, uint32_t* to) {
   for (int c = 0; c < columns; ++c)
@@ -149,6 +179,8 @@ inline void interleave(const uint16_t* a, const uint16_t* b, int dim, uint16_t* 
 inline void hold(vf& x) {
 #if WEFT_AVX512
   asm("" : "+v"(x));
+#elif WEFT_AVX2
+  asm("" : "+x"(x.a), "+x"(x.b));
 #endif
 }
 
@@ -212,6 +244,12 @@ struct Registers {
     const int words = k / E::kWide;
     lda /= E::kWide;
     int at = 0;
+    // What 16 registers of 8 floats hold: 12 of sums. One row has 64 columns, so that its sums are 8 chains.
+    if (WEFT_AVX2 && m > 1) {
+      for (; at + 32 <= n && m <= 3; at += 32) micro_rows<E, 2>(m, words, left, lda, right + at, n, c + at, n, alpha);
+      for (; at < n; at += 16) micro_rows<E, 1>(m, words, left, lda, right + at, n, c + at, n, alpha);
+      return;
+    }
     for (; at + 64 <= n; at += 64) micro_rows<E, 4>(m, words, left, lda, right + at, n, c + at, n, alpha);
     if (n - at == 48) micro_rows<E, 3>(m, words, left, lda, right + at, n, c + at, n, alpha);
     if (n - at == 32) micro_rows<E, 2>(m, words, left, lda, right + at, n, c + at, n, alpha);
@@ -612,9 +650,8 @@ class Worker {
         if (l != 0.0f) l += s_.sink(piece, row, state.m[row]);
       const vf factor = splat(l == 0.0f ? 0.0f : 1.0f / l);
       for (int d = 0; d < s_.value; d += kLanes) {
-        const vf o = load(state.o + int64_t(row) * s_.value + d);
-        const vf tiny = select(less(vabs(o), splat(std::numeric_limits<float>::min())), splat(0.0f), o);
-        store(to + d, tiny * factor);
+        const vf made = load(state.o + int64_t(row) * s_.value + d) * factor;
+        store(to + d, select(less(vabs(made), splat(std::numeric_limits<float>::min())), splat(0.0f), made));
       }
     }
   }

@@ -23,6 +23,13 @@
 #define WEFT_AVX512 0
 #endif
 
+#if !WEFT_AVX512 && defined(__AVX2__) && defined(__FMA__)
+#define WEFT_AVX2 1
+#include <immintrin.h>
+#else
+#define WEFT_AVX2 0
+#endif
+
 #if WEFT_AVX512 && defined(__AVX512BF16__)
 #define WEFT_AVX512_BF16 1
 #else

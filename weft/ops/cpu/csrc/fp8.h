@@ -9,8 +9,13 @@ namespace {
 using namespace vec;
 
 typedef uint8_t Codes __attribute__((vector_size(16)));
+#if WEFT_AVX2
+using Words = vu;
+using Signed = vu;
+#else
 typedef uint32_t Words __attribute__((vector_size(64)));
 typedef int32_t Signed __attribute__((vector_size(64)));  // what comparing Words gives: all bits or none
+#endif
 
 template <class To, class From>
 inline To as(From from) {
@@ -25,6 +30,9 @@ inline Words pick(Signed mask, Words a, Words b) { return (Words(mask) & a) | (~
 inline Words widen_codes(const uint8_t* codes) {
 #if WEFT_AVX512
   return as<Words>(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes))));
+#elif WEFT_AVX2
+  const __m128i bytes = four(codes);
+  return {Half(_mm256_cvtepu8_epi32(bytes)), Half(_mm256_cvtepu8_epi32(_mm_unpackhi_epi64(bytes, bytes)))};
 #else
   Codes read;
   std::memcpy(&read, codes, sizeof(read));
@@ -35,6 +43,10 @@ inline Words widen_codes(const uint8_t* codes) {
 inline void narrow_codes(Words x, uint8_t* codes) {
 #if WEFT_AVX512
   _mm_storeu_si128(reinterpret_cast<__m128i*>(codes), _mm512_cvtepi32_epi8(as<__m512i>(x)));
+#elif WEFT_AVX2
+  const __m256i words = _mm256_permute4x64_epi64(_mm256_packus_epi32(__m256i(x.a), __m256i(x.b)), 0xd8);
+  const __m128i bytes = _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(codes), bytes);
 #else
   const Codes made = __builtin_convertvector(x, Codes);
   std::memcpy(codes, &made, sizeof(made));

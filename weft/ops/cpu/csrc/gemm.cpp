@@ -10,6 +10,7 @@
 //
 // INVARIANCE. A block's sums don't depend on the rows it is computed for (gemm_block.h), so neither blocking nor
 // division over threads changes a bit.
+#include "brgemm.h"
 #include "gemm_block.h"
 
 namespace weft {
@@ -207,7 +208,10 @@ Tensor embedding(const Tensor& ids, const Tensor& packed, int64_t rows, int64_t 
 }
 
 // Whether bf16 sums come from brgemm from now on; returns what was. For tests and measurements.
-bool set_brgemm(bool value) { return std::exchange(use_brgemm, value); }
+bool set_brgemm(bool value) {
+  TORCH_CHECK(!value || brgemm_works(), "set_brgemm: ATen's brgemm does not take bfloat16 on this CPU");
+  return std::exchange(use_brgemm, value);
+}
 
 }  // namespace
 

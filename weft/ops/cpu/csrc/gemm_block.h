@@ -89,7 +89,7 @@ void run_tiles(const Product<typename F::X, Out>& product, const uint8_t* w, con
                int64_t end, int64_t column) {
   for (int64_t row = begin; row < end;) {
     // Tiles of like size: 32 rows are 11 + 11 + 10 and not 14 + 14 + 4.
-    const int64_t left = end - row, rows = divide_up(left, divide_up(left, kRows));
+    const int64_t left = end - row, rows = divide_up(left, divide_up(left, tile_rows<F>));
     tiles<F, Out>[rows - 1](product.x + row * product.x_stride, product.x_stride, w, product.layout.inputs, finish,
                             product.out + row * product.out_stride + column, product.out_stride);
     row += rows;
@@ -119,6 +119,57 @@ void run_brgemm(const Product<bf16, Out>& product, const uint8_t* w, const Finis
   }
 }
 
+#if WEFT_AVX2
+
+inline float* floats(int64_t count) {
+  static thread_local std::vector<float> memory;
+  if (memory.size() < size_t(count)) memory.resize(size_t(count));
+  return memory.data();
+}
+
+// By float32's tiles, of weights and rows that are widened for it. Every sum is the same chain as in F's own tiles.
+template <class F, class Out>
+void run_widened(const Product<typename F::X, Out>& product, const uint8_t* w, const Finish& finish, int64_t begin,
+                 int64_t end, int64_t column) {
+  constexpr bool narrow = std::is_same_v<typename F::X, bf16>;
+  const int64_t inputs = product.layout.inputs, steps = divide_up(inputs, F::depth), depth = steps * F::depth;
+  float *weights = floats((kBlock + kRows) * depth), *rows_of = weights + kBlock * depth;
+  for (int64_t step = 0; step < steps; ++step) {
+    const auto read = F::load(w + step * F::bytes);
+    float* to = weights + step * F::depth * kBlock;
+    for (int half = 0; half < 2; ++half) {
+      if constexpr (narrow) {
+        store(to + half * kLanes, recast<vf>(read.w[half] << 16));
+        store(to + kBlock + half * kLanes, recast<vf>(read.w[half] & 0xffff0000u));
+      } else {
+        store(to + half * kLanes, read.w[half]);
+      }
+    }
+  }
+  for (int64_t row = begin; row < end;) {
+    const int64_t left = end - row, rows = divide_up(left, divide_up(left, kRows));
+    const float* x = nullptr;
+    int64_t stride = depth;
+    if constexpr (narrow) {
+      for (int64_t r = 0; r < rows; ++r) {
+        const bf16* from = product.x + (row + r) * product.x_stride;
+        float* to = rows_of + r * depth;
+        int64_t k = 0;
+        for (; k + kLanes <= inputs; k += kLanes) store(to + k, load(from + k));
+        for (; k < depth; ++k) to[k] = k < inputs ? widen(from[k]) : 0.0f;
+      }
+      x = rows_of;
+    } else {
+      x = product.x + row * product.x_stride, stride = product.x_stride;
+    }
+    tiles<F32, Out>[rows - 1](x, stride, reinterpret_cast<const uint8_t*>(weights), depth, finish,
+                              product.out + row * product.out_stride + column, product.out_stride);
+    row += rows;
+  }
+}
+
+#endif
+
 // One block of int8 weights as bf16, for brgemm. Our own tiles widen as they go: that hides behind the products.
 inline const uint8_t* widen_block(const uint8_t* w, int64_t steps) {
   static thread_local std::vector<uint8_t> memory;
@@ -139,6 +190,10 @@ void run_block(const Product<typename F::X, Out>& product, const uint8_t* w, con
       return run_brgemm(product, w, finish, begin, end, column);
     }
   }
+#if WEFT_AVX2
+  if constexpr (!std::is_same_v<F, F32>)
+    if (end - begin > tile_rows<F>) return run_widened<F>(product, w, finish, begin, end, column);
+#endif
   run_tiles<F>(product, w, finish, begin, end, column);
 }
 

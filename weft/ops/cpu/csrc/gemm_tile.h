@@ -15,6 +15,7 @@
 
 #include <algorithm>
 #include <array>
+#include <type_traits>
 #include <utility>
 
 #include "vector.h"
@@ -40,7 +41,12 @@ constexpr int kRows = 3;
 
 // --- registers ------------------------------------------------------------------------------------------------
 
-typedef uint32_t Pairs __attribute__((vector_size(64)));  // 16 pairs of bf16, the first of a pair in the low half
+// 16 pairs of bf16, the first of a pair in the low half
+#if WEFT_AVX2
+using Pairs = vu;
+#else
+typedef uint32_t Pairs __attribute__((vector_size(64)));
+#endif
 
 template <class To, class From>
 inline To recast(From from) {
@@ -115,6 +121,10 @@ typedef float Floats __attribute__((vector_size(64)));
 inline vf int8_floats(const uint8_t* from) {
 #if WEFT_AVX512
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_as<__m128i>(from)));
+#elif WEFT_AVX2
+  const __m128i bytes = four(from);
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)),
+          _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_unpackhi_epi64(bytes, bytes)))};
 #else
   return recast<vf>(__builtin_convertvector(__builtin_convertvector(load_as<Bytes>(from), Ints), Floats));
 #endif
@@ -261,17 +271,101 @@ void tile(const typename F::X* x, int64_t x_stride, const uint8_t* w, int64_t in
   for (int row = 0; row < rows; ++row) finish_row(sum[row][0], sum[row][1], finish, out + row * out_stride);
 }
 
+#if WEFT_AVX2
+
+// rows x 32 sums, of float32. Each quarter of a step's weights serves all rows: 12 registers of sums, 3 of x, 1 of
+// weights. Never inlined: what is done with the sums would take registers of the loop.
+template <int rows>
+__attribute__((noinline)) void float_sums(const float* x, int64_t x_stride, const float* w, int64_t inputs, float* to) {
+  __m256 sum[rows][4];
+#pragma GCC unroll 4
+  for (int row = 0; row < rows; ++row)
+#pragma GCC unroll 4
+    for (int part = 0; part < 4; ++part) sum[row][part] = _mm256_setzero_ps();
+  for (int64_t k = 0; k < inputs; ++k, w += kBlock) {
+    __builtin_prefetch(reinterpret_cast<const uint8_t*>(w) + kAhead);
+    __builtin_prefetch(reinterpret_cast<const uint8_t*>(w) + kAhead + 64);
+    __m256 value[rows];
+#pragma GCC unroll 4
+    for (int row = 0; row < rows; ++row) value[row] = _mm256_broadcast_ss(x + row * x_stride + k);
+#pragma GCC unroll 4
+    for (int part = 0; part < 4; ++part) {
+      __m256 weights = _mm256_loadu_ps(w + 8 * part);
+      asm("" : "+x"(weights));  // loaded once
+#pragma GCC unroll 4
+      for (int row = 0; row < rows; ++row) sum[row][part] = _mm256_fmadd_ps(value[row], weights, sum[row][part]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int row = 0; row < rows; ++row)
+#pragma GCC unroll 4
+    for (int part = 0; part < 4; ++part) _mm256_storeu_ps(to + row * kBlock + 8 * part, sum[row][part]);
+}
+
+// The same of weights that are widened in registers.
+template <class F, int rows>
+__attribute__((noinline)) void widened_sums(const typename F::X* x, int64_t x_stride, const uint8_t* w, int64_t inputs,
+                                            float* to) {
+  vf sum[rows][2];
+#pragma GCC unroll 4
+  for (int row = 0; row < rows; ++row) sum[row][0] = sum[row][1] = splat(0.0f);
+  const auto add = [&](bool last, int64_t k) {
+    const auto weights = F::load(w);
+#pragma GCC unroll 4
+    for (int row = 0; row < rows; ++row) {
+      const auto value = last ? F::x_last(x + row * x_stride + k) : F::x(x + row * x_stride + k);
+      sum[row][0] = F::dot(sum[row][0], value, weights.w[0]);
+      sum[row][1] = F::dot(sum[row][1], value, weights.w[1]);
+    }
+  };
+  int64_t k = 0;
+  for (; k + F::depth <= inputs; k += F::depth, w += F::bytes) {
+    __builtin_prefetch(w + kAhead);
+    if (F::bytes > 64) __builtin_prefetch(w + kAhead + 64);
+    add(false, k);
+  }
+  if (k < inputs) add(true, k);
+#pragma GCC unroll 4
+  for (int row = 0; row < rows; ++row) {
+    store(to + row * kBlock, sum[row][0]);
+    store(to + row * kBlock + kLanes, sum[row][1]);
+  }
+}
+
+template <class F, class Out, int rows>
+void narrow_tile(const typename F::X* x, int64_t x_stride, const uint8_t* w, int64_t inputs, const Finish& finish,
+                 Out* out, int64_t out_stride) {
+  alignas(32) float sums[rows * kBlock];
+  if constexpr (std::is_same_v<F, F32>)
+    float_sums<rows>(x, x_stride, reinterpret_cast<const float*>(w), inputs, sums);
+  else
+    widened_sums<F, rows>(x, x_stride, w, inputs, sums);
+  for (int row = 0; row < rows; ++row)
+    finish_row(load(sums + row * kBlock), load(sums + row * kBlock + kLanes), finish, out + row * out_stride);
+}
+
+#endif
+
 template <class F, class Out>
 using Tile = void (*)(const typename F::X*, int64_t, const uint8_t*, int64_t, const Finish&, Out*, int64_t);
 
 template <class F, class Out, int... rows>
 constexpr std::array<Tile<F, Out>, sizeof...(rows)> make_tiles(std::integer_sequence<int, rows...>) {
+#if WEFT_AVX2
+  return {narrow_tile<F, Out, rows + 1>...};
+#else
   return {tile<F, Out, rows + 1>...};
+#endif
 }
+
+// Rows of a tile of a format. With AVX2, weights that are widened in registers leave room for fewer: where there are
+// more rows than that, a block's weights are widened in memory (gemm_block.h), and tiles are F32's.
+template <class F>
+constexpr int tile_rows = WEFT_AVX2 && !std::is_same_v<F, F32> ? 2 : kRows;
 
 // tiles<F, Out>[rows - 1]: results are rounded to Out
 template <class F, class Out = typename F::X>
-constexpr auto tiles = make_tiles<F, Out>(std::make_integer_sequence<int, kRows>{});
+constexpr auto tiles = make_tiles<F, Out>(std::make_integer_sequence<int, tile_rows<F>>{});
 
 }  // namespace
 }  // namespace weft

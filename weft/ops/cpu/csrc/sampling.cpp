@@ -134,6 +134,51 @@ inline vf gap_of(const uint32_t* words) {
   const __m512i flipped = _mm512_xor_si512(_mm512_load_si512(words), _mm512_set1_epi32(-1));
   return _mm512_cvtepu32_ps(flipped) + splat(0.5f);
 }
+#elif WEFT_AVX2
+inline void multiply(__m256i x, uint32_t by, __m256i& high, __m256i& low) {
+  const __m256i factor = _mm256_set1_epi64x(by);
+  const __m256i even = _mm256_mul_epu32(x, factor), odd = _mm256_mul_epu32(_mm256_srli_epi64(x, 32), factor);
+  high = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
+  low = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
+}
+
+inline void words_of(const Key& of, uint32_t first, uint32_t* words) {
+  for (int part = 0; part < 2; ++part, words += 32) {
+    // Lane 4 g + q has counter 2 q + g: so the two rounds of unpacking below leave the words in order.
+    const __m256i order = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7);
+    __m256i c0 = _mm256_add_epi32(_mm256_set1_epi32(int(first >> 2) + 8 * part), order);
+    __m256i c1 = _mm256_set1_epi32(int(of.position)), c2 = _mm256_set1_epi32(int(of.choice));
+    __m256i c3 = _mm256_setzero_si256();
+    uint32_t k0 = of.low, k1 = of.high;
+    for (int round = 0; round < 10; ++round) {
+      __m256i a_high, a_low, b_high, b_low;
+      multiply(c0, kMultiply[0], a_high, a_low);
+      multiply(c2, kMultiply[1], b_high, b_low);
+      c0 = _mm256_xor_si256(_mm256_xor_si256(b_high, c1), _mm256_set1_epi32(int(k0)));
+      c2 = _mm256_xor_si256(_mm256_xor_si256(a_high, c3), _mm256_set1_epi32(int(k1)));
+      c1 = b_low;
+      c3 = a_low;
+      k0 += kWeyl[0];
+      k1 += kWeyl[1];
+    }
+    const __m256i a = _mm256_unpacklo_epi32(c0, c1), b = _mm256_unpackhi_epi32(c0, c1);
+    const __m256i c = _mm256_unpacklo_epi32(c2, c3), d = _mm256_unpackhi_epi32(c2, c3);
+    __m256i* to = reinterpret_cast<__m256i*>(words);
+    _mm256_store_si256(to, _mm256_unpacklo_epi64(a, c));
+    _mm256_store_si256(to + 1, _mm256_unpackhi_epi64(a, c));
+    _mm256_store_si256(to + 2, _mm256_unpacklo_epi64(b, d));
+    _mm256_store_si256(to + 3, _mm256_unpackhi_epi64(b, d));
+  }
+}
+
+// Rounded: both halves of a word are exact, and their sum is rounded once.
+inline __m256 gap8(const uint32_t* words) {
+  const __m256i flipped = _mm256_xor_si256(eight(words), _mm256_set1_epi32(-1));
+  const __m256 high = _mm256_cvtepi32_ps(_mm256_srli_epi32(flipped, 16));
+  const __m256 low = _mm256_cvtepi32_ps(_mm256_and_si256(flipped, _mm256_set1_epi32(0xffff)));
+  return _mm256_fmadd_ps(high, _mm256_set1_ps(65536.0f), low) + _mm256_set1_ps(0.5f);
+}
+inline vf gap_of(const uint32_t* words) { return {gap8(words), gap8(words + 8)}; }
 #else
 inline void words_of(const Key& of, uint32_t first, uint32_t* words) {
   for (int i = 0; i < kGroup; i += 4) philox(of, (first + i) >> 2, words + i);

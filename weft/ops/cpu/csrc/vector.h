@@ -1,8 +1,9 @@
-// Vectors of 16 floats: AVX-512 where the build has it, else the compiler's portable vectors.
+// Vectors of 16 floats: AVX-512 where the build has it, or pairs of AVX2's (vector_avx2.h), else the compiler's
+// portable vectors.
 //
 // Every function computes each lane by one fixed sequence of operations, and the sums over lanes
 // (`reduce_add`) have one fixed tree. So a kernel written with these is invariant if its own order is.
-// `fma` is one rounding with AVX-512 and two without: bits differ between builds, never within one.
+// `fma` is one rounding but for portable vectors, where it is two: bits differ between builds, never within one.
 #pragma once
 
 // GCC 12 takes the undefined operands inside its own intrinsics for mistakes of their callers.
@@ -13,6 +14,9 @@
 #include <limits>
 
 #include "common.h"
+#if WEFT_AVX2
+#include "vector_avx2.h"
+#endif
 
 namespace weft::vec {
 
@@ -64,9 +68,9 @@ inline uint32_t equal(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ);
 inline float reduce_add(vf x) { return _mm512_reduce_add_ps(x); }
 inline float reduce_max(vf x) { return _mm512_reduce_max_ps(x); }
 inline vf fraction(vf x) { return _mm512_reduce_ps(x, 0x09); }  // x - floor(x); 0 for infinities
-inline vf scale2(vf x, vf n) { return _mm512_scalef_ps(x, n); }  // x * 2^floor(n)
+inline vf scale2(vf x, vf n) { return _mm512_scalef_ps(x, n); }  // x * 2^floor(n), for what exp2v asks
 
-#else
+#elif !WEFT_AVX2
 
 typedef float vf __attribute__((vector_size(64), aligned(4)));
 typedef int32_t vi __attribute__((vector_size(64), aligned(4)));

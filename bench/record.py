@@ -1,0 +1,53 @@
+"""A result as two files: numbers as JSON, and a page that says where and how they were measured."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from bench import machine
+
+COMMIT = machine.commit(Path(__file__).parent)
+"""When the run began: the files may have changed by its end."""
+PREFIX: tuple[str, ...] = ()
+"""Modules that run the benchmark's (``bench.cputime``)."""
+
+
+def command(module: str) -> str:
+    """What was typed to run ``module``: python -m module and its arguments."""
+    return shlex.join(["python", "-m", *PREFIX, module, *sys.argv[1:]])
+
+
+def write(path: Path, module: str, title: str, table: str, numbers: dict[str, Any]) -> None:
+    """Writes ``path`` (.json) and its .md: ``table`` in Markdown below machine, date and command."""
+    import torch
+
+    where = machine.describe()
+    settings = {
+        "command": command(module),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": COMMIT,
+        "torch": torch.__version__,
+        "machine": where,
+    }
+    path.write_text(json.dumps({**settings, **numbers}, indent=1) + "\n")
+    cpu = where["cpu"]
+    load = where["load_average"][0]
+    path.with_suffix(".md").write_text(
+        f"# {title}\n\n    {settings['command']}\n\n{settings['date']}, commit {settings['commit']}, "
+        f"torch {settings['torch']}; {cpu['model']} (has {', '.join(cpu['has'])}; lacks "
+        f"{', '.join(cpu['lacks'])}), {where['cores']} cores, {where['system']}; load average at the end "
+        f"{load:.1f}.\n\n{table}\n"
+    )
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """Rows with the same keys as a table."""
+    names = list(rows[0])
+    lines = [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
+    lines += [f"| {' | '.join('-' if v is None else str(v) for v in row.values())} |" for row in rows]
+    return "\n".join(lines)

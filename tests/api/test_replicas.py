@@ -1,0 +1,151 @@
+"""``LLM`` over replicas in processes of their own: the outputs of one engine, whichever computes them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft import LLM, AsyncLLM, SamplingParams
+from weft.common.errors import EngineDead, InvalidRequest
+
+COMMON: dict[str, Any] = {
+    "dtype": "float64",
+    "device": "cpu",
+    "threads": 1,
+    "kv_cache_memory": "64M",
+    "max_model_len": 256,
+    "max_num_seqs": 4,
+    "seed": 1,
+    "rank_timeout": 60.0,
+}
+PROMPTS = [f"Tom has {n} apples and buys {n + 3} more. How many apples does he have?" for n in range(2, 8)]
+PARAMS = [
+    SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True),
+    SamplingParams(max_tokens=9, n=2, logprobs=1, ignore_eos=True, seed=5),
+]
+
+
+def params() -> list[SamplingParams]:
+    return [PARAMS[number % 2] for number in range(len(PROMPTS))]
+
+
+def tokens(outputs: Any) -> list[list[list[int]]]:
+    return [[choice.token_ids for choice in output.outputs] for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def expected() -> Any:
+    made: dict[str, Any] = {}
+
+    def of(model: str) -> Any:
+        if model not in made:
+            with LLM(model, **COMMON) as alone:
+                made[model] = tokens(alone.generate(PROMPTS, params(), use_tqdm=False))
+        return made[model]
+
+    return of
+
+
+def test_independent_replicas(expected: Any) -> None:
+    """They share nothing, and the sequences of one that is killed go on at the other."""
+    with LLM("spool-text", data_parallel_size=2, **COMMON) as llm:
+        for _ in range(2):  # what is idle in between sends nothing that piles up
+            assert tokens(llm.generate(PROMPTS, params(), use_tqdm=False)) == expected("spool-text")
+        stats = llm.stats()
+        assert stats.running == stats.waiting == stats.idle_steps == 0
+        assert stats.generation_tokens == 2 * (3 * 16 + 3 * 2 * 9)
+        assert all(head.stats.generation_tokens > 0 for head in llm._core._heads)  # type: ignore[union-attr]
+        with pytest.raises(InvalidRequest):
+            llm.generate("x", SamplingParams(max_tokens=10_000), use_tqdm=False)
+        assert isinstance(llm.deterministic, bool)
+        victim = llm._core._heads[1]  # type: ignore[union-attr]
+        busy = llm._core._registry.instances[1].open  # type: ignore[union-attr]
+        thread = threading.Thread(target=kill_when, args=(victim.process.kill, busy))
+        thread.start()
+        made = llm.generate(PROMPTS, params(), use_tqdm=False)
+        thread.join(60)
+        assert tokens(made) == expected("spool-text")
+        assert victim.process.poll() is not None
+        assert tokens(llm.generate(PROMPTS[:2], params()[:2], use_tqdm=False)) == expected("spool-text")[:2]
+        processes = [head.process for head in llm._core._heads]  # type: ignore[union-attr]
+    assert all(process.poll() is not None for process in processes)
+    with pytest.raises(EngineDead):
+        llm.stats()
+
+
+def kill_when(kill: Any, busy: Any) -> None:
+    until = time.monotonic() + 60
+    while len(busy) < 3 and time.monotonic() < until:
+        time.sleep(0.001)
+    time.sleep(0.05)
+    kill()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param({}, id="plain", marks=pytest.mark.grid),
+        {
+            "steps_in_flight": 2,
+            "speculative_method": "mtp",
+            "num_speculative_tokens": 2,
+            "speculative_adaptive": False,
+        },
+    ],
+)
+def test_replicas_that_share_experts(expected: Any, more: dict[str, Any]) -> None:
+    settings = {**COMMON, **more, "data_parallel_size": 2, "enable_expert_parallel": True}
+    with LLM("spool-mla", **settings) as llm:
+        assert tokens(llm.generate(PROMPTS, params(), use_tqdm=False)) == expected("spool-mla")
+        assert tokens(llm.generate(PROMPTS[:1], PARAMS[0], use_tqdm=False)) == expected("spool-mla")[:1]
+        stats = llm.stats()
+        assert stats.idle_steps > 0
+        if more:
+            assert sum(stats.drafts_accepted) > 0
+
+
+@pytest.mark.grid
+def test_a_worker_of_one_replica_dies(expected: Any) -> None:
+    """Two ranks in each of two replicas: the domain is formed anew, in both, and all go on."""
+    settings = {**COMMON, "data_parallel_size": 2, "tensor_parallel_size": 2, "enable_expert_parallel": True}
+    with LLM("spool-mla", **settings) as llm:
+        head = llm._core._heads[1]  # type: ignore[union-attr]
+        pid = head.process.pid
+        (worker,) = (
+            int(c) for t in Path(f"/proc/{pid}/task").iterdir() for c in (t / "children").read_text().split()
+        )
+        busy = llm._core._registry.instances[1].open  # type: ignore[union-attr]
+        thread = threading.Thread(target=kill_when, args=(lambda: os.kill(worker, signal.SIGKILL), busy))
+        thread.start()
+        assert tokens(llm.generate(PROMPTS, params(), use_tqdm=False)) == expected("spool-mla")
+        thread.join(60)
+        assert not Path(f"/proc/{worker}").exists()
+        stats = llm.stats()
+        assert (stats.recoveries, stats.running) == (2, 0)
+        assert tokens(llm.generate(PROMPTS[:1], PARAMS[0], use_tqdm=False)) == expected("spool-mla")[:1]
+
+
+@pytest.mark.grid
+def test_async(expected: Any) -> None:
+    async def run() -> list[list[list[int]]]:
+        llm = AsyncLLM("spool-text", data_parallel_size=2, **COMMON)
+
+        async def one(prompt: str, own: SamplingParams) -> Any:
+            async for output in llm.generate(prompt, own):
+                last = output
+            return last
+
+        try:
+            made = await asyncio.gather(*(one(*pair) for pair in zip(PROMPTS, params(), strict=True)))
+        finally:
+            llm.shutdown()
+        return tokens(made)
+
+    assert asyncio.run(run()) == expected("spool-text")

@@ -1,0 +1,48 @@
+"""``weft bench dispatch``: measures, writes what ``--moe-dispatch auto`` uses from then on, and says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from weft.bench import dispatch as run
+from weft.launch.bench import bench
+from weft.moe import cost
+from weft.types.layout import Layout
+
+
+@pytest.fixture(autouse=True)
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("WEFT_OPS_CACHE", str(tmp_path / "cache"))
+    cost.table.cache_clear()
+    yield
+    cost.table.cache_clear()
+
+
+def test_what_was_measured_is_used() -> None:
+    made = CliRunner().invoke(bench, ["dispatch", "--ranks", "2"], standalone_mode=False)
+    assert made.exit_code == 0, made.exception
+    assert "2 ranks, all_to_all" in made.output
+    assert str(cost.user_file()) in made.output
+    (row,) = cost.table()
+    assert row.link in ("gloo", "shared memory")
+    assert row.ranks == 2
+    assert set(row.times) == set(cost.KINDS)
+    assert all(tuple(by) == run.BYTES for by in row.times.values())
+
+
+def test_other_numbers_of_ranks_stay_in_the_table() -> None:
+    times = {kind: {1024: 1.0} for kind in cost.KINDS}
+    run.save([cost.Measured("gloo", "a machine", 4, times)], cost.user_file())
+    run.save([cost.Measured("gloo", "a machine", 2, times)], cost.user_file())
+    assert {row.ranks for row in cost.table()} == {2, 4}
+
+
+@pytest.mark.grid
+def test_a_layer_is_measured_in_every_form() -> None:
+    (found,) = run.layers(Layout(tensor=2, expert=True), (8, 2, 32, 16), (3,), calls=1)
+    assert set(found) == {"reduce", "gather", "low-latency", "throughput"}
+    assert min(found.values()) > 0

@@ -1,0 +1,117 @@
+"""E1 over layouts: at fixed parallel sizes, logits are bitwise equal whatever is computed beside a sequence.
+
+The reference of every sequence is that sequence alone on the same ranks: its whole prompt in one step, no
+halves, no cache. What is compared with it: batches in chunks, with preemption, prefix hits, two steps in
+flight and steps in halves.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.e0.rig import submit
+from tests.e1.rig import Witness, force_preemptions, make_checkpoint, make_engine
+from tests.e1.test_grid import PROMPTS, SAMPLING
+from tests.support.domains import Leads, Replica, run_layout
+from weft.parallel.mesh import Mesh
+from weft.types.layout import Layout
+from weft.types.messages import Submit
+
+LAYOUTS = {
+    "tp2": Layout(tensor=2),
+    "ep2": Layout(tensor=2, expert=True),
+    "dp2ep2": Layout(data=2, expert=True),
+    "tp2dp2": Layout(tensor=2, data=2, expert=True),
+}
+MODELS = ["qwen3_moe", "deepseek_v3", "qwen3_next"]
+OVERLAPS = ["off", "prefill", "all"]
+SEQUENCES = [1, 2, 3, 4]
+"""Numbers of prompts."""
+#: By default every layout, model and overlap once; the rest under ``-m grid``.
+DEFAULT = {
+    ("tp2", "qwen3_next", "all"),
+    ("ep2", "deepseek_v3", "prefill"),
+    ("dp2ep2", "qwen3_moe", "all"),
+    ("tp2dp2", "qwen3_moe", "off"),
+}
+CASES = [
+    pytest.param(
+        layout,
+        model,
+        overlap,
+        marks=[] if (layout, model, overlap) in DEFAULT else [pytest.mark.grid],
+        id=f"{layout}-{model}-{overlap}",
+    )
+    for layout in LAYOUTS
+    for model in MODELS
+    for overlap in OVERLAPS
+]
+
+
+class LeadingWitness(Leads, Witness):
+    """A head's runner."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    made: dict[str, Path] = {}
+
+    def get(model: str) -> Path:
+        if model not in made:
+            made[model] = make_checkpoint(tmp_path_factory.mktemp("layouts"), model)
+        return made[model]
+
+    return get
+
+
+def of(number: int) -> Submit:
+    return submit(number, PROMPTS[number], SAMPLING["seeded"], request=number)
+
+
+def logits(replicas: list[Replica]) -> dict[tuple[int, int], list[torch.Tensor]]:
+    """(seed, position) -> the logits that were sampled there, of all replicas."""
+    found: dict[tuple[int, int], list[torch.Tensor]] = {}
+    for replica in replicas:
+        for key, rows in replica.runner.bits.items():
+            found.setdefault(key, []).extend(rows)
+    return found
+
+
+@pytest.mark.parametrize(("layout", "model", "overlap"), CASES)
+def test_bits_do_not_depend_on_company(folder: Any, layout: str, model: str, overlap: str) -> None:
+    where, shape = folder(model), LAYOUTS[layout]
+
+    def make(**options: Any) -> Any:
+        return lambda mesh: _engine(where, mesh, **options)
+
+    expected: dict[tuple[int, int], list[torch.Tensor]] = {}
+    idle: list[list[list[Submit]]] = [[] for _ in range(shape.data - 1)]
+    for number in SEQUENCES:
+        expected |= logits(run_layout(shape, make(), LeadingWitness, [[[of(number)]], *idle]))
+    turns = [[[of(1), of(2)], [], [], [of(3)], *[[]] * 5, [of(4)]]]
+    if shape.data > 1:
+        turns = [[[of(1)], [], [], [of(3)]], [[], [of(2)], *[[]] * 6, [of(4)]]]
+    replicas = run_layout(
+        shape,
+        make(chunk=48, depth=2, caching=True),
+        LeadingWitness,
+        turns,
+        overlap=overlap,
+        each_turn=force_preemptions,
+    )
+    found = logits(replicas)
+    assert found.keys() == expected.keys()
+    for key, rows in found.items():
+        assert all(torch.equal(row, expected[key][0]) for row in rows), key
+    assert sum(replica.stats.preemptions for replica in replicas)
+    assert max(replica.deepest for replica in replicas) == 2
+    if overlap != "off":
+        assert sum(replica.stats.overlapped_steps for replica in replicas)
+
+
+def _engine(folder: Path, mesh: Mesh, **options: Any) -> tuple[Any, Any]:
+    return make_engine(folder, "float32", "fallback", mesh=mesh, max_num_seqs=8, blocks=256, **options)

@@ -1,0 +1,225 @@
+"""A head and workers in one process: the real scheduler, executor and workers on the loopback channel and a
+virtual clock. Instead of a model every rank has a fake runner, and beside it the real slot table.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from tests.scheduler.fake_runner import FakeRunner
+from tests.scheduler.harness import Rig
+from weft.config.resolved import KVConfig
+from weft.engine.executor import GroupLost
+from weft.engine.group import GroupExecutor
+from weft.engine.worker import Worker
+from weft.parallel.loopback import LinkFault, Loopback
+from weft.parallel.mesh import Mesh
+from weft.runner.runner import StepHandle
+from weft.runner.slot_state import SlotState
+from weft.sim.clock import VirtualClock
+from weft.types import frames as f
+from weft.types.plan import StepPlan, StepResult
+
+SETTINGS = {"scheduler.max_num_seqs": "8", "dtype": '"float64"'}
+TIMEOUT = 10.0
+
+
+class TableRunner:
+    """Keeps tables and samples a function of the history; no model."""
+
+    graphs = None
+    drafter = None
+    varying: tuple[str, ...] = ()
+
+    def __init__(self, kv: KVConfig, commits: dict[int, int], fake: FakeRunner | None = None) -> None:
+        """``commits``: step -> the last step that was committed when it was planned."""
+        self.kv = kv
+        self.commits = commits
+        self.fake = fake or FakeRunner(kv)
+        self.state = SlotState(kv, torch.device("cpu"))
+        self.closed = False
+        self.resets = 0
+
+    def forward(self, plan: StepPlan) -> StepHandle:
+        handle = StepHandle(plan=plan, launched=0.0, forwarded=Future())
+        try:
+            handle.forwarded.set_result(self._launch(plan))
+        except Exception as error:
+            handle.forwarded.set_exception(error)
+        return handle
+
+    def _launch(self, plan: StepPlan) -> StepResult:
+        for op in plan.ops:
+            self.state.apply(op)
+        self.state.validate(plan.prefill)
+        self.state.validate(plan.decode)
+        for step in [s for s in self.fake.named if s <= self.commits[plan.step]]:
+            self.fake.committed(step)
+        return self.fake.launch(plan)
+
+    def sample(self, handle: StepHandle) -> None:
+        handle.sampled = handle.forwarded
+
+    def done(self, handle: StepHandle) -> bool:
+        return True
+
+    def read(self, handle: StepHandle) -> StepResult:
+        result: StepResult = handle.forwarded.result()
+        return result
+
+    def reset(self) -> None:
+        self.resets += 1
+        self.state.clear()
+        self.fake = self.fake.anew()
+
+    def close(self) -> None:
+        self.closed = True
+
+    def table(self) -> dict[int, tuple[Any, ...]]:
+        """Everything that is kept of each live slot."""
+        made: dict[int, tuple[Any, ...]] = {}
+        for slot, tenant in sorted(self.fake.tenants.items()):
+            entries = self.state._entries[:, slot].tolist()
+            blocks = [t[slot, :n].tolist() for t, n in zip(self.state.tables, entries, strict=True)]
+            assert self.state._live[slot]
+            kept = (tenant.history, tenant.num_computed, tenant.tables, tenant.live, tenant.op.seed)
+            made[slot] = (int(self.state._gen[slot]), tenant.gen, entries, blocks, *kept)
+        assert int(self.state._live.sum()) == len(made)
+        return made
+
+
+class Ranks:
+    """The group: ``workers`` ranks beside the head."""
+
+    def __init__(self, kv: KVConfig, workers: int = 3, faults: tuple[LinkFault, ...] = ()) -> None:
+        self.kv = kv
+        self.clock = VirtualClock()
+        self.net = Loopback(self.clock, faults)
+        self.commits: dict[int, int] = {}
+        self.runners = {rank: TableRunner(kv, self.commits) for rank in range(workers + 1)}
+        self.workers: dict[int, Worker] = {}
+        self.right = 0.7
+        self.lives = dict.fromkeys(range(1, workers + 1), 0)
+        self.head = GroupExecutor(
+            self.runners[0],
+            Mesh(),
+            self.net.head(),
+            range(1, workers + 1),
+            settings=SETTINGS,
+            rank_timeout=TIMEOUT,
+            clock=self.clock,
+        )
+        for rank in self.lives:
+            self.start(rank)
+
+    def peer(self, rank: int) -> bytes:
+        """The rank's incarnation that runs."""
+        return b"%d.%d" % (rank, self.lives[rank])
+
+    def start(self, rank: int, settings: dict[str, str] | None = None, version: int = f.VERSION) -> None:
+        """A new process of ``rank``: it says hello and, once welcome, works."""
+        channel = self.net.rank(self.peer(rank))
+        hello = f.RankHello(
+            version=version,
+            release="test",
+            rank=rank,
+            pid=1,
+            settings=SETTINGS if settings is None else settings,
+        )
+        channel.send(f.encode(hello))
+        state: dict[str, Worker] = {}
+
+        def turn() -> bool:
+            if "worker" in state:
+                did = state["worker"].turn()
+                if state["worker"].stopped:
+                    state["worker"].close()
+                return did
+            data = channel.receive(0)
+            if data is None:
+                return False
+            answer = f.decode_to_rank(data)
+            if isinstance(answer, f.RankWelcome):
+                worker = Worker(rank, self.runners[rank], Mesh(), channel, rank_timeout=TIMEOUT)
+                self.workers[rank] = state["worker"] = worker
+                channel.send(f.encode(f.Ready(rank=rank)))
+            return True
+
+        self.net.drive(self.peer(rank), turn)
+
+    def restart(self, rank: int) -> None:
+        """Kills the rank's process and starts another, as empty as any."""
+        self.kill(rank)
+        self.head.forget(rank)
+        self.runners[rank] = TableRunner(self.kv, self.commits, FakeRunner(self.kv, right=self.right))
+        self.lives[rank] += 1
+        self.start(rank)
+
+    def kill(self, rank: int) -> None:
+        """The rank's process ends; nobody is told."""
+        self.net.cut(self.peer(rank))
+
+    def up(self, epoch: int = 0) -> None:
+        self.head.gather(TIMEOUT)
+        self.head.form(epoch)
+
+    def settle(self) -> None:
+        """Lets every rank take in what was sent to it."""
+        while self.net.turn():
+            pass
+
+    def check_equal(self) -> None:
+        """No table has diverged."""
+        self.settle()
+        expected = self.runners[0].table()
+        for rank in self.lives:
+            assert self.runners[rank].table() == expected, f"the table of rank {rank} differs"
+
+
+class GroupRig(Rig):
+    """``Rig`` whose plans a group carries out."""
+
+    def join(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.handles: deque[StepHandle] = deque()
+        self.last_commit = -1
+        ranks.right = self.runner.right
+        for runner in ranks.runners.values():
+            runner.fake.right = self.runner.right
+        self.runner = ranks.runners[0].fake
+
+    def plan(self) -> StepPlan | None:
+        plan = self.scheduler.plan(0.0)
+        if plan is None:
+            return None
+        self._check_shape(plan)
+        self.plans.append(plan)
+        self.ranks.commits[plan.step] = self.last_commit
+        handle = self.ranks.head.forward(plan)
+        self.ranks.head.sample(handle)
+        self.in_flight.append((plan, None))  # type: ignore[arg-type]
+        self.handles.append(handle)
+        return plan
+
+    def commit(self) -> None:
+        result = self.ranks.head.read(self.handles[0])
+        handle = self.handles.popleft()
+        self.in_flight.popleft()
+        self.last_commit = result.step
+        self.hear(self.scheduler.commit(handle.plan, result, 0.0))
+
+    def recover(self, lost: GroupLost | None = None) -> None:
+        """As an engine would: whoever is lost is started anew, the rest keep what they have."""
+        ranks = self.ranks
+        if lost is not None and lost.rank:
+            ranks.restart(lost.rank)
+        self.scheduler.requeue_all()
+        self.in_flight.clear()
+        self.handles.clear()
+        ranks.head.gather(TIMEOUT)
+        ranks.head.form(ranks.head.epoch + 1)
+        self.runner = ranks.runners[0].fake

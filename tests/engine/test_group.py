@@ -1,0 +1,375 @@
+"""A head and its workers: who joins, what ends an epoch and whom it names, and that the next one works."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from tests.engine.group_rig import SETTINGS, TIMEOUT, GroupRig, Ranks, TableRunner
+from tests.scheduler.fake_runner import BAD_SEED, kv_config, submit
+from weft.common.errors import ConfigError, EngineDead
+from weft.engine.executor import GroupLost
+from weft.engine.watch import Liveness
+from weft.parallel.group import CommLost
+from weft.parallel.loopback import LinkFault, repeat
+from weft.types import frames as f
+from weft.types.plan import AllocSlot, FreeSlot, StepPlan
+
+
+def make_rig(depth: int = 1, workers: int = 3, up: bool = True, **section: Any) -> GroupRig:
+    rig = GroupRig(kv_config(copies=4), depth, **section)
+    rig.join(Ranks(rig.kv, workers))
+    if up:
+        rig.ranks.up()
+    return rig
+
+
+def load(rig: GroupRig, many: int = 6) -> None:
+    first = len(rig.told)
+    for number in range(many):
+        rig.submit(submit(first + number, [1 + number, 2, 3, 4, 5], max_tokens=6 + number))
+
+
+def finish(rig: GroupRig) -> None:
+    rig.drain()
+    rig.ranks.head.settle()
+    rig.ranks.check_equal()
+    rig.check_told()
+    rig.check_idle()
+
+
+# ---- joining
+
+
+def test_a_group_of_one_rank_sends_nothing_and_works() -> None:
+    rig = make_rig(workers=0)
+    load(rig)
+    finish(rig)
+    rig.ranks.head.close()
+    assert rig.ranks.clock.now() == 0.0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_all_ranks_carry_out_every_step(depth: int) -> None:
+    rig = make_rig(depth)
+    load(rig)
+    finish(rig)
+    steps = rig.ranks.head.step
+    assert steps > 5
+    assert [worker.step for worker in rig.ranks.workers.values()] == [steps] * 3
+    rig.ranks.head.close()
+    rig.ranks.settle()
+    assert all(runner.closed for runner in rig.ranks.runners.values())
+
+
+def test_settings_that_differ_are_refused_by_name_with_both_values() -> None:
+    ranks = Ranks(kv_config())
+    ranks.kill(2)
+    ranks.lives[2] += 1
+    ranks.start(2, settings={**SETTINGS, "scheduler.max_num_seqs": "16"})
+    with pytest.raises(ConfigError, match=r"max_num_seqs \(--max-num-seqs\).*head has 8.*rank 2 has 16"):
+        ranks.up()
+    for more, match in (({}, "dtype"), ({**SETTINGS, "new": "1"}, "new.*no such setting.*rank 3 has 1")):
+        ranks = Ranks(kv_config())
+        ranks.kill(3)
+        ranks.lives[3] += 1
+        ranks.start(3, settings=more or {"scheduler.max_num_seqs": "8"})
+        with pytest.raises(ConfigError, match=match):
+            ranks.up()
+
+
+def test_another_version_is_refused_and_both_are_named() -> None:
+    ranks = Ranks(kv_config())
+    ranks.kill(1)
+    ranks.lives[1] += 1
+    ranks.start(1, version=f.VERSION + 4)
+    with pytest.raises(ConfigError, match=rf"version {f.VERSION + 4} .* version {f.VERSION}"):
+        ranks.up()
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    ranks = Ranks(kv_config())
+    ranks.kill(3)
+    with pytest.raises(GroupLost, match=r"rank 3 .* did not come") as lost:
+        ranks.up()
+    assert lost.value.rank == 3
+    assert ranks.clock.now() <= 2 * TIMEOUT
+
+
+def test_strangers_and_noise_are_answered_and_change_nothing() -> None:
+    rig = make_rig()
+    stranger = rig.ranks.net.rank(b"x")
+    outcome = f.Outcome(rank=1, epoch=0, step=0, checksum=1)
+    hello = f.RankHello(version=f.VERSION, release="1", rank=9, pid=1, settings=SETTINGS)
+    older = msgspec.structs.replace(hello, rank=1, version=f.VERSION + 1)
+    other = msgspec.structs.replace(hello, rank=1, settings={**SETTINGS, "dtype": "float16"})
+    frames = [outcome, f.Ready(rank=1), hello, older, other]
+    for data in (b"", b"noise", *map(f.encode, frames)):
+        stranger.send(data)
+    load(rig)
+    finish(rig)
+    answers = [f.decode_to_rank(data) for data in iter(lambda: stranger.receive(0), None)]
+    assert [type(answer) for answer in answers] == [f.Refused] * 5
+    messages = [answer.error.message for answer in answers]  # type: ignore[union-attr]
+    assert "rank 9 is not of this group" in messages[2]
+    assert f"version {f.VERSION + 1}" in messages[3]
+    assert "float16" in messages[4]
+
+
+# ---- losing
+
+
+def break_at(runner: TableRunner, step: int, error: Exception) -> None:
+    """``runner`` raises ``error`` at ``step``, once."""
+    launch, left = runner._launch, [error]
+
+    def broken(plan: StepPlan) -> Any:
+        if plan.step >= step and left:
+            raise left.pop()
+        return launch(plan)
+
+    runner._launch = broken  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("error", [EngineDead("planted"), ValueError("planted")])
+def test_an_exception_in_any_rank_names_it_and_the_next_epoch_works(
+    depth: int, rank: int, error: Exception
+) -> None:
+    rig = make_rig(depth)
+    break_at(rig.ranks.runners[rank], 4, error)
+    load(rig)
+    with pytest.raises(GroupLost, match="planted") as lost:  # noqa: PT012
+        rig.drain()
+        rig.ranks.head.settle()
+    assert lost.value.rank == rank
+    assert rig.ranks.clock.now() == 0.0, "it was waited for"
+    with pytest.raises(EngineDead):
+        rig.ranks.head.forward(StepPlan(step=99))
+    rig.recover()  # the very process goes on: weights and memory are kept
+    assert [runner.resets for runner in rig.ranks.runners.values()] == [2, 2, 2, 2]
+    finish(rig)
+
+
+def test_a_collective_that_failed_is_blamed_on_who_says_nothing() -> None:
+    rig = make_rig()
+    for rank in (0, 1, 3):
+        break_at(rig.ranks.runners[rank], 4, CommLost("a peer is gone"))
+    load(rig)
+    with pytest.raises(GroupLost, match="a peer is gone") as lost:  # noqa: PT012
+        while rig.scheduler._step < 4:
+            rig.step()
+        rig.ranks.net.drive(rig.ranks.peer(2), lambda: False)  # stopped: connected, and does nothing
+        rig.drain()
+    assert lost.value.rank == 2
+    assert rig.ranks.clock.now() <= TIMEOUT
+    rig.recover(lost.value)
+    finish(rig)
+
+
+def test_a_collective_that_failed_everywhere_is_nobodys_fault() -> None:
+    rig = make_rig()
+    for rank in range(4):
+        break_at(rig.ranks.runners[rank], 4, CommLost("the link broke"))
+    load(rig)
+    with pytest.raises(GroupLost, match="the link broke") as lost:
+        rig.drain()
+    assert lost.value.rank is None
+    rig.recover()
+    finish(rig)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_rank_that_falls_silent_in_a_step_is_named_within_the_timeout(depth: int) -> None:
+    rig = make_rig(depth)
+    load(rig)
+    for _ in range(3):
+        rig.step()
+    rig.ranks.net.drive(rig.ranks.peer(3), lambda: False)  # stopped: connected, and does nothing
+    with pytest.raises(GroupLost, match="did not end step") as lost:
+        rig.drain()
+    assert lost.value.rank == 3
+    assert rig.ranks.clock.now() <= TIMEOUT
+    rig.recover(lost.value)
+    finish(rig)
+
+
+def test_a_rank_that_is_gone_is_noticed_at_the_next_frame() -> None:
+    rig = make_rig()
+    load(rig)
+    rig.step()
+    rig.ranks.kill(1)
+    with pytest.raises(GroupLost) as lost:
+        rig.drain()
+    assert lost.value.rank == 1
+    rig.recover(lost.value)
+    finish(rig)
+
+
+def test_what_the_watch_finds_ends_the_epoch_at_the_next_step() -> None:
+    rig = make_rig()
+    load(rig)
+    rig.step()
+    rig.ranks.head.lose(2, "it fell silent")
+    rig.ranks.head.lose(3, "later")
+    with pytest.raises(GroupLost, match=r"rank 2 .* silent"):
+        rig.step()
+    rig.recover()
+    finish(rig)
+
+
+def test_other_tokens_on_a_rank_are_noticed() -> None:
+    rig = make_rig()
+    runner = rig.ranks.runners[2]
+    launch = runner._launch
+    runner._launch = lambda plan: _other(launch(plan))  # type: ignore[method-assign]
+    load(rig)
+    with pytest.raises(GroupLost, match="sampled other tokens") as lost:
+        rig.drain()
+    assert lost.value.rank == 2
+
+
+def _other(result: Any) -> Any:
+    return replace(result, tokens=result.tokens + 1)
+
+
+def test_a_rank_that_was_started_anew_behind_our_back_ends_the_epoch() -> None:
+    rig = make_rig()
+    load(rig)
+    rig.step()
+    rig.ranks.runners[1] = TableRunner(rig.kv, rig.ranks.commits)
+    rig.ranks.lives[1] += 1
+    rig.ranks.start(1)
+    with pytest.raises(GroupLost, match=r"rank 1 .* started anew"):
+        rig.drain()
+    rig.recover()
+    finish(rig)
+
+
+# ---- frames that are not this step's
+
+
+def test_a_frame_that_comes_twice_is_a_gap() -> None:
+    rig = make_rig()
+    rig.ranks.net.plant(LinkFault(rig.ranks.peer(1), to_rank=True, at=4, deed=repeat))
+    load(rig)
+    with pytest.raises(GroupLost, match=r"step \d came where step \d was due") as lost:
+        rig.drain()
+    assert lost.value.rank == 1
+
+
+def test_frames_and_outcomes_of_an_epoch_that_ended_change_nothing() -> None:
+    rig = make_rig()
+    load(rig)
+    rig.step()
+    stale = f.StepFrame(step=1, epoch=0, plan=StepPlan(step=1), digest=0)
+    break_at(rig.ranks.runners[3], 2, ValueError("planted"))
+    with pytest.raises(GroupLost):
+        rig.drain()
+    rig.recover()
+    peer = rig.ranks.peer(1)
+    rig.ranks.net.put(peer, True, f.encode(stale))
+    rig.ranks.net.put(peer, True, f.encode(f.Abort(epoch=0)))
+    for old in (
+        f.Outcome(rank=1, epoch=0, step=1, checksum=1),
+        f.Failed(rank=1, epoch=0, step=1, error=EngineDead("old").info()),
+        f.Formed(rank=1, epoch=0),
+    ):
+        rig.ranks.net.put(peer, False, f.encode(old))
+    finish(rig)
+    assert rig.ranks.head.epoch == 1
+
+
+def test_token_masks_are_refused_as_there_are_no_grammars() -> None:
+    rig = make_rig()
+    rig.ranks.net.put(rig.ranks.peer(1), True, f.encode(f.LateMasks(step=0, epoch=0)))
+    load(rig)
+    with pytest.raises(GroupLost, match="no grammar backend"):
+        rig.drain()
+
+
+def test_a_plan_that_contradicts_the_table_is_never_sent() -> None:
+    rig = make_rig()
+    load(rig)
+    rig.step()
+    rig.ranks.settle()
+    sent = rig.ranks.net.sent(rig.ranks.peer(1), True)
+    with pytest.raises(EngineDead, match=r"does not live|free|tenant"):
+        rig.ranks.head.forward(StepPlan(step=1, ops=(FreeSlot(slot=11, gen=1),)))
+    assert rig.ranks.net.sent(rig.ranks.peer(1), True) == sent
+
+
+# ---- every way to start and end work
+
+
+def test_finish_error_cancel_preemption_and_drain_all_travel_in_frames() -> None:
+    rig = GroupRig(kv_config(blocks=12, slots=4), 2, max_num_seqs=4)
+    rig.join(Ranks(rig.kv))
+    rig.ranks.up()
+    for number in range(8):
+        seed = BAD_SEED if number == 3 else 1
+        rig.submit(submit(number, [number + 1] * 9, max_tokens=14, seed=seed))
+    for _ in range(9):
+        rig.step()
+        rig.ranks.check_equal()
+    rig.finish(0)
+    rig.finish(7)
+    finish(rig)
+    stats = rig.scheduler.stats()
+    assert stats.preemptions > 0
+    assert stats.row_errors == 1
+    assert {told.finish for told in rig.told.values()} == {"abort", "error", "length"}
+    rig.submit(submit(50, [1, 2, 3], max_tokens=1))  # the plan that names the last tenants' ends
+    finish(rig)
+
+
+def test_sequences_stay_in_their_slots_whoever_finishes() -> None:
+    rig = make_rig(max_num_seqs=4)
+    load(rig, 4)
+    where: dict[int, int] = {}
+    while rig.scheduler.has_work():
+        rig.step()
+        for running in rig.scheduler._book.running:
+            slot = running.state.slot  # type: ignore[union-attr]
+            assert where.setdefault(running.id, slot) == slot, "a sequence moved"
+    assert len(set(where.values())) == 4
+
+
+def test_requests_beyond_the_slots_queue_and_all_finish() -> None:
+    rig = make_rig(max_num_seqs=4)
+    load(rig, 8)
+    rig.step()
+    stats = rig.scheduler.stats()
+    assert (stats.running, stats.waiting) == (4, 4)
+    finish(rig)
+    assert max(plan.rows for plan in rig.plans) <= 4
+
+
+# ---- liveness
+
+
+def test_silence_is_counted_from_what_was_heard_and_not_by_who_was_away() -> None:
+    alive = Liveness(6.0)
+    alive.expect([1, 2], 0.0)
+    now = 0.0
+    while now < 5.5:
+        now += 0.5
+        alive.heard(1, now)
+        alive.heard(9, now)
+        assert alive.silent(now) is None
+    assert alive.silent(now + 1.0) == 2
+    alive.expect([1, 2], 100.0)
+    assert alive.silent(100.0) is None
+    assert alive.silent(300.0) is None, "this process stood still, not the ranks"
+    assert alive.silent(301.0) is None
+    alive.expect([], 301.0)
+    assert alive.silent(900.0) is None
+
+
+def test_an_alloc_op_is_named_by_its_slot_alone() -> None:
+    assert {"slot", "gen"} <= set(AllocSlot.__struct_fields__)
+    assert not [name for name in AllocSlot.__struct_fields__ if "sequence" in name or "request" in name]

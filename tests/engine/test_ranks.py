@@ -1,0 +1,171 @@
+"""Groups of real processes: what they answer is what one rank answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.rig import config_of
+from tests.support.checkpoints import make_checkpoint
+from weft import LLM, SamplingParams
+from weft.api.settings import read_settings
+from weft.config.resolve import resolve
+from weft.config.resolved import EngineConfig
+from weft.engine.core import EngineCore
+from weft.engine.group import GroupExecutor
+from weft.types.messages import HeadStats, Submit, ids_to_bytes
+from weft.types.sampling import TokenParams
+
+PATIENCE = 120.0
+GREEDY = TokenParams(temperature=0.0, max_tokens=16)
+SEEDED = TokenParams(temperature=0.9, top_p=0.9, max_tokens=20, logprobs=1)
+
+
+def sequence(number: int, prompt: list[int], params: TokenParams) -> Submit:
+    return Submit(
+        sequence=number, request=number, seed=number, prompt_ids=ids_to_bytes(prompt), params=params
+    )
+
+
+def prompt(number: int, length: int) -> list[int]:
+    """One that repeats itself, so that drafts of n-grams are often right."""
+    return [(7 * number + 3 * (place % 11)) % 400 + 5 for place in range(length)]
+
+
+class Run:
+    """An engine that answers ``submits``, some of which come while others run."""
+
+    def __init__(self, config: EngineConfig, submits: list[Submit], late: int = 0) -> None:
+        self.tokens: dict[int, list[int]] = {submit.sequence: [] for submit in submits}
+        self.most_running = self.most_waiting = self.mixed = 0
+        core = EngineCore(config, progress=False)
+        try:
+            for submit in submits[: len(submits) - late]:
+                core.submit(submit)
+            self.turns(core, submits[len(submits) - late :])
+            self.stats: HeadStats = core.stats()
+            self.runner = core.runner
+        finally:
+            core.close()
+
+    def turns(self, core: EngineCore, later: list[Submit]) -> None:
+        until, ended, turn = time.monotonic() + 3 * PATIENCE, 0, 0
+        while core.has_work() or later:
+            assert time.monotonic() < until, "the engine hangs"
+            if later and turn >= 6:
+                core.submit(later.pop(0))
+            turn += 1
+            stats = core.stats()
+            self.most_running = max(self.most_running, stats.running)
+            self.most_waiting = max(self.most_waiting, stats.waiting)
+            for event in core.step():
+                self.tokens[event.sequence] += event.token_ids
+                assert event.finish in (None, "length", "stop"), event
+                ended += event.finish is not None
+        assert ended == len(self.tokens)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"steps_in_flight": 1},
+        {"steps_in_flight": 2, "speculative_method": "ngram", "speculative_adaptive": False},
+    ],
+    ids=["plain", "drafts and two steps in flight"],
+)
+def test_tokens_are_those_of_one_rank_and_requests_beyond_the_slots_queue(more: dict[str, Any]) -> None:
+    """Eight requests on four slots; a long prompt is prefilled while others decode, blocks run short."""
+    settings = {
+        "max_num_seqs": 4,
+        "max_model_len": 512,
+        "max_num_batched_tokens": 128,
+        "block_size": 16,
+        "rank_timeout": PATIENCE,
+        **more,
+    }
+    lengths = [40, 9, 25, 60, 33, 21, 12, 380]
+    submits = [sequence(n, prompt(n, long), SEEDED if n % 2 else GREEDY) for n, long in enumerate(lengths)]
+    alone = Run(config_of(**settings), submits, late=1)
+    group = Run(config_of(**settings, tensor_parallel_size=2), submits, late=1)
+    assert group.tokens == alone.tokens
+    assert isinstance(group.runner, GroupExecutor)
+    assert group.runner.step + 1 >= group.stats.steps > 10
+    for run in (alone, group):
+        assert (run.most_running, run.most_waiting >= 3) == (4, True)
+        assert run.stats.mixed_steps > 0
+        assert (sum(run.stats.drafts_accepted) > 0) == ("speculative_method" in more)
+        assert run.stats.recoveries == 0
+
+
+def test_an_llm_that_shut_down_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    llm = LLM(tensor_parallel_size=2, rank_timeout=PATIENCE, max_model_len=256, dtype="float64")
+    group = llm._core.runner  # type: ignore[union-attr]
+    assert isinstance(group, GroupExecutor)
+    assert group.processes is not None
+    pid = group.processes.pid(1)
+    (output,) = llm.generate("1 + 1 =", SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
+    assert output.outputs[0].finish_reason in ("length", "stop")
+    assert [path.name[:5] for path in tmp_path.iterdir()] == ["weft-"]
+    llm.shutdown()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_end_with_their_head_however_it_ends() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import os, sys, signal\n"
+        "from tests.faults.rig import config_of\n"
+        "from weft.engine.core import EngineCore\n"
+        f"core = EngineCore(config_of(tensor_parallel_size=2, rank_timeout={PATIENCE}), progress=False)\n"
+        "print(core.runner.processes.pid(1), flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE)
+    assert made.returncode == -signal.SIGKILL, made.stderr
+    pid, until = int(made.stdout), time.monotonic() + PATIENCE
+    while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]:
+        assert time.monotonic() < until, "the rank outlived its head"
+        time.sleep(0.05)
+
+
+@pytest.mark.grid
+@pytest.mark.timeout(1800)
+def test_deep_contexts_over_divided_experts(tmp_path: Path) -> None:
+    """Four contexts of 8k, with drafts, one of them prefilled while the others decode."""
+    folder = make_checkpoint(tmp_path, "qwen3_moe")
+    facts = json.loads((folder / "config.json").read_text())
+    facts["max_position_embeddings"] = 16384
+    (folder / "config.json").write_text(json.dumps(facts))
+    submits = [sequence(n, [5 + (n + place) % 17 for place in range(8192)], GREEDY) for n in range(5)]
+
+    def config(**more: Any) -> EngineConfig:
+        settings = {
+            "dtype": "float64",
+            "max_model_len": 8400,
+            "max_num_seqs": 5,
+            "rank_timeout": PATIENCE,
+            "speculative_method": "ngram",
+            "speculative_adaptive": False,
+            "enable_prefix_caching": False,
+            "threads": 1,
+            **more,
+        }
+        return resolve(read_settings(str(folder), settings))
+
+    alone = Run(config(), submits, late=1)
+    group = Run(config(tensor_parallel_size=2, enable_expert_parallel=True), submits, late=1)
+    assert group.tokens == alone.tokens
+    assert group.most_running >= 4
+    assert group.stats.mixed_steps > 0
+    assert sum(group.stats.drafts_accepted) > 0

@@ -1,0 +1,140 @@
+"""An engine over real rank processes, with faults planted in them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from weft.api.settings import read_settings
+from weft.common.clock import SystemClock
+from weft.config.resolve import resolve
+from weft.config.resolved import EngineConfig
+from weft.engine.core import EngineCore
+from weft.engine.recovery import Recovery
+from weft.types.faults import Deed, Fault, Phase
+from weft.types.messages import Submit, ids_to_bytes
+from weft.types.sampling import TokenParams
+
+ROUND = 240.0
+"""Seconds in which all requests of a round must be answered, whatever befalls."""
+Plan = tuple[int, Phase, Deed]
+"""Rank, where it is, and what befalls it there."""
+
+
+@dataclass
+class Told:
+    """What came of one sequence."""
+
+    tokens: list[int] = field(default_factory=list)
+    finish: str | None = None
+
+
+def config_of(**settings: Any) -> EngineConfig:
+    """The bundled model over ranks; in float64, so that no token depends on what is computed beside it."""
+    settings = {"dtype": "float64", "max_num_seqs": 4, "rank_timeout": 10.0, "max_model_len": 256, **settings}
+    return resolve(read_settings("spool-text", settings))
+
+
+def chain(folder: Path, plans: Sequence[Plan], after: int) -> tuple[Fault, ...]:
+    """One fault after the other: each can befall when the one before has, the first when ``go`` is made."""
+    made: list[Fault] = []
+    for number, (rank, phase, deed) in enumerate(plans):
+        needs = str(folder / f"mark{number - 1}") if number else str(folder / "go")
+        # Whoever loads or forms does so seldom; of collectives there are many in a step. Between two faults
+        # somebody is to get a token, else whoever is asked for is given up in the end.
+        times = {"load": 0, "form": 0, "collective": 12 * after}.get(phase, after)
+        mark = str(folder / f"mark{number}")
+        made.append(Fault(rank=rank, phase=phase, deed=deed, after=times, mark=mark, needs=needs))
+    return tuple(made)
+
+
+def requests(first: int, tokens: int = 24) -> list[Submit]:
+    """Two prompts, one of them with two choices; greedy and sampled."""
+    greedy = TokenParams(temperature=0.0, max_tokens=tokens)
+    sampled = TokenParams(temperature=1.0, max_tokens=tokens, logprobs=1)
+    prompts = [(0, 0, [5, 9, 77, 3] * 6, greedy), (1, 0, [8, 2] * 9, sampled), (1, 1, [8, 2] * 9, sampled)]
+    return [
+        Submit(
+            sequence=first + number,
+            request=first + request,
+            choice=choice,
+            seed=11,
+            prompt_ids=ids_to_bytes(ids),
+            params=params,
+        )
+        for number, (request, choice, ids, params) in enumerate(prompts)
+    ]
+
+
+class Engine:
+    """An EngineCore of a group, and what its clients heard."""
+
+    def __init__(self, config: EngineConfig, folder: Path, plans: Sequence[Plan], after: int = 3) -> None:
+        self.folder = folder
+        self.faults = chain(folder, plans, after)
+        self.core = EngineCore(msgspec.structs.replace(config, faults=self.faults), progress=False)
+        self.core._recovery = Recovery(SystemClock(), most=100)
+        self.told: dict[int, Told] = {}
+        self._next = 1
+
+    def go(self) -> None:
+        """From now on what is planted befalls."""
+        (self.folder / "go").touch()
+
+    def round(self, tokens: int = 24) -> list[list[int]]:
+        """The tokens of a round of requests, each of which ends with "length" and in time."""
+        asked = requests(self._next, tokens)
+        self._next += 10
+        for submit in asked:
+            self.told[submit.sequence] = Told()
+            self.core.submit(submit)
+        self.run()
+        told = [self.told[submit.sequence] for submit in asked]
+        assert [one.finish for one in told] == ["length"] * len(asked)
+        return [one.tokens for one in told]
+
+    def run(self) -> None:
+        """Steps until there is nothing to do."""
+        until = time.monotonic() + ROUND
+        while self.core.has_work():
+            assert time.monotonic() < until, "the engine hangs"
+            for event in self.core.step():
+                told = self.told[event.sequence]
+                assert told.finish is None
+                told.tokens += event.token_ids
+                told.finish = event.finish
+
+    def befallen(self) -> int:
+        """Faults that there have been."""
+        return sum(Path(fault.mark).exists() for fault in self.faults)
+
+    def check_idle(self) -> None:
+        """Nothing is held by anyone."""
+        stats, kv = self.core.stats(), self.core.runner.kv
+        assert stats.free_blocks == tuple(pool.num_blocks for pool in kv.pools)
+        assert stats.free_slots == kv.num_slots
+        assert (stats.running, stats.waiting) == (0, 0)
+
+
+def survive(config: EngineConfig, folder: Path, plans: Sequence[Plan], after: int = 3) -> EngineCore:
+    """Has ``plans`` befall a group, one after the other, while it answers. All answers are what they were."""
+    engine = Engine(config, folder, plans, after)
+    try:
+        wanted = engine.round()
+        engine.go()
+        rounds = 0
+        while engine.befallen() < len(plans):
+            assert engine.round() == wanted
+            rounds += 1
+            assert rounds <= 2 * len(plans), f"only {engine.befallen()} faults befell"
+        assert engine.round() == wanted
+        engine.check_idle()
+        assert engine.core.stats().recoveries >= 1
+    finally:
+        engine.core.close()
+    return engine.core

@@ -1,0 +1,55 @@
+"""Ranks of a group that die, stop or fail, wherever they are: every request is answered as if nothing was."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from tests.faults.rig import Plan, config_of, survive
+
+STEP_PHASES = ("stage", "collective", "sample", "read")
+WORKER: list[Plan] = [(1, phase, deed) for phase in STEP_PHASES for deed in ("kill", "stop", "raise")]  # type: ignore[misc]
+HEAD: list[Plan] = [(0, phase, "raise") for phase in STEP_PHASES]  # type: ignore[misc]
+SECOND: list[Plan] = [
+    (rank, phase, deed)  # type: ignore[misc]
+    for phase, deed in (
+        ("form", "kill"),
+        ("form", "stop"),
+        ("form", "raise"),
+        ("load", "kill"),
+        ("load", "stop"),
+    )
+    for rank in (0, 1)
+    if rank or (phase, deed) == ("form", "raise")  # the head does not load again, and dies with its engine
+]
+"""What befalls a group that is being formed anew."""
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_sample_of_everything(tmp_path: Path, depth: int) -> None:
+    plans: dict[int, list[Plan]] = {
+        1: [(1, "stage", "kill"), (1, "load", "kill"), (1, "collective", "stop"), (0, "sample", "raise")],
+        2: [(1, "read", "kill"), (1, "form", "stop"), (0, "collective", "raise"), (1, "sample", "raise")],
+    }
+    core = survive(config_of(tensor_parallel_size=2, steps_in_flight=depth), tmp_path, plans[depth])
+    assert core.stats().requeued > 0
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("part", range(4))
+def test_every_rank_in_every_phase(tmp_path: Path, depth: int, part: int) -> None:
+    """Four of the 16 faults that befall a running group in each part, each with one while it forms again."""
+    first = (WORKER + HEAD)[part::4]
+    seconds = itertools.cycle(SECOND[part:] + SECOND[:part])
+    plans: list[Plan] = []
+    for fault in first:
+        second = next(seconds)
+        plans.append(fault)
+        if second[1] == "load" and fault[2] == "raise":
+            plans.append((second[0], "form", second[2]))  # nobody loads after it
+        else:
+            plans.append(second)
+    survive(config_of(tensor_parallel_size=2, steps_in_flight=depth), tmp_path, plans)

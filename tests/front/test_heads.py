@@ -1,0 +1,127 @@
+"""One front over several heads: load, metrics, health, and streams that outlive their head."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def text_of(answer: Any) -> str:
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["text"])
+
+
+def by_head(server: Any, name: str) -> dict[str, float]:
+    text = server.http.get("/metrics").text
+    return {h: float(v) for h, v in re.findall(rf'^weft:{name}{{head="(\d+)".*}} (\S+)$', text, re.M)}
+
+
+def children(server: Any) -> list[int]:
+    pid = server.process.pid
+    return [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_requests_spread_by_load_and_metrics_tell_the_heads_apart(start_fake: Any, script: Any) -> None:
+    server = start_fake(heads=2, drain_timeout=0)
+    assert server.http.get("/health").json() == {"status": "alive"}
+    assert by_head(server, "engine_up") == {"0": 1.0, "1": 1.0}
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        hanging = [
+            pool.submit(lambda: server.complete("abc", seed=script.HANG_AFTER, max_tokens=9).status_code)
+            for _ in range(6)
+        ]
+        server.wait(lambda: by_head(server, "num_requests_running") == {"0": 3.0, "1": 3.0}, 20)
+        assert server.metric("front_sequences") == 6
+        assert text_of(server.complete("abc", max_tokens=5)) == "abcab"
+        server.stop(signal.SIGINT)
+        assert {one.result() for one in hanging} == {503}
+
+
+def test_choices_of_one_prompt_go_to_one_head(start_fake: Any, script: Any) -> None:
+    server = start_fake(heads=2)
+    with server.stream("/v1/completions", prompt="abc", n=4, seed=script.HANG_AFTER, max_tokens=9):
+        server.wait(lambda: sorted(by_head(server, "num_requests_running").values()) == [0.0, 4.0], 20)
+    with server.stream("/v1/completions", prompt=["abc", "abd"], seed=script.HANG_AFTER, max_tokens=9):
+        server.wait(lambda: sorted(by_head(server, "num_requests_running").values()) == [1.0, 1.0], 20)
+
+
+@pytest.mark.parametrize("lives", [0, 1])
+def test_streams_go_on_at_another_head(start_fake: Any, script: Any, sse: Any, lives: int) -> None:
+    server = start_fake(heads=2, lives=lives)
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        others = [pool.submit(server.complete, "abcdefg", max_tokens=300) for _ in range(4)]
+        fields = {"prompt": "xyz", "seed": script.DIE_ONCE, "max_tokens": 50, "logprobs": 1}
+        with server.stream("/v1/completions", **fields) as answer:
+            events = sse(answer)
+        assert events[-1] == "[DONE]"
+        assert "".join(e["choices"][0]["text"] for e in events[:-1]) == ("xyz" * 17)[:50]
+        assert sum(len(e["choices"][0]["logprobs"]["tokens"]) for e in events[:-1]) == 50
+        assert {text_of(other.result(60)) for other in others} == {("abcdefg" * 43)[:300]}
+    assert server.metric("front_failovers_total") >= 1
+    if lives:
+        server.wait(lambda: server.http.get("/health").json() == {"status": "alive"}, 20)
+        assert sorted(by_head(server, "engine_up").values()) == [1.0, 1.0]
+    else:
+        health = server.http.get("/health")
+        assert (health.status_code, health.json()) == (200, {"status": "degraded"})
+        assert server.http.get("/ready").json() == {"status": "ready"}
+        assert sorted(by_head(server, "engine_up").values()) == [0.0, 1.0]
+    assert text_of(server.complete("abc", max_tokens=5)) == "abcab"
+
+
+def test_a_lone_head_that_returns_goes_on_with_its_streams(start_fake: Any, script: Any) -> None:
+    server = start_fake(lives=1)
+    made = server.complete("xyz", seed=script.DIE_ONCE, max_tokens=20, n=2)
+    assert made.status_code == 200, made.text
+    assert [choice["text"] for choice in made.json()["choices"]] == [("xyz" * 7)[:20]] * 2
+    assert server.metric("front_sequences") == 0
+
+
+def test_a_request_that_kills_every_head_ends(start_fake: Any, script: Any) -> None:
+    """It gets its error before it has killed more heads than a sequence may lose; the last of them lives."""
+    server = start_fake(heads=3, lives=2)
+    made = server.complete("xyz", seed=script.DIE, max_tokens=9)
+    assert made.status_code == 500
+    assert "lost" in json.dumps(made.json())
+    assert text_of(server.complete("abc", max_tokens=5)) == "abcab"
+
+
+def test_the_server_ends_when_the_last_head_dies(start_fake: Any, script: Any) -> None:
+    server = start_fake(heads=2)
+    with server.stream("/v1/completions", prompt="abc", seed=script.HANG_AFTER, max_tokens=9) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        for child in children(server):
+            os.kill(child, signal.SIGKILL)
+        error = json.loads([line for line in lines if line][-1].removeprefix("data: "))
+        assert error["error"]["code"] == "engine_dead", error
+    assert server.process.wait(20) == 1
+
+
+@pytest.mark.parametrize("lives", [0, 1])
+def test_heads_that_need_each_other(start_fake: Any, script: Any, sse: Any, lives: int) -> None:
+    """Sequences wait until all are there; where one is lost for good, all are, and everybody hears of it."""
+    server = start_fake(heads=2, lives=lives, together=True)
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        other = pool.submit(
+            server.complete, "abcdefg", seed=0 if lives else script.HANG_AFTER, max_tokens=300
+        )
+        server.wait(lambda: server.metric("num_requests_running") == 1, 20)
+        fields = {"prompt": "xyz", "seed": script.DIE_ONCE, "max_tokens": 50}
+        with server.stream("/v1/completions", **fields) as answer:
+            events = sse(answer)
+        if lives:
+            assert "".join(e["choices"][0]["text"] for e in events[:-1]) == ("xyz" * 17)[:50]
+            assert text_of(other.result(60)) == ("abcdefg" * 43)[:300]
+            assert server.metric("front_failovers_total") == 1
+        else:
+            assert events[-1]["error"]["code"] == "engine_dead"
+            assert other.result(60).status_code == 500
+            assert server.process.wait(20) == 1

@@ -1,0 +1,105 @@
+"""``weft serve`` over several replicas: bursts, idle times, and the death of one of their heads."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+COMMON = (
+    "--data-parallel-size",
+    "2",
+    "--dtype",
+    "float64",
+    "--kv-cache-memory",
+    "64M",
+    "--rank-timeout",
+    "20",
+)
+SHARED = ("spool-mla", *COMMON, "--enable-expert-parallel", "--max-num-seqs", "2")
+PATIENCE = 180.0
+"""Seconds, for a machine that does much else."""
+QUESTIONS = [f"Tom has {n} apples and buys {n + 3} more. How many apples does he have?" for n in range(2, 8)]
+LONG: dict[str, Any] = {"max_tokens": 30, "ignore_eos": True}
+
+
+def by_head(server: Any, name: str) -> list[float]:
+    text = server.http.get("/metrics").text
+    return [float(v) for _, v in sorted(re.findall(rf'^weft:{name}{{head="(\d+)".*}} (\S+)$', text, re.M))]
+
+
+def heads(server: Any) -> list[int]:
+    pid = server.process.pid
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(c) for c in children if b"head_main" in Path(f"/proc/{c}/cmdline").read_bytes()]
+
+
+def ask(server: Any, number: int) -> list[str]:
+    """Every second one is sampled, twice."""
+    own = {"temperature": 1.0, "seed": number, "n": 2} if number % 2 else {"temperature": 0}
+    body = {
+        "model": server.model,
+        "messages": [{"role": "user", "content": QUESTIONS[number]}],
+        **LONG,
+        **own,
+    }
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=PATIENCE)
+    assert answer.status_code == 200, answer.text
+    return [choice["message"]["content"] for choice in answer.json()["choices"]]
+
+
+def burst(server: Any) -> list[list[str]]:
+    with concurrent.futures.ThreadPoolExecutor(len(QUESTIONS)) as pool:
+        return list(pool.map(lambda number: ask(server, number), range(len(QUESTIONS))))
+
+
+def idle(server: Any) -> bool:
+    return bool(server.metric("num_requests_running") + server.metric("num_requests_waiting") == 0)
+
+
+def check_death(server: Any, wanted: list[list[str]], death: signal.Signals) -> None:
+    """A burst during which a head dies gives what it gives without, and then both replicas serve."""
+    victim = heads(server)[-1]
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        made = pool.submit(burst, server)
+        server.wait(lambda: min(by_head(server, "num_requests_running")) >= 2, PATIENCE)
+        os.kill(victim, death)
+        assert made.result(PATIENCE) == wanted
+    server.wait(lambda: by_head(server, "engine_up") == [1.0, 1.0], PATIENCE)
+    assert server.http.get("/health").json() == {"status": "alive"}
+    assert server.metric("front_failovers_total") >= 1
+    assert len(heads(server)) == 2
+    assert victim not in heads(server)
+    assert burst(server) == wanted
+    server.wait(lambda: idle(server), 20)
+    assert server.metric("free_slots") == 2 * 2
+
+
+@pytest.mark.grid
+def test_independent_replicas(start_weft: Any) -> None:
+    server = start_weft("spool-text", *COMMON, "--max-num-seqs", "2")
+    wanted = burst(server)
+    assert min(by_head(server, "generation_tokens_total")) > 0
+    check_death(server, wanted, signal.SIGKILL)
+    assert sum(by_head(server, "engine_idle_steps_total")) == 0
+    assert server.stop() == 0
+
+
+@pytest.mark.parametrize(
+    "death", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.grid)], ids=lambda d: d.name
+)
+def test_replicas_that_share_experts(start_weft: Any, death: signal.Signals) -> None:
+    """C1, A16: two slots each and nine sequences at once; one request alone; a head that dies."""
+    server = start_weft(*SHARED)
+    wanted = burst(server)
+    assert ask(server, 0) == wanted[0]  # the other replica has nothing to do, and takes part
+    server.wait(lambda: min(by_head(server, "engine_idle_steps_total")) > 0, 10)
+    server.wait(lambda: idle(server), 10)
+    check_death(server, wanted, death)
+    assert server.stop() == 0

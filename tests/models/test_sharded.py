@@ -1,0 +1,248 @@
+"""Tensor parallelism: ranks together compute what one rank does, from slices of the same checkpoint."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.support.ranks import on_ranks
+from tests.support.sharded import assert_parts
+from weft.attention.registry import choose
+from weft.common.errors import ConfigError
+from weft.config import sharding
+from weft.config.families import load_spec
+from weft.layers.build import Build
+from weft.layers.held import cut, held_by, largest_of
+from weft.layers.linear import Embedding, Head
+from weft.models.base import Model
+from weft.models.files import WeightFile
+from weft.models.loader import load_model
+from weft.models.registry import WEIGHTS
+from weft.overlap.drive import drive
+from weft.parallel.comm import reduced
+from weft.parallel.mesh import Mesh
+from weft.runner.graphs import obstacle
+from weft.types.layout import Layout
+
+CPU = torch.device("cpu")
+CLOSE = 1e-12
+"""Of the largest logit, in float64: sums in another order."""
+
+#: What each shape has that the others lack; with 2 ranks. The rest, and 4 ranks, are a grid.
+DEFAULT = (
+    "llama-biases-head-dim",
+    "llama-mqa-gelu",
+    "qwen3-bias-window",
+    "qwen3-moe",
+    "deepseek-v3",
+    "deepseek-v3-full-queries-bias",
+    "qwen3-next",
+    "gpt-oss",
+    "deepseek-v4",
+    "deepseek-v32",
+)
+GRID = (
+    "llama",
+    "llama-tied-mha",
+    "qwen2-mixed-window",
+    "qwen3",
+    "qwen3-moe-sparse-step",
+    "mixtral",
+    "deepseek-v2-groups-yarn",
+    "deepseek-v3-dense-halves",
+    "qwen3-5",
+    "qwen3-5-moe",
+    "qwen3-next-dense",
+    "gpt-oss-clamped",
+    "gpt-oss-full-tied",
+    "deepseek-v4-odd",
+    "deepseek-v4-window",
+    "glm-dsa",
+)
+
+
+def _run(model: Model, paged: Any) -> Tensor:
+    """Mixed steps over two sequences: a prompt in chunks, rows of several tokens, one taken back."""
+    harness = paged(model)
+    first = harness.sequence([(7 * i + 3) % 90 for i in range(19)])
+    second = harness.sequence([(11 * i + 1) % 90 for i in range(14)])
+    harness.step([(first, 6)])
+    harness.step([(second, 9), (first, 7)])
+    harness.step([(second, 1)], [(first, 3)])
+    harness.reject(first, 1)
+    for _ in range(3):
+        harness.step([], [(second, 1), (first, 1)])
+    return torch.stack([*first.logits, *second.logits])
+
+
+def _assert_close(found: Tensor, expected: Tensor) -> None:
+    assert found.shape == expected.shape
+    assert (found - expected).abs().max() <= CLOSE * expected.abs().max()
+
+
+def _divides(checkpoint: Any, ranks: int) -> bool:
+    try:
+        sharding.check(load_spec(checkpoint.folder, None), Layout(tensor=ranks))
+    except ConfigError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [(name, 2) for name in DEFAULT]
+    + [("llama-mqa-gelu", 4)]
+    + [pytest.param(name, 2, marks=pytest.mark.grid) for name in GRID]
+    + [pytest.param(name, 4, marks=pytest.mark.grid) for name in (*DEFAULT[:1], *DEFAULT[2:], *GRID)],
+)
+def test_logits_are_those_of_one_rank(name: str, ranks: int, checkpoints: Any, paged: Any) -> None:
+    checkpoint = checkpoints(name)
+    if not _divides(checkpoint, ranks):
+        pytest.skip(f"{name} does not divide by {ranks}")
+    expected = _run(checkpoint.load(torch.float64), paged)
+    found = on_ranks(
+        Layout(tensor=ranks), lambda mesh: _run(checkpoint.load(torch.float64, mesh=mesh), paged)
+    )
+    for one in found[1:]:
+        assert torch.equal(one, found[0]), "ranks have other bits"
+    _assert_close(found[0], expected)
+
+
+def _file(checkpoint: Any) -> dict[str, Tensor]:
+    return load_file(Path(checkpoint.folder) / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", ["llama-biases-head-dim", "deepseek-v3", "qwen3-5", "qwen3-next", "mixtral"])
+def test_each_rank_reads_its_slices_alone(
+    name: str, checkpoints: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what ranks divide each reads its part, and of nothing more than it holds."""
+    checkpoint = checkpoints(name)
+    spec = load_spec(checkpoint.folder, None)
+    read = dict[int, dict[str, int]]()
+    tensor, part = WeightFile.tensor, WeightFile.part
+
+    def note(name: str, found: Tensor) -> Tensor:
+        of_rank = read.setdefault(threading.get_ident(), {})
+        of_rank[name] = of_rank.get(name, 0) + found.nbytes
+        return found
+
+    def noted(self: WeightFile, name: str, place: tuple[slice, ...]) -> Tensor:
+        return note(name, part(self, name, place)) if place else self.tensor(name)
+
+    monkeypatch.setattr(WeightFile, "tensor", lambda self, name: note(name, tensor(self, name)))
+    monkeypatch.setattr(WeightFile, "part", noted)
+
+    def work(mesh: Mesh) -> tuple[dict[str, int], Model]:
+        model = load_model(checkpoint.folder, spec, torch.float32, CPU, progress=False, mesh=mesh, pack=False)
+        return read[threading.get_ident()], model
+
+    whole = {name: values.nbytes for name, values in _file(checkpoint).items()}
+    ranks = on_ranks(Layout(tensor=2), work)
+    placements = WEIGHTS.get(spec.family)(spec).placements
+    parameters = dict(ranks[0][1].named_parameters())
+    divided = 0
+    for name, size in whole.items():
+        place = placements[name]
+        each = [found[name] for found, _ in ranks]
+        if held_by(parameters[place.parameter]) is None or "kv_a_proj" in name:
+            assert each == [size, size], name
+        elif "embed" in name or "lm_head" in name:  # 131 rows
+            assert sum(each) == size
+            assert max(each) - min(each) == size // 131
+        else:
+            assert each == [size // 2, size // 2], name
+            divided += size
+    assert divided > sum(whole.values()) / 3
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3-5-moe", "gpt-oss-full-tied", "deepseek-v4", "deepseek-v32", "qwen3-moe"]
+)
+@pytest.mark.parametrize("dummy", [False, True])
+def test_parts_make_up_the_whole(name: str, dummy: bool, checkpoints: Any) -> None:
+    """What ranks hold is their cut of one rank's parameters, loaded or random."""
+    checkpoint = checkpoints(name)
+    load_format = "dummy" if dummy else "auto"
+
+    def load(mesh: Mesh | None = None) -> dict[str, torch.nn.Parameter]:
+        model = checkpoint.load(mesh=mesh, pack=False, load_format=load_format, seed=3)
+        return dict(model.named_parameters())
+
+    assert_parts(load(), on_ranks(Layout(tensor=2), load))
+
+
+def test_float32_as_it_is_served(checkpoints: Any, paged: Any) -> None:
+    """The operators of this machine, in their own layouts."""
+    for name in ("qwen3-moe", "deepseek-v3-sixteens", "qwen3-next"):
+        checkpoint = checkpoints(name)
+        expected = _run(checkpoint.load(), paged)
+        found = on_ranks(Layout(tensor=2), lambda mesh, c=checkpoint: _run(c.load(mesh=mesh), paged))
+        assert torch.equal(*found)
+        assert (found[0] - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def test_weights_in_8_bits(checkpoints: Any, paged: Any) -> None:
+    """Ranks round to the same 8 bits as one does."""
+    for name in ("llama-tied-mha", "qwen3-5-moe", "deepseek-v4"):
+        checkpoint = checkpoints(name)
+        expected = _run(checkpoint.load(torch.float64, quantization="int8"), paged)
+        found = on_ranks(
+            Layout(tensor=2),
+            lambda mesh, c=checkpoint: _run(c.load(torch.float64, mesh=mesh, quantization="int8"), paged),
+        )
+        assert torch.equal(*found)
+        _assert_close(found[0], expected)
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_ranks_know_the_largest_of_whole_rows(load_format: str, checkpoints: Any) -> None:
+    """What 8 bits are scaled by, where rows are divided."""
+    more = {"pack": False, "quantization": "int8", "load_format": load_format}
+    whole = dict(checkpoints("mixtral").load(**more).named_parameters())
+    parts = on_ranks(
+        Layout(tensor=2), lambda mesh: dict(checkpoints("mixtral").load(mesh=mesh, **more).named_parameters())
+    )
+    for own in parts:
+        noted = {name: largest_of(parameter) for name, parameter in own.items()}
+        of_rows = {name: largest for name, largest in noted.items() if largest is not None}
+        assert {name.split(".", 2)[2] for name in of_rows} == {
+            "attention.out.weight",
+            "feed_forward.experts.down",
+        }
+        for name, largest in of_rows.items():
+            assert torch.equal(largest, whole[name].abs().amax(-1, keepdim=True))
+
+
+def test_a_vocabulary_smaller_than_its_shares() -> None:
+    """Some ranks have none of it: the embedding is a sum of partials, and logits are all there."""
+    table = torch.randn(5, 3, dtype=torch.float64)
+    ids = torch.tensor([4, 0, 2, 2, 1, 3])
+
+    def work(mesh: Mesh) -> tuple[Tensor, Tensor]:
+        build = Build(dtype=torch.float64, device=CPU, mesh=mesh)
+        embedding = Embedding(5, 3, build, tied=True)
+        head = Head(embedding, build, tied=True)
+        embedding.weight.data[: embedding.held.count] = cut(table, embedding.held)
+        embedding.pack()
+        head.pack()
+        return drive(reduced(build.comm, embedding(ids))), drive(head.steps(table))
+
+    for embedded, logits in on_ranks(Layout(tensor=4), work):
+        assert torch.equal(embedded, table[ids])
+        assert torch.allclose(logits, table @ table.T, rtol=1e-12)
+
+
+def test_steps_that_meet_are_not_recorded(checkpoints: Any) -> None:
+    def why(mesh: Mesh) -> str | None:
+        model = checkpoints("llama").load(mesh=mesh)
+        return obstacle(model, choose("auto", model.spec, torch.float32, CPU, 16))
+
+    checkpoints("llama")
+    assert on_ranks(Layout(tensor=2), why) == ["ranks meet in the middle of a step"] * 2

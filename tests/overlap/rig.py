@@ -1,0 +1,146 @@
+"""Engines in lock-step: every rank of a replica has a scheduler of its own, and all make the same plans.
+
+So there is nothing between them but collectives; who decides on halves is the first rank, as a head would.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.e0.rig import Answer, Recorder, make_engine, run, spec_of
+from tests.support.ranks import on_ranks
+from weft.engine.core import EngineCore
+from weft.layers.build import ExpertOptions
+from weft.models.decoder import Decoder
+from weft.models.loader import load_model
+from weft.overlap.policy import OverlapPolicy
+from weft.overlap.split import split
+from weft.parallel.mesh import Mesh
+from weft.types.layout import Layout
+from weft.types.messages import HeadStats, Submit
+from weft.types.plan import StepPlan
+
+CPU = torch.device("cpu")
+DEADLINE = 60.0
+
+
+class Decisions:
+    """What the first rank decided, by step; the others wait for it."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, bool] = {}
+        self._changed = threading.Condition()
+        self._ended = False
+
+    def decide(self, step: int, wanted: bool) -> None:
+        with self._changed:
+            self._made[step] = wanted
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """The head decides nothing more: who waits for it goes on alone."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def wait(self, step: int) -> bool:
+        with self._changed:
+            found = self._changed.wait_for(lambda: step in self._made or self._ended, DEADLINE)
+            assert found, "the head decided nothing"
+            return self._made.get(step, False)
+
+
+class Decided(OverlapPolicy):
+    """A policy whose decisions the other ranks follow."""
+
+    def __init__(self, mode: str, rank: int, decisions: Decisions) -> None:
+        super().__init__(mode)
+        self._rank, self._decisions = rank, decisions
+
+    def wants(self, plan: StepPlan) -> bool:
+        if self._rank:
+            return self._decisions.wait(plan.step)
+        wanted = super().wants(plan)
+        self._decisions.decide(plan.step, wanted)
+        return wanted
+
+
+@dataclass
+class Ran:
+    """One rank's part of a run."""
+
+    answers: dict[int, Answer]
+    stats: HeadStats
+    plans: list[StepPlan] = field(default_factory=list)
+    extra: Any = None
+
+    @property
+    def tokens(self) -> dict[int, list[int]]:
+        return {sequence: answer.tokens for sequence, answer in sorted(self.answers.items())}
+
+    @property
+    def halved(self) -> int:
+        return sum(plan.halves > 1 for plan in self.plans)
+
+    @property
+    def cut(self) -> int:
+        """Steps in halves in which a prompt was cut."""
+        return sum(plan.halves > 1 and (split(plan) or (0, 0, 0))[2] > 0 for plan in self.plans)
+
+
+_LOADING = threading.Lock()
+
+
+def rank_model(folder: Path, mesh: Mesh, mtp: int = 0, dispatch: str = "auto") -> Decoder:
+    """This rank's share. Loading is one at a time: threads of one process share torch's default settings."""
+    with _LOADING:
+        model = load_model(
+            str(folder),
+            spec_of(folder, mtp),
+            torch.float64,
+            CPU,
+            progress=False,
+            mesh=mesh,
+            experts=ExpertOptions(dispatch=dispatch),
+        )
+    assert isinstance(model, Decoder)
+    return model
+
+
+def on_engines(
+    layout: Layout,
+    folder: Path,
+    submits: Callable[[], list[list[Submit]]],
+    mode: str,
+    *,
+    each: Callable[[Mesh, EngineCore, Recorder], Any] | None = None,
+    mtp: int = 0,
+    timeout: float = DEADLINE,
+    dispatch: str = "auto",
+    **settings: Any,
+) -> list[Ran]:
+    """Runs the same requests on every rank; by rank what came of it.
+
+    ``each`` may change a rank's engine before it runs; what it returns is ``extra``.
+    """
+    decisions = Decisions()
+
+    def work(mesh: Mesh) -> Ran:
+        torch.set_num_threads(1)
+        model = rank_model(folder, mesh, mtp, dispatch)
+        engine, runner = make_engine(folder, model=model, launcher=mesh.launcher, **settings)
+        engine.overlap = Decided(mode, mesh.rank, decisions)
+        extra = None if each is None else each(mesh, engine, runner)
+        try:
+            answers = run(engine, submits())
+            return Ran(answers, engine.stats(), getattr(runner, "plans", []), extra)
+        finally:
+            engine.close()
+
+    return on_ranks(layout, work, timeout)

@@ -1,0 +1,184 @@
+"""Which steps run in halves, on made-up times."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+
+import pytest
+
+from tests.overlap.test_split import decode, prompt, segment
+from weft.config.sections import ParallelSection
+from weft.overlap.cost import Line
+from weft.overlap.policy import FEW, OverlapPolicy, mode_of
+from weft.overlap.split import split
+from weft.overlap.times import StepTimes, Stretch, covered
+from weft.parallel.launcher import Flight
+from weft.types.plan import StepPlan
+
+PROMPTS = StepPlan(step=1, prefill=segment([prompt(0, 256), prompt(1, 256)]))
+DECODES = StepPlan(step=1, decode=segment([decode(i) for i in range(16)]))
+ONE = StepPlan(step=1, decode=segment([decode(0)]))
+IDLE = StepPlan(step=1)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "mode"),
+    [
+        (None, "off"),
+        (ParallelSection(), "off"),
+        (ParallelSection(overlap="all"), "off"),
+        (ParallelSection(overlap="all", data_parallel_size=4), "off"),
+        (ParallelSection(overlap="all", tensor_parallel_size=2), "all"),
+        (ParallelSection(tensor_parallel_size=2), "auto"),
+        (ParallelSection(tensor_parallel_size=2, overlap="off"), "off"),
+        (ParallelSection(overlap="prefill", data_parallel_size=2, enable_expert_parallel=True), "prefill"),
+    ],
+)
+def test_asking_before_or_without_ranks_answers_off(parallel: ParallelSection | None, mode: str) -> None:
+    assert mode_of(parallel) == mode
+    assert OverlapPolicy().mode == "off"
+    assert not OverlapPolicy().wants(PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("mode", "wanted"), [("off", []), ("prefill", [PROMPTS, IDLE]), ("all", [PROMPTS, DECODES, IDLE])]
+)
+def test_modes(mode: str, wanted: list[StepPlan]) -> None:
+    policy = OverlapPolicy(mode)
+    for plan in (PROMPTS, DECODES, ONE, IDLE):
+        assert policy.wants(plan) == any(plan is one for one in wanted)
+        assert policy.decide(plan).halves == 1 + policy.wants(plan)
+
+
+def times(plan: StepPlan, compute: float, link: float, waited: float) -> StepTimes:
+    """Of a step that computed and waited for so long."""
+    flight = Flight(0, 0.0, 0.0, link, waited)
+    seconds = compute + waited
+    return StepTimes(
+        halves=plan.halves, seconds=seconds, stretches=[Stretch(0, 0.0, seconds)], flights=[flight]
+    )
+
+
+class Machine:
+    """What steps take: compute by tokens, halves with ``toll`` more of it; a link of ``link`` seconds."""
+
+    def __init__(
+        self, fixed: float, token: float, link: float, toll: float = 0.0, noise: float = 0.0
+    ) -> None:
+        self.fixed, self.token, self.link, self.toll, self.noise = fixed, token, link, toll, noise
+        self._random = random.Random(3)
+
+    def run(self, plan: StepPlan) -> StepTimes:
+        shake = 1.0 + self.noise * self._random.uniform(-1.0, 1.0)
+        if plan.halves == 1:
+            return times(plan, shake * self.compute(plan), self.link, self.link)
+        halves = split(plan)
+        assert halves is not None
+        parts = [self.compute(half) * (1 + self.toll) for half in halves[:2]]
+        took = max(sum(parts), max(parts) + self.link)
+        return times(plan, shake * sum(parts), self.link, took - sum(parts))
+
+    def compute(self, plan: StepPlan) -> float:
+        return self.fixed + self.token * plan.tokens
+
+
+def many(policy: OverlapPolicy, plan: StepPlan, machine: Machine, steps: int) -> tuple[int, float]:
+    """(steps in halves, seconds of all)."""
+    halved, seconds = 0, 0.0
+    for _ in range(steps):
+        decided = policy.decide(plan)
+        made = machine.run(decided)
+        policy.observe(decided, made)
+        halved += decided.halves > 1
+        seconds += made.seconds
+    return halved, seconds
+
+
+def test_auto_takes_halves_where_they_hide_communication() -> None:
+    halved, _ = many(OverlapPolicy("auto"), PROMPTS, Machine(1e-3, 1e-4, 20e-3), 400)
+    assert halved > 350
+
+
+def test_auto_stays_whole_where_there_is_nothing_to_hide() -> None:
+    halved, _ = many(OverlapPolicy("auto"), PROMPTS, Machine(1e-3, 1e-4, 1e-4), 400)
+    assert halved == 0
+
+
+def test_auto_stays_whole_where_halves_read_all_weights_twice() -> None:
+    """A decode step of few rows is all fixed cost: two halves are two steps."""
+    halved, _ = many(OverlapPolicy("auto"), DECODES, Machine(10e-3, 1e-6, 8e-3), 400)
+    assert halved == 0
+
+
+def test_auto_gives_up_what_does_not_pay_after_all() -> None:
+    """The model says it pays; threads that take cores from each other say no."""
+    machine = Machine(1e-3, 1e-4, 20e-3, toll=1.0)
+    halved, seconds = many(OverlapPolicy("auto"), PROMPTS, machine, 3000)
+    assert FEW <= halved <= 5 * FEW
+    off = 3000 * machine.run(PROMPTS).seconds
+    assert seconds <= 1.02 * off
+
+
+def test_auto_changes_its_mind_with_the_link() -> None:
+    policy, machine = OverlapPolicy("auto"), Machine(1e-3, 1e-4, 20e-3)
+    assert many(policy, PROMPTS, machine, 200)[0] > 150
+    machine.link = 1e-5
+    many(policy, PROMPTS, machine, 600)
+    assert many(policy, PROMPTS, machine, 200)[0] < 20
+    machine.link = 20e-3
+    many(policy, PROMPTS, machine, 1200)
+    assert many(policy, PROMPTS, machine, 200)[0] > 150
+
+
+@pytest.mark.parametrize("link", [1e-4, 2e-3, 2e-2])
+@pytest.mark.parametrize("toll", [0.0, 0.3])
+@pytest.mark.parametrize("plan", [PROMPTS, DECODES], ids=["prompts", "decodes"])
+def test_auto_is_never_much_slower_than_off(link: float, toll: float, plan: StepPlan) -> None:
+    """C9's bar on made-up machines with 10% of noise, trials included."""
+    seconds: Callable[[str], float] = lambda mode: many(  # noqa: E731
+        OverlapPolicy(mode), plan, Machine(5e-3, 5e-5, link, toll, noise=0.1), 1000
+    )[1]
+    off, auto = seconds("off"), seconds("auto")
+    assert auto <= 1.02 * off
+
+
+def test_decisions_do_not_flutter() -> None:
+    """Gain near the border: between entering and leaving lies a gap, so noise does not toggle every step."""
+    policy = OverlapPolicy("auto")
+    machine = Machine(1e-3, 1e-4, 4.5e-3, noise=0.05)
+    decided = []
+    for _ in range(1000):
+        plan = policy.decide(PROMPTS)
+        policy.observe(plan, machine.run(plan))
+        decided.append(plan.halves)
+    changes = sum(a != b for a, b in itertools.pairwise(decided))
+    assert changes < 120
+
+
+def test_a_replica_that_may_not_split_counts_as_whole() -> None:
+    """The domain decided otherwise: what ran whole is learnt as whole."""
+    policy, machine = OverlapPolicy("auto"), Machine(1e-3, 1e-4, 20e-3)
+    for _ in range(50):
+        policy.wants(PROMPTS)
+        policy.observe(PROMPTS, machine.run(PROMPTS))
+    assert policy.steps == 0
+
+
+def test_lines_are_fitted_by_relative_error() -> None:
+    line = Line()
+    assert line.predict(10) == 0.0
+    for tokens in (1, 10, 100, 1000, 1000, 1000):
+        line.observe(tokens, 2e-3 + 1e-5 * tokens)
+    for tokens in (1, 10, 500, 4000):
+        assert line.predict(tokens) == pytest.approx(2e-3 + 1e-5 * tokens, rel=0.02)
+
+
+def test_time_under_way_counts_once() -> None:
+    assert covered([]) == 0.0
+    assert covered([(0.0, 1.0), (2.0, 3.0)]) == 2.0
+    assert covered([(2.0, 5.0), (0.0, 3.0), (4.0, 4.5)]) == 5.0
+    flights = [Flight(0, 0.0, 0.0, 4.0, 1.0), Flight(1, 1.0, 1.0, 5.0, 0.5)]
+    made = StepTimes(halves=2, seconds=6.0, flights=flights)
+    assert (made.communication, made.waited, made.hidden, made.compute) == (5.0, 1.5, 3.5, 4.5)

@@ -1,0 +1,208 @@
+"""The agreement of replicas: the decision and the waves as pure functions, and votes over gloo."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import msgspec
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from weft.common.errors import EngineDead
+from weft.parallel.agreement import AgreementGroup, LocalBell, ZmqBell
+from weft.parallel.group import CommLost
+from weft.scheduler.agreement import FIELDS, Vote, Waves, decide, to_row
+
+BUSY = Vote(unfinished=True, rows=3, tokens=7, halves=True, half=4, drafts=1)
+IDLE = Vote()
+
+
+def decided(*votes: Vote):  # type: ignore[no-untyped-def]
+    return decide(np.stack([to_row(vote) for vote in votes]))
+
+
+def changed(vote: Vote, **fields: object) -> Vote:
+    return msgspec.structs.replace(vote, **fields)
+
+
+def test_every_field_is_an_int64() -> None:
+    row = to_row(changed(BUSY, wave=2**62))
+    assert (row.dtype, len(row)) == (np.int64, len(FIELDS))
+    assert row[FIELDS.index("wave")] == 2**62
+
+
+def test_an_idle_replica_votes_for_what_the_others_need() -> None:
+    made = decided(BUSY, IDLE, changed(BUSY, tokens=2))
+    assert (made.launch, made.sleep) == (True, False)
+    agreed = made.agreed
+    assert (agreed.padded_tokens, agreed.tokens, agreed.drafts) == (4, (7, 0, 2), 1)
+    assert agreed.halves
+
+
+def test_one_plan_that_does_not_split_decides_for_all() -> None:
+    """C2: MIN of the votes; those of idle replicas do not count."""
+    assert decided(BUSY, BUSY, IDLE).agreed.halves
+    assert not decided(BUSY, changed(BUSY, halves=False)).agreed.halves
+    assert decided(BUSY, changed(BUSY, half=5), IDLE).agreed.padded_tokens == 5
+    assert decided(BUSY, changed(BUSY, halves=False, half=0)).agreed.padded_tokens == 7
+    assert decided(BUSY, changed(IDLE, halves=False)).agreed.halves
+    assert not decided(IDLE, IDLE).agreed.halves
+
+
+def test_nobody_steps_without_rows_and_nobody_sleeps_with_unfinished_work() -> None:
+    waits = changed(IDLE, unfinished=True)
+    assert (decided(IDLE, IDLE).launch, decided(IDLE, IDLE).sleep) == (False, True)
+    assert (decided(waits, IDLE).launch, decided(waits, IDLE).sleep) == (False, False)
+    assert decided(IDLE, waits, BUSY).launch
+
+
+@pytest.mark.parametrize("name", ["version", "epoch", "step", "wave"])
+def test_replicas_that_are_not_at_the_same_step_stop_loudly(name: str) -> None:
+    with pytest.raises(EngineDead, match=f"{name} {getattr(BUSY, name)} in replica 0, 9 in replica 2"):
+        decided(BUSY, BUSY, changed(IDLE, **{name: 9}))
+
+
+def test_a_call_during_the_last_decision_of_a_wave_is_not_lost() -> None:
+    slow, fast = Waves(), Waves()
+    assert fast.ring() == 1
+    assert fast.ring() is None
+    slow.heard(1)
+    assert slow.awake
+    fast.sleep()
+    assert not fast.awake
+    assert fast.ring() == 2  # a request came right after the decision that the slow one has yet to read
+    slow.heard(2)
+    assert (slow.awake, slow.wave) == (True, 1)
+    slow.sleep()
+    assert (slow.awake, slow.wave) == (True, 2)
+    slow.heard(1)
+    slow.heard(2)
+    slow.sleep()
+    assert not slow.awake
+    with pytest.raises(EngineDead, match="wave 4"):
+        slow.heard(4)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_request_is_stranded(seed: int) -> None:
+    """Replicas as state machines with calls under way for random times; a vote waits for all of them."""
+    rng = random.Random(seed)
+    count = rng.choice([2, 3, 4])
+    waves = [Waves() for _ in range(count)]
+    mail: list[list[list[int]]] = [[[] for _ in range(count)] for _ in range(count)]  # [from][to], in order
+    work = [0] * count
+    voting: dict[int, Vote] = {}
+    left, done, idle_turns = 200, 0, 0
+    while left or any(work) or voting or any(w.awake for w in waves):
+        idle_turns += 1
+        assert idle_turns < 100_000, "the domain hangs"
+        one = rng.randrange(count)
+        if left and rng.random() < 0.1:
+            work[one] += 1
+            left -= 1
+        sender = rng.randrange(count)
+        if mail[sender][one] and rng.random() < 0.3 and one not in voting:
+            waves[one].heard(mail[sender][one].pop(0))
+        if one not in voting and (waves[one].awake or work[one]):
+            called = waves[one].ring()
+            if called is not None:
+                for other in range(count):
+                    if other != one:
+                        mail[one][other].append(called)
+            rows = min(work[one], 1)
+            voting[one] = Vote(wave=waves[one].wave, unfinished=bool(work[one]), rows=rows, tokens=rows)
+        if len(voting) == count:
+            decision = decided(*(voting[n] for n in range(count)))
+            for number in rng.sample(range(count), count):
+                if voting[number].rows:
+                    work[number] -= 1
+                    done += 1
+                if decision.sleep:
+                    waves[number].sleep()
+            voting.clear()
+    assert done == 200
+
+
+def in_threads(count: int, work) -> list[object]:  # type: ignore[no-untyped-def]
+    made: list[object] = [None] * count
+
+    def run(number: int) -> None:
+        try:
+            made[number] = work(number)
+        except Exception as error:
+            made[number] = error
+
+    threads = [threading.Thread(target=run, args=(n,), daemon=True) for n in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "a replica hangs"
+    return made
+
+
+@pytest.mark.parametrize("kind", ["local", "zmq"])
+def test_votes_over_gloo(kind: str, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    store, local = dist.HashStore(), LocalBell(3)
+    addresses = [f"ipc://{tmp_path}/b{n}" for n in range(3)]
+    done = threading.Barrier(3)
+
+    def replica(number: int) -> list[int]:
+        bell = ZmqBell(addresses, number) if kind == "zmq" else local.of(number)
+        group = AgreementGroup(number, 3, bell)
+        group.connect(store, 0, 30)
+        seen = []
+        work = 5 if number == 1 else 0
+        try:
+            while len(seen) < 4:
+                if not (work or group.awake):
+                    continue
+                rows = int(work > 0)
+                made = group.agree(Vote(unfinished=work > 0, rows=rows, tokens=rows * work))
+                work -= rows
+                if made.sleep:
+                    seen.append(made.agreed.wave)
+                    work = 2 if number == made.agreed.wave % 3 else 0
+            done.wait(60)  # nobody leaves while another still reads
+            return seen
+        finally:
+            group.close()
+
+    assert in_threads(3, replica) == [[1, 2, 3, 4]] * 3
+
+
+def test_whoever_does_not_come_is_waited_for_only_so_long() -> None:
+    store, bell = dist.HashStore(), LocalBell(2)
+
+    def replica(number: int) -> None:
+        group = AgreementGroup(number, 2, bell.of(number))
+        group.connect(store, 0, 2)
+        group.agree(BUSY)
+        if number == 0:
+            group.agree(BUSY)
+
+    assert isinstance(in_threads(2, replica)[0], CommLost)
+
+
+def test_another_epoch_begins_asleep_and_ignores_calls_of_the_last() -> None:
+    bell = LocalBell(2)
+    stores = [dist.HashStore(), dist.HashStore()]
+    both = threading.Barrier(2)
+
+    def replica(number: int) -> int:
+        group = AgreementGroup(number, 2, bell.of(number))
+        group.connect(stores[0], 0, 30)
+        group.agree(BUSY)
+        both.wait(60)
+        if number == 0:
+            bell.of(0).ring(0, 2)  # of the epoch that is over by the time it is heard
+            bell.of(0).ring(1, 1)
+        group.connect(stores[1], 1, 30)
+        while not group.awake and number == 1:
+            pass
+        made = group.agree(IDLE)
+        return made.agreed.wave
+
+    assert in_threads(2, replica) == [1, 1]

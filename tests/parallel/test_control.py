@@ -1,0 +1,190 @@
+"""The control channel: over real sockets, with and without a secret; and within a process, with faults."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from weft.common.errors import ConfigError
+from weft.common.folder import private_folder
+from weft.parallel import loopback
+from weft.parallel.control import PeerGone, ZmqHead, ZmqRank
+from weft.parallel.secret import derive, read_keys
+from weft.sim.clock import VirtualClock
+from weft.types.frames import MAX_FRAME
+
+SECONDS = 20.0
+
+
+def endpoint(kind: str) -> str:
+    return f"ipc://{private_folder()}/ranks" if kind == "ipc" else "tcp://127.0.0.1:*"
+
+
+@pytest.mark.parametrize("kind", ["ipc", "tcp"])
+def test_frames_go_both_ways_in_order(kind: str) -> None:
+    head = ZmqHead(endpoint(kind))
+    ranks = [ZmqRank(head.address, rank) for rank in (1, 2)]
+    try:
+        for number, rank in enumerate(ranks):
+            rank.send(b"hello %d" % number)
+        peers = {}
+        for _ in ranks:
+            found = head.receive(SECONDS)
+            assert found is not None
+            peers[found[1]] = found[0]
+        assert sorted(peers) == [b"hello 0", b"hello 1"]
+        for number in range(200):
+            head.send(peers[b"hello 0"], b"%d" % number)
+            head.send(peers[b"hello 1"], b"-%d" % number)
+        assert [ranks[0].receive(SECONDS) for _ in range(200)] == [b"%d" % n for n in range(200)]
+        assert [ranks[1].receive(SECONDS) for _ in range(200)] == [b"-%d" % n for n in range(200)]
+        assert head.receive(0) is None
+        assert ranks[0].receive(0.01) is None
+    finally:
+        for end in (*ranks, head):
+            end.close()
+
+
+def test_peers_that_are_gone_cannot_be_sent_to_and_a_restarted_rank_is_another_peer() -> None:
+    head = ZmqHead(endpoint("ipc"))
+    try:
+        with pytest.raises(PeerGone):
+            head.send(b"nobody", b"x")
+        peers = []
+        for _ in range(2):
+            rank = ZmqRank(head.address, 1)
+            rank.send(b"hello")
+            found = head.receive(SECONDS)
+            assert found is not None
+            peers.append(found[0])
+            rank.close()
+        assert peers[0] != peers[1]
+        assert all(peer.startswith(b"1.") for peer in peers)
+        deadline = time.monotonic() + SECONDS
+        with pytest.raises(PeerGone):  # noqa: PT012
+            while time.monotonic() < deadline:
+                head.send(peers[0], b"x")
+                time.sleep(0.01)
+    finally:
+        head.close()
+
+
+def joins(head: ZmqHead, make: Callable[[], ZmqRank], seconds: float) -> bool:
+    rank = make()
+    try:
+        rank.send(b"hello")
+        return head.receive(seconds) is not None
+    finally:
+        rank.close()
+
+
+def test_only_who_knows_the_secret_joins() -> None:
+    keys, others = derive(b"a secret of enough bytes"), derive(b"another secret, as long")
+    head = ZmqHead("tcp://127.0.0.1:*", keys)
+    try:
+        assert joins(head, lambda: ZmqRank(head.address, 1, keys), SECONDS)
+        assert not joins(head, lambda: ZmqRank(head.address, 1), 1.0)
+        assert not joins(head, lambda: ZmqRank(head.address, 1, others), 1.0)
+        # One who knows the head's key, but has not the ranks'.
+        stolen = type(keys)(head=keys.head, rank=others.rank)
+        assert not joins(head, lambda: ZmqRank(head.address, 1, stolen), 1.0)
+        assert joins(head, lambda: ZmqRank(head.address, 2, keys), SECONDS)
+    finally:
+        head.close()
+
+
+def test_a_rank_with_the_secret_does_not_talk_to_a_stranger_who_poses_as_the_head() -> None:
+    keys, others = derive(b"a secret of enough bytes"), derive(b"another secret, as long")
+    for stranger in (ZmqHead("tcp://127.0.0.1:*", others), ZmqHead("tcp://127.0.0.1:*")):
+        try:
+            assert not joins(stranger, lambda head=stranger: ZmqRank(head.address, 1, keys), 1.0)  # type: ignore[misc]
+        finally:
+            stranger.close()
+
+
+def test_secrets_come_from_files(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    with pytest.raises(ConfigError, match="--group-secret: the file can't be read"):
+        read_keys(str(file))
+    file.write_bytes(b"short\n")
+    with pytest.raises(ConfigError, match="at least 16 bytes"):
+        read_keys(str(file))
+    file.write_bytes(b"a secret of enough bytes\n")
+    keys = read_keys(str(file))
+    assert keys == derive(b"a secret of enough bytes")
+    assert "secret" not in repr(keys)
+
+
+def test_frames_over_the_limit_end_the_connection_and_nothing_else() -> None:
+    head = ZmqHead(endpoint("ipc"))
+    rank, other = ZmqRank(head.address, 1), ZmqRank(head.address, 2)
+    try:
+        rank.send(bytes(MAX_FRAME + 1))
+        other.send(b"hello")
+        found = head.receive(SECONDS)
+        assert found is not None
+        assert found[1] == b"hello"
+    finally:
+        for end in (rank, other, head):
+            end.close()
+
+
+# ---- loopback
+
+
+def net(*faults: loopback.LinkFault) -> tuple[loopback.Loopback, VirtualClock]:
+    clock = VirtualClock()
+    return loopback.Loopback(clock, faults), clock
+
+
+def test_waiting_takes_virtual_time_and_none_of_ours() -> None:
+    wires, clock = net()
+    head, rank = wires.head(), wires.rank(b"1")
+    assert head.receive(3600.0) is None
+    assert clock.now() == 3600.0
+    head.send(b"1", b"x")
+    assert rank.receive(0) == b"x"
+    assert rank.receive(0) is None
+    assert clock.now() == 3600.0
+
+
+def test_ranks_take_turns_while_the_head_waits() -> None:
+    wires, clock = net()
+    head = wires.head()
+    for peer in (b"1", b"2"):
+        rank = wires.rank(peer)
+
+        def turn(rank: loopback.LoopbackRank = rank) -> bool:
+            data = rank.receive(0)
+            if data is not None:
+                rank.send(data * 2)
+            return data is not None
+
+        wires.drive(peer, turn)
+    head.send(b"1", b"a")
+    head.send(b"2", b"b")
+    assert [head.receive(1.0), head.receive(1.0)] == [(b"1", b"aa"), (b"2", b"bb")]
+    assert clock.now() == 0.0
+
+
+def test_planted_faults() -> None:
+    lost = loopback.LinkFault(b"1", to_rank=True, at=0, deed=loopback.lose)
+    twice = loopback.LinkFault(b"1", to_rank=True, at=2, deed=loopback.repeat)
+    late = loopback.LinkFault(b"1", to_rank=True, at=1, delay=5.0)
+    wires, clock = net(lost, twice, late)
+    head, rank = wires.head(), wires.rank(b"1")
+    for number in range(4):
+        head.send(b"1", b"%d" % number)
+    assert [rank.receive(0) for _ in range(4)] == [b"2", b"2", b"3", None]
+    assert head.receive(60.0) is None
+    assert clock.now() == 60.0
+    assert rank.receive(0) == b"1"
+    assert (lost.hits, twice.hits, late.hits) == (1, 1, 1)
+    wires.cut(b"1")
+    with pytest.raises(PeerGone):
+        head.send(b"1", b"x")
+    with pytest.raises(PeerGone):
+        head.send(b"2", b"x")

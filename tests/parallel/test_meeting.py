@@ -1,0 +1,131 @@
+"""Heads of one host find out that all of them are there, whoever dies and comes back meanwhile."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from weft.parallel.group import CommLost
+from weft.parallel.meeting import Meeting, Met, Seat, complete, propose
+
+DEADLINE = 60.0
+
+
+def nothing() -> None:
+    """Nobody to look after."""
+
+
+def test_proposals() -> None:
+    begun, waits = Seat("a", 3, True), Seat("b", 3, False)
+    assert propose(0, [None, None]) == 0
+    assert propose(1, [waits, None]) == 3
+    assert propose(1, [waits, begun]) == 4
+    assert propose(7, [waits, begun]) == 7
+    assert complete(3, [waits, waits])
+    assert not complete(3, [waits, None])
+    assert not complete(3, [waits, begun])
+    assert not complete(4, [waits])
+    assert complete(0, [])
+
+
+def test_the_last_to_come_is_waited_for(tmp_path: Path) -> None:
+    met: list[Met] = []
+
+    def head(replica: int) -> None:
+        met.append(Meeting(str(tmp_path), replica, 3).attend(0, nothing, DEADLINE))
+
+    threads = [threading.Thread(target=head, args=(replica,), daemon=True) for replica in range(3)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.1)
+    for thread in threads:
+        thread.join(DEADLINE)
+    assert len(met) == 3
+    assert len(set(met)) == 1
+    assert met[0].epoch == 0
+    assert met[0].store.startswith(f"file://{tmp_path}/")
+
+
+def test_waiting_ends(tmp_path: Path) -> None:
+    with pytest.raises(CommLost, match="did not all come"):
+        Meeting(str(tmp_path), 0, 2).attend(0, nothing, 0.1)
+
+    def check() -> None:
+        raise RuntimeError("a rank died")
+
+    with pytest.raises(RuntimeError, match="a rank died"):
+        Meeting(str(tmp_path), 1, 3).attend(0, check, DEADLINE)
+
+
+def test_a_head_that_was_started_anew_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.parallel.meeting.LOOK", 0.0)
+    heads = [Meeting(str(tmp_path), replica, 2) for replica in range(2)]
+    threads = [threading.Thread(target=head.attend, args=(0, nothing, DEADLINE)) for head in heads]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE)
+    for head in heads:
+        head.begun(0)
+    assert not heads[0].moved_on(0)
+    new = Meeting(str(tmp_path), 1, 2)
+    with pytest.raises(CommLost):
+        new.attend(0, nothing, 0.2)
+    assert heads[0].moved_on(0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whoever_meets_meets_all_others(tmp_path: Path, seed: int) -> None:
+    """Heads die at any time and come back as others. Who enters an epoch does so with the present lives of
+    all, or nobody comes to its store; and in the end all are together."""
+    count, deaths = 3, 12
+    rng = random.Random(seed)
+    lock = threading.Condition()
+    at: dict[str, dict[int, int]] = {}  # store -> replica -> life
+    left = [deaths]
+    wrong: list[str] = []
+    together = threading.Event()
+
+    def connect(store: str, replica: int, life: int) -> bool:
+        """As forming a process group does: waits for all, not for ever."""
+        with lock:
+            here = at.setdefault(store, {})
+            if replica in here:
+                wrong.append(f"{store} was used before")
+            here[replica] = life
+            lock.notify_all()
+            return lock.wait_for(lambda: len(at[store]) == count, timeout=0.3)
+
+    def head(replica: int) -> None:
+        own, life, epoch = random.Random(100 * seed + replica), 0, 0
+        seat = Meeting(str(tmp_path), replica, count)
+        until = time.monotonic() + DEADLINE
+        while not together.is_set() and time.monotonic() < until:
+            met = seat.attend(epoch, nothing, DEADLINE)
+            if met.epoch < epoch:
+                wrong.append("an epoch came again")
+            epoch = met.epoch + 1
+            if connect(met.store, replica, life):
+                seat.begun(met.epoch)
+                with lock:
+                    if not left[0]:
+                        together.set()
+                time.sleep(own.random() * 0.05)
+            with lock:
+                dies = left[0] > 0 and own.random() < 0.4
+                left[0] -= dies
+            if dies:
+                life, epoch = life + 1, 0
+                seat = Meeting(str(tmp_path), replica, count)
+                time.sleep(own.random() * 0.1)
+
+    threads = [threading.Thread(target=head, args=(replica,), daemon=True) for replica in range(count)]
+    for thread in threads:
+        thread.start()
+        time.sleep(rng.random() * 0.05)
+    assert together.wait(DEADLINE), "they do not find each other"
+    assert not wrong

@@ -1,0 +1,45 @@
+"""Ranks of a mesh as threads of one process, over real gloo groups."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from weft.parallel.mesh import Mesh, make_mesh
+from weft.types.layout import Layout
+
+R = TypeVar("R")
+
+
+def on_ranks(layout: Layout, work: Callable[[Mesh], R], timeout: float = 30.0) -> list[R]:
+    """``work(mesh)`` on every rank of ``layout`` at once; what each returned, by rank.
+
+    Raises the first rank's exception. A rank that fails aborts its groups, so that no other waits for it.
+    """
+    store = dist.HashStore()
+    results: list[R | None] = [None] * layout.ranks
+    errors: list[BaseException | None] = [None] * layout.ranks
+    order: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        mesh = make_mesh(layout, rank)
+        try:
+            mesh.connect(store, 0, timeout)
+            results[rank] = work(mesh)
+        except BaseException as error:
+            errors[rank] = error
+            order.append(error)
+            mesh.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(layout.ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(4 * timeout)
+        assert not thread.is_alive(), "a rank hangs"
+    if order:
+        raise order[0]
+    return results  # type: ignore[return-value]

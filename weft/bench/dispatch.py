@@ -1,0 +1,185 @@
+"""Measures collectives among processes of this machine, and whole routed layers in every form of dispatch.
+
+The first make the table that ``--moe-dispatch auto`` chooses by; the second show what it chose.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as processes
+
+from weft.bench.moe_table import machine
+from weft.moe import cost
+from weft.moe.choice import Chooser
+from weft.moe.cost import Measured, Shape
+from weft.moe.parallel import DividedExperts
+from weft.moe.placement import in_order
+from weft.ops import moe
+from weft.ops.moe import Gate, Routed
+from weft.ops.routing import Rule
+from weft.overlap.drive import drive
+from weft.parallel.group import GroupComm
+from weft.parallel.mesh import Mesh, make_mesh
+from weft.types.exchange import FORMS, Exchange
+from weft.types.layout import Layout
+
+Tensor = torch.Tensor
+
+BYTES = (1 << 10, 1 << 13, 1 << 16, 1 << 19, 1 << 22)
+"""That a rank ends up with, of each collective."""
+CALLS = 60
+"""Of one measurement, the fastest of which counts: others may compute here too. Of large ones a sixth."""
+TIMEOUT = 120.0
+"""Seconds for one collective, and for all processes to come up."""
+
+Work = Callable[..., Any]
+
+
+def on_processes(layout: Layout, work: Work, *given: Any) -> Any:
+    """``work(mesh, *given)`` on each rank of ``layout``, a process with one thread; what rank 0 returned."""
+    with tempfile.TemporaryDirectory() as folder:
+        processes.spawn(  # type: ignore[no-untyped-call]
+            _rank, (layout, folder, work, given), nprocs=layout.ranks
+        )
+        return json.loads((Path(folder) / "result").read_text(encoding="utf-8"))
+
+
+def _rank(rank: int, layout: Layout, folder: str, work: Work, given: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    mesh = make_mesh(layout, rank)
+    mesh.connect(dist.FileStore(f"{folder}/store", layout.ranks), 0, TIMEOUT)
+    made = work(mesh, *given)
+    if rank == 0:
+        Path(folder, "result").write_text(json.dumps(made), encoding="utf-8")
+
+
+# --- collectives ---
+
+
+def collectives(ranks: int) -> Measured:
+    """The table's row for so many ranks of this machine."""
+    link, found = on_processes(Layout(data=ranks, expert=True), _collectives)
+    times = {kind: {int(size): us for size, us in by.items()} for kind, by in found.items()}
+    return Measured(link, machine("cpu"), ranks, times)
+
+
+def _collectives(mesh: Mesh) -> tuple[str, dict[str, dict[str, float]]]:
+    assert isinstance(mesh.ep, GroupComm)
+    return mesh.ep.link, {
+        kind: {str(size): _fastest(mesh, _call(mesh, kind, size), size) for size in BYTES}
+        for kind in cost.KINDS
+    }
+
+
+def _call(mesh: Mesh, kind: str, size: int) -> Callable[[], object]:
+    """One collective that leaves a rank with ``size`` bytes; a sum is given as many."""
+    ep, floats = mesh.ep, size // 4
+    each = floats // ep.size
+    if kind == "copy":
+        rows = torch.ones(floats // 64, 64)
+        order = torch.randperm(len(rows))
+        return lambda: rows[order]
+    if kind == "all_reduce":
+        x = torch.ones(floats)
+        return lambda: ep.all_reduce(x).result()  # type: ignore[union-attr]
+    if kind == "all_gather":
+        x = torch.ones(each)
+        return lambda: ep.all_gather(x).result()
+    x = torch.ones(ep.size, each)
+    if kind == "reduce_scatter":
+        return lambda: ep.reduce_scatter(x).result()
+    ones = [1] * ep.size
+    return lambda: ep.all_to_all(x, ones, ones).result()
+
+
+def _fastest(mesh: Mesh, call: Callable[[], object], size: int) -> float:
+    """Microseconds, of the calls of all ranks at once."""
+    spent = []
+    for _ in range(CALLS if size < BYTES[-1] else max(3, CALLS // 6)):
+        mesh.ep.all_gather(torch.zeros(1)).result()  # all begin together
+        began = time.perf_counter()
+        call()
+        spent.append(time.perf_counter() - began)
+    return round(min(spent[1:]) * 1e6, 1)
+
+
+def save(found: list[Measured], path: Path) -> None:
+    """Writes a table, in one step. What is there of other numbers of ranks stays."""
+    try:
+        kept = [row for row in cost.read(path) if row.ranks not in {m.ranks for m in found}]
+    except (OSError, ValueError):
+        kept = []
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}")
+    partial.write_text(json.dumps(cost.as_json([*kept, *found]), indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def summary(found: list[Measured]) -> Iterator[str]:
+    """One line for each number of ranks and kind."""
+    for row in found:
+        for kind, by in row.times.items():
+            yield f"{row.ranks} ranks, {kind:<14} " + ", ".join(
+                f"{size >> 10} KiB: {us:.0f} us" for size, us in by.items()
+            )
+
+
+# --- whole layers ---
+
+
+def layers(
+    layout: Layout, size: tuple[int, int, int, int], tokens: Sequence[int], calls: int = 15
+) -> list[dict[str, float]]:
+    """Milliseconds of one layer, by form, for each number of ``tokens`` that every replica has.
+
+    The slowest rank's, in its fastest call. size: experts, top_k, hidden, intermediate; float32.
+    """
+    found: list[dict[str, float]] = on_processes(layout, _layers, size, tuple(tokens), calls)
+    return found
+
+
+def _layers(
+    mesh: Mesh, size: tuple[int, int, int, int], tokens: tuple[int, ...], calls: int
+) -> list[dict[str, float]]:
+    layout, (experts, top_k, hidden, inner) = mesh.layout, size
+    generator = torch.Generator().manual_seed(0)
+    router = torch.randn(experts, hidden, generator=generator) * hidden**-0.5
+    placement = in_order(experts, layout.ranks)
+    count = len(placement[mesh.rank])
+    weights = Routed(
+        rule=Rule(top_k, renormalize=True),
+        gate=Gate(),
+        router=router,
+        gate_up=torch.randn(count, 2 * inner, hidden) * hidden**-0.5,
+        down=torch.randn(count, hidden, inner) * inner**-0.5,
+    )
+    replica = torch.Generator().manual_seed(1 + layout.replica(mesh.rank))
+    chooser = Chooser(layout, "auto", Shape(hidden, top_k, 4))
+    block = DividedExperts(mesh, chooser, moe.PLAIN, weights, placement, exact=False, counts=False)
+    forms = [form for form in FORMS if form != "reduce" or layout.data == 1]
+    made = []
+    for many in tokens:
+        x = torch.randn(many, hidden, generator=replica)
+        made.append({form: _slowest(mesh, block, x, Exchange(form, many), calls) for form in forms})
+    return made
+
+
+@torch.inference_mode()
+def _slowest(mesh: Mesh, block: DividedExperts, x: Tensor, exchange: Exchange, calls: int) -> float:
+    spent = []
+    for _ in range(calls + 1):
+        mesh.ep.all_gather(torch.zeros(1)).result()
+        began = time.perf_counter()
+        drive(block.steps(x, None, exchange))
+        own = torch.tensor([time.perf_counter() - began])
+        spent.append(float(mesh.ep.all_gather(own).result().max()))
+    return round(1e3 * min(spent[1:]), 3)

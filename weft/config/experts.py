@@ -1,0 +1,45 @@
+"""Settings of expert parallelism that contradict each other, or the model."""
+
+from __future__ import annotations
+
+from weft.common.errors import ConfigError
+from weft.config.sections import ParallelSection
+from weft.config.spec import ModelSpec
+
+
+def check_experts(spec: ModelSpec, parallel: ParallelSection) -> ModelSpec:
+    """``spec``. Raises ConfigError that names the flags at fault and values that would work."""
+    if not parallel.enable_expert_parallel:
+        for flag, name, default in (
+            ("--moe-dispatch", "moe_dispatch", "auto"),
+            ("--redundant-experts", "redundant_experts", 0),
+            ("--eplb-interval", "eplb_interval", 0),
+        ):
+            value = getattr(parallel, name)
+            if value != default:
+                raise ConfigError(
+                    f"{flag} {value} is about experts that ranks divide: add --enable-expert-parallel, or "
+                    f"leave it out",
+                    param=flag,
+                )
+        return spec
+    if spec.moe is None:
+        raise ConfigError(
+            f"--enable-expert-parallel: {spec.architecture} has no routed experts; leave it out",
+            param="--enable-expert-parallel",
+        )
+    replicas, ranks = parallel.data_parallel_size, parallel.layout.ranks
+    if parallel.moe_dispatch == "reduce" and replicas > 1:
+        raise ConfigError(
+            f"--moe-dispatch reduce sums what all ranks make of the same tokens, and with "
+            f"--data-parallel-size {replicas} they have others; use auto, throughput, low-latency or gather",
+            param="--moe-dispatch",
+        )
+    most = spec.moe.experts * (ranks - 1)
+    if parallel.redundant_experts > most:
+        raise ConfigError(
+            f"--redundant-experts {parallel.redundant_experts}: {ranks} ranks have {most} further copies of "
+            f"{spec.moe.experts} experts at most",
+            param="--redundant-experts",
+        )
+    return spec

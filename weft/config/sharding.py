@@ -1,0 +1,108 @@
+"""What of a model one rank has: shares of heads and of sizes, and the model as its caches see it.
+
+Heads, and with them everything that is made of heads, are divided in order of ranks. Fewer KV heads than
+ranks are copied: rank r has head ``r * kv_heads // ranks``. Intermediate sizes are divided evenly, the
+vocabulary in shares of which the last ones may be short or empty. Latents, compressed lines and indexers are
+whole on every rank. A ``ModelSpec`` is of the whole model, but for what ``local_spec`` returns.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from weft.common.errors import ConfigError
+from weft.config.spec import CacheSpec, ModelSpec
+from weft.types.layout import Layout
+
+
+def share(size: int, rank: int, ranks: int) -> tuple[int, int]:
+    """(begin, end) of what rank ``rank`` of ``ranks`` has of ``size`` things; for any numbers, in order."""
+    each = -(-size // ranks)
+    return min(rank * each, size), min((rank + 1) * each, size)
+
+
+def share_of_kv(heads: int, rank: int, ranks: int) -> tuple[int, int]:
+    """Likewise of KV heads, of which every rank has at least one."""
+    if heads >= ranks:
+        return share(heads, rank, ranks)
+    head = rank * heads // ranks
+    return head, head + 1
+
+
+def check(spec: ModelSpec, layout: Layout) -> None:
+    """Raises ConfigError that names --tensor-parallel-size, and what of ``spec`` it does not divide."""
+    ranks = layout.tensor
+    problems = [f"{size} {what}" for what, size in _divided(spec, layout) if size % ranks]
+    kv = spec.kv_heads
+    if _has_kv_heads(spec) and kv % ranks and ranks % kv:
+        problems.append(f"{kv} KV heads (nor do they divide it)")
+    if problems:
+        works = [n for n in range(1, ranks) if _fits(spec, layout, n)]
+        raise ConfigError(
+            f"--tensor-parallel-size {ranks} does not divide the model's {' and '.join(problems)}; "
+            f"{' or '.join(map(str, works))} would work",
+            param="--tensor-parallel-size",
+        )
+
+
+def _fits(spec: ModelSpec, layout: Layout, ranks: int) -> bool:
+    kv = not _has_kv_heads(spec) or spec.kv_heads % ranks == 0 or ranks % spec.kv_heads == 0
+    return kv and all(size % ranks == 0 for _, size in _divided(spec, layout))
+
+
+def _has_kv_heads(spec: ModelSpec) -> bool:
+    return any(cache.kv_heads for cache in spec.caches)
+
+
+def _divided(spec: ModelSpec, layout: Layout) -> list[tuple[str, int]]:
+    """What is divided evenly: names and sizes."""
+    found = [("attention heads", spec.heads)]
+    if spec.delta is not None:
+        found += [("delta net key heads", spec.delta.k_heads), ("delta net value heads", spec.delta.v_heads)]
+    if spec.sparse is not None:
+        found.append(("groups of heads (o_groups)", spec.sparse.o_groups))
+    routing = 0 if spec.moe is None else len(spec.moe.layers)
+    if routing < spec.layers + spec.mtp_layers:
+        found.append(("intermediate size", spec.intermediate))
+    if spec.moe is not None and not layout.expert:
+        found.append(("expert intermediate size", spec.moe.intermediate))
+        found.append(("shared expert size", spec.moe.shared))
+    return found
+
+
+def local_spec(spec: ModelSpec, layout: Layout) -> ModelSpec:
+    """The model as one rank, whichever, computes it: heads, sizes and caches of a share of ``layout.tensor``.
+
+    Vocabulary, experts and everything that is whole on every rank stay as they are; so do the experts' sizes
+    with ``layout.expert``. Raises ConfigError, see ``check``.
+    """
+    check(spec, layout)
+    ranks = layout.tensor
+    if ranks == 1:
+        return spec
+    moe, delta, sparse = spec.moe, spec.delta, spec.sparse
+    if moe is not None and not layout.expert:
+        moe = msgspec.structs.replace(moe, intermediate=moe.intermediate // ranks, shared=moe.shared // ranks)
+    if delta is not None:
+        delta = msgspec.structs.replace(delta, k_heads=delta.k_heads // ranks, v_heads=delta.v_heads // ranks)
+    if sparse is not None:
+        sparse = msgspec.structs.replace(sparse, o_groups=sparse.o_groups // ranks)
+    return msgspec.structs.replace(
+        spec,
+        heads=spec.heads // ranks,
+        kv_heads=max(spec.kv_heads // ranks, 1),
+        intermediate=spec.intermediate // ranks,
+        moe=moe,
+        delta=delta,
+        sparse=sparse,
+        caches=tuple(_local_cache(cache, ranks) for cache in spec.caches),
+    )
+
+
+def _local_cache(cache: CacheSpec, ranks: int) -> CacheSpec:
+    """Every part of a state is made of heads, which its first dim counts."""
+    parts = tuple(
+        msgspec.structs.replace(part, shape=(part.shape[0] // ranks, *part.shape[1:])) for part in cache.parts
+    )
+    kv_heads = max(cache.kv_heads // ranks, 1) if cache.kv_heads else 0
+    return msgspec.structs.replace(cache, parts=parts, kv_heads=kv_heads)

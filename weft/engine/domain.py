@@ -1,0 +1,127 @@
+"""One replica's part in its domain: every plan is agreed with the other replicas before it is launched.
+
+A domain is lost as a whole, and formed as a whole: when a rank of any replica is gone, communicators break in
+all of them, each forms its group anew, and their heads meet for the next epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from weft.common.errors import EngineDead
+from weft.engine.balance import rebalances, with_rebalance
+from weft.engine.executor import GroupLost
+from weft.engine.group import GroupExecutor
+from weft.engine.watch import COLLECTIVE
+from weft.overlap.split import larger_half
+from weft.parallel.agreement import AgreementGroup
+from weft.parallel.group import CommLost
+from weft.parallel.meeting import Meeting
+from weft.parallel.store import join_store
+from weft.scheduler.agreement import Vote, most_drafts
+from weft.types.plan import StepPlan
+
+
+class Domain:
+    """Used from the thread that steps, or that forms the group; ``abort`` from any."""
+
+    def __init__(self, group: AgreementGroup) -> None:
+        self._group = group
+
+    @property
+    def awake(self) -> bool:
+        """Whether the domain steps: then so must this replica, also without work of its own."""
+        return self._group.awake
+
+    @property
+    def sockets(self) -> Sequence[Any]:
+        """To poll while asleep."""
+        return self._group.sockets
+
+    def settle(
+        self, plan: StepPlan | None, unfinished: bool, idle: Callable[[], StepPlan]
+    ) -> StepPlan | None:
+        """The plan to launch now: ``plan`` as agreed, or ``idle()``; None where no replica has rows.
+
+        ``plan`` says in ``halves`` what this replica would like. ``unfinished``: whether sequences live or
+        steps are in flight here. Raises GroupLost when a replica is gone or late, and EngineDead when
+        replicas are not at the same step.
+        """
+        try:
+            decision = self._group.agree(vote_of(plan, unfinished))
+        except CommLost as error:
+            raise GroupLost(None, f"another replica is gone or late ({error.message})") from error
+        if not decision.launch:
+            return None
+        if plan is None:
+            plan = idle()
+        agreed = decision.agreed
+        if agreed.rebalance:
+            plan = with_rebalance(plan)
+        return msgspec.structs.replace(plan, agreed=agreed, halves=1 + agreed.halves)
+
+    def connect(self, store: Any, epoch: int, timeout: float) -> None:
+        """Begins ``epoch`` with all heads, asleep. ``timeout``: see ``AgreementGroup``. Raises CommLost."""
+        self._group.connect(store, epoch, timeout)
+
+    def abort(self) -> None:
+        """Ends the epoch's agreement: whoever waits in it loses its group."""
+        self._group.abort()
+
+    def close(self) -> None:
+        """Leaves the domain."""
+        self._group.close()
+
+
+def vote_of(plan: StepPlan | None, unfinished: bool) -> Vote:
+    """What a replica votes about its final plan; None: it has none."""
+    if plan is None:
+        return Vote(unfinished=unfinished)
+    return Vote(
+        unfinished=True,
+        rows=plan.rows,
+        tokens=plan.tokens,
+        halves=plan.halves > 1,
+        half=larger_half(plan) if plan.halves > 1 else 0,
+        drafts=most_drafts(plan),
+        rebalance=rebalances(plan),
+    )
+
+
+class DomainExecutor(GroupExecutor):
+    """A group whose epochs begin when the heads of all replicas have met, and end for all of them."""
+
+    domain: Domain
+    meeting: Meeting
+
+    def enter(self, domain: Domain, meeting: Meeting) -> None:
+        """Before the first ``form``."""
+        self.domain, self.meeting = domain, meeting
+
+    def form(self, epoch: int, store: str | None = None) -> None:
+        """Begins the epoch that the heads agree on, ``epoch`` or a later one. Raises GroupLost."""
+        met = self.meeting.attend(epoch, super().check)
+        super().form(met.epoch, met.store)
+        patience = COLLECTIVE * self._timeout
+        self._guard(lambda: self.domain.connect(join_store(met.store, patience), met.epoch, patience))
+        self.meeting.begun(met.epoch)
+
+    def check(self) -> None:
+        super().check()
+        if self.epoch > self._aborted and self.meeting.moved_on(self.epoch):
+            raise self._end(GroupLost(None, "another replica was started anew"))
+
+    def recover(self, lost: EngineDead) -> None:
+        self._end(lost if isinstance(lost, GroupLost) else GroupLost(None, lost.message))
+        super().recover(lost)
+
+    def _end(self, lost: GroupLost) -> GroupLost:
+        self.domain.abort()
+        return super()._end(lost)
+
+    def lose(self, rank: int | None, reason: str) -> None:
+        super().lose(rank, reason)
+        self.domain.abort()

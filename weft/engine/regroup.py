@@ -1,0 +1,75 @@
+"""A group that was lost is formed anew: who is gone starts again, the others keep their weights.
+
+lost ──> replace who is gone ──> gather ──> form the next epoch ──> done
+              ^                     │           │
+              ╰──── lost again ─────┴───────────╯        at most TRIES times
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from weft.common.log import get_logger
+from weft.engine.executor import GroupLost
+from weft.engine.ranks import RankProcesses
+
+log = get_logger(__name__)
+
+HELLO_S = 120.0
+"""Seconds from starting a rank's process to its hello."""
+LOAD_S = 3600.0
+"""Seconds that ranks may take to load their weights, as long as they show that they run."""
+TRIES = 4
+
+
+class Group(Protocol):
+    """What is needed of a ``GroupExecutor``."""
+
+    processes: RankProcesses | None
+    epoch: int
+
+    def at_fault(self, lost: GroupLost) -> int | None:
+        """The rank that must be replaced; None: nobody, or nobody knows."""
+
+    def forget(self, rank: int) -> None: ...
+
+    def gather(self, timeout: float, ready: bool = True) -> None: ...
+
+    def form(self, epoch: int) -> None: ...
+
+
+def regroup(group: Group, lost: GroupLost) -> None:
+    """Forms the next epoch of ``group``. Raises GroupLost when it is lost again and again."""
+    for number in range(TRIES):
+        _replace(group, lost)
+        try:
+            group.gather(HELLO_S, ready=False)
+            group.gather(LOAD_S)
+            group.form(group.epoch + 1)
+        except GroupLost as again:
+            log.error("try %d of %d to form the group anew: %s", number + 1, TRIES, again.message)
+            lost = again
+        else:
+            return
+    raise lost
+
+
+def _replace(group: Group, lost: GroupLost) -> None:
+    """Starts again every rank whose process has ended, and the one that is at fault."""
+    processes = group.processes
+    if processes is None:
+        return
+    gone: dict[int, str] = {}
+    rank = group.at_fault(lost)
+    if rank is not None and not processes.keeps(rank):
+        group.forget(rank)  # who keeps it on its host starts it, too
+    elif rank is not None:
+        gone[rank] = lost.reason
+        processes.kill(rank)
+    while (found := processes.dead()) is not None:
+        gone[found[0]] = found[1]
+        processes.kill(found[0])
+    for rank, why in gone.items():
+        log.warning("rank %d is started again: %s", rank, why)
+        group.forget(rank)
+        processes.spawn(rank)

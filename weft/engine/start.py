@@ -1,0 +1,139 @@
+"""From a configuration to an executor: a runner in this process, or a group with this one as its head."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from weft.common.errors import ConfigError
+from weft.common.folder import private_folder
+from weft.config.group import shared_settings
+from weft.config.hosts import meeting_place, ranks_on
+from weft.config.resolved import EngineConfig
+from weft.engine.build import build_runner
+from weft.engine.domain import Domain, DomainExecutor
+from weft.engine.executor import Executor
+from weft.engine.faults import Faults
+from weft.engine.group import GroupExecutor
+from weft.engine.ranks import RankProcesses, ranks_of, threads_each
+from weft.engine.regroup import HELLO_S, LOAD_S
+from weft.engine.watch import HeadWatch
+from weft.parallel.address import own_address, tcp
+from weft.parallel.agreement import AgreementGroup, ZmqBell
+from weft.parallel.control import ZmqHead
+from weft.parallel.meeting import Meeting
+from weft.parallel.mesh import make_mesh
+from weft.parallel.secret import read_keys
+from weft.types.layout import Layout
+
+CLOSE_S = 5.0
+
+
+def layout_of(config: EngineConfig) -> Layout:
+    """How the model lies over ranks."""
+    parallel = config.parallel
+    return Layout(
+        tensor=parallel.tensor_parallel_size,
+        data=parallel.data_parallel_size,
+        expert=parallel.enable_expert_parallel,
+    )
+
+
+def start_executor(config: EngineConfig, *, progress: bool = True) -> Executor:
+    """The executor of one replica, ready for its first step.
+
+    Raises ConfigError for what cannot be served as configured, and GroupLost when a rank does not come up.
+    """
+    if layout_of(config).domain == 1:
+        return build_runner(config, progress=progress)
+    return start_group(config, progress=progress)
+
+
+def start_group(config: EngineConfig, *, progress: bool = True) -> GroupExecutor:
+    """Starts the workers of a replica on this host, loads this rank's share, and forms the first epoch."""
+    layout = layout_of(config)
+    head, *workers = ranks_of(config.replica, layout.tensor)
+    timeout = config.parallel.rank_timeout
+    folder = private_folder()
+    undo: list[Callable[[], None]] = [lambda: shutil.rmtree(folder, ignore_errors=True)]
+    try:
+        channel, beats, host = _channels(config, folder)
+        processes = RankProcesses(config, channel.address, _level())
+        undo.append(lambda: processes.close(CLOSE_S))
+        for rank in workers:
+            if rank in ranks_on(config.parallel, config.parallel.node_rank):
+                processes.spawn(rank)
+        if threads := threads_each(config, layout.tensor):
+            torch.set_num_threads(threads)
+        faults = Faults(config.faults, head)
+        mesh = make_mesh(layout, head, faults.launcher(), host)
+        kind = DomainExecutor if layout.domain > layout.tensor else GroupExecutor
+        group = kind(
+            None,
+            mesh,
+            channel,
+            workers,
+            settings=shared_settings(config),
+            rank=head,
+            rank_timeout=timeout,
+            beats=beats.address,
+            store_folder=str(folder),
+            store_host=host,
+        )
+        watch = HeadWatch(beats, timeout, group.beat, group.lose, processes.dead)
+        group.watch, group.processes, group.on_close = watch, processes, lambda: _undo(undo)
+        undo.append(watch.close)
+        watch.start()
+        group.gather(HELLO_S, ready=False)
+        faults.reach("load")
+        group.adopt(faults.around(build_runner(config, progress=progress, mesh=mesh)))
+        group.gather(LOAD_S)
+        if isinstance(group, DomainExecutor):
+            group.enter(*_domain(config, layout))
+        group.form(0)
+        return group
+    except BaseException:
+        _undo(undo)
+        raise
+
+
+def _channels(config: EngineConfig, folder: Path) -> tuple[ZmqHead, ZmqHead, str | None]:
+    """(for frames, for beats, this host's address; None where there is no other host)."""
+    parallel = config.parallel
+    if parallel.nnodes == 1:
+        return ZmqHead(_socket(folder, "ranks")), ZmqHead(_socket(folder, "beats")), None
+    assert parallel.group_secret is not None, "checked when the configuration was resolved"
+    keys = read_keys(parallel.group_secret)
+    where, port = meeting_place(parallel)
+    host = own_address(where, port)
+    return ZmqHead(tcp(host, port), keys), ZmqHead(tcp(host, "*"), keys), host
+
+
+def _domain(config: EngineConfig, layout: Layout) -> tuple[Domain, Meeting]:
+    """Where this replica meets the others. Raises ConfigError."""
+    if not config.domain:
+        raise ConfigError(
+            "--enable-expert-parallel with --data-parallel-size: replicas must be started together",
+            param="--data-parallel-size",
+        )
+    addresses = [f"ipc://{config.domain}/bell{replica}" for replica in range(layout.data)]
+    bell = ZmqBell(addresses, config.replica)
+    group = AgreementGroup(config.replica, layout.data, bell)
+    return Domain(group), Meeting(config.domain, config.replica, layout.data)
+
+
+def _socket(folder: Path, name: str) -> str:
+    return f"ipc://{folder}/{name}"
+
+
+def _level() -> str:
+    return logging.getLevelName(logging.getLogger("weft").getEffectiveLevel()).lower()
+
+
+def _undo(undo: list[Callable[[], None]]) -> None:
+    while undo:
+        undo.pop()()

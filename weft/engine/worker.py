@@ -1,0 +1,196 @@
+"""A rank that is not the head: receives a step, checks it, carries it out, answers.
+
+    no epoch ──Form──► running ──Abort, or a failure here──► no epoch ──Form──► ...
+                          └── StepFrame: same step number, same digest, or the rank stops
+
+It decides nothing. Whatever fails is told to the head; then the rank waits, with its weights, for the next
+epoch, in which all its slots are empty.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from weft.common.errors import EngineDead, WeftError
+from weft.common.log import get_logger
+from weft.engine.executor import RankRunner, checksum
+from weft.engine.watch import COLLECTIVE
+from weft.kv.digest import SlotDigest
+from weft.parallel.control import PeerGone, RankChannel
+from weft.parallel.group import CommLost
+from weft.parallel.mesh import Mesh
+from weft.parallel.store import join_store
+from weft.runner.runner import StepHandle
+from weft.types import frames as f
+
+log = get_logger(__name__)
+
+_IDLE = 0.5
+"""Seconds of one wait for frames when nothing runs."""
+_BUSY = 0.0005
+"""The same while a step runs behind the launch of it."""
+
+
+class Worker:
+    """One rank. ``turn`` does one thing; ``run`` does until the end."""
+
+    def __init__(
+        self, rank: int, runner: RankRunner, mesh: Mesh, channel: RankChannel, *, rank_timeout: float = 10.0
+    ) -> None:
+        self.rank = rank
+        self._runner, self._mesh, self._channel = runner, mesh, channel
+        self._timeout = rank_timeout
+        self._digest = SlotDigest(runner.kv.num_slots, len(runner.kv.pools))
+        self._in_flight: deque[StepHandle] = deque()
+        self._store: Any = None
+        self.epoch = -1
+        """The one that runs, or ran last."""
+        self._running = False
+        self._next: int | None = None
+        self.step = -1
+        """The last one that ended here."""
+        self.stopped = False
+        self._orphan = False
+
+    # ---- the loop
+
+    def run(self) -> None:
+        """Serves until the head says Shutdown. Raises EngineDead when the head is gone."""
+        try:
+            self._channel.send(f.encode(f.Ready(rank=self.rank)))
+            while not self.stopped:
+                if self._orphan:
+                    raise EngineDead("the head of the group is gone")
+                self.turn(_BUSY if self._in_flight else _IDLE)
+        finally:
+            self.close()
+
+    def turn(self, wait: float = 0.0) -> bool:
+        """Reads a step that is done, or takes a frame; waits ``wait`` seconds for one. False: neither."""
+        if self._in_flight and self._runner.done(self._in_flight[0]):
+            self._attempt(self._answer)
+            return True
+        data = self._channel.receive(wait)
+        if data is None:
+            return False
+        self._attempt(lambda: self._take(f.decode_to_rank(data)))
+        return True
+
+    def close(self) -> None:
+        """Frees everything."""
+        self._leave()
+        self._runner.close()
+        self._channel.close()
+
+    # ---- from the watch's thread
+
+    def beat(self) -> f.Beat:
+        return f.Beat(rank=self.rank, epoch=self.epoch, step=self.step)
+
+    def ended(self, epoch: int) -> bool:
+        """Frees this rank of a collective that nobody will end. Whether it is still in that epoch."""
+        late = self._running and epoch >= self.epoch
+        if late:
+            self._mesh.abort()
+        return late
+
+    def orphaned(self) -> None:
+        """The head fell silent."""
+        self._orphan = True
+        self._mesh.abort()
+
+    # ---- what frames do. Those that name no slot come first: nothing is looked up for them.
+
+    def _take(self, frame: f.ToRank) -> None:
+        if isinstance(frame, f.Shutdown):
+            self.stopped = True
+        elif isinstance(frame, f.Refused):
+            raise EngineDead(f"this rank was refused: {frame.error.message}")
+        elif isinstance(frame, f.Abort):
+            if frame.epoch >= self.epoch:
+                self._leave()
+        elif isinstance(frame, f.Form):
+            self._form(frame)
+        elif isinstance(frame, f.StepFrame):
+            self._step(frame)
+        elif isinstance(frame, f.LateMasks) and self._current(frame.epoch):
+            raise EngineDead("token masks came, and this rank has no grammar backend")
+
+    def _form(self, frame: f.Form) -> None:
+        self._leave()
+        self.epoch, self._next = frame.epoch, None
+        self._digest.clear()
+        self._runner.reset()
+        self._running = True  # from here on whoever ends the epoch ends what follows, too
+        patience = COLLECTIVE * self._timeout
+        if frame.store:
+            self._store = join_store(frame.store, patience)
+        self._mesh.connect(self._store, frame.epoch, patience)
+        self._send(f.Formed(rank=self.rank, epoch=frame.epoch))
+
+    def _step(self, frame: f.StepFrame) -> None:
+        if not self._current(frame.epoch):
+            return
+        if self._next is not None and frame.step != self._next:
+            raise EngineDead(f"step {frame.step} came where step {self._next} was due")
+        if frame.plan.step != frame.step:
+            raise EngineDead(f"the frame of step {frame.step} holds the plan of step {frame.plan.step}")
+        digest = self._digest.take(frame.plan)
+        if digest != frame.digest:
+            raise EngineDead(
+                f"the slot tables differ at step {frame.step}: digest {frame.digest:016x} at the head, "
+                f"{digest:016x} here"
+            )
+        self._next = frame.step + 1
+        handle = self._runner.forward(frame.plan)
+        self._runner.sample(handle)
+        self._in_flight.append(handle)
+        if self._runner.done(handle):
+            self._answer()
+
+    def _answer(self) -> None:
+        result = self._runner.read(self._in_flight.popleft())
+        self.step = result.step
+        self._send(f.Outcome(rank=self.rank, epoch=self.epoch, step=result.step, checksum=checksum(result)))
+
+    def _current(self, epoch: int) -> bool:
+        """Whether frames of ``epoch`` are meant for what runs here; older ones, and those to a rank that
+        has stopped, are not: the head knows, or will."""
+        return self._running and epoch == self.epoch
+
+    # ---- failing
+
+    def _attempt(self, work: Callable[[], None]) -> None:
+        """``work()``; whatever it raises is told to the head, and ends the epoch here."""
+        try:
+            work()
+        except Exception as error:
+            if self.stopped or isinstance(error, PeerGone):
+                raise
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        known = error if isinstance(error, WeftError) else EngineDead(f"{type(error).__name__}: {error}")
+        was_running = self._running
+        log.error("rank %d: %s", self.rank, known.message, exc_info=not isinstance(error, WeftError))
+        self._leave()
+        if not was_running and self.epoch < 0:
+            raise known from error
+        step = self.step + 1
+        lost = isinstance(error, CommLost)
+        self._send(f.Failed(rank=self.rank, epoch=self.epoch, step=step, error=known.info(), comm=lost))
+
+    def _leave(self) -> None:
+        """Ends the epoch here: communicators are closed, steps in flight end and are forgotten."""
+        self._running = False
+        self._mesh.abort()
+        while self._in_flight:
+            try:
+                self._runner.read(self._in_flight.popleft())
+            except Exception as error:
+                log.info("rank %d: a step in flight ended with its epoch: %s", self.rank, error)
+
+    def _send(self, frame: f.ToHead) -> None:
+        self._channel.send(f.encode(frame))

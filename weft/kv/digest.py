@@ -1,0 +1,171 @@
+"""The digest of a slot table: what head and ranks compare at every step, before any of them computes.
+
+Each rank keeps one from the plans it was sent. A frame that was lost, rows that were swapped, a tenant that
+should have left, a block in another place: the next digest differs, and whoever notices stops.
+
+    digest = XOR over live slots of hash(slot, gen, its AllocSlot, block tables, bound)
+             ^ running hash of the other ops ^ hash(step, the step's rows in their order)
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+from weft.common.errors import EngineDead
+from weft.types.frames import encode_part
+from weft.types.plan import AllocSlot, AppendBlocks, AppendEach, FreeSlot, Op, Segment, StepPlan
+
+_U64 = np.uint64
+_MASK = (1 << 64) - 1
+#: Odd constants, so that nothing cancels: for what a slot's hash is made of, for kinds, entries and steps.
+_SLOT, _GEN, _TENANT, _TABLES, _BOUND = (_U64(0x9E3779B97F4A7C15 * (2 * i + 1) & _MASK) for i in range(5))
+_KIND, _ENTRY, _BLOCK, _STEP = (
+    0xD6E8FEB86659FD93,
+    _U64(0xA0761D6478BD642F),
+    _U64(0x8EBC6AF09C88C6E3),
+    0xE7037ED1A0B428DB,
+)
+
+
+def mix(x: np.ndarray) -> np.ndarray:
+    """The finalizer of splitmix64, of each uint64."""
+    x = (x ^ (x >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> _U64(27))) * _U64(0x94D049BB133111EB)
+    mixed: np.ndarray = x ^ (x >> _U64(31))
+    return mixed
+
+
+def _hash(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+
+
+class SlotDigest:
+    """The digest of one rank's table of ``num_slots`` slots and ``kinds`` cache kinds."""
+
+    def __init__(self, num_slots: int, kinds: int) -> None:
+        self._live = np.zeros(num_slots, bool)
+        self._gen = np.full(num_slots, -1, np.int64)
+        """-1 of a free slot."""
+        self._fixed = np.zeros(num_slots, _U64)
+        """Of slot, generation and all that AllocSlot said."""
+        self._tables = np.zeros(num_slots, _U64)
+        self._bound = np.zeros(num_slots, _U64)
+        self._entries = np.zeros((kinds, num_slots), np.int64)
+        self._hash = np.zeros(num_slots, _U64)
+        """What each slot adds to the digest; 0 of a free one."""
+        self._others = 0
+
+    def clear(self) -> None:
+        """All slots are free, as when an epoch begins."""
+        for column in (self._live, self._fixed, self._tables, self._bound, self._entries):
+            column.fill(0)
+        self._gen.fill(-1)
+        self._hash.fill(0)
+        self._others = 0
+
+    def take(self, plan: StepPlan) -> int:
+        """The digest with ``plan`` taken in, 0 .. 2^64 - 1.
+
+        Raises EngineDead when the plan contradicts the table: a slot outside it, an occupied slot that is
+        allocated and was not freed before in this plan, a row or op of a slot without that tenant.
+        """
+        touched = [slots for op in plan.ops if len(slots := self._apply(op))]
+        rows = self._row(plan.prefill, touched) + 3 * self._row(plan.decode, touched)
+        if touched:
+            slots = touched[0] if len(touched) == 1 else np.concatenate(touched)
+            known = self._fixed[slots] + self._tables[slots] * _TABLES + self._bound[slots] * _BOUND
+            self._hash[slots] = mix(known)
+        for op in plan.ops:
+            if isinstance(op, FreeSlot) and not self._live[op.slot]:
+                self._hash[op.slot] = 0
+        table = int(np.bitwise_xor.reduce(self._hash))
+        return table ^ self._others ^ (rows + plan.step * _STEP & _MASK)
+
+    def _apply(self, op: Op) -> np.ndarray:
+        """Takes an op in; the slots whose hash it changes."""
+        if isinstance(op, AppendEach):
+            self._check(op.slots, None)
+            at = self._places(op.kind)
+            if len(set(op.slots.tolist())) < len(op.slots):
+                raise EngineDead("blocks are appended twice to one slot")
+            self._tables[op.slots] ^= self._blocks(op.kind, at[op.slots], op.blocks)
+            at[op.slots] += 1
+            return op.slots
+        slot = getattr(op, "slot", None)
+        if slot is None:
+            self._fold(op)
+            return np.empty(0, np.int64)
+        slots = np.array([slot])
+        if isinstance(op, AllocSlot):
+            self._alloc(op, slots)
+            return slots
+        self._check(slots, np.array([op.gen]) if isinstance(op, FreeSlot) else None)
+        if isinstance(op, FreeSlot):
+            self._live[op.slot], self._gen[op.slot] = False, -1
+        elif isinstance(op, AppendBlocks):
+            at = self._places(op.kind)
+            more = np.arange(at[op.slot], at[op.slot] + len(op.blocks))
+            self._tables[op.slot] ^= np.bitwise_xor.reduce(self._blocks(op.kind, more, op.blocks))
+            at[op.slot] += len(op.blocks)
+        else:
+            self._fold(op)
+        return slots
+
+    def _alloc(self, op: AllocSlot, slots: np.ndarray) -> None:
+        self._check_range(slots)
+        if self._live[op.slot]:
+            raise EngineDead(f"slot {op.slot} is allocated while generation {self._gen[op.slot]} lives in it")
+        self._live[op.slot], self._gen[op.slot] = True, op.gen
+        tenant = _hash(encode_part(op))
+        self._fixed[op.slot] = (op.slot * int(_SLOT) + op.gen * int(_GEN) + tenant * int(_TENANT)) & _MASK
+        self._tables[op.slot] = self._bound[op.slot] = 0
+        self._entries[:, op.slot] = 0
+
+    def _places(self, kind: int) -> np.ndarray:
+        """How many entries the tables of cache kind ``kind`` have, by slot."""
+        if not 0 <= kind < len(self._entries):
+            raise EngineDead(f"blocks of cache kind {kind} are appended, and there is none")
+        places: np.ndarray = self._entries[kind]
+        return places
+
+    def _blocks(self, kind: int, at: np.ndarray, blocks: np.ndarray) -> np.ndarray:
+        """The hash of each of ``blocks`` as entry ``at`` of a table."""
+        where = at.astype(_U64) * _ENTRY + _U64((kind + 1) * _KIND & _MASK)
+        return mix(where + blocks.astype(_U64) * _BLOCK)
+
+    def _fold(self, op: Op) -> None:
+        self._others = _hash(self._others.to_bytes(8, "little") + encode_part(op))
+
+    def _row(self, segment: Segment, touched: list[np.ndarray]) -> int:
+        """Takes a segment's rows in; the hash of them, in their order."""
+        if not segment.rows:
+            return 0
+        self._check(segment.slot, segment.gen)
+        self._bound[segment.slot] = segment.start + segment.count
+        touched.append(segment.slot)
+        columns = (
+            segment.slot,
+            segment.gen,
+            segment.start,
+            segment.count,
+            segment.logits,
+            segment.sample,
+            segment.next_k,
+        )
+        return _hash(b"".join([column.tobytes() for column in columns]))
+
+    def _check_range(self, slots: np.ndarray) -> None:
+        if len(slots) and (slots.min() < 0 or slots.max() >= len(self._live)):
+            raise EngineDead(f"step names a slot outside the table, which has {len(self._live)}")
+
+    def _check(self, slots: np.ndarray, gen: np.ndarray | None) -> None:
+        self._check_range(slots)
+        lives = self._gen[slots]
+        if gen is not None and (lives == gen).all():
+            return
+        if (lives < 0).any():
+            raise EngineDead("step names a slot that is free")
+        if gen is not None:
+            raise EngineDead("step names a slot without its tenant")

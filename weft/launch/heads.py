@@ -1,0 +1,97 @@
+"""The head processes of a server: started, started anew when they died, ended."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from weft.common import env, log
+from weft.common.clock import Clock, SystemClock
+from weft.common.restarts import RestartBudget
+from weft.config.resolved import EngineConfig
+from weft.front.heads import Place
+
+logger = log.get_logger(__name__)
+
+WINDOW = 600.0
+"""Seconds in which the number of restarts is limited, over all heads."""
+
+
+class HeadProcesses:
+    """One head for each replica. To be used from the main thread only, to which their lives are tied."""
+
+    def __init__(
+        self, config: EngineConfig, folder: Path, log_level: str, restarts: int, clock: Clock | None = None
+    ) -> None:
+        """``folder``: where heads listen; only this user may enter it. ``restarts``: how many heads may be
+        started anew in ``WINDOW`` seconds.
+        """
+        self._config, self._folder, self._level = config, folder, log_level
+        self._clock = clock or SystemClock()
+        self._budget = RestartBudget(restarts, WINDOW)
+        self._running: dict[int, subprocess.Popen[bytes]] = {}
+        self._ended: list[subprocess.Popen[bytes]] = []
+        self._started = 0
+
+    def start(self, replica: int) -> Place:
+        """Starts the head of ``replica``; does not wait for it. Every start has an address of its own, so
+        nothing that was meant for one head reaches the next.
+        """
+        endpoint = f"ipc://{self._folder}/head{self._started}"
+        self._started += 1
+        own = msgspec.structs.replace(self._config, replica=replica, domain=str(self._folder))
+        self._running[replica] = start_head(own, endpoint, self._level)
+        return Place(endpoint, self._running[replica])
+
+    def respawn(self, replica: int) -> Place | None:
+        """Ends what is left of a head that is dead, or stopped answering, and starts it anew.
+
+        None when that was done too often lately.
+        """
+        old = self._running.pop(replica, None)
+        if old is not None:
+            old.kill()  # also wakes one that was stopped, for its end
+            self._ended.append(old)
+        if not self._budget.grant(self._clock.now()):
+            if self._budget.most:
+                logger.error("%d engines died in %g minutes", self._budget.most + 1, WINDOW / 60)
+            return None
+        logger.error("the engine is started again (restart %d)", self._budget.granted)
+        return self.start(replica)
+
+    def close(self, seconds: float) -> list[int]:
+        """Gives all heads, which were told to stop, ``seconds`` to end, then kills them. Their statuses."""
+        until = time.monotonic() + seconds
+        heads = [*self._running.values(), *self._ended]
+        return [close_head(head, max(until - time.monotonic(), 0)) for head in heads]
+
+
+def start_head(config: EngineConfig, endpoint: str, log_level: str) -> subprocess.Popen[bytes]:
+    """Starts a head that will listen at ``endpoint`` and die with this process. Does not wait for it.
+
+    Must be called from the main thread: the kernel ties the child to the thread that made it.
+    """
+    command = [sys.executable, "-m", "weft.launch.head_main", str(os.getpid()), endpoint, log_level]
+    head = subprocess.Popen(command, stdin=subprocess.PIPE, env=env.child_environment())
+    assert head.stdin is not None
+    try:
+        with head.stdin as pipe:
+            pipe.write(msgspec.msgpack.encode(config))
+    except BrokenPipeError:
+        # It died before it read its configuration; whoever watches it sees that.
+        pass
+    return head
+
+
+def close_head(head: subprocess.Popen[bytes], seconds: float) -> int:
+    """Gives a head ``seconds`` to end (it was told to stop), then kills it. Returns its exit status."""
+    try:
+        return head.wait(seconds)
+    except subprocess.TimeoutExpired:
+        head.kill()
+        return head.wait()

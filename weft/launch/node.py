@@ -1,0 +1,94 @@
+"""A host that has no head: keeps its ranks of a group running, for whatever head there is on host 0."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+from weft.common import log
+from weft.common.restarts import RestartBudget
+from weft.config.hosts import meeting_place, ranks_on
+from weft.config.resolved import EngineConfig
+from weft.engine.ranks import RankProcesses
+from weft.parallel.address import own_address, tcp
+from weft.parallel.secret import read_keys
+
+logger = log.get_logger(__name__)
+
+RESTARTS, WINDOW = 20, 600.0
+"""Ranks that are started anew in so many seconds, before the host gives up."""
+_LOOK = 0.2
+
+
+class _Stop(Exception):
+    """A signal came."""
+
+
+def serve_node(config: EngineConfig, log_level: str) -> int:
+    """Runs the ranks of ``--node-rank`` until the group is shut down (0), or a signal comes (0).
+
+    A rank that ends otherwise is started anew: with it a head that lost it, or another head, forms the group.
+    Status 1 when that was tried too often. Raises ConfigError.
+    """
+    parallel = config.parallel
+    host, port = meeting_place(parallel)
+    mine = ranks_on(parallel, parallel.node_rank)
+    assert parallel.group_secret is not None, "checked when the configuration was resolved"
+    read_keys(parallel.group_secret)
+    own_address(host, port)
+    logger.info("host %d of %d: ranks %s for %s", parallel.node_rank, parallel.nnodes, [*mine], parallel.rdzv)
+    processes = RankProcesses(config, tcp(host, port), log_level)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _stop)
+    try:
+        for rank in mine:
+            processes.spawn(rank)
+        return _keep(processes, len(mine), parallel.rank_timeout)
+    except _Stop:
+        return 0
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        processes.close(0.0)
+
+
+def _keep(processes: RankProcesses, left: int, rank_timeout: float) -> int:
+    budget = RestartBudget(RESTARTS, WINDOW)
+    stopped: dict[int, float] = {}
+    while left:
+        time.sleep(_LOOK)
+        for rank, status in processes.ended():
+            processes.kill(rank)
+            stopped.pop(rank, None)
+            if status == 0:
+                left -= 1
+            elif not budget.grant(time.monotonic()):
+                logger.error("%d ranks ended in %g minutes", RESTARTS + 1, WINDOW / 60)
+                return 1
+            else:
+                logger.error("rank %d ended with status %d and is started again", rank, status)
+                processes.spawn(rank)
+        for rank in processes.ranks():
+            _end_stopped(processes, rank, stopped, rank_timeout)
+    return 0
+
+
+def _end_stopped(processes: RankProcesses, rank: int, stopped: dict[int, float], patience: float) -> None:
+    """Ends a rank that was stopped (SIGSTOP) for longer than any head waits for it."""
+    if not _is_stopped(processes.pid(rank)):
+        stopped.pop(rank, None)
+    elif time.monotonic() - stopped.setdefault(rank, time.monotonic()) > patience:
+        logger.error("rank %d is stopped and is ended", rank)
+        processes.send_signal(rank, signal.SIGKILL)
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except (OSError, IndexError):  # it has ended, or there is no /proc
+        return False
+
+
+def _stop(*_: object) -> None:
+    raise _Stop

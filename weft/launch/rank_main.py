@@ -1,0 +1,81 @@
+"""Entry point of a worker rank: ``python -m weft.launch.rank_main PARENT ADDRESS RANK LOG_LEVEL``.
+
+Its EngineConfig comes on standard input, as msgpack. It says hello before it imports torch, so that a rank
+that does not belong is refused at once. Ends with status 2 when it was refused or cannot load.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import msgspec
+
+from weft import __version__
+from weft.common import log
+from weft.common.errors import WeftError
+from weft.config.group import shared_settings
+from weft.config.resolved import EngineConfig
+from weft.launch import child
+from weft.parallel.control import RankChannel, ZmqRank
+from weft.parallel.secret import read_keys
+from weft.types import frames as f
+
+WELCOME_S = 120.0
+
+
+def run(arguments: list[str]) -> int:
+    """Serves as a rank until the head ends it; returns the exit status."""
+    parent, address, rank, level = arguments
+    child.die_with_parent(int(parent))
+    child.ignore_signals()
+    child.forbid_core_dumps()
+    log.configure(level, f"rank {rank}")
+    config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineConfig)
+    sys.stdin.close()
+    try:
+        serve(config, address, int(rank))
+    except WeftError as error:
+        print(f"weft: rank {rank}: {error.message}", file=sys.stderr, flush=True)
+        return 2
+    return 0
+
+
+def serve(config: EngineConfig, address: str, rank: int) -> None:
+    """Joins the group whose head listens at ``address``. Raises ConfigError, or EngineDead."""
+    secret = config.parallel.group_secret if config.parallel.nnodes > 1 else None
+    keys = read_keys(secret) if secret is not None else None
+    channel = ZmqRank(address, rank, keys)
+    welcome = say_hello(channel, config, rank)
+
+    from weft.engine.rank import run_rank
+
+    run_rank(config, channel, rank, (lambda: ZmqRank(welcome.beats, rank, keys)) if welcome.beats else None)
+
+
+def say_hello(channel: RankChannel, config: EngineConfig, rank: int) -> f.RankWelcome:
+    """The head's welcome. Raises EngineDead when it refuses, or does not answer."""
+    hello = f.RankHello(
+        version=f.VERSION,
+        release=__version__,
+        rank=rank,
+        pid=os.getpid(),
+        settings=shared_settings(config),
+    )
+    channel.send(f.encode(hello))
+    until = time.monotonic() + WELCOME_S
+    while (left := until - time.monotonic()) > 0:
+        data = channel.receive(left)
+        if data is None:
+            continue
+        answer = f.decode_to_rank(data)
+        if isinstance(answer, f.RankWelcome):
+            return answer
+        if isinstance(answer, f.Refused):
+            raise f.FrameError(f"refused by the head: {answer.error.message}")
+    raise f.FrameError(f"the head did not answer within {WELCOME_S:g} s")
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))

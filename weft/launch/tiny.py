@@ -1,0 +1,152 @@
+"""A tiny model of every family, as a ``config.json``: with random weights it is all that proofs need.
+
+Sizes divide by 4, so each can be laid over up to four ranks. They are given as checkpoints publish them.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+CHOSEN, COMPRESSED = "compressed_sparse_attention", "heavily_compressed_attention"
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 1024,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "hidden_act": "silu",
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "rope_theta": 10_000.0,
+}
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True}
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 8,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+}
+_DELTA: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": [LINEAR, LINEAR, FULL, LINEAR],
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "partial_rotary_factor": 0.5,
+}
+_INDEX = {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 24}
+
+#: Name of a family -> (architecture, model_type, what its config.json says beside the common part).
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", "llama", {}),
+    "mistral": ("MistralForCausalLM", "mistral", {"sliding_window": 37}),
+    "mixtral": ("MixtralForCausalLM", "mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2}),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2", {}),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3", {}),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", "qwen3_moe", {**_EXPERTS, "decoder_sparse_step": 1}),
+    "qwen3_next": (
+        "Qwen3NextForCausalLM",
+        "qwen3_next",
+        {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 32, "decoder_sparse_step": 1},
+    ),
+    "qwen3_5": ("Qwen3_5ForCausalLM", "qwen3_5_text", _DELTA),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeForCausalLM",
+        "qwen3_5_moe_text",
+        {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 32},
+    ),
+    "deepseek_v2": (
+        "DeepseekV2ForCausalLM",
+        "deepseek_v2",
+        {
+            **_LATENT,
+            "q_lora_rank": None,
+            "norm_topk_prob": False,
+            "scoring_func": "softmax",
+            "topk_method": "group_limited_greedy",
+        },
+    ),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", "deepseek_v3", {**_LATENT, "num_nextn_predict_layers": 1}),
+    "deepseek_v32": ("DeepseekV32ForCausalLM", "deepseek_v32", {**_LATENT, **_INDEX}),
+    "glm_dsa": (
+        "GlmMoeDsaForCausalLM",
+        "glm_moe_dsa",
+        {**_LATENT, **_INDEX, "n_group": 1, "topk_group": 1, "mlp_layer_types": ["dense", "sparse"]},
+    ),
+    "deepseek_v4": (
+        "DeepseekV4ForCausalLM",
+        "deepseek_v4",
+        {
+            "num_key_value_heads": 1,
+            "num_hidden_layers": 3,
+            "layer_types": [SLIDING, CHOSEN, COMPRESSED],
+            "mlp_layer_types": ["hash_moe", "moe", "moe"],
+            "compress_rates": {CHOSEN: 4, COMPRESSED: 16},
+            "sliding_window": 24,
+            "partial_rotary_factor": 0.5,
+            "q_lora_rank": 24,
+            "o_groups": 4,
+            "o_lora_rank": 12,
+            **_INDEX,
+            "index_n_heads": 8,
+            "hc_mult": 2,
+            "hc_sinkhorn_iters": 4,
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+            "scoring_func": "sqrtsoftplus",
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        "gpt_oss",
+        {
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "sliding_window": 24,
+            "layer_types": [SLIDING, FULL],
+            "attention_bias": True,
+            "swiglu_limit": 7.0,
+        },
+    ),
+}
+
+
+def write_family(folder: Path, family: str) -> Path:
+    """Writes the ``config.json`` of ``family`` (a key of ``FAMILIES``) below ``folder``; returns its folder.
+
+    The folder is served with ``--load-format dummy``.
+    """
+    architecture, kind, more = FAMILIES[family]
+    target = folder / family
+    target.mkdir(parents=True, exist_ok=True)
+    config = {**_COMMON, **more, "architectures": [architecture], "model_type": kind}
+    (target / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    return target

@@ -1,0 +1,106 @@
+"""Where a published tensor meets what a rank holds of a parameter.
+
+published     fills  parameter[index]  of the global parameter
+a rank        holds  spans of one dim of it
+a window      is where both meet: a part of the published tensor, and its place in the local parameter
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import nn
+
+from weft.layers.held import global_shape, held_by, largest_of
+
+Index: TypeAlias = tuple[int | slice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A part of a published tensor (arranged as in the parameter), and where it goes."""
+
+    source: tuple[slice, ...]
+    """Of its dims, the first ones; the others are whole. () for all of it."""
+    target: Index
+    """Of the local parameter."""
+
+
+def windows(parameter: nn.Parameter, index: Index) -> list[Window]:
+    """What this rank takes of the tensor that fills the global ``parameter[index]``; perhaps nothing."""
+    held = held_by(parameter)
+    if held is None:
+        return [Window((), index)]
+    dim = held.dim
+    entries = index + (slice(None),) * (dim + 1 - len(index))
+    before, entry, after = entries[:dim], entries[dim], entries[dim + 1 :]
+    published = sum(isinstance(one, slice) for one in before)  # an integer takes a dim away
+    found, offset = [], 0
+    for begin, end in held.spans:
+        if isinstance(entry, int):
+            if begin <= entry < end:
+                found.append(Window((), (*before, offset + entry - begin, *after)))
+        else:
+            start, stop, _ = entry.indices(held.size)
+            low, high = max(begin, start), min(end, stop)
+            if low < high:
+                source = (*(slice(None),) * published, slice(low - start, high - start))
+                target = slice(offset + low - begin, offset + high - begin)
+                found.append(Window(source, (*before, target, *after)))
+        offset += end - begin
+    return found
+
+
+def whole_groups(
+    taken: list[Window], groups: int, parts: tuple[tuple[int, int], ...]
+) -> tuple[tuple[int, int], list[Window]] | None:
+    """Of published rows that are ``groups`` of ``parts``, which the parameter has part after part (see
+    ``Placement``): the range of groups that the windows ``taken`` are made of, and the same windows of those
+    groups alone, arranged. None where they are not the same whole groups of each part.
+    """
+    found, chosen, base = list[Window](), set[tuple[int, int]](), 0
+    left = list(taken)
+    done = 0
+    for begin, end in parts:
+        each = end - begin
+        inside_part = [
+            w for w in left if len(w.source) == 1 and base <= w.source[0].start < base + groups * each
+        ]
+        for window in inside_part:
+            low, high = window.source[0].start - base, window.source[0].stop - base
+            if low % each or high % each or high > groups * each:
+                return None
+            chosen.add((low // each, high // each))
+            count = (high - low) // each
+            found.append(Window((slice(done * count, (done + each) * count),), window.target))
+        base, done = base + groups * each, done + each
+    if len(found) != len(taken) or len(chosen) != 1:
+        return None
+    return chosen.pop(), found
+
+
+def part_shape(parameter: nn.Parameter, index: Index) -> tuple[int, ...]:
+    """The shape of the global ``parameter[index]``."""
+    shape = global_shape(parameter)
+    made = []
+    for size, entry in zip(shape, index, strict=False):
+        if isinstance(entry, slice):
+            made.append(len(range(*entry.indices(size))))
+    return (*made, *shape[len(index) :])
+
+
+def inside(index: Index, place: int) -> Index:
+    """The index of matrix ``place`` of the stack ``parameter[index]``."""
+    for number, entry in enumerate(index):
+        if isinstance(entry, slice):
+            return (*index[:number], (entry.start or 0) + place, *index[number + 1 :])
+    return (*index, place)
+
+
+def note_largest(parameter: nn.Parameter, index: Index, values: torch.Tensor) -> None:
+    """Where somebody wants to know the largest of each whole row, which ``values`` of the part are."""
+    largest = largest_of(parameter)
+    if largest is not None:
+        largest[index] = values.to(parameter.dtype).to(largest.dtype).abs().amax(-1, keepdim=True)

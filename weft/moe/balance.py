@@ -1,0 +1,155 @@
+"""The routed layers of one model whose experts are divided: what they do together, between steps.
+
+    rebalance    loads of all ranks, summed -> the same plan on all -> experts move, maps change
+    agree        whenever groups have formed: a rank that was started anew takes over where experts are
+
+Everybody calls the first at the same step. Weights are written where they lie, so what was captured stays
+right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Sequence
+
+import torch
+
+from weft.common.log import get_logger
+from weft.moe.parallel import DividedExperts
+from weft.moe.placement import Placement, in_order, moves, plan, rank_loads
+from weft.ops.torch_ops import Int8Weight
+from weft.parallel.comm import Comm, Pending
+
+Tensor = torch.Tensor
+
+log = get_logger(__name__)
+
+
+class ExpertLayers:
+    """Of one model on one rank, in order."""
+
+    def __init__(self, layers: Sequence[DividedExperts]) -> None:
+        self._layers = layers
+        self._ep = layers[0].mesh.ep
+        self.moved = 0
+        """Experts that came to this rank."""
+        self.rebalanced = 0
+        """How often placements were looked at."""
+        self.reload: Callable[[Sequence[Placement]], ExpertLayers | None] | None = None
+        """Reads experts from the checkpoint again, as other placements have them."""
+        self._torn = False
+        """Whether experts were on their way when it ended."""
+        layers[0].mesh.formed.append(self.agree)
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """Of each layer."""
+        return tuple(layer.map.placement for layer in self._layers)
+
+    def rebalance(self) -> Generator[Pending, None, None]:
+        """Moves experts by the rows that chose them since the last time. Yields once for each collective."""
+        counts = [layer.loads for layer in self._layers]
+        self._torn = True
+        assert all(count is not None for count in counts), "nobody counted"
+        own = torch.stack([count for count in counts if count is not None])
+        pending = self._ep.all_reduce(own)
+        if pending is not None:
+            yield pending
+            loads = pending.result().cpu().numpy()
+            before, after = 0.0, 0.0
+            for layer, load in zip(self._layers, loads, strict=True):
+                old = layer.map.placement
+                new = plan(load, old)
+                before, after = before + max(rank_loads(old, load)), after + max(rank_loads(new, load))
+                if new != old:
+                    self.moved += yield from _move(self._ep, layer, new)
+            if self._ep.rank == 0 and after < before:
+                share = loads.sum() / self._ep.size
+                log.info(
+                    "experts moved: busiest rank %.2f of the average, was %.2f", after / share, before / share
+                )
+        self.rebalanced += 1
+        for count in counts:
+            if count is not None:
+                count.zero_()
+        self._torn = False
+
+    def agree(self) -> None:
+        """All ranks take the first one's choice of forms, and the placements of who moved experts most often.
+
+        A rank that has others reads its experts again. Where some rank lost experts on their way all go back
+        to the order of the checkpoint.
+        """
+        votes = torch.tensor([layer.chooser.votes() for layer in self._layers])
+        first = self._ep.all_gather(votes).result()[0].tolist()
+        for layer, vote in zip(self._layers, first, strict=True):
+            layer.chooser.follow(vote)
+        flat = [expert for placement in self.placements for mine in placement for expert in mine]
+        own = torch.tensor([int(self._torn), self.rebalanced, *flat])
+        states = self._ep.all_gather(own).result().tolist()
+        if any(torn for torn, *_ in states):
+            self._take(None)
+            self.rebalanced = 0
+            return
+        _, most, *target = max(states, key=lambda state: state[1])
+        if flat != target:
+            self._take(self._unflat(target))
+        self.rebalanced = most
+
+    def _unflat(self, flat: list[int]) -> list[Placement]:
+        rest, made = iter(flat), []
+        for placement in self.placements:
+            made.append(tuple(tuple(next(rest) for _ in mine) for mine in placement))
+        return made
+
+    def _take(self, target: list[Placement] | None) -> None:
+        """Reads experts anew, as ``target`` has them (None: as a new rank would)."""
+        if target is None:
+            target = [
+                in_order(len(one.map), self._ep.size, sum(map(len, one.map.placement)) - len(one.map))
+                for one in self._layers
+            ]
+        assert self.reload is not None, "nobody knows where experts come from"
+        fresh = self.reload(target)
+        assert fresh is not None
+        for layer, new, placement in zip(self._layers, fresh._layers, target, strict=True):
+            for own, other in zip(_tensors(layer), _tensors(new), strict=True):
+                own.copy_(other)
+            layer.map.set(placement)
+            if layer.loads is not None:
+                layer.loads.zero_()
+        self._torn = False
+
+
+def _move(ep: Comm, layer: DividedExperts, new: Placement) -> Generator[Pending, None, int]:
+    """Brings every place's new expert there. Returns how many came to this rank."""
+    steps = moves(layer.map.placement, new)
+    out = sorted(
+        (to, number, place) for number, (source, place, to, _) in enumerate(steps) if source == ep.rank
+    )
+    into = sorted(
+        (source, number, place) for number, (source, _, to, place) in enumerate(steps) if to == ep.rank
+    )
+    sends = [sum(to == rank for to, _, _ in out) for rank in range(ep.size)]
+    receives = [sum(source == rank for source, _, _ in into) for rank in range(ep.size)]
+    for tensor in _tensors(layer):
+        rows = tensor[torch.tensor([place for _, _, place in out], dtype=torch.int64, device=tensor.device)]
+        pending = ep.all_to_all(rows, sends, receives)
+        yield pending
+        if into:
+            places = torch.tensor([place for _, _, place in into], device=tensor.device)
+            tensor[places] = pending.result().view(len(into), *tensor.shape[1:])
+        else:
+            pending.result()
+    layer.map.set(new)
+    return len(into)
+
+
+def _tensors(layer: DividedExperts) -> Iterable[Tensor]:
+    """All that belongs to experts, its first dim their places."""
+    weights = layer.weights
+    for one in (weights.gate_up, weights.down, weights.gate_up_bias, weights.down_bias):
+        if isinstance(one, Int8Weight):
+            yield one.values
+            yield one.scales
+        elif one is not None:
+            yield one

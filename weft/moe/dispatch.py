@@ -1,0 +1,236 @@
+"""How rows reach the experts of other ranks, and what those make of them comes home: four forms.
+
+Every row has a home rank, which routes it and adds up what its experts made. An expert's rank answers with
+
+    answer    [rows, A, hidden]     A = top_k: each expert's output by itself, zeros for those elsewhere;
+                                    A = 1: their weighted sum in top-k order, rounded
+
+so that home, adding the ranks' answers in their order and then (A = top_k) the experts in top-k order, gets
+the same bits in every form; with A = top_k those of one rank, if each row of an expert's has its own.
+
+    form         out                       back                   sizes
+    reduce       nothing: all ranks have   all-reduce             known: all ranks have the same rows
+                 all rows
+    gather       all-gather                reduce-scatter         padded to the most rows of a rank
+    low-latency  all-to-all, every row     all-to-all             padded to the most rows of a rank: no host
+                 to every rank                                    read, none is ever dropped
+    throughput   all-to-all, each row to   all-to-all of what     exact: counts go first
+                 the ranks that it needs   is not zero
+
+Generators yield as ``Block.steps`` does, as often whatever the rows are. Work that waits for nothing
+(``under``) is done while rows are under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from weft.common.errors import EngineDead
+from weft.parallel.comm import Comm, Pending
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """The rows that a rank is home to (for ``reduce``: all), routed. n rows, k experts each."""
+
+    x: Tensor
+    """[n, hidden]."""
+    ranks: Tensor
+    """int64 [n, k]: who computes each pair of row and expert."""
+    places: Tensor
+    """int64 [n, k]: which of that rank's experts."""
+    scales: Tensor
+    """Wide [n, k]."""
+
+
+class Work(NamedTuple):
+    """What a rank does for others' rows."""
+
+    answer: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    """Of x [R, hidden], places int64 [R, k] (-1: another rank's) and scales (wide [R, k], where A is 1):
+    [R, A, hidden] in x's dtype, zeros where there is nothing."""
+    exact: bool
+    """Whether A is top_k."""
+    under: Callable[[], Any]
+    """Done once, while rows are under way."""
+
+
+class Came(NamedTuple):
+    """What comes home."""
+
+    total: Tensor
+    """[n, A, hidden]: the sum of all ranks' answers."""
+    under: Any
+    """What ``Work.under`` returned."""
+
+
+Steps: TypeAlias = Generator[Pending, None, Came]
+Form: TypeAlias = Callable[[Comm, Rows, Work, "int | None"], Steps]
+"""(ep, rows, work, most rows of a rank or None: not known) -> what comes home."""
+
+
+# --- rows with what belongs to them, as one tensor ---
+
+
+def _as_columns(x: Tensor, more: Tensor) -> Tensor:
+    """The bits of ``more`` [n, m] (8 bytes an element, or 4) as columns of x's dtype."""
+    return more.contiguous().view(x.dtype)
+
+
+def _joined(x: Tensor, places: Tensor, scales: Tensor | None) -> Tensor:
+    parts = [x, _as_columns(x, places)]
+    if scales is not None:
+        parts.append(_as_columns(x, scales))
+    return torch.cat(parts, dim=-1)
+
+
+class _Shape(NamedTuple):
+    """How to take ``_joined`` rows apart."""
+
+    hidden: int
+    top_k: int
+    wide: torch.dtype | None
+    """Of the scales; None where they stay at home."""
+
+    def columns(self, dtype: torch.dtype) -> int:
+        size = 8 + (0 if self.wide is None else self.wide.itemsize)
+        return self.hidden + self.top_k * size // dtype.itemsize
+
+    def apart(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """x [R, hidden], places int64 [R, k], scales."""
+        middle = self.hidden + self.top_k * 8 // rows.dtype.itemsize
+        places = rows[:, self.hidden : middle].contiguous().view(torch.int64)
+        scales = None if self.wide is None else rows[:, middle:].contiguous().view(self.wide)
+        return rows[:, : self.hidden], places, scales
+
+
+def _shape(rows: Rows, work: Work) -> _Shape:
+    wide = None if work.exact else rows.scales.dtype
+    return _Shape(rows.x.shape[1], rows.ranks.shape[1], wide)
+
+
+def _sent(rows: Rows, work: Work) -> Tensor | None:
+    """The scales that travel."""
+    return None if work.exact else rows.scales
+
+
+def _padded(x: Tensor, rows: int, value: int = 0) -> Tensor:
+    """x with rows of ``value`` appended. Raises EngineDead when it has more already."""
+    if len(x) > rows:
+        raise EngineDead(f"a rank has {len(x)} rows in a step whose ranks agreed on {rows} at most")
+    if len(x) == rows:
+        return x
+    return torch.cat([x, x.new_full((rows - len(x), *x.shape[1:]), value)])
+
+
+# --- the forms ---
+
+
+def reduce(ep: Comm, rows: Rows, work: Work, most: int | None) -> Steps:
+    """All ranks have the same rows, and get all of the sum."""
+    places = torch.where(rows.ranks == ep.rank, rows.places, -1)
+    answer = work.answer(rows.x, places, _sent(rows, work))
+    pending = ep.all_reduce(answer)
+    under = work.under()
+    if pending is None:
+        return Came(answer, under)
+    yield pending
+    return Came(pending.result(), under)
+
+
+def gather(ep: Comm, rows: Rows, work: Work, most: int | None) -> Steps:
+    """Every rank sees all rows."""
+    if most is None:
+        count = torch.tensor([len(rows.x)], device=rows.x.device)
+        pending = ep.all_gather(count)
+        yield pending
+        most = int(pending.result().max())
+    shape, (n, k), scales = _shape(rows, work), rows.ranks.shape, _sent(rows, work)
+    pairs = torch.cat((_padded(rows.ranks, most, -1), _padded(rows.places, most, -1)), dim=1)
+    sent = _joined(_padded(rows.x, most), pairs, None if scales is None else _padded(scales, most))
+    pending = ep.all_gather(sent)
+    under = work.under()
+    yield pending
+    x, pairs, scales = shape._replace(top_k=2 * k).apart(pending.result().view(-1, sent.shape[1]))
+    ranks, places = pairs.chunk(2, dim=1)
+    answer = work.answer(x, torch.where(ranks == ep.rank, places, -1), scales)
+    pending = ep.reduce_scatter(answer.view(ep.size, most, *answer.shape[1:]))
+    yield pending
+    return Came(pending.result()[:n], under)
+
+
+def low_latency(ep: Comm, rows: Rows, work: Work, most: int | None) -> Steps:
+    """Every row goes to every rank, and there is as much room for them: the host reads nothing."""
+    assert most is not None
+    shape, size, n = _shape(rows, work), ep.size, len(rows.x)
+    numbers = torch.arange(size, device=rows.x.device).view(size, 1, 1)
+    x, scales = _padded(rows.x, most), _sent(rows, work)
+    ranks, places = _padded(rows.ranks, most, -1), _padded(rows.places, most, -1)
+    places = torch.where(ranks == numbers, places, -1)  # [size, most, k]
+    if scales is not None:
+        scales = _padded(scales, most).expand(size, most, -1)
+    sent = _joined(x.expand(size, most, -1), places, scales).flatten(0, 1)
+    each = [most] * size
+    pending = ep.all_to_all(sent, each, each)
+    under = work.under()
+    yield pending
+    answer = work.answer(*shape.apart(pending.result()))
+    pending = ep.all_to_all(answer, each, each)
+    yield pending
+    parts = pending.result().view(size, most, *answer.shape[1:])
+    return Came(_in_order(parts)[:n], under)
+
+
+def throughput(ep: Comm, rows: Rows, work: Work, most: int | None) -> Steps:
+    """Each row goes to the ranks that it needs, once; back comes what is not zero."""
+    shape, size, (n, k) = _shape(rows, work), ep.size, rows.ranks.shape
+    numbers = torch.arange(size, device=rows.x.device).view(size, 1, 1)
+    mine = rows.ranks == numbers  # [size, n, k]
+    to, row = mine.any(2).nonzero(as_tuple=True)
+    places = torch.where(mine[to, row], rows.places[row], -1)
+    pairs = mine.sum(2) if work.exact else mine.any(2)
+    counts = torch.stack((mine.any(2).sum(1), pairs.sum(1)), dim=1)  # rows, and answers that come back
+    pending = ep.all_to_all(counts, [1] * size, [1] * size)
+    yield pending
+    (out, back), (into, answers) = (c.T.tolist() for c in (counts, pending.result()))
+    sent = _joined(rows.x[row], places, None if work.exact else rows.scales[row])
+    pending = ep.all_to_all(sent, out, into)
+    under = work.under()
+    yield pending
+    x, theirs, scales = shape.apart(pending.result().view(-1, shape.columns(rows.x.dtype)))
+    answer = work.answer(x, theirs, scales)
+    answer = answer[theirs >= 0] if work.exact else answer[:, 0]
+    pending = ep.all_to_all(answer, answers, back)
+    yield pending
+    came = pending.result().view(-1, shape.hidden)
+    if work.exact:
+        total = rows.x.new_zeros(n, k, shape.hidden)
+        pair, choice = (places >= 0).nonzero(as_tuple=True)
+        total[row[pair], choice] = came
+        return Came(total, under)
+    total = rows.x.new_zeros(n, 1, shape.hidden).to(rows.scales.dtype)
+    for part, at in zip(came.split(back), row.split(out), strict=True):
+        total[at, 0] += part
+    return Came(total.to(rows.x.dtype), under)
+
+
+def _in_order(parts: Tensor) -> Tensor:
+    """The sum of ``parts[0], parts[1], ..`` in this order, in float32 or wider, rounded once."""
+    total = parts[0].to(torch.promote_types(parts.dtype, torch.float32), copy=True)
+    for part in parts[1:]:
+        total += part
+    return total.to(parts.dtype)
+
+
+FORMS: dict[str, Form] = {
+    "reduce": reduce,
+    "gather": gather,
+    "low-latency": low_latency,
+    "throughput": throughput,
+}

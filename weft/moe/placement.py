@@ -1,0 +1,176 @@
+"""Which rank holds which experts, and plans of a better placement from observed load. Pure, without torch.
+
+A layer's experts have a fixed number of places in all: each expert one, and some for redundant copies. The
+places are spread evenly over the ranks, for good; what changes is which expert is in which.
+
+Source of the idea: DeepSeek-V3, arXiv 2412.19437, section 3.4; the planner is our own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+Placement: TypeAlias = tuple[tuple[int, ...], ...]
+"""Of one layer, for each rank the experts in its places; none twice on one rank."""
+
+WORTH = 0.03
+"""Share by which a new placement must lower the load of the busiest rank, or else nothing moves."""
+_SWAPS = 64
+
+
+def places(experts: int, ranks: int, redundant: int = 0) -> tuple[int, ...]:
+    """How many places each rank has: ``experts + redundant``, as evenly as can be, the first ranks more.
+
+    Raises ValueError when there are more than each rank could fill with different experts.
+    """
+    whole, more = divmod(experts + redundant, ranks)
+    if whole + (more > 0) > experts:
+        raise ValueError(f"{redundant} redundant copies of {experts} experts are too many for {ranks} ranks")
+    return tuple(whole + (rank < more) for rank in range(ranks))
+
+
+def in_order(experts: int, ranks: int, redundant: int = 0) -> Placement:
+    """Expert after expert, rank after rank; redundant places go on with the first ones again."""
+    made, at = [], 0
+    for count in places(experts, ranks, redundant):
+        made.append(tuple((at + i) % experts for i in range(count)))
+        at += count
+    return tuple(made)
+
+
+def check(placement: Placement, experts: int) -> None:
+    """Raises ValueError unless every expert has a place, and none two on one rank."""
+    seen = {expert for mine in placement for expert in mine}
+    if seen != set(range(experts)):
+        raise ValueError(f"a placement of {len(seen)} experts, of which there are {experts}")
+    if any(len(set(mine)) != len(mine) for mine in placement):
+        raise ValueError("an expert has two places on one rank")
+
+
+def copies(placement: Placement, experts: int) -> list[list[tuple[int, int]]]:
+    """For each expert its places as (rank, number there), in order of ranks."""
+    found: list[list[tuple[int, int]]] = [[] for _ in range(experts)]
+    for rank, mine in enumerate(placement):
+        for number, expert in enumerate(mine):
+            found[expert].append((rank, number))
+    return found
+
+
+def rank_loads(placement: Placement, loads: Sequence[float] | np.ndarray) -> list[float]:
+    """Load of each rank when an expert's is divided evenly among its copies."""
+    count = [len(of) for of in copies(placement, len(loads))]
+    return [float(sum(loads[e] / count[e] for e in mine)) for mine in placement]
+
+
+def plan(loads: Sequence[float] | np.ndarray, old: Placement) -> Placement:
+    """A placement for these loads, with as many places on each rank as ``old`` has.
+
+    Copies go to the experts with most load each; the heaviest first, each to the ranks with least; then the
+    busiest rank swaps with others while that helps. Experts that stay on a rank keep their place. Returns
+    ``old`` unless the busiest rank's load falls by ``WORTH``. A function of its arguments alone: all ranks
+    that know the same loads make the same plan.
+    """
+    room = [len(mine) for mine in old]
+    spread = _spread(loads, room)
+    _improve(spread, loads)
+    made = _in_place(spread, old)
+    better, now = max(rank_loads(made, loads)), max(rank_loads(old, loads))
+    return made if better < now * (1 - WORTH) else old
+
+
+def _copies_wanted(loads: Sequence[float] | np.ndarray, ranks: int, total: int) -> list[int]:
+    wanted = [1] * len(loads)
+    for _ in range(total - len(loads)):
+        open_ = [e for e in range(len(loads)) if wanted[e] < ranks]
+        heaviest = max(open_, key=lambda e: (loads[e] / wanted[e], -e))
+        wanted[heaviest] += 1
+    return wanted
+
+
+def _spread(loads: Sequence[float] | np.ndarray, room: list[int]) -> list[list[int]]:
+    """Experts of each rank, in no particular order."""
+    ranks, left = len(room), list(room)
+    wanted = _copies_wanted(loads, sum(size > 0 for size in room), sum(room))
+    mine: list[list[int]] = [[] for _ in room]
+    total = [0.0] * ranks
+
+    def put(expert: int, rank: int) -> None:
+        mine[rank].append(expert)
+        left[rank] -= 1
+        total[rank] += loads[expert] / wanted[expert]
+
+    order = sorted(range(len(loads)), key=lambda e: (-loads[e] / wanted[e], e))
+    for expert in order:
+        free = sorted((r for r in range(ranks) if left[r]), key=lambda r: (total[r], r))
+        for rank in free[: wanted[expert]]:
+            put(expert, rank)
+    for rank in range(ranks):  # what found too few ranks with room leaves places to others
+        while left[rank]:
+            others = [e for e in order if e not in mine[rank]]
+            put(others[0], rank)
+    return mine
+
+
+def _improve(mine: list[list[int]], loads: Sequence[float] | np.ndarray) -> None:
+    """Swaps experts of the busiest rank with lighter ones elsewhere, the best swap first."""
+    sizes = [len(one) for one in mine]
+    owner = np.repeat(np.arange(len(mine)), sizes)
+    number = np.concatenate([np.arange(size) for size in sizes])
+    expert = np.array([e for one in mine for e in one])
+    each = np.asarray(loads, np.float64) / np.bincount(expert, minlength=len(loads))
+    for _ in range(_SWAPS):
+        total = np.bincount(owner, weights=each[expert], minlength=len(mine))
+        there = np.zeros((len(mine), len(loads)), bool)
+        there[owner, expert] = True
+        busiest = int(total.argmax())
+        out, back = np.flatnonzero(owner == busiest), np.flatnonzero(owner != busiest)
+        if not len(back):
+            return
+        change = each[expert[out]][:, None] - each[expert[back]]
+        peak = np.maximum(total[busiest] - change, total[owner[back]] + change)
+        peak[there[owner[back]][:, expert[out]].T | there[busiest, expert[back]]] = np.inf
+        i, j = np.unravel_index(int(peak.argmin()), peak.shape)
+        if not peak[i, j] < total[busiest] * (1 - 1e-12):
+            return
+        a, b = out[i], back[j]
+        expert[a], expert[b] = expert[b], expert[a]
+        mine[owner[a]][number[a]], mine[owner[b]][number[b]] = int(expert[a]), int(expert[b])
+
+
+def _in_place(spread: list[list[int]], old: Placement) -> Placement:
+    """``spread``, given to the ranks (of as many places) that hold most of it already, with least motion."""
+    open_ = set(range(len(spread)))
+    made: list[tuple[int, ...]] = []
+    for mine in old:
+        fitting = sorted(one for one in open_ if len(spread[one]) == len(mine))
+        best = max(fitting, key=lambda one: (len(set(spread[one]) & set(mine)), -one))
+        open_.remove(best)
+        stays = set(spread[best]) & set(mine)
+        new = iter(sorted(set(spread[best]) - stays))
+        made.append(tuple(expert if expert in stays else next(new) for expert in mine))
+    return tuple(made)
+
+
+def moves(old: Placement, new: Placement) -> list[tuple[int, int, int, int]]:
+    """What to copy: (from rank, its place, to rank, its place) for every place whose expert changes.
+
+    A copy on the rank itself goes first; else copies elsewhere take turns.
+    """
+    held = copies(old, 1 + max(e for mine in old for e in mine))
+    made, turn = [], 0
+    for rank, mine in enumerate(new):
+        for number, expert in enumerate(mine):
+            if old[rank][number] == expert:
+                continue
+            sources = held[expert]
+            here = [source for source in sources if source[0] == rank]
+            if here:
+                source = here[0]
+            else:
+                source = sources[turn % len(sources)]
+                turn += 1
+            made.append((*source, rank, number))
+    return made

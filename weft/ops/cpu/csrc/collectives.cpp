@@ -1,0 +1,284 @@
+// Collectives of ranks on one host, in memory that they share (segment.h).
+//
+//   gather      every rank's x, in order of ranks; x has one shape on all of them
+//   exchange    rows: sends[r] of x to rank r, receives[r] from it
+//   sum         of every rank's x, in order of ranks: in float32 or wider, rounded once
+//
+// What is larger than a slot goes in several rounds. Every round, all ranks say what they are in: when that
+// differs, the group ends with an error on each of them. Rings are known by numbers (an object costs Python ten times
+// as much to pass); `ring_close` frees the memory when the last call in it has ended. Calls of one rank come one after the other, from any thread;
+// `abort` may come at any time, and what waits throws.
+#include "segment.h"
+
+#include <ATen/ops/empty.h>
+
+#include <map>
+#include <memory>
+#include <mutex>
+
+namespace weft {
+namespace {
+
+enum Kind : uint32_t { kGather = 1, kExchange, kSum };
+
+constexpr int64_t kBlock = 512;  // elements that are summed at a time: their wide sums stay in cache
+
+// A large sum: each rank sums a part of it. A small one: all ranks sum all of it, in one round.
+constexpr int64_t kOneRound = 1 << 16;
+
+template <class T>
+struct Wide {
+  using type = float;
+};
+template <>
+struct Wide<double> {
+  using type = double;
+};
+
+template <class T>
+inline void round_to(float value, T* to) { *to = static_cast<T>(value); }
+template <>
+inline void round_to(float value, bf16* to) { narrow(value, to); }
+inline void round_to(double value, double* to) { *to = value; }
+
+template <class T>
+void add_up(const std::vector<const char*>& parts, int64_t count, T* out) {
+  using W = typename Wide<T>::type;
+  W total[kBlock];
+  for (int64_t begin = 0; begin < count; begin += kBlock) {
+    const int64_t n = std::min(kBlock, count - begin);
+    for (size_t part = 0; part < parts.size(); ++part) {
+      const T* from = reinterpret_cast<const T*>(parts[part]) + begin;
+      if (part == 0)
+        for (int64_t i = 0; i < n; ++i) total[i] = static_cast<W>(from[i]);
+      else
+        for (int64_t i = 0; i < n; ++i) total[i] += static_cast<W>(from[i]);
+    }
+    for (int64_t i = 0; i < n; ++i) round_to(total[i], out + begin + i);
+  }
+}
+
+using Adder = void (*)(const std::vector<const char*>&, int64_t, char*);
+
+template <class T>
+void add_bytes(const std::vector<const char*>& parts, int64_t count, char* out) {
+  add_up<T>(parts, count, reinterpret_cast<T*>(out));
+}
+
+Adder adder(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kDouble: return add_bytes<double>;
+    case at::kFloat: return add_bytes<float>;
+    case at::kBFloat16: return add_bytes<bf16>;
+    case at::kHalf: return add_bytes<at::Half>;
+    default: TORCH_CHECK(false, "no sums of ", dtype, " in shared memory");
+  }
+}
+
+class Ring {
+ public:
+  Ring(int64_t fd, int64_t rank, std::vector<int64_t> pids, int64_t bytes, double timeout, double spin)
+      : shared_(int(fd), int(rank), std::move(pids), bytes, timeout, spin) {}
+
+  void abort() { shared_.abort(); }
+
+  Tensor gather(const Tensor& given) {
+    const Tensor x = given.contiguous();
+    std::vector<int64_t> shape = x.sizes().vec();
+    shape.insert(shape.begin(), shared_.size);
+    Tensor out = at::empty(shape, x.options());
+    const int64_t total = bytes_of(x);
+    const char* from = static_cast<const char*>(x.const_data_ptr());
+    char* to = static_cast<char*>(out.mutable_data_ptr());
+    guarded([&] {
+      for (int64_t begin = 0; begin < total; begin += shared_.bytes) {
+        const int64_t n = std::min(shared_.bytes, total - begin);
+        announce(kGather, x, total);
+        std::memcpy(shared_.data(), from + begin, n);
+        shared_.meet();
+        for (int peer = 0; peer < shared_.size; ++peer) {
+          agree(peer, kGather, x, total);
+          std::memcpy(to + peer * total + begin, peer == shared_.rank ? from + begin : shared_.data(peer), n);
+        }
+      }
+    });
+    return out;
+  }
+
+  Tensor exchange(const Tensor& given, const std::vector<int64_t>& sends, const std::vector<int64_t>& receives) {
+    const Tensor x = given.contiguous();
+    const int size = shared_.size;
+    TORCH_CHECK(x.dim() > 0 && int(sends.size()) == size && int(receives.size()) == size, "exchange: one count a rank");
+    std::vector<int64_t> shape = x.sizes().vec(), ends(size + 1, 0), places(size + 1, 0);
+    int64_t row = x.element_size();
+    for (size_t dim = 1; dim < shape.size(); ++dim) row *= shape[dim];
+    for (int peer = 0; peer < size; ++peer) {
+      TORCH_CHECK(sends[peer] >= 0 && receives[peer] >= 0, "exchange: a negative count");
+      ends[peer + 1] = ends[peer] + sends[peer] * row;
+      places[peer + 1] = places[peer] + receives[peer] * row;
+    }
+    TORCH_CHECK(ends[size] == bytes_of(x), "exchange: the counts are not those of ", shape[0], " rows");
+    shape[0] = 0;
+    for (int64_t count : receives) shape[0] += count;
+    Tensor out = at::empty(shape, x.options());
+    const char* from = static_cast<const char*>(x.const_data_ptr());
+    char* to = static_cast<char*>(out.mutable_data_ptr());
+    guarded([&] {
+      int64_t longest = 1;  // bytes that any rank sends, known after the first round
+      for (int64_t begin = 0; begin < longest; begin += shared_.bytes) {
+        announce(kExchange, x, ends[size]);
+        std::copy(ends.begin(), ends.end(), shared_.note().begin);
+        if (begin < ends[size])
+          std::memcpy(shared_.data(), from + begin, std::min(shared_.bytes, ends[size] - begin));
+        shared_.meet();
+        for (int peer = 0; peer < size; ++peer) {
+          longest = std::max(longest, shared_.note(peer).bytes);
+          take(peer, x, begin, places[peer + 1] - places[peer], to + places[peer]);
+        }
+      }
+    });
+    return out;
+  }
+
+  Tensor sum(const Tensor& given) {
+    const Tensor x = given.contiguous();
+    const Adder add = adder(x.scalar_type());
+    Tensor out = at::empty(x.sizes(), x.options());
+    const int64_t total = bytes_of(x);
+    const char* from = static_cast<const char*>(x.const_data_ptr());
+    char* to = static_cast<char*>(out.mutable_data_ptr());
+    guarded([&] {
+      for (int64_t begin = 0; begin < total; begin += shared_.bytes) {
+        const int64_t n = std::min(shared_.bytes, total - begin);
+        announce(kSum, x, total);
+        std::memcpy(shared_.data(), from + begin, n);
+        shared_.meet();
+        for (int peer = 0; peer < shared_.size; ++peer) agree(peer, kSum, x, total);
+        const int64_t item = x.element_size();
+        if (shared_.size == 2 || total * shared_.size <= kOneRound)
+          add(parts(0), n / item, to + begin);
+        else
+          sum_shares(add, n / item, item, x, total, to + begin);
+      }
+    });
+    return out;
+  }
+
+ private:
+  static int64_t bytes_of(const Tensor& x) { return x.numel() * int64_t(x.element_size()); }
+
+  // Every rank's data of this round, `offset` bytes in.
+  std::vector<const char*> parts(int64_t offset) const {
+    std::vector<const char*> made(shared_.size);
+    for (int peer = 0; peer < shared_.size; ++peer) made[peer] = shared_.data(peer) + offset;
+    return made;
+  }
+
+  // `count` elements are in every slot: sums this rank's share of them, and takes the others' sums in another round.
+  void sum_shares(Adder add, int64_t count, int64_t item, const Tensor& x, int64_t total, char* to) {
+    const int64_t share = (count + shared_.size - 1) / shared_.size;
+    const auto first = [&](int64_t rank) { return std::min(rank * share, count); };
+    const int64_t mine = first(shared_.rank), n = first(shared_.rank + 1) - mine;
+    announce(kSum, x, total);
+    add(parts(mine * item), n, shared_.data());
+    shared_.meet();
+    for (int peer = 0; peer < shared_.size; ++peer) {
+      agree(peer, kSum, x, total);
+      std::memcpy(to + first(peer) * item, shared_.data(peer), (first(peer + 1) - first(peer)) * item);
+    }
+  }
+
+  // What of `expected` bytes for this rank is in the round that begins `begin` bytes into the peer's rows.
+  void take(int peer, const Tensor& x, int64_t begin, int64_t expected, char* to) {
+    const Note& note = shared_.note(peer);
+    agree(peer, kExchange, x, note.bytes);
+    const int64_t first = note.begin[shared_.rank], last = note.begin[shared_.rank + 1];
+    TORCH_CHECK(last - first == expected, "rank ", peer, " sends ", last - first, " bytes where ", expected,
+                " are expected");
+    const int64_t low = std::max(first, begin), high = std::min(last, begin + shared_.bytes);
+    if (low < high) std::memcpy(to + (low - first), shared_.data(peer) + (low - begin), high - low);
+  }
+
+  void announce(Kind kind, const Tensor& x, int64_t bytes) {
+    Note& note = shared_.note();
+    note.kind = kind, note.dtype = uint32_t(x.scalar_type()), note.bytes = bytes;
+  }
+
+  void agree(int peer, Kind kind, const Tensor& x, int64_t bytes) const {
+    const Note& note = shared_.note(peer);
+    TORCH_CHECK(note.kind == kind && note.dtype == uint32_t(x.scalar_type()) && note.bytes == bytes, "rank ", peer,
+                " is in another collective: kind ", note.kind, " of ", note.bytes, " bytes, and here ", kind, " of ",
+                bytes);
+  }
+
+  // After any error nobody knows what is in the slots: the group ends.
+  template <class Work>
+  void guarded(const Work& work) {
+    const std::lock_guard<std::mutex> alone(alone_);
+    try {
+      shared_.begin();
+      work();
+    } catch (...) {
+      shared_.abort();
+      throw;
+    }
+  }
+
+  Segment shared_;
+  std::mutex alone_;
+};
+
+std::mutex rings_lock;
+std::map<int64_t, std::shared_ptr<Ring>> rings;  // numbers are not used again
+int64_t rings_made = 0;
+
+std::shared_ptr<Ring> find(int64_t number) {
+  const std::lock_guard<std::mutex> held(rings_lock);
+  const auto found = rings.find(number);
+  TORCH_CHECK(found != rings.end(), "the group was closed");
+  return found->second;
+}
+
+int64_t ring_open(int64_t fd, int64_t rank, std::vector<int64_t> pids, int64_t bytes, double timeout, double spin) {
+  auto made = std::make_shared<Ring>(fd, rank, std::move(pids), bytes, timeout, spin);
+  const std::lock_guard<std::mutex> held(rings_lock);
+  rings.emplace(++rings_made, std::move(made));
+  return rings_made;
+}
+
+void ring_abort(int64_t number) { find(number)->abort(); }
+
+void ring_close(int64_t number) {
+  std::shared_ptr<Ring> last;  // is unmapped after the lock is let go
+  const std::lock_guard<std::mutex> held(rings_lock);
+  const auto found = rings.find(number);
+  if (found == rings.end()) return;
+  last = std::move(found->second);
+  rings.erase(found);
+}
+
+Tensor ring_gather(const Tensor& x, int64_t ring) { return find(ring)->gather(x); }
+Tensor ring_sum(const Tensor& x, int64_t ring) { return find(ring)->sum(x); }
+Tensor ring_exchange(const Tensor& x, const std::vector<int64_t>& sends, const std::vector<int64_t>& receives,
+                     int64_t ring) {
+  return find(ring)->exchange(x, sends, receives);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(weft_cpu, m) {
+  m.def("ring_open(int fd, int rank, int[] pids, int bytes, float timeout, float spin) -> int", &ring_open);
+  m.def("ring_abort(int ring) -> ()", &ring_abort);
+  m.def("ring_close(int ring) -> ()", &ring_close);
+  m.def("ring_gather(Tensor x, int ring) -> Tensor");
+  m.def("ring_sum(Tensor x, int ring) -> Tensor");
+  m.def("ring_exchange(Tensor x, int[] sends, int[] receives, int ring) -> Tensor");
+  m.impl("ring_gather", c10::DispatchKey::CPU, &ring_gather);
+  m.impl("ring_sum", c10::DispatchKey::CPU, &ring_sum);
+  m.impl("ring_exchange", c10::DispatchKey::CPU,
+         [](const Tensor& x, at::IntArrayRef sends, at::IntArrayRef receives, int64_t ring) {
+           return ring_exchange(x, sends.vec(), receives.vec(), ring);
+         });
+}
+
+}  // namespace weft

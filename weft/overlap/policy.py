@@ -1,0 +1,171 @@
+"""Which steps are computed in halves. The head decides, and the plan says it to every rank.
+
+    off        none
+    prefill    those with prompts in them, if they split
+    all        all that split
+    auto       those that measured costs say it pays for (``weft.overlap.cost``)
+
+``auto`` starts whole. A kind of step goes into halves when that is predicted to save ``ENTER``, and back when
+it saves less than ``LEAVE``. What was never tried is predicted without its correction, so it is tried a few
+times; when that did not pay, the next trial of the kind waits twice as long. What runs in halves is computed
+whole now and then, so that both sides stay measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from weft.config.sections import ParallelSection
+from weft.overlap.cost import LATEST, HalvesCost, Ratios
+from weft.overlap.split import split, splits
+from weft.overlap.times import StepTimes
+from weft.types.plan import StepPlan
+
+ENTER, LEAVE = 0.05, 0.01
+"""Shares of a step's time that halves must save."""
+FEW = 3
+"""Steps of a kind in halves that decide whether they pay."""
+WARM = 4
+"""Whole steps of a kind before the first one in halves."""
+WHOLE_EVERY = 32
+"""Steps of a kind that runs in halves, of which one is computed whole."""
+NOW_AND_THEN = 8
+"""Steps of a kind that is known, of which one is looked at."""
+RETRY_FIRST, RETRY_LAST = 256, 8192
+"""Whole steps of a kind between trials."""
+
+
+def mode_of(parallel: ParallelSection | None) -> str:
+    """The mode that ``parallel`` comes to: off without a configuration, and where no ranks communicate."""
+    if parallel is None:
+        return "off"
+    ranks = parallel.tensor_parallel_size
+    if parallel.enable_expert_parallel:
+        ranks *= parallel.data_parallel_size
+    return parallel.overlap if ranks > 1 else "off"
+
+
+@dataclass(slots=True)
+class _Kind:
+    """Steps that are alike."""
+
+    whole: Ratios = field(default_factory=Ratios)
+    halved: Ratios = field(default_factory=Ratios)
+    pays: bool = False
+    steps: int = 0
+    """Since the last one of the other form."""
+    retry: int = RETRY_FIRST
+    observed: int = 0
+
+
+class OverlapPolicy:
+    """Decides for one head, and counts what came of it."""
+
+    def __init__(self, mode: str = "off") -> None:
+        self.mode = mode
+        self.steps = 0
+        """Computed in halves."""
+        self.communication = self.hidden = 0.0
+        """Seconds on this rank: in which collectives were under way, and of those under compute."""
+        self._cost = HalvesCost()
+        self._kinds: dict[tuple[int, ...], _Kind] = {}
+
+    def decide(self, plan: StepPlan) -> StepPlan:
+        """The plan, to be computed in halves if that is wanted."""
+        return msgspec.structs.replace(plan, halves=2) if self.wants(plan) else plan
+
+    def wants(self, plan: StepPlan) -> bool:
+        """Whether the plan should be computed in halves. An idle replica's wants what others want."""
+        if self.mode == "off":
+            return False
+        if not plan.rows:
+            return True
+        if self.mode == "prefill":
+            return plan.prefill.rows > 0 and splits(plan)
+        if self.mode == "all":
+            return splits(plan)
+        return splits(plan) and self._pays(plan)
+
+    def observe(self, plan: StepPlan, times: StepTimes | None) -> None:
+        """A step has run; None on a rank alone."""
+        if times is None:
+            return
+        self.steps += times.halves > 1
+        self.communication += times.communication + sum(flight.seconds for flight in times.drafting)
+        self.hidden += times.hidden
+        if self.mode == "auto" and plan.rows:
+            self._learn(plan, times)
+
+    def _learn(self, plan: StepPlan, times: StepTimes) -> None:
+        """Takes in a step; of a form that a kind is known in, one now and then."""
+        kind = self._kind(plan)
+        halved = times.halves > 1
+        ratios = kind.halved if halved else kind.whole
+        kind.observed += 1
+        known = len(ratios.seen) >= LATEST and halved == kind.pays
+        if known and kind.observed % NOW_AND_THEN:
+            return
+        if halved:
+            halves = split(plan)
+            assert halves is not None
+            kind.halved.add(times.seconds, self._cost.halved(halves))
+            return
+        if self._cost.ready:
+            kind.whole.add(times.seconds, self._cost.whole(plan))
+        self._cost.observe(plan, times)
+
+    def describe(self) -> str | None:
+        """For the log; None where nothing communicated."""
+        if not self.communication:
+            return None
+        share = self.hidden / self.communication
+        return (
+            f"overlap {self.mode}: {self.steps} steps in halves; "
+            f"{share:.0%} of {self.communication:.2f} s of communication went on under compute"
+        )
+
+    def saves(self, plan: StepPlan) -> float:
+        """Predicted: what share of the step's time halves save; negative where they cost."""
+        halves = split(plan)
+        if halves is None or not self._cost.ready:
+            return 0.0
+        kind = self._kind(plan)
+        whole = self._cost.whole(plan) * kind.whole.factor
+        return 1.0 - self._cost.halved(halves) * kind.halved.factor / whole if whole > 0.0 else 0.0
+
+    def _pays(self, plan: StepPlan) -> bool:
+        """``auto``: as the module's docstring says. A prediction takes a part of a millisecond, so what is
+        known is looked at now and then."""
+        kind = self._kind(plan)
+        kind.steps += 1
+        if not kind.pays:
+            return self._may_enter(kind, plan)
+        tried = len(kind.halved.seen)
+        if tried < FEW:
+            return True
+        if (tried < LATEST or kind.steps % NOW_AND_THEN == 0) and self.saves(plan) < LEAVE:
+            kind.pays, kind.steps = False, 0
+            kind.retry = min(2 * kind.retry, RETRY_LAST)
+            return False
+        if kind.steps >= kind.retry:  # it has paid for long
+            kind.retry = RETRY_FIRST
+        return kind.steps % WHOLE_EVERY != 0
+
+    def _may_enter(self, kind: _Kind, plan: StepPlan) -> bool:
+        if len(kind.whole.seen) < WARM or (kind.steps > LATEST and kind.steps % NOW_AND_THEN):
+            return False
+        if kind.halved.seen and kind.steps >= kind.retry:  # a trial, as if it were the first
+            kind.halved.seen.clear()
+            kind.steps = 0
+        if self.saves(plan) < ENTER:
+            return False
+        kind.pays, kind.steps = True, 0
+        return True
+
+    def _kind(self, plan: StepPlan) -> _Kind:
+        """Of steps that are alike: powers of two of prompt tokens, decode rows and drafts."""
+        rows, tokens = plan.decode.rows, plan.decode.tokens
+        key = (plan.prefill.tokens.bit_length(), rows.bit_length(), (tokens - rows).bit_length())
+        return self._kinds.setdefault(key, _Kind())

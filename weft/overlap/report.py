@@ -1,0 +1,73 @@
+"""What a trace says of communication: ``python -m weft.overlap.report TRACE``, one line a kind of step."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(slots=True)
+class Sum:
+    """Steps of one kind. Seconds."""
+
+    steps: int = 0
+    compute: float = 0.0
+    communication: float = 0.0
+    hidden: float = 0.0
+
+    @property
+    def share(self) -> float:
+        """Of communication, how much went on under compute: 0 .. 1."""
+        return self.hidden / self.communication if self.communication else 0.0
+
+
+def sums(events: Iterable[Mapping[str, Any]]) -> dict[str, Sum]:
+    """Of a trace's events: by kind of step (prompts, decode; whole or in halves), and ``all``."""
+    found: dict[str, Sum] = {}
+    for event in events:
+        args = event.get("args", {})
+        if event.get("cat") != "step" or "communication_us" not in args:
+            continue
+        kind = "prompts" if args["prefill_rows"] else "decode"
+        form = "in halves" if args["halves"] > 1 else "whole"
+        for name in (f"{kind}, {form}", "all"):
+            made = found.setdefault(name, Sum())
+            made.steps += 1
+            made.compute += args["compute_us"] / 1e6
+            made.communication += args["communication_us"] / 1e6
+            made.hidden += args["hidden_us"] / 1e6
+    return found
+
+
+def table(found: Mapping[str, Sum]) -> str:
+    """As Markdown."""
+    lines = [
+        "| steps | number | compute s | communication s | of it hidden |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for name in sorted(found, key=lambda name: (name == "all", name)):
+        one = found[name]
+        lines.append(
+            f"| {name} | {one.steps} | {one.compute:.3f} | {one.communication:.3f} | {one.share:.0%} |"
+        )
+    return "\n".join(lines)
+
+
+def main(arguments: list[str]) -> int:
+    """The command."""
+    if len(arguments) != 1:
+        sys.stderr.write("usage: python -m weft.overlap.report TRACE\n")
+        return 2
+    text = Path(arguments[0]).read_text(encoding="utf-8").rstrip().rstrip(",")
+    if not text.endswith("]"):  # the engine still writes to it
+        text += "]"
+    sys.stdout.write(table(sums(json.loads(text))) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,116 @@
+"""A step as two halves, of which one communicates while the other computes.
+
+Rows keep their order: the first half has the first rows of each segment, the second the rest. Decode rows go
+by their number, prompts by tokens; where no boundary of rows balances, the cut goes through a long prompt:
+
+    plan      [p0 | p1 ............ | p2 | d0 d1 d2 d3]
+    first     [p0 | p1 .....  | d0 d1]
+    second          [. p1 ... | p2 | d2 d3]         its first row begins ``cut`` tokens into p1's
+
+Each half is a plan that could run alone, the second after the first. Interleaved, the second half of a cut
+prompt reads, in every layer, what the first half wrote in that layer: the first is always one layer's stretch
+ahead (see ``interleave``). Pure: numbers alone, the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from weft.types.plan import Segment, StepPlan, column
+
+LEAST = 16
+"""Tokens that a part of a cut prompt has at least: fewer are not worth a row of their own."""
+
+
+class Halves(NamedTuple):
+    """What ``split`` made."""
+
+    first: StepPlan
+    """With the plan's ops."""
+    second: StepPlan
+    """Without."""
+    cut: int
+    """Tokens of the second half's first prompt row that the first half computes; 0: no prompt is cut."""
+
+
+def split(plan: StepPlan) -> Halves | None:
+    """The plan as two halves, neither of them empty; None where it has but one row that cannot be cut.
+
+    A plan without rows (an idle replica's) gives two like it.
+    """
+    if not plan.rows:
+        return _halves(plan, 0, 0, 0)
+    total, half, counts = plan.tokens, plan.tokens // 2, plan.decode.count
+    best: tuple[int, int, int, int, int] | None = None
+    few = plan.decode.rows // 2
+    for decodes in range(few, few + plan.decode.rows % 2 + 1):
+        decoded = int(counts[:decodes].sum())
+        for rows, cut, tokens in _places(plan.prefill, half - decoded):
+            if not (rows or cut or decodes) or (rows == plan.prefill.rows and decodes == plan.decode.rows):
+                continue
+            found = (abs(2 * (tokens + decoded) - total), int(cut > 0), decodes, rows, cut)
+            best = found if best is None else min(best, found)
+    return None if best is None else _halves(plan, *best[2:])
+
+
+def splits(plan: StepPlan) -> bool:
+    """What a replica votes: whether its plan has two halves. An idle one's has two empty ones."""
+    return plan.rows != 1 or split(plan) is not None
+
+
+def larger_half(plan: StepPlan) -> int:
+    """Tokens of the larger half of a plan that splits."""
+    halves = split(plan)
+    return 0 if halves is None else max(halves.first.tokens, halves.second.tokens)
+
+
+def _places(prefill: Segment, want: int) -> Iterator[tuple[int, int, int]]:
+    """Where the first ``want`` tokens of a segment might end: (whole rows, tokens of the next, tokens)."""
+    ends = np.cumsum(prefill.count)
+    rows = int(np.searchsorted(ends, max(want, 0), side="right"))
+    before = int(ends[rows - 1]) if rows else 0
+    yield rows, 0, before
+    if rows == prefill.rows:
+        return
+    yield rows + 1, 0, int(ends[rows])
+    count = int(prefill.count[rows])
+    if count >= 2 * LEAST:
+        cut = min(max(want - before, LEAST), count - LEAST)
+        yield rows, cut, before + cut
+
+
+def _halves(plan: StepPlan, decodes: int, rows: int, cut: int) -> Halves:
+    prefill, decode = plan.prefill, plan.decode
+    first, second = _rows(prefill, 0, rows + int(cut > 0)), _rows(prefill, rows, prefill.rows)
+    if cut:
+        rest = int(prefill.count[rows]) - cut
+        trailing = int(prefill.logits[rows])
+        first = _with(first, -1, count=cut, logits=max(trailing - rest, 0), sample=0, next_k=0)
+        second = _with(
+            second, 0, start=int(prefill.start[rows]) + cut, count=rest, logits=min(trailing, rest)
+        )
+    replace = msgspec.structs.replace
+    return Halves(
+        replace(plan, prefill=first, decode=_rows(decode, 0, decodes), halves=1),
+        replace(plan, ops=(), prefill=second, decode=_rows(decode, decodes, decode.rows), halves=1),
+        cut,
+    )
+
+
+def _rows(segment: Segment, begin: int, end: int) -> Segment:
+    """Rows begin .. end; views."""
+    return Segment(**{name: getattr(segment, name)[begin:end] for name in segment.__struct_fields__})
+
+
+def _with(segment: Segment, row: int, **values: int) -> Segment:
+    """The segment with other values in one row."""
+    changed = {}
+    for name, value in values.items():
+        copy = getattr(segment, name).copy()
+        copy[row] = value
+        changed[name] = column(copy)
+    return msgspec.structs.replace(segment, **changed)

@@ -1,0 +1,160 @@
+"""The control channel of a group: frames between its head and its ranks, never on the stream of tensors.
+
+``HeadChannel`` and ``RankChannel`` carry bytes and know nothing of frames. Here they are zmq sockets over ipc
+or tcp; ``loopback.py`` has the same within one process, with virtual time and planted faults. An end belongs
+to one thread.
+
+A peer is one incarnation of a rank: a rank that was restarted is another peer, so nothing that was meant for,
+or comes from, the one before it reaches the wrong one.
+"""
+
+from __future__ import annotations
+
+import secrets
+from abc import ABC, abstractmethod
+
+import zmq
+
+from weft.common.errors import EngineDead
+from weft.parallel.secret import Keys, admit_ranks
+from weft.types.frames import MAX_FRAME
+
+QUEUE = 10_000
+"""Frames that a rank may leave unread before it counts as gone."""
+
+
+class PeerGone(EngineDead):
+    """A frame could not be sent: the peer is not connected, or does not read."""
+
+
+class HeadChannel(ABC):
+    """The head's end."""
+
+    address: str
+    """What ranks connect to."""
+
+    @abstractmethod
+    def send(self, peer: bytes, data: bytes) -> None:
+        """Queues a frame for ``peer``; does not wait. Raises PeerGone."""
+
+    @abstractmethod
+    def receive(self, timeout: float) -> tuple[bytes, bytes] | None:
+        """The next frame and who sent it; None when none came within ``timeout`` seconds (0: do not wait)."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends the channel. What was sent is still delivered, if that takes no longer than a second."""
+
+
+class RankChannel(ABC):
+    """A rank's end."""
+
+    @abstractmethod
+    def send(self, data: bytes) -> None:
+        """Queues a frame for the head; does not wait. Raises PeerGone."""
+
+    @abstractmethod
+    def receive(self, timeout: float) -> bytes | None:
+        """The head's next frame; None when none came within ``timeout`` seconds (0: do not wait)."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends the channel. What was sent is still delivered, if that takes no longer than a second."""
+
+
+class ZmqHead(HeadChannel):
+    """A ROUTER, listening."""
+
+    def __init__(self, endpoint: str, keys: Keys | None = None) -> None:
+        """``endpoint``: ``ipc://path`` in a folder that only this user can enter, or ``tcp://address:port``
+        (port ``*`` takes a free one). Beyond loopback ``keys`` must be given: ranks without them are refused.
+        """
+        self._context = zmq.Context()
+        self._doorman = admit_ranks(self._context, keys) if keys is not None else None
+        socket = _configured(self._context.socket(zmq.ROUTER))
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        if keys is not None:
+            keys.guard_head(socket)
+        socket.bind(endpoint)
+        self._socket, self._inbox = socket, _Inbox(socket)
+        self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def send(self, peer: bytes, data: bytes) -> None:
+        try:
+            self._socket.send(peer, zmq.NOBLOCK | zmq.SNDMORE)
+            self._socket.send(data, zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            raise PeerGone(f"a rank is gone or does not read ({error.strerror})") from error
+
+    def receive(self, timeout: float) -> tuple[bytes, bytes] | None:
+        parts = self._inbox.take(timeout)
+        if parts is None:
+            return None
+        # What is no pair comes from no rank of ours: an empty frame, which whoever decodes it refuses.
+        return (parts[0], parts[1]) if len(parts) == 2 else (parts[0], b"")
+
+    def close(self) -> None:
+        self._socket.close()
+        if self._doorman is not None:
+            self._doorman.stop()
+        self._context.term()
+
+
+class ZmqRank(RankChannel):
+    """A DEALER. It connects in the background, and anew whenever the connection is lost."""
+
+    def __init__(self, address: str, rank: int, keys: Keys | None = None) -> None:
+        self._context = zmq.Context()
+        socket = _configured(self._context.socket(zmq.DEALER))
+        socket.setsockopt(zmq.IDENTITY, b"%d." % rank + secrets.token_hex(8).encode())
+        if keys is not None:
+            keys.guard_rank(socket)
+        socket.connect(address)
+        self._socket, self._inbox = socket, _Inbox(socket)
+
+    def send(self, data: bytes) -> None:
+        try:
+            self._socket.send(data, zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            raise PeerGone(f"the head is gone or does not read ({error.strerror})") from error
+
+    def receive(self, timeout: float) -> bytes | None:
+        parts = self._inbox.take(timeout)
+        if parts is None:
+            return None
+        return parts[0] if len(parts) == 1 else b""
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+
+def _configured(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
+    socket.setsockopt(zmq.SNDHWM, QUEUE)
+    socket.setsockopt(zmq.RCVHWM, QUEUE)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
+    socket.setsockopt(zmq.LINGER, 1000)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
+    return socket
+
+
+class _Inbox:
+    """Receives from a socket. A wait is one call into zmq, which lets other threads run."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self._patience = -1
+
+    def take(self, timeout: float) -> list[bytes] | None:
+        """The next message; None when none came within ``timeout`` seconds."""
+        if timeout <= 0 and not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # cheaper than to fail
+            return None
+        flags = 0 if timeout > 0 else int(zmq.NOBLOCK)
+        if timeout > 0 and (patience := max(int(timeout * 1000), 1)) != self._patience:
+            self._socket.setsockopt(zmq.RCVTIMEO, patience)
+            self._patience = patience
+        try:
+            return self._socket.recv_multipart(flags)
+        except zmq.Again:
+            return None

@@ -1,0 +1,261 @@
+"""Where a rank's collectives run: at once on the caller's thread, or on one of their own, in order.
+
+The order of launches is the same on all ranks, so one thread for all communicators of a rank cannot deadlock,
+and what it runs goes on while the caller computes.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from weft.common import env
+from weft.common.errors import ConfigError, EngineDead
+from weft.parallel.comm import Done, Pending
+
+Tensor = torch.Tensor
+
+
+class CommLost(EngineDead):
+    """A collective failed: a peer is gone or did not come in time, or the group was aborted."""
+
+
+@dataclass(slots=True)
+class Flight:
+    """One collective's times, in seconds of ``time.monotonic``."""
+
+    half: int
+    """Whose it was: half 0 or 1 of a step (0 of a whole one)."""
+    launched: float
+    began: float = 0.0
+    """When all before it had ended."""
+    ended: float = 0.0
+    waited: float = 0.0
+    """Seconds that compute stood still for it."""
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began
+
+
+class Launcher:
+    """Runs the collectives of one rank, in the order of their launch: here at once."""
+
+    def __init__(self) -> None:
+        self.half = 0
+        """Which half of a step launches; for the record alone."""
+        self.recording = False
+        """Whether ``flights`` are kept; whoever asks for it calls ``take``."""
+        self.flights: list[Flight] = []
+        """Launched since ``take``."""
+
+    def launch(self, work: Callable[[], Tensor]) -> Pending:
+        """Starts ``work``, a blocking collective."""
+        flight = self._flight()
+        flight.began = flight.launched
+        made = work()
+        flight.ended = time.monotonic()
+        flight.waited = flight.seconds
+        return Done(made)
+
+    def threaded(self, wanted: bool) -> None:
+        """From now on collectives need (or need not) go on under compute. None may be in flight."""
+
+    def take(self) -> list[Flight]:
+        """The flights since the last call. All of them must have been waited for."""
+        taken, self.flights = self.flights, []
+        return taken
+
+    def cancel(self) -> None:
+        """What is queued never runs: whoever waits for it gets CommLost. After the groups were aborted."""
+
+    def settle(self, timeout: float) -> None:
+        """Waits until nothing runs. Raises CommLost after ``timeout`` seconds."""
+
+    def close(self) -> None:
+        """Ends what runs collectives."""
+
+    def _flight(self) -> Flight:
+        flight = Flight(self.half, time.monotonic())
+        if self.recording:
+            self.flights.append(flight)
+        return flight
+
+
+class _Flying(Pending):
+    """A collective on the thread of a ``ThreadLauncher``."""
+
+    def __init__(self, work: Callable[[], Tensor], flight: Flight, timeout: float) -> None:
+        self.work: Callable[[], Tensor] | None = work
+        self.inference = torch.is_inference_mode_enabled()
+        self._flight, self._timeout = flight, timeout
+        self._ended = threading.Event()
+        self._made: Tensor | None = None
+        self._error: BaseException | None = None
+
+    def run(self, delay: float) -> None:
+        """On the launcher's thread."""
+        assert self.work is not None
+        self._flight.began = time.monotonic()
+        try:
+            with torch.inference_mode(self.inference):
+                self._made = self.work()
+        except BaseException as error:
+            self._error = error
+        self.work = None  # and with it the tensors that it was given
+        self._flight.ended = time.monotonic() + delay
+        self._ended.set()
+
+    def drop(self) -> None:
+        """It will not run."""
+        self.work, self._error = None, CommLost("a collective was dropped: its group was aborted")
+        self._ended.set()
+
+    def result(self) -> Tensor:
+        began = time.monotonic()
+        if not self._ended.wait(self._timeout):
+            raise CommLost("a collective did not end in time")
+        if self._error is not None:
+            raise self._error
+        late = self._flight.ended - time.monotonic()
+        if late > 0:  # the link's delay is not over
+            time.sleep(late)
+        self._flight.waited += time.monotonic() - began
+        assert self._made is not None
+        return self._made
+
+
+class ThreadLauncher(Launcher):
+    """Runs collectives on a thread of its own while they are wanted there, else at once.
+
+    A step that is computed whole waits for each collective where it launches it, and a thread would only cost
+    it the way there and back. What a layer computes between launch and result (a shared expert under a
+    dispatch) is under the collective in steps in halves, and comes after it in others.
+    """
+
+    def __init__(self, timeout: float = 600.0, delay: float = 0.0) -> None:
+        """``timeout``: seconds that anybody waits for a collective; longer than the groups' own."""
+        super().__init__()
+        self._timeout = timeout
+        self._delay = delay
+        """Seconds by which everything arrives later."""
+        self._wanted = False
+        self._queue: queue.SimpleQueue[_Flying | None] = queue.SimpleQueue()
+        self._idle = threading.Condition()
+        self._unfinished = 0
+        self._thread: threading.Thread | None = None
+
+    def threaded(self, wanted: bool) -> None:
+        self._wanted = wanted
+
+    def launch(self, work: Callable[[], Tensor]) -> Pending:
+        if not (self._wanted or self._delay):
+            return super().launch(work)
+        flying = _Flying(work, self._flight(), self._timeout)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="weft-collectives", daemon=True)
+            self._thread.start()
+        with self._idle:
+            self._unfinished += 1
+        self._queue.put(flying)
+        return flying
+
+    def _run(self) -> None:
+        while (flying := self._queue.get()) is not None:
+            flying.run(self._delay)
+            self._finished()
+
+    def _finished(self) -> None:
+        with self._idle:
+            self._unfinished -= 1
+            self._idle.notify_all()
+
+    def cancel(self) -> None:
+        while True:
+            try:
+                flying = self._queue.get_nowait()
+            except queue.Empty:
+                break
+            if flying is None:  # ``close`` was there already
+                self._queue.put(None)
+                break
+            flying.drop()
+            self._finished()
+        self.flights = []
+
+    def settle(self, timeout: float) -> None:
+        with self._idle:
+            if not self._idle.wait_for(lambda: self._unfinished == 0, timeout):
+                raise CommLost("collectives of an epoch that has ended are still running")
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join(min(self._timeout, 10.0))  # it is a daemon: what hangs holds up nobody
+            self._thread = None
+
+
+class DelayedLauncher(ThreadLauncher):
+    """A slow network: each collective ends ``seconds`` after it would have, and several may be under way.
+
+    For tests and benches; the links' bandwidth is not slowed.
+    """
+
+    def __init__(self, seconds: float, timeout: float = 600.0) -> None:
+        super().__init__(timeout, seconds)
+
+
+class StreamLauncher(Launcher):
+    """On a GPU: collectives on a stream of their own, which the compute stream waits for at ``result``.
+
+    For communicators whose collectives are asynchronous on the current stream (NCCL). Fork and join are
+    events alone, so a step in halves can be captured in a CUDA graph. Times are of launches, not of what the
+    device does. Written for such communicators, which Weft has none of yet, and not run on a GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._stream = torch.cuda.Stream(device)
+
+    def launch(self, work: Callable[[], Tensor]) -> Pending:
+        flight = self._flight()
+        flight.began = flight.launched
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            made = work()
+            joined = self._stream.record_event()
+        flight.ended = time.monotonic()
+        return _Streaming(work, made, joined)
+
+
+class _Streaming(Pending):
+    """A collective on the stream of a ``StreamLauncher``."""
+
+    def __init__(self, work: Callable[[], Tensor], made: Tensor, joined: torch.cuda.Event) -> None:
+        self._given: Callable[[], Tensor] | None = work
+        """Keeps what the collective reads from being given to somebody else on the compute stream."""
+        self._made, self._joined = made, joined
+
+    def result(self) -> Tensor:
+        here = torch.cuda.current_stream()
+        here.wait_event(self._joined)
+        self._made.record_stream(here)  # made on the other stream, whose memory must not be reused too early
+        self._given = None
+        return self._made
+
+
+def default_launcher() -> Launcher:
+    """The launcher of a rank. Raises ConfigError for a WEFT_LINK_DELAY_MS that is no number of ms."""
+    text = env.get("WEFT_LINK_DELAY_MS", "0")
+    try:
+        delay = float(text) / 1e3
+    except ValueError:
+        delay = -1.0
+    if not 0.0 <= delay <= 60.0:
+        raise ConfigError(f"WEFT_LINK_DELAY_MS must be a number from 0 to 60000, not {text!r}")
+    return DelayedLauncher(delay) if delay else ThreadLauncher()

@@ -1,0 +1,82 @@
+"""Who may join a group across hosts: whoever knows its secret. CURVE keys are derived from it.
+
+The head knows the one public key that ranks have, and admits no other; a rank knows the head's. Neither key
+travels or lies in any file, so a stranger can neither join nor pose as the head, nor read what is sent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils import z85
+
+from weft.common.errors import ConfigError
+
+LEAST_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Both sides' keys, in Z85. ``repr`` shows none."""
+
+    head: tuple[bytes, bytes]
+    """(public, secret)."""
+    rank: tuple[bytes, bytes]
+
+    def __repr__(self) -> str:
+        return "Keys(...)"
+
+    def guard_head(self, socket: Any) -> None:
+        """Before ``bind``."""
+        socket.curve_publickey, socket.curve_secretkey = self.head
+        socket.curve_server = True
+
+    def guard_rank(self, socket: Any) -> None:
+        """Before ``connect``."""
+        socket.curve_publickey, socket.curve_secretkey = self.rank
+        socket.curve_serverkey = self.head[0]
+
+
+def derive(secret: bytes) -> Keys:
+    """The keys of a group. Raises ConfigError when zmq was built without CURVE, or for a short secret."""
+    if not zmq.has("curve"):
+        raise ConfigError("--group-secret: the installed libzmq has no CURVE", param="--group-secret")
+    if len(secret) < LEAST_BYTES:
+        raise ConfigError(
+            f"--group-secret: the file must hold at least {LEAST_BYTES} bytes", param="--group-secret"
+        )
+
+    def pair(who: bytes) -> tuple[bytes, bytes]:
+        private = z85.encode(hashlib.blake2b(secret, digest_size=32, person=b"weft-" + who).digest())
+        return zmq.curve_public(private), private
+
+    return Keys(pair(b"head"), pair(b"rank"))
+
+
+def read_keys(file: str) -> Keys:
+    """The keys of the group whose secret is in ``file``. Raises ConfigError."""
+    try:
+        secret = Path(file).read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(
+            f"--group-secret: the file can't be read ({error.strerror})", param="--group-secret"
+        ) from error
+    return derive(secret)
+
+
+def admit_ranks(context: Any, keys: Keys) -> ThreadAuthenticator:
+    """Has ``context`` refuse whoever has not the ranks' key. Stop it before the context ends."""
+
+    class Callback:
+        def callback(self, domain: str, key: bytes) -> bool:
+            return key == keys.rank[0]
+
+    doorman = ThreadAuthenticator(context)
+    doorman.start()
+    doorman.configure_curve_callback(domain="*", credentials_provider=Callback())
+    return doorman

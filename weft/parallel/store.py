@@ -1,0 +1,49 @@
+"""Where the ranks of an epoch exchange the addresses of their communicators.
+
+file:///folder/name     ranks of one host: a file in a folder that only this user can enter, and no port
+tcp://host:port         ranks of several hosts; the head listens
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from weft.parallel.group import CommLost
+
+_FILE, _TCP = "file://", "tcp://"
+
+
+def host_store(folder: str, name: str, host: str | None, timeout: float) -> tuple[Any, str]:
+    """A new store and its address: a file in ``folder`` or, with ``host``, a port of that address.
+
+    Whoever hosts it keeps it while the epoch lasts. Raises CommLost.
+    """
+    if host is None:
+        address = f"{_FILE}{Path(folder) / name}"
+        return join_store(address, timeout), address
+    try:
+        store = dist.TCPStore(host, 0, None, True, timedelta(seconds=timeout), wait_for_workers=False)
+    except Exception as error:
+        raise CommLost(f"no store can listen on {host}") from error
+    return store, f"{_TCP}{host}:{store.port}"
+
+
+def join_store(address: str, timeout: float) -> Any:
+    """The store at ``address``. ``timeout``: seconds to reach it, and of each wait. Raises CommLost."""
+    patience = timedelta(seconds=timeout)
+    try:
+        if address.startswith(_FILE):
+            store: Any = dist.FileStore(address.removeprefix(_FILE), -1)
+        elif address.startswith(_TCP):
+            host, _, port = address.removeprefix(_TCP).rpartition(":")
+            store = dist.TCPStore(host, int(port), None, False, patience, wait_for_workers=False)
+        else:
+            raise ValueError("neither file:// nor tcp://")
+        store.set_timeout(patience)
+    except Exception as error:
+        raise CommLost(f"the store {address} can't be joined") from error
+    return store

@@ -1,0 +1,132 @@
+"""What the replicas of a domain agree on before every step. Pure: votes in, the same decision out everywhere.
+
+A replica votes about its final plan. If any has rows, all step: those without run a plan of no rows, so that
+collectives match. If none has, nobody does. If none has anything unfinished either, the domain sleeps, and
+the next request begins another wave: whoever gets it tells the others, whose last decision may be still on
+its way. Waves are numbered: a call for one that is over, or has begun, wakes nobody twice, and none is lost.
+
+    replica 0   ... step, step, sleep ............... wave 2: step ...
+    replica 1   ... step, step, sleep, request: ring(2), step ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from weft.common.errors import EngineDead
+from weft.types.plan import Agreement, StepPlan
+
+VERSION = 1
+
+
+class Vote(msgspec.Struct, frozen=True, kw_only=True):
+    """One replica's, about one step. Every field becomes an int64."""
+
+    version: int = VERSION
+    epoch: int = 0
+    step: int = 0
+    """Steps launched in this epoch."""
+    wave: int = 0
+    unfinished: bool = False
+    """Whether sequences live or steps are in flight here."""
+    rows: int = 0
+    """Rows of the plan; 0 without one."""
+    tokens: int = 0
+    halves: bool = True
+    """Whether the plan, if there is one, splits into two halves of which neither is empty, and should."""
+    half: int = 0
+    """Tokens of the larger one."""
+    drafts: int = 0
+    rebalance: bool = False
+    """Whether its time to move experts has come."""
+
+
+FIELDS = tuple(Vote.__struct_fields__)
+_ALIKE = ("version", "epoch", "step", "wave")
+
+
+def to_row(vote: Vote) -> np.ndarray:
+    """int64 [fields]."""
+    return np.array([int(getattr(vote, name)) for name in FIELDS], np.int64)
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """What follows from the votes."""
+
+    launch: bool
+    """Every replica launches the step."""
+    sleep: bool
+    """Nothing is left to do anywhere. Implies no launch."""
+    agreed: Agreement
+
+
+def decide(table: np.ndarray) -> Decision:
+    """table: int64 [replicas, fields], the votes in order of replicas.
+
+    Raises EngineDead, naming two replicas and their values, when they do not vote about the same step.
+    """
+    columns = dict(zip(FIELDS, table.T.tolist(), strict=True))
+    for name in _ALIKE:
+        values: Sequence[int] = columns[name]
+        for replica, value in enumerate(values):
+            if value != values[0]:
+                raise EngineDead(
+                    f"replicas are not at the same step: {name} {values[0]} in replica 0, "
+                    f"{value} in replica {replica}"
+                )
+    rows = columns["rows"]
+    launch = any(rows)
+    halves = launch and all(yes or not own for yes, own in zip(columns["halves"], rows, strict=True))
+    agreed = Agreement(
+        wave=columns["wave"][0],
+        padded_tokens=max(columns["half" if halves else "tokens"]),
+        tokens=tuple(columns["tokens"]),
+        halves=halves,
+        drafts=max(columns["drafts"]),
+        rebalance=launch and any(columns["rebalance"]),
+    )
+    return Decision(launch=launch, sleep=not any(columns["unfinished"]) and not launch, agreed=agreed)
+
+
+def most_drafts(plan: StepPlan) -> int:
+    """Most drafts that a row proposes after the plan."""
+    return max(int(segment.next_k.max(initial=0)) for segment in (plan.prefill, plan.decode))
+
+
+class Waves:
+    """Whether one replica is awake. Pure.
+
+    Wave n + 1 can be called only by a replica that knows of the end of wave n.
+    """
+
+    def __init__(self) -> None:
+        self.wave = 0
+        """The present one, or the last."""
+        self.awake = False
+        self._called = 0
+
+    def ring(self) -> int | None:
+        """There is work here. The wave to call for, if the domain sleeps as far as is known here."""
+        if self.awake:
+            return None
+        self.wave += 1
+        self._called = max(self._called, self.wave)
+        self.awake = True
+        return self.wave
+
+    def heard(self, wave: int) -> None:
+        """Another replica called for ``wave``. Raises EngineDead when that cannot be."""
+        if wave > self.wave + 1:
+            raise EngineDead(f"wave {wave} was called for during wave {self.wave}")
+        self._called = max(self._called, wave)
+        if not self.awake and wave > self.wave:
+            self.wave, self.awake = wave, True
+
+    def sleep(self) -> None:
+        """The present wave is over; a call for the next one may have come already."""
+        self.awake = False
+        if self._called > self.wave:
+            self.wave, self.awake = self._called, True

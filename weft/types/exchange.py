@@ -1,0 +1,20 @@
+"""How the rows of a step reach experts of other ranks: what a step carries of it, as data."""
+
+from __future__ import annotations
+
+import msgspec
+
+FORMS = ("reduce", "low-latency", "gather", "throughput")
+"""Forms of dispatch, in the order in which votes of replicas for one step are compared: the last wins."""
+
+
+class Exchange(msgspec.Struct, frozen=True):
+    """One step's. What no agreement says is exchanged with the rows."""
+
+    form: str = ""
+    """One of ``FORMS``; empty: the ranks' own rule, which is the same on all of them."""
+    rows: int = 0
+    """Most tokens that a replica has in the step; 0: nobody agreed on it."""
+
+
+UNAGREED = Exchange()

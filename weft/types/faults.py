@@ -1,0 +1,35 @@
+"""Faults that are planted in ranks to see what becomes of them. No flag sets any: tests do, as data."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+Phase: TypeAlias = Literal["load", "form", "stage", "collective", "sample", "read"]
+"""Where in its life a rank is.
+
+load        before its weights are read
+form        its slots are empty, and it is about to meet the others
+stage       a step came, and nothing of it was launched
+collective  in the middle of a step's forward pass, as a collective is launched: the others are in it
+sample      the step was launched, its sampling was not
+read        the step is done, nobody has heard of it
+"""
+Deed: TypeAlias = Literal["kill", "stop", "raise"]
+"""kill: SIGKILL; stop: SIGSTOP, it stays there and does nothing; raise: an exception."""
+
+
+class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Befalls ``rank`` once in the life of its group, when it has been in ``phase`` ``after`` times (since
+    ``needs`` is there, if it is given).
+    """
+
+    rank: int
+    phase: Phase
+    deed: Deed
+    after: int = 0
+    mark: str
+    """A file that is made when it befalls, so that no later process of the rank has it again."""
+    needs: str = ""
+    """The mark of a fault that must have befallen before this one can."""

@@ -1,0 +1,263 @@
+"""The boundary between a head and the ranks of its group: typed frames, msgpack on the wire, one tag each.
+
+    rank                       head
+     │ RankHello ─────────────► │   version and settings; compared before anything is loaded
+     │ ◄───── RankWelcome, or Refused, which names what differs and both values
+     │ Ready ─────────────────► │   weights are there
+     │ ◄──────────────── Form   │   an epoch: meet at this store, all slots are empty
+     │ Formed ────────────────► │
+     │ ◄─────────── StepFrame   │   one a step, whatever is in it (then LateMasks, where rows are constrained)
+     │ Outcome, or Failed ────► │
+     │ ◄─ Abort | Shutdown      │
+     │ ◄──── Beat, both ways ─► │   on a connection of its own
+
+A sequence is named by its slot and by nothing else. Frames that name no slot have tags of their own, so no
+value of a slot can be taken for one. Encoding and decoding are pure; numpy columns travel as little-endian
+int32 bytes. Never pickle.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from weft.common.errors import EngineDead, ErrorInfo
+from weft.types.plan import EMPTY, I32, Segment, StepPlan
+
+VERSION = 1
+"""Of these frames. All ranks of a group speak the same: unequal ones are refused by name."""
+
+
+class FrameError(EngineDead):
+    """Bytes that are no frame, or a frame that cannot be right."""
+
+
+class VersionMismatch(FrameError):
+    """A frame of another version of this protocol; the message names both."""
+
+
+class _Frame(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    pass
+
+
+class RankHello(_Frame, frozen=True, kw_only=True):
+    """Rank to head, first, and anew after a restart."""
+
+    version: int
+    release: str
+    """Of the package, for the message when versions differ."""
+    rank: int
+    pid: int
+    settings: dict[str, str]
+    """Every setting that affects wire, shapes or collectives: its name and value."""
+
+
+class RankWelcome(_Frame, frozen=True, kw_only=True):
+    """Head to rank: it belongs to the group. Now it loads."""
+
+    beats: str
+    """Address of the connection for ``Beat``; empty: there is none."""
+
+
+class Refused(_Frame, frozen=True, kw_only=True):
+    """Head to rank: it does not belong to the group, and ends."""
+
+    error: ErrorInfo
+
+
+class Ready(_Frame, frozen=True, kw_only=True):
+    """Rank to head: weights are loaded, memory is there."""
+
+    rank: int
+
+
+class Form(_Frame, frozen=True, kw_only=True):
+    """Head to rank: epoch ``epoch`` begins. All slots are empty; ranks meet at ``store``."""
+
+    epoch: int
+    store: str
+
+
+class Formed(_Frame, frozen=True, kw_only=True):
+    """Rank to head: its communicators stand, its slots are empty."""
+
+    rank: int
+    epoch: int
+
+
+class StepFrame(_Frame, frozen=True, kw_only=True):
+    """Head to rank: one whole step. Epochs and steps follow each other without gaps."""
+
+    version: int = VERSION
+    step: int
+    epoch: int
+    plan: StepPlan
+    digest: int
+    """Of the slot table with this plan taken in (``weft.kv.digest``)."""
+
+
+class LateMasks(_Frame, frozen=True, kw_only=True):
+    """Head to rank, after the StepFrame of a plan with ``constrained``: what its rows may sample.
+
+    Reserved: this version has no grammars, and no plan is constrained.
+    """
+
+    step: int
+    epoch: int
+    rows: I32 = EMPTY
+    """Rows of the plan, increasing."""
+    words: I32 = EMPTY
+    """[rows, ceil(vocabulary / 32)] bit masks, row by row; bit i of word w allows token 32 w + i."""
+
+
+class Outcome(_Frame, frozen=True, kw_only=True):
+    """Rank to head: the step is done."""
+
+    rank: int
+    epoch: int
+    step: int
+    checksum: int
+    """Of what it sampled: equal on all ranks of a group."""
+
+
+class Failed(_Frame, frozen=True, kw_only=True):
+    """Rank to head: a step, or forming, failed here. The rank has ended its communicators and waits."""
+
+    rank: int
+    epoch: int
+    step: int
+    error: ErrorInfo
+    comm: bool = False
+    """Whether a collective failed: another rank may be at fault."""
+
+
+class Abort(_Frame, frozen=True, kw_only=True):
+    """Head to rank: epoch ``epoch`` and all before it have ended."""
+
+    epoch: int
+
+
+class Shutdown(_Frame, frozen=True, kw_only=True):
+    """Head to rank: free everything and end."""
+
+
+class Beat(_Frame, frozen=True, kw_only=True):
+    """Both ways, from a thread that does nothing else: the process runs."""
+
+    rank: int
+    epoch: int
+    step: int
+    """The last one that ended here."""
+    aborted: int = -1
+    """Of a head: the last epoch that has ended; whoever waits in a collective of it, stops."""
+
+
+ToRank = RankWelcome | Refused | Form | StepFrame | LateMasks | Abort | Shutdown | Beat
+ToHead = RankHello | Ready | Formed | Outcome | Failed | Beat
+
+_SMALL = 1 << 16
+MOST_BYTES: dict[type, int] = {RankHello: 1 << 20, StepFrame: 64 << 20, LateMasks: 256 << 20}
+"""Size of a frame at most, by type; 64 KiB of the others."""
+MAX_FRAME = max(MOST_BYTES.values())
+
+
+def _pack(value: Any) -> bytes:
+    if isinstance(value, np.ndarray):
+        return np.ascontiguousarray(value, dtype="<i4").tobytes()
+    raise NotImplementedError(f"{type(value).__name__} is not in any frame")
+
+
+def _unpack(kind: type, value: Any) -> Any:
+    if kind is not np.ndarray or not isinstance(value, bytes):
+        raise ValueError("a column is not bytes")
+    if len(value) % 4:
+        raise ValueError("a column is not a whole number of int32")
+    return np.frombuffer(value, "<i4")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_pack)
+_to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank, dec_hook=_unpack)
+_to_head: msgspec.msgpack.Decoder[ToHead] = msgspec.msgpack.Decoder(ToHead, dec_hook=_unpack)
+
+M = TypeVar("M")
+
+
+def encode(frame: ToRank | ToHead) -> bytes:
+    """The frame's bytes. Raises FrameError over the limit of its type."""
+    data = _encoder.encode(frame)
+    _check_size(type(frame), len(data))
+    return data
+
+
+def encode_part(part: Any) -> bytes:
+    """The bytes of a part of a frame, such as an op; equal parts have equal bytes."""
+    return _encoder.encode(part)
+
+
+def decode_to_rank(data: bytes) -> ToRank:
+    """What a head sent. Raises FrameError for anything that is not exactly a frame of this version."""
+    frame = _decode(_to_rank, data)
+    if isinstance(frame, StepFrame):
+        if frame.version != VERSION:
+            raise VersionMismatch(_unequal("the head", frame.version, "this rank"))
+        for segment in (frame.plan.prefill, frame.plan.decode):
+            _check_segment(segment)
+    return frame
+
+
+def decode_to_head(data: bytes) -> ToHead:
+    """What a rank sent. Raises FrameError; of a hello in another version it names both."""
+    try:
+        frame = _decode(_to_head, data)
+    except FrameError:
+        theirs = _version_of_hello(data)
+        if theirs is not None and theirs != VERSION:
+            raise VersionMismatch(_unequal("the rank", theirs, "this head")) from None
+        raise
+    if isinstance(frame, RankHello) and frame.version != VERSION:
+        raise VersionMismatch(
+            _unequal(f"rank {frame.rank} (weft {frame.release})", frame.version, "this head")
+        )
+    return frame
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[M], data: bytes) -> M:
+    if len(data) > MAX_FRAME:
+        raise FrameError(f"a frame of {len(data)} bytes is over the limit of {MAX_FRAME}")
+    try:
+        frame = decoder.decode(data)
+    except (msgspec.DecodeError, ValueError, UnicodeDecodeError) as error:
+        raise FrameError(f"not a frame of version {VERSION}: {error}") from None
+    _check_size(type(frame), len(data))
+    return frame
+
+
+def _check_size(kind: type, size: int) -> None:
+    most = MOST_BYTES.get(kind, _SMALL)
+    if size > most:
+        raise FrameError(f"a {kind.__name__} of {size} bytes is over its limit of {most}")
+
+
+def _check_segment(segment: Segment) -> None:
+    rest = (segment.gen, segment.start, segment.count, segment.logits, segment.sample, segment.next_k)
+    rows = len(segment.slot)
+    if any(len(column) != rows for column in rest):
+        raise FrameError("the columns of a segment differ in length")
+
+
+def _version_of_hello(data: bytes) -> int | None:
+    """The version in a hello that this version cannot read."""
+    try:
+        found = msgspec.msgpack.decode(data)
+    except (msgspec.DecodeError, ValueError):
+        return None
+    if not isinstance(found, dict) or found.get("type") != "RankHello":
+        return None
+    version = found.get("version")
+    return version if isinstance(version, int) else None
+
+
+def _unequal(who: str, theirs: int, here: str) -> str:
+    return f"{who} speaks version {theirs} of the group protocol, {here} version {VERSION}"
