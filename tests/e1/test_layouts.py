@@ -106,7 +106,8 @@ def test_bits_do_not_depend_on_company(folder: Any, layout: str, model: str, ove
     found = logits(replicas)
     assert found.keys() == expected.keys()
     for key, rows in found.items():
-        assert all(torch.equal(row, expected[key][0]) for row in rows), key
+        for row in rows:
+            assert torch.equal(row, expected[key][0]), (key, len(rows), (row - expected[key][0]).abs().max())
     assert sum(replica.stats.preemptions for replica in replicas)
     assert max(replica.deepest for replica in replicas) == 2
     if overlap != "off":

@@ -109,6 +109,8 @@ class _Run:
         self.results: list[queue.Queue[StepResult]] = [queue.Queue() for _ in range(layout.data)]
         self.made: list[Replica | None] = [None] * layout.data
         self.errors: list[BaseException] = []
+        #: Making a rank may change settings of this process for a while: nobody runs before all are made.
+        self.all_made = threading.Barrier(layout.ranks)
 
     def rank(self, number: int) -> None:
         torch.set_num_threads(1)
@@ -119,6 +121,7 @@ class _Run:
             mesh.connect(self.store, 0, self.timeout)
             with _LOADING:
                 engine, runner = self.make(mesh)
+            self.all_made.wait(DEADLINE)
             if self.layout.place(number):
                 return self._follow(runner, number)
             if self.layout.expert and self.layout.data > 1:
@@ -129,6 +132,7 @@ class _Run:
         except BaseException as error:
             with self.lock:
                 self.errors.append(error)
+            self.all_made.abort()
             mesh.abort()
             if domain is not None:
                 domain.abort()
