@@ -74,7 +74,7 @@ class Run:
 @pytest.mark.parametrize(
     "more",
     [
-        {"steps_in_flight": 1},
+        pytest.param({"steps_in_flight": 1}, marks=pytest.mark.grid),
         {"steps_in_flight": 2, "speculative_method": "ngram", "speculative_adaptive": False},
     ],
     ids=["plain", "drafts and two steps in flight"],
