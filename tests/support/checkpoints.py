@@ -105,7 +105,7 @@ def _deepseek_v4() -> tuple[str, dict[str, Any]]:
         "sliding_window": 11,
         "partial_rotary_factor": 0.5,
         "q_lora_rank": 24,
-        "o_groups": 2,
+        "o_groups": 4,
         "o_lora_rank": 12,
         "index_n_heads": 16,
         "index_head_dim": 12,
