@@ -147,7 +147,8 @@ def test_deep_contexts_over_divided_experts(tmp_path: Path) -> None:
     facts = json.loads((folder / "config.json").read_text())
     facts["max_position_embeddings"] = 16384
     (folder / "config.json").write_text(json.dumps(facts))
-    submits = [sequence(n, [5 + (n + place) % 17 for place in range(8192)], GREEDY) for n in range(5)]
+    long = TokenParams(temperature=0.0, max_tokens=150)  # beyond the last prompt's last chunk
+    submits = [sequence(n, [5 + (n + place) % 17 for place in range(8192)], long) for n in range(5)]
 
     def config(**more: Any) -> EngineConfig:
         settings = {
