@@ -89,8 +89,8 @@ def test_ranks_that_share_a_gpu_share_its_memory(tmp_path: Path, monkeypatch: py
         return config.kv.pools[0].num_blocks
 
     assert blocks(("0",)) < 0.6 * blocks(("0", "1"))
+    monkeypatch.setattr(devices, "gpus", lambda: ("0",))
     with pytest.raises(ConfigError, match="for each of 2 ranks"):
-        monkeypatch.setattr(devices, "gpus", lambda: ("0",))
         resolved(tmp_path, tensor_parallel_size=2, collectives="gloo", kv_cache_memory="600M")
 
 

@@ -158,7 +158,7 @@ class GroupComm(Comm):
         return x.is_cuda and self._gpu is None
 
     def _fast(self, x: Tensor) -> nccl.NcclGroup | None:
-        return self._nccl if x.is_cuda else None
+        return self._nccl if self._gpu is not None and x.device.type == self._gpu.type else None
 
     def _gather(self, x: Tensor) -> Tensor:
         ring = self._ring(x)
