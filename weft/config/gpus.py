@@ -9,23 +9,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from weft.common.errors import ConfigError
+from weft.config import devices
 from weft.config.hosts import ranks_on
 from weft.config.resolved import EngineConfig
 from weft.config.sections import ParallelSection
 
 
-def check_gpus(parallel: ParallelSection, device: str, gpus: Sequence[str]) -> None:
-    """``gpus``: of this host. Raises ConfigError, naming the flags, when its ranks cannot run there."""
+def gpus_here(parallel: ParallelSection, device: str) -> tuple[str, ...]:
+    """This host's, for ranks on ``device``. Raises ConfigError, naming the flags, when they cannot run so."""
     if device != "cuda":
         if parallel.collectives == "nccl":
             raise ConfigError(
                 "--collectives nccl: NCCL connects GPUs, and these ranks are on a CPU; use auto or gloo",
                 param="--collectives",
             )
-        return
+        return ()
+    gpus = devices.gpus()
     ranks = len(ranks_on(parallel, parallel.node_rank))
     if ranks <= max(len(gpus), 1) or parallel.collectives == "gloo":
-        return
+        return gpus
     flag = "--tensor-parallel-size"
     if parallel.data_parallel_size > 1:
         flag += " or --data-parallel-size"

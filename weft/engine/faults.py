@@ -9,7 +9,7 @@ from typing import Any
 
 from weft.common.log import get_logger
 from weft.engine.executor import RankRunner
-from weft.parallel.launcher import Launcher
+from weft.parallel.mesh import Mesh
 from weft.runner.runner import StepHandle
 from weft.types.faults import Fault, Phase
 from weft.types.plan import StepPlan, StepResult
@@ -41,10 +41,11 @@ class Faults:
                 log.error("planted: %s of rank %d in %s", fault.deed, fault.rank, phase)
                 _do(fault)
 
-    def plant(self, launcher: Launcher) -> None:
-        """Those of collectives, in what runs the rank's."""
+    def within(self, mesh: Mesh) -> Mesh:
+        """``mesh``, with the faults of collectives in what runs them."""
         if self:
-            launcher.before = lambda: self.reach("collective")
+            mesh.launcher.before = lambda: self.reach("collective")
+        return mesh
 
     def around(self, runner: RankRunner) -> RankRunner:
         """``runner``, with the faults on its way."""

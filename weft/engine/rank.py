@@ -46,8 +46,7 @@ def run_rank(
     faults = Faults(config.faults, rank)
     parallel = config.parallel
     host = own_address(*meeting_place(parallel)) if parallel.nnodes > 1 else None
-    mesh = rank_mesh(config, rank, host)
-    faults.plant(mesh.launcher)
+    mesh = faults.within(rank_mesh(config, rank, host))
     life = _Life(rank, 2 * timeout)
     watch = None
     if beats is not None:  # from now on: who loads for minutes shows that it runs

@@ -69,8 +69,7 @@ def start_group(config: EngineConfig, *, progress: bool = True) -> GroupExecutor
         if threads := threads_each(config, layout.tensor):
             torch.set_num_threads(threads)
         faults = Faults(config.faults, head)
-        mesh = rank_mesh(config, head, host)
-        faults.plant(mesh.launcher)
+        mesh = faults.within(rank_mesh(config, head, host))
         kind = DomainExecutor if layout.domain > layout.tensor else GroupExecutor
         group = kind(
             None,

@@ -128,16 +128,8 @@ class Runner:
         """Proposes drafts; None without speculation."""
         self.graphs: DecodeGraphs | None = None
         if graphs is not None:
-            self.graphs = DecodeGraphs(
-                model,
-                self._cache,
-                backends,
-                self._builder,
-                self._state,
-                kv.max_model_len,
-                graphs,
-                self._launcher,
-            )
+            parts = (model, self._cache, backends, self._builder, self._state)
+            self.graphs = DecodeGraphs(*parts, kv.max_model_len, graphs, self._launcher)
 
     @property
     def cache(self) -> Sequence[LayerCache]:
