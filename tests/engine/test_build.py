@@ -15,7 +15,8 @@ from weft.common.errors import ConfigError
 from weft.config.flags import from_keywords
 from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig
-from weft.engine.build import build_runner, fit_pools, graph_options
+from weft.config.sharding import local_spec
+from weft.engine.build import LATER, build_runner, fit_pools, graph_options
 from weft.parallel.group import GroupComm
 from weft.parallel.launcher import Launcher
 from weft.parallel.mesh import Mesh
@@ -46,6 +47,11 @@ def test_ranks_on_one_gpu_have_equal_parts_whoever_loads_first(config: EngineCon
     alone = fit_pools(own, 19 << 30, 20 << 30, used=1 << 30).pools[0].num_blocks
     assert first == second
     assert 0.4 * alone < first < 0.5 * alone
+    parallel = msgspec.structs.replace(parallel, collectives="auto")
+    nccl = msgspec.structs.replace(own, parallel=parallel)
+    needs = fit_pools(nccl, 19 << 30, 20 << 30, used=1 << 30).pools[0].num_blocks
+    block = local_spec(config.spec, parallel.layout).caches[0].block_bytes(8, config.dtype)
+    assert (alone - needs) * block == pytest.approx(LATER, rel=0.01), "communicators come later"
     left = fit_pools(two, 4 << 30, 20 << 30, used=1 << 30).pools[0].num_blocks
     assert left < first, "somebody else has the rest"
 

@@ -31,6 +31,8 @@ STEP, ALONE_S = 6.0, 600.0
 nothing else (the first steps compile kernels, so it is not less); else in seconds."""
 CONTEXT = 512 << 20
 """Bytes of a GPU that a process takes beyond what torch knows of, where processes share one."""
+LATER = 1 << 30
+"""Bytes of a GPU that NCCL's communicators, and graphs captured with them, take when caches are there."""
 DTYPES = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -198,6 +200,8 @@ def fit_pools(config: EngineConfig, free: int, total: int, used: int = 0) -> KVC
     cache, scheduler = config.cache, config.scheduler
     spec = local_spec(config.spec, config.parallel.layout)
     room = free - int(total * (1 - cache.gpu_memory_utilization))
+    if config.parallel.layout.domain > 1 and config.parallel.collectives != "gloo":
+        room -= LATER
     ranks = sharers(config.parallel, config.gpus)
     if ranks > 1:
         room = min(room, int(total * cache.gpu_memory_utilization) // ranks - used - CONTEXT)
