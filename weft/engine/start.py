@@ -14,7 +14,7 @@ from weft.common.folder import private_folder
 from weft.config.group import shared_settings
 from weft.config.hosts import meeting_place, ranks_on
 from weft.config.resolved import EngineConfig
-from weft.engine.build import build_runner
+from weft.engine.build import build_runner, load, rank_mesh
 from weft.engine.domain import Domain, DomainExecutor
 from weft.engine.executor import Executor
 from weft.engine.faults import Faults
@@ -26,7 +26,6 @@ from weft.parallel.address import own_address, tcp
 from weft.parallel.agreement import AgreementGroup, ZmqBell
 from weft.parallel.control import ZmqHead
 from weft.parallel.meeting import Meeting
-from weft.parallel.mesh import make_mesh
 from weft.parallel.secret import read_keys
 from weft.types.layout import Layout
 
@@ -70,7 +69,7 @@ def start_group(config: EngineConfig, *, progress: bool = True) -> GroupExecutor
         if threads := threads_each(config, layout.tensor):
             torch.set_num_threads(threads)
         faults = Faults(config.faults, head)
-        mesh = make_mesh(layout, head, faults.launcher(), host)
+        mesh = faults.within(rank_mesh(config, head, host))
         kind = DomainExecutor if layout.domain > layout.tensor else GroupExecutor
         group = kind(
             None,
@@ -90,7 +89,8 @@ def start_group(config: EngineConfig, *, progress: bool = True) -> GroupExecutor
         watch.start()
         group.gather(HELLO_S, ready=False)
         faults.reach("load")
-        group.adopt(faults.around(build_runner(config, progress=progress, mesh=mesh)))
+        loaded = load(config, progress=progress, mesh=mesh)
+        group.adopt(faults.around(loaded.runner(group.size(loaded.kv, LOAD_S))))
         group.gather(LOAD_S)
         if isinstance(group, DomainExecutor):
             group.enter(*_domain(config, layout))
