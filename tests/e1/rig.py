@@ -25,6 +25,7 @@ from weft.config.sections import (
 )
 from weft.config.sharding import local_spec
 from weft.config.spec import CacheSpec
+from weft.engine.build import recorder
 from weft.engine.core import EngineCore
 from weft.models.base import Model
 from weft.models.loader import load_model
@@ -32,7 +33,6 @@ from weft.ops import cpu
 from weft.ops.cpu import linear as cpu_linear
 from weft.parallel.mesh import Mesh
 from weft.runner.graphs import GraphOptions, obstacle
-from weft.runner.programs import record
 from weft.runner.result import HostCopy
 from weft.runner.runner import Runner, StepHandle
 from weft.scheduler.sequence import Running
@@ -276,7 +276,9 @@ def make_engine(
     )
     options = None
     if replay and obstacle(model, backends) is None:
-        options = GraphOptions(max_rows=max_num_seqs, capture=record, lazy=True, most_each=kv.copies)
+        options = GraphOptions(
+            max_rows=max_num_seqs, capture=recorder(model), lazy=True, most_each=kv.copies
+        )
     runner = Witness(
         model,
         backends,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import msgspec
 import torch
 
@@ -16,7 +18,7 @@ from weft.layers.build import ExpertOptions
 from weft.models.loader import Model, load_model
 from weft.ops import cpu
 from weft.parallel.mesh import Mesh
-from weft.runner.graphs import CudaCapture, GraphOptions, obstacle
+from weft.runner.graphs import Capture, CudaCapture, GraphOptions, obstacle
 from weft.runner.programs import record
 from weft.runner.runner import Runner
 from weft.runner.trace import StepTrace
@@ -102,12 +104,17 @@ def graph_options(
     cpu_device = config.device == "cpu"
     return GraphOptions(
         max_rows=config.scheduler.max_num_seqs,
-        capture=record if cpu_device else CudaCapture(torch.device(config.device)),
+        capture=recorder(model) if cpu_device else CudaCapture(torch.device(config.device)),
         progress=progress and not cpu_device,
         lazy=cpu_device,
         most_each=config.kv.copies if cpu_device else 1,
         keeps_hidden=config.speculation.speculative_method == "mtp",
     )
+
+
+def recorder(model: Model) -> Capture:
+    """``record``, whose replays tell the model's launcher of their collectives."""
+    return functools.partial(record, launcher=model.mesh.launcher)
 
 
 def fit_pools(config: EngineConfig, free: int, total: int) -> KVConfig:

@@ -45,6 +45,10 @@ class ExpertLayers:
         """Of each layer."""
         return tuple(layer.map.placement for layer in self._layers)
 
+    def asks(self, tokens: int) -> bool:
+        """Whether the host reads how many rows travel, in a step of so many tokens of one replica."""
+        return any(layer.chooser.form(tokens) == "throughput" for layer in self._layers)
+
     def rebalance(self) -> Generator[Pending, None, None]:
         """Moves experts by the rows that chose them since the last time. Yields once for each collective."""
         counts = [layer.loads for layer in self._layers]

@@ -203,6 +203,10 @@ class Runner:
         self._ring.clear()
         self._halved.clear()
         self._launcher.take()
+        if self.graphs is not None:
+            self.graphs.reset()
+        if self.drafter is not None:
+            self.drafter.reset()
         self._next_step, self._failed = None, False
 
     def close(self) -> None:
