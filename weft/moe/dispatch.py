@@ -2,7 +2,8 @@
 
 Every row has a home rank, which routes it and adds up what its experts made. An expert's rank answers with
 
-    answer    [rows, A, hidden]     A = top_k: each expert's output by itself, zeros for those elsewhere;
+    answer    [rows, A, hidden]     A = top_k: each expert's output by itself, zeros for those elsewhere, in
+                                    the model's dtype or wider;
                                     A = 1: their weighted sum in top-k order, rounded
 
 so that home, adding the ranks' answers in their order and then (A = top_k) the experts in top-k order, gets
@@ -54,7 +55,7 @@ class Work(NamedTuple):
 
     answer: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     """Of x [R, hidden], places int64 [R, k] (-1: another rank's) and scales (wide [R, k], where A is 1):
-    [R, A, hidden] in x's dtype, zeros where there is nothing."""
+    [R, A, hidden], zeros where there is nothing."""
     exact: bool
     """Whether A is top_k."""
     under: Callable[[], Any]
@@ -210,7 +211,7 @@ def throughput(ep: Comm, rows: Rows, work: Work, most: int | None) -> Steps:
     yield pending
     came = pending.result().view(-1, shape.hidden)
     if work.exact:
-        total = rows.x.new_zeros(n, k, shape.hidden)
+        total = came.new_zeros(n, k, shape.hidden)
         pair, choice = (places >= 0).nonzero(as_tuple=True)
         total[row[pair], choice] = came
         return Came(total, under)
