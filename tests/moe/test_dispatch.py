@@ -193,6 +193,16 @@ def test_bits_do_not_depend_on_neighbours(form: str, exact: bool, pieces: Any) -
         assert torch.equal(alone[0][0], many[0][row])
 
 
+@pytest.mark.parametrize("form", FORMS[1:])
+def test_a_single_row_of_an_odd_number_of_columns(form: str) -> None:
+    """What travels with a row of bfloat16, three pairs of places and scales, is no whole number of int64s."""
+    layout, weights = LAYOUTS["dp2"], routed("plain", torch.bfloat16)
+    rows = rows_of(layout, torch.bfloat16, (1, 0))
+    alone = run(layout, form, weights, rows, moe.TILED, exact=False)
+    rows[1] = tokens(6, torch.bfloat16)
+    assert torch.equal(alone[0], run(layout, form, weights, rows, moe.TILED, exact=False)[0])
+
+
 def test_large_sums_are_divided(pieces: Any) -> None:
     """Above one shot ranks add up slices, and compute the shared expert for those alone; same bits."""
     layout, weights = LAYOUTS["ep4"], routed("gated_shared", torch.float32)

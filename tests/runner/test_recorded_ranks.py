@@ -177,6 +177,11 @@ def test_uneven_drafts_where_a_rank_cannot_record(
     assert made[0].uneven
 
 
+def steps(engine: EngineCore) -> None:
+    while True:
+        engine.step()
+
+
 def test_an_abort_in_the_middle_of_a_replayed_step(folder: Any) -> None:
     """A rank waits in a replayed step for one that does not come: an abort frees it, with the error that a
     step op by op has. Nothing runs until the reset. In the next epoch steps are recorded anew."""
@@ -196,8 +201,7 @@ def test_an_abort_in_the_middle_of_a_replayed_step(folder: Any) -> None:
         waiting.set()
         began = time.monotonic()
         with pytest.raises(CommLost) as lost:
-            while True:
-                engine.step()
+            steps(engine)
         took = time.monotonic() - began
         handle = runner.forward(StepPlan(step=runner._next_step))
         runner.sample(handle)

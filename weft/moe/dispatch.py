@@ -84,6 +84,11 @@ def _as_columns(x: Tensor, more: Tensor) -> Tensor:
     return more.contiguous().view(x.dtype)
 
 
+def _of_columns(columns: Tensor, dtype: torch.dtype) -> Tensor:
+    """``more`` again. A copy: ``contiguous`` leaves a single row its stride, which a view may not have."""
+    return columns.clone(memory_format=torch.contiguous_format).view(dtype)
+
+
 def _joined(x: Tensor, places: Tensor, scales: Tensor | None) -> Tensor:
     parts = [x, _as_columns(x, places)]
     if scales is not None:
@@ -106,8 +111,8 @@ class _Shape(NamedTuple):
     def apart(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """x [R, hidden], places int64 [R, k], scales."""
         middle = self.hidden + self.top_k * 8 // rows.dtype.itemsize
-        places = rows[:, self.hidden : middle].contiguous().view(torch.int64)
-        scales = None if self.wide is None else rows[:, middle:].contiguous().view(self.wide)
+        places = _of_columns(rows[:, self.hidden : middle], torch.int64)
+        scales = None if self.wide is None else _of_columns(rows[:, middle:], self.wide)
         return rows[:, : self.hidden], places, scales
 
 
@@ -159,7 +164,7 @@ def gather(ep: Comm, rows: Rows, work: Work, most: int | None) -> Steps:
     under = work.under()
     yield pending
     x, pairs, scales = shape._replace(top_k=2 * k).apart(pending.result().view(-1, sent.shape[1]))
-    ranks, places = pairs.chunk(2, dim=1)
+    ranks, places = pairs[:, :k], pairs[:, k:]
     answer = work.answer(x, torch.where(ranks == ep.rank, places, -1), scales)
     pending = ep.reduce_scatter(answer.view(ep.size, most, *answer.shape[1:]))
     yield pending
@@ -224,8 +229,8 @@ def throughput(ep: Comm, rows: Rows, work: Work, most: int | None) -> Steps:
 def _in_order(parts: Tensor) -> Tensor:
     """The sum of ``parts[0], parts[1], ..`` in this order, in float32 or wider, rounded once."""
     total = parts[0].to(torch.promote_types(parts.dtype, torch.float32), copy=True)
-    for part in parts[1:]:
-        total += part
+    for rank in range(1, len(parts)):  # not over the tensor: that makes a list, which cannot be recorded
+        total += parts[rank]
     return total.to(parts.dtype)
 
 

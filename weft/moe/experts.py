@@ -14,10 +14,10 @@ Tensor = torch.Tensor
 
 
 class RankExperts(Protocol):
-    """The op ``moe_pieces``. ``weights`` are what its ``pack`` made: the router, whole, and this rank's experts.
+    """The op ``moe_pieces``. ``weights``: what its ``pack`` made of the whole router and this rank's experts.
 
-    exact: experts answer one by one; else a rank's are summed. Rows don't depend on each other where the op is
-    invariant, nor on who else's experts they go to.
+    exact: experts answer one by one; else a rank's are summed. Rows don't depend on each other where the op
+    is invariant.
     """
 
     def route(self, x: Tensor, ids: Tensor | None, weights: Any) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -37,7 +37,7 @@ class RankExperts(Protocol):
         """The shared expert of x [T, hidden], for ``finish``."""
 
     def finish(self, total: Tensor, scales: Tensor, shared: Any, dtype: torch.dtype, exact: bool) -> Tensor:
-        """[T, hidden] in ``dtype``. total: [T, A, hidden], the sum of all ranks' answers; scales: wide [T, k]."""
+        """[T, hidden] in ``dtype``. total: [T, A, hidden], all ranks' answers summed; scales: wide [T, k]."""
 
     def tensors(self, weights: Any) -> Iterable[Tensor]:
         """All that belongs to this rank's experts; the first dim is their places."""

@@ -57,7 +57,7 @@ class Map:
 
     def find(self, chosen: Tensor, turn: int) -> tuple[Tensor, Tensor]:
         """Rank and place, int64 [n, k] each, of the experts ``chosen`` [n, k]. Copies take turns by row."""
-        ranks, places, count = self._columns
+        ranks, places, count = self._columns[0], self._columns[1], self._columns[2]
         if self._single:
             return ranks[chosen, 0], places[chosen, 0]
         rows = torch.arange(turn, turn + len(chosen), device=chosen.device).unsqueeze(1)

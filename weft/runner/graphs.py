@@ -14,10 +14,11 @@ prompt in it, is launched op by op.
 
 On a CPU they are recorded calls (weft/runner/programs.py), each made when it is first needed.
 
-INVARIANT of ranks, which meet in the middle of a step: what a step computes, and with it the order, kinds and sizes
-of its collectives, follows from its plan, the settings, and the plans before it in its epoch, on every rank alike.
-So ``find`` asks nothing else (what a rank recorded already, say). Whether a rank then replays the step, records it
-or launches the same calls one by one is its own affair. Recordings name the epoch's memory and end with it.
+INVARIANT of ranks, which meet in the middle of a step: what a step computes, and with it the order, kinds and
+sizes of its collectives, follows from its plan, the settings, and the plans before it in its epoch, on every
+rank alike. So ``find`` asks nothing else (what a rank recorded already, say). Whether a rank then replays the
+step, records it or launches the same calls one by one is its own affair. Recordings name the epoch's memory
+and end with it.
 
 A spare row is at position 0 of a sequence without blocks: it reads and writes the null block, which nobody
 else reads, and its logits are dropped.
@@ -130,8 +131,8 @@ class GraphOptions:
     halves: bool = False
     """Capture steps in halves, too: the pair as one graph. For ranks whose collectives can be captured."""
     lazy: bool = False
-    """Capture when a step first needs it, for exactly its rows: ``capture`` then computes that step, too, also
-    if it raises CannotRecord. On a CPU."""
+    """Capture when a step first needs it, for exactly its rows: ``capture`` then computes that step, too,
+    also if it raises CannotRecord. On a CPU."""
 
 
 class DecodeGraphs:
@@ -224,7 +225,7 @@ class DecodeGraphs:
         return drive(parts[0]) if len(parts) == 1 else torch.cat(interleave(parts[0], parts[1]))
 
     def find(self, plan: StepPlan) -> Key | None:
-        """The bucket that holds the plan's step; None when it must be launched op by op. Called once a step."""
+        """The bucket that holds the plan's step; None when it must be launched op by op. Once a step."""
         self.cold = False
         rows, each = plan.decode, most_each(plan)
         if rows.rows > self._rows[-1] or not 1 <= each <= self._options.most_each:

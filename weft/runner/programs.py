@@ -6,8 +6,8 @@ function once, watches its calls below Python, and returns a function that makes
 C++ (csrc/program.cpp). What the function computes on the host (shapes, slices, choices) is fixed by the
 recording, so it must follow from the number of rows and the bucket of context alone.
 
-Collectives in shared memory are calls like others (csrc/collectives.cpp). They name the memory of one epoch, so
-a program with such calls is of that epoch: afterwards it raises CommLost.
+Collectives in shared memory are calls like others (csrc/collectives.cpp). They name the memory of one epoch,
+so a program with such calls is of that epoch: afterwards it raises CommLost.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from weft.ops import cpu
 from weft.ops.cpu import CannotRecord
@@ -67,6 +68,8 @@ class _Watch(TorchDispatchMode):
                 arguments.append(argument.default_value)
         made = func(*args, **given)
         results = list(made) if isinstance(made, tuple | list) else [made]
+        if not any(isinstance(value, Tensor) for value in (*results, *tree_leaves(arguments))):
+            return made  # a fact of types, say: the same each time
         if func._schema.returns and str(func._schema.returns[0].type) == "List[Tensor]":
             self.obstacle = self.obstacle or CannotRecord(f"{func} makes a list of tensors")
         if any(result is not None and not isinstance(result, Tensor) for result in results):
@@ -79,8 +82,8 @@ def record(run: Callable[[], None], launcher: Launcher | None = None) -> Callabl
     """Runs ``run`` once, and returns what does the same again without Python.
 
     ``launcher`` is told of the collectives that are replayed. Raises CannotRecord, when ``run`` has ended, if
-    one of its calls read a value on the host, or made a list of tensors. What is returned raises CommLost when
-    a collective fails; of its other calls what they raise.
+    one of its calls read a value on the host, or made a list of tensors. What is returned raises CommLost
+    when a collective fails; of its other calls what they raise.
     """
     with _Watch() as watch:
         run()

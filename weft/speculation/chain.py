@@ -123,8 +123,8 @@ class Recording:
     """How drafting behind steps of decode rows alone is recorded, and replayed."""
 
     record: Callable[[Callable[[], None]], Callable[[], None]]
-    """Runs a function of fixed tensors and returns what does the same again. Raises CannotRecord, when it ran,
-    if nothing can."""
+    """Runs a function of fixed tensors and returns what does the same again. Raises CannotRecord, when it
+    ran, if nothing can."""
     contexts: Sequence[int]
     """Bounds of a row's positions, one recording for each; increasing, the last holds all."""
     most_rows: int
