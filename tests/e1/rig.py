@@ -25,14 +25,15 @@ from weft.config.sections import (
 )
 from weft.config.sharding import local_spec
 from weft.config.spec import CacheSpec
+from weft.engine.build import recorder
 from weft.engine.core import EngineCore
+from weft.layers.build import ExpertOptions
 from weft.models.base import Model
 from weft.models.loader import load_model
 from weft.ops import cpu
 from weft.ops.cpu import linear as cpu_linear
 from weft.parallel.mesh import Mesh
 from weft.runner.graphs import GraphOptions, obstacle
-from weft.runner.programs import record
 from weft.runner.result import HostCopy
 from weft.runner.runner import Runner, StepHandle
 from weft.scheduler.sequence import Running
@@ -133,7 +134,12 @@ def attention_backends(name: str, dtype: torch.dtype) -> AttentionBackend:
 
 @cache
 def model_of(
-    folder: Path, dtype: str, form: str, mtp: int = 0, mesh: Mesh | None = None
+    folder: Path,
+    dtype: str,
+    form: str,
+    mtp: int = 0,
+    mesh: Mesh | None = None,
+    experts: ExpertOptions | None = None,
 ) -> tuple[Model, Backends]:
     """The model and its attention in one of the forms that promise E1.
 
@@ -149,7 +155,9 @@ def model_of(
             pytest.skip("the C++ products are for CPUs with AVX2 or AVX-512")
         backends = choose("cpu", mine, kind, CPU, BLOCK, invariant=True)
         asked = spec.mla is not None
-        model = load_model(str(folder), spec, kind, CPU, progress=False, invariant=asked, mesh=mesh)
+        model = load_model(
+            str(folder), spec, kind, CPU, progress=False, invariant=asked, mesh=mesh, experts=experts
+        )
     else:
         backends = choose("invariant", mine, kind, CPU, BLOCK, invariant=True)
         with pytest.MonkeyPatch.context() as patch:
@@ -233,6 +241,7 @@ def make_engine(
     speculation: SpeculationSection | None = None,
     drafter: Drafter | None = None,
     mesh: Mesh | None = None,
+    experts: ExpertOptions | None = None,
 ) -> tuple[EngineCore, Witness]:
     """An engine (with ``mesh``, of one rank) whose caches are full of NaN.
 
@@ -243,7 +252,7 @@ def make_engine(
     speculation = speculation or SpeculationSection()
     mtp = int(speculation.speculative_method == "mtp")
     of = model_of if mesh is None else model_of.__wrapped__  # ranks share nothing
-    model, backends = of(folder, dtype, form, mtp, mesh)
+    model, backends = of(folder, dtype, form, mtp, mesh, experts)
     spec = model.spec
     sizes = {"full": blocks, "latent": blocks, "window": 2048, "state": 256}
     pools = tuple(PoolSpec(cache=c, block_size=BLOCK, num_blocks=sizes[c.kind]) for c in spec.caches)
@@ -276,7 +285,7 @@ def make_engine(
     )
     options = None
     if replay and obstacle(model, backends) is None:
-        options = GraphOptions(max_rows=max_num_seqs, capture=record, lazy=True, most_each=kv.copies)
+        options = GraphOptions(max_rows=max_num_seqs, capture=recorder(model), lazy=True, most_each=kv.copies)
     runner = Witness(
         model,
         backends,

@@ -83,10 +83,30 @@ def logits(replicas: list[Replica]) -> dict[tuple[int, int], list[torch.Tensor]]
 
 @pytest.mark.parametrize(("layout", "model", "overlap"), CASES)
 def test_bits_do_not_depend_on_company(folder: Any, layout: str, model: str, overlap: str) -> None:
-    where, shape = folder(model), LAYOUTS[layout]
+    _check(folder(model), LAYOUTS[layout], overlap, "fallback")
 
+
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [
+        ("ep2", "qwen3_moe"),
+        pytest.param("tp2", "qwen3_moe", marks=pytest.mark.grid),
+        pytest.param("ep2", "deepseek_v3", marks=pytest.mark.grid),
+        pytest.param("tp2dp2", "deepseek_v3", marks=pytest.mark.grid),
+        pytest.param("dp2ep2", "qwen3_next", marks=pytest.mark.grid),
+    ],
+)
+def test_nor_with_the_cpp_operations_and_replayed_steps(folder: Any, layout: str, model: str) -> None:
+    """What runs alone is launched op by op, what runs in company is replayed where it can be."""
+    replicas = _check(folder(model), LAYOUTS[layout], "off", "cpp", replay=True)
+    for replica in replicas:
+        graphs = replica.runner.graphs
+        assert (graphs is not None and graphs.replayed > 10) == (LAYOUTS[layout].data == 1)
+
+
+def _check(where: Path, shape: Layout, overlap: str, form: str, **more: Any) -> list[Replica]:
     def make(**options: Any) -> Any:
-        return lambda mesh: _engine(where, mesh, **options)
+        return lambda mesh: _engine(where, mesh, form, **options)
 
     expected: dict[tuple[int, int], list[torch.Tensor]] = {}
     idle: list[list[list[Submit]]] = [[] for _ in range(shape.data - 1)]
@@ -97,7 +117,7 @@ def test_bits_do_not_depend_on_company(folder: Any, layout: str, model: str, ove
         turns = [[[of(1)], [], [], [of(3)]], [[], [of(2)], *[[]] * 6, [of(4)]]]
     replicas = run_layout(
         shape,
-        make(chunk=48, depth=2, caching=True),
+        make(chunk=48, depth=2, caching=True, **more),
         LeadingWitness,
         turns,
         overlap=overlap,
@@ -112,7 +132,8 @@ def test_bits_do_not_depend_on_company(folder: Any, layout: str, model: str, ove
     assert max(replica.deepest for replica in replicas) == 2
     if overlap != "off":
         assert sum(replica.stats.overlapped_steps for replica in replicas)
+    return replicas
 
 
-def _engine(folder: Path, mesh: Mesh, **options: Any) -> tuple[Any, Any]:
-    return make_engine(folder, "float32", "fallback", mesh=mesh, max_num_seqs=8, blocks=256, **options)
+def _engine(folder: Path, mesh: Mesh, form: str, **options: Any) -> tuple[Any, Any]:
+    return make_engine(folder, "float32", form, mesh=mesh, max_num_seqs=8, blocks=256, **options)

@@ -61,13 +61,14 @@ def test_where_ranks_meet_over_nccl_graphs_wait_for_the_group(
 ) -> None:
     """Eager where they do not. Only the capture itself is left out: there is no GPU to capture on."""
     model = build_runner(config, progress=False)._model
+    model.device = torch.device("cuda")
     monkeypatch.setattr("weft.engine.build.CudaCapture", lambda device: lambda run: run)
     cuda = msgspec.structs.replace(config, device="cuda")
     backends = Backends([TritonAttention()])
     alone = graph_options(cuda, model, backends, False)
     assert alone is not None
     assert (alone.lazy, alone.halves, alone.exact) == (False, False, False)
-    model.ranks, model.mesh = 2, Mesh(layout=Layout(tensor=2), nccl=True)
+    model.mesh = Mesh(layout=Layout(tensor=2), nccl=True)
     ranks = graph_options(cuda, model, backends, False)
     assert ranks is not None
     assert (ranks.lazy, ranks.halves, ranks.exact) == (True, True, False)

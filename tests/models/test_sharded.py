@@ -24,6 +24,7 @@ from weft.models.base import Model
 from weft.models.files import WeightFile
 from weft.models.loader import load_model
 from weft.models.registry import WEIGHTS
+from weft.ops import cpu
 from weft.overlap.drive import drive
 from weft.parallel.comm import reduced
 from weft.parallel.mesh import Mesh
@@ -239,10 +240,17 @@ def test_a_vocabulary_smaller_than_its_shares() -> None:
         assert torch.allclose(logits, table @ table.T, rtol=1e-12)
 
 
-def test_steps_that_meet_are_not_recorded(checkpoints: Any) -> None:
-    def why(mesh: Mesh) -> str | None:
-        model = checkpoints("llama").load(mesh=mesh)
-        return obstacle(model, choose("auto", model.spec, torch.float32, CPU, 16))
+@pytest.mark.skipif(not cpu.load(), reason="the C++ operations are not built")
+def test_which_steps_that_meet_are_recorded(checkpoints: Any) -> None:
+    """Those of ranks with one plan. Replicas of a domain have a plan each, and agree on what travels."""
 
-    checkpoints("llama")
-    assert on_ranks(Layout(tensor=2), why) == ["ranks meet in the middle of a step"] * 2
+    def why(mesh: Mesh) -> str | None:
+        model = checkpoints("deepseek-v3-sixteens").load(mesh=mesh)
+        assert model.records(1)
+        return obstacle(model, choose("cpu", model.spec, torch.float32, CPU, 16))
+
+    checkpoints("deepseek-v3-sixteens")
+    assert on_ranks(Layout(tensor=2), why) == [None, None]
+    assert on_ranks(Layout(tensor=2, data=2), why) == [None] * 4
+    shared = Layout(data=2, expert=True)
+    assert on_ranks(shared, why) == ["replicas agree on how rows travel in each step"] * 2

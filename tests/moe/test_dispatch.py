@@ -18,7 +18,8 @@ from weft.moe.cost import Shape
 from weft.moe.parallel import DividedExperts, slice_of
 from weft.moe.placement import Placement, in_order
 from weft.ops import moe
-from weft.ops.moe import Pieces, Routed
+from weft.ops.cpu import moe as cpu_moe
+from weft.ops.moe import Routed
 from weft.ops.torch_ops import Int8Weight
 from weft.overlap.drive import drive
 from weft.parallel.comm import Pending
@@ -63,7 +64,7 @@ def divided(
     mesh: Mesh,
     weights: Routed,
     form: str,
-    pieces: Pieces,
+    pieces: Any,
     *,
     exact: bool,
     placement: Placement | None = None,
@@ -72,11 +73,12 @@ def divided(
     experts, hidden = weights.router.shape
     placement = placement or in_order(experts, mesh.ep.size)
     shape = Shape(hidden, weights.rule.top_k, 8, exact)
+    mine = local(weights, placement, mesh.rank)
     return DividedExperts(
         mesh,
         Chooser(mesh.layout, form, shape),
         pieces,
-        local(weights, placement, mesh.rank),
+        cpu_moe.pack_part(mine) if pieces is cpu_moe.PARTS else mine,
         placement,
         exact=exact,
         counts=counts,
@@ -89,7 +91,7 @@ def rows_of(layout: Layout, dtype: torch.dtype, counts: tuple[int, ...] = UNEVEN
 
 
 def run(
-    layout: Layout, form: str, weights: Routed, rows: list[Any], pieces: Pieces, *, exact: bool, **more: Any
+    layout: Layout, form: str, weights: Routed, rows: list[Any], pieces: Any, *, exact: bool, **more: Any
 ) -> list[Tensor]:
     """What every rank gets."""
     most = max(len(x) for x, _ in rows)
@@ -141,39 +143,72 @@ def test_bits_are_those_of_one_rank_where_experts_answer_one_by_one(name: str, k
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_all_forms_give_the_same_bits(name: str, dtype: torch.dtype) -> None:
+def test_cpp_has_the_bits_of_its_whole_block(name: str, dtype: torch.dtype, extension: None) -> None:
+    """The same for the C++ operations, whose block on one rank is one call: also in bf16."""
+    layout = LAYOUTS[name]
+    for kind in ("corrected", "biased", "gated_shared", "hashed"):
+        weights, rows = routed(kind, dtype, seed=3), rows_of(layout, dtype)
+        whole = cpu_moe.pack(weights)
+        for form in forms(layout):
+            for rank, found in enumerate(run(layout, form, weights, rows, cpu_moe.PARTS, exact=True)):
+                x, ids = rows[layout.replica(rank)]
+                assert torch.equal(found, cpu_moe.moe(x, ids, whole)), (kind, form)
+
+
+@pytest.fixture(params=["torch", "cpp"])
+def pieces(request: pytest.FixtureRequest) -> Any:
+    """Of invariant implementations."""
+    if request.param == "torch":
+        return moe.TILED
+    request.getfixturevalue("extension")
+    return cpu_moe.PARTS
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_all_forms_give_the_same_bits(name: str, dtype: torch.dtype, pieces: Any) -> None:
     """Where ranks answer with sums, too: which form a step takes may depend on what is in it (E1)."""
     layout, weights = LAYOUTS[name], routed("gated_shared", dtype)
     rows = rows_of(layout, dtype)
-    made = [run(layout, form, weights, rows, moe.TILED, exact=False) for form in forms(layout)]
+    made = [run(layout, form, weights, rows, pieces, exact=False) for form in forms(layout)]
     for other in made[1:]:
         assert all(torch.equal(a, b) for a, b in zip(made[0], other, strict=True))
 
 
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("form", FORMS)
-def test_bits_do_not_depend_on_neighbours(form: str, exact: bool) -> None:
+def test_bits_do_not_depend_on_neighbours(form: str, exact: bool, pieces: Any) -> None:
     """E1: a row has its bits alone and among others, whatever other replicas have, however it is padded."""
     layout = LAYOUTS["ep2" if form == "reduce" else "tp2dp2"]
     weights = routed("corrected", torch.float32)
     x, ids = tokens(9, torch.float32)
     many = run(
-        layout, form, weights, [(x, ids), tokens(3, torch.float32)][: layout.data], moe.TILED, exact=exact
+        layout, form, weights, [(x, ids), tokens(3, torch.float32)][: layout.data], pieces, exact=exact
     )
     for row in (0, 4, 8):
         one = (x[row : row + 1], ids[row : row + 1])
         alone = run(
-            layout, form, weights, [one, tokens(14, torch.float32)][: layout.data], moe.TILED, exact=exact
+            layout, form, weights, [one, tokens(14, torch.float32)][: layout.data], pieces, exact=exact
         )
         assert torch.equal(alone[0][0], many[0][row])
 
 
-def test_large_sums_are_divided() -> None:
+@pytest.mark.parametrize("form", FORMS[1:])
+def test_a_single_row_of_an_odd_number_of_columns(form: str) -> None:
+    """What travels with a row of bfloat16, three pairs of places and scales, is no whole number of int64s."""
+    layout, weights = LAYOUTS["dp2"], routed("plain", torch.bfloat16)
+    rows = rows_of(layout, torch.bfloat16, (1, 0))
+    alone = run(layout, form, weights, rows, moe.TILED, exact=False)
+    rows[1] = tokens(6, torch.bfloat16)
+    assert torch.equal(alone[0], run(layout, form, weights, rows, moe.TILED, exact=False)[0])
+
+
+def test_large_sums_are_divided(pieces: Any) -> None:
     """Above one shot ranks add up slices, and compute the shared expert for those alone; same bits."""
     layout, weights = LAYOUTS["ep4"], routed("gated_shared", torch.float32)
     x, ids = tokens(400, torch.float32)
-    large = run(layout, "reduce", weights, [(x, ids)], moe.TILED, exact=False)
-    small = run(layout, "reduce", weights, [(x[:5], ids[:5])], moe.TILED, exact=False)
+    large = run(layout, "reduce", weights, [(x, ids)], pieces, exact=False)
+    small = run(layout, "reduce", weights, [(x[:5], ids[:5])], pieces, exact=False)
     assert torch.equal(large[0][:5], small[0])
     assert all(torch.equal(large[0], one) for one in large[1:])
 

@@ -158,3 +158,30 @@ def test_an_engine_goes_on_without_what_cannot_be_recorded(folder: Path) -> None
     made, replayed = _answers(folder, replay=True, broken=True)
     _assert_same(made, _answers(folder, replay=False)[0])
     assert replayed == 0
+
+
+def test_what_cannot_be_recorded_is_computed_once() -> None:
+    """Also what comes behind it; and states are not moved twice."""
+    x, seen = torch.zeros(4), []
+
+    def run() -> None:
+        x.add_(1)
+        seen.append(x.sum().item())
+        x.add_(1)
+
+    with pytest.raises(CannotRecord):
+        record(run)
+    assert x.tolist() == [2.0] * 4
+    assert seen == [4.0]
+
+
+def test_facts_of_types_are_no_calls() -> None:
+    x, out = torch.ones(4), torch.zeros(4, dtype=torch.float64)
+
+    def run() -> None:
+        out.copy_(x.to(torch.promote_types(x.dtype, torch.float64)) * 2)
+
+    again = record(run)
+    x.fill_(3)
+    again()
+    assert out.tolist() == [6.0] * 4

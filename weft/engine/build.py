@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import msgspec
@@ -19,7 +20,7 @@ from weft.layers.build import ExpertOptions
 from weft.models.loader import Model, load_model
 from weft.ops import cpu
 from weft.parallel.mesh import Mesh, make_mesh
-from weft.runner.graphs import CudaCapture, GraphOptions, obstacle
+from weft.runner.graphs import Capture, CudaCapture, GraphOptions, obstacle
 from weft.runner.programs import record
 from weft.runner.runner import Runner
 from weft.runner.trace import StepTrace
@@ -172,13 +173,13 @@ def graph_options(
     if config.device == "cpu":
         return GraphOptions(
             max_rows=config.scheduler.max_num_seqs,
-            capture=record,
+            capture=recorder(model),
             exact=True,
             lazy=True,
             most_each=config.kv.copies,
             keeps_hidden=config.speculation.speculative_method == "mtp",
         )
-    meets = model.ranks > 1
+    meets = model.mesh.layout.domain > 1
     return GraphOptions(
         max_rows=config.scheduler.max_num_seqs,
         capture=CudaCapture(torch.device(config.device)),
@@ -187,6 +188,11 @@ def graph_options(
         halves=meets,
         keeps_hidden=config.speculation.speculative_method == "mtp",
     )
+
+
+def recorder(model: Model) -> Capture:
+    """``record``, whose replays tell the model's launcher of their collectives."""
+    return functools.partial(record, launcher=model.mesh.launcher)
 
 
 def fit_pools(config: EngineConfig, free: int, total: int, used: int = 0) -> KVConfig:

@@ -25,9 +25,8 @@ class Model(nn.Module, ABC):
         super().__init__()
         self.spec = build.local(spec)
         """The model as this rank computes it (``weft.config.sharding``)."""
-        self.ranks = build.mesh.layout.domain
-        """That compute each step together."""
         self.mesh = build.mesh
+        """Of the ranks that compute each step together."""
         self.dtype = build.dtype
         self.device = build.device
         self._ops = build.ops
@@ -52,6 +51,12 @@ class Model(nn.Module, ABC):
     def asking(self) -> tuple[str, ...]:
         """The ops that have the host read a value in the middle of a step, each with its implementation."""
         return tuple(sorted({f"{op} ({made.name})" for (op, _), made in self._ops.items() if made.asks}))
+
+    def records(self, *tokens: int) -> bool:
+        """Whether passes over so many tokens each may be recorded on a CPU, in this epoch: their collectives
+        are operators, and the host reads nothing. The same on all ranks of a group."""
+        experts = self.experts
+        return self.mesh.shares and (experts is None or not any(experts.asks(count) for count in tokens))
 
     @abstractmethod
     def hidden(

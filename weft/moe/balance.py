@@ -9,14 +9,13 @@ right.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import torch
 
 from weft.common.log import get_logger
 from weft.moe.parallel import DividedExperts
 from weft.moe.placement import Placement, in_order, moves, plan, rank_loads
-from weft.ops.torch_ops import Int8Weight
 from weft.parallel.comm import Comm, Pending
 
 Tensor = torch.Tensor
@@ -44,6 +43,10 @@ class ExpertLayers:
     def placements(self) -> tuple[Placement, ...]:
         """Of each layer."""
         return tuple(layer.map.placement for layer in self._layers)
+
+    def asks(self, tokens: int) -> bool:
+        """Whether the host reads how many rows travel, in a step of so many tokens of one replica."""
+        return any(layer.chooser.form(tokens) == "throughput" for layer in self._layers)
 
     def rebalance(self) -> Generator[Pending, None, None]:
         """Moves experts by the rows that chose them since the last time. Yields once for each collective."""
@@ -112,7 +115,7 @@ class ExpertLayers:
         fresh = self.reload(target)
         assert fresh is not None
         for layer, new, placement in zip(self._layers, fresh._layers, target, strict=True):
-            for own, other in zip(_tensors(layer), _tensors(new), strict=True):
+            for own, other in zip(layer.tensors(), new.tensors(), strict=True):
                 own.copy_(other)
             layer.map.set(placement)
             if layer.loads is not None:
@@ -131,7 +134,7 @@ def _move(ep: Comm, layer: DividedExperts, new: Placement) -> Generator[Pending,
     )
     sends = [sum(to == rank for to, _, _ in out) for rank in range(ep.size)]
     receives = [sum(source == rank for source, _, _ in into) for rank in range(ep.size)]
-    for tensor in _tensors(layer):
+    for tensor in layer.tensors():
         rows = tensor[torch.tensor([place for _, _, place in out], dtype=torch.int64, device=tensor.device)]
         pending = ep.all_to_all(rows, sends, receives)
         yield pending
@@ -142,14 +145,3 @@ def _move(ep: Comm, layer: DividedExperts, new: Placement) -> Generator[Pending,
             pending.result()
     layer.map.set(new)
     return len(into)
-
-
-def _tensors(layer: DividedExperts) -> Iterable[Tensor]:
-    """All that belongs to experts, its first dim their places."""
-    weights = layer.weights
-    for one in (weights.gate_up, weights.down, weights.gate_up_bias, weights.down_bias):
-        if isinstance(one, Int8Weight):
-            yield one.values
-            yield one.scales
-        elif one is not None:
-            yield one

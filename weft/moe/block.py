@@ -17,6 +17,7 @@ from weft.layers.build import Build, FeedForward, Packs
 from weft.layers.held import Held, joined, largest_of, mark, picked, whole
 from weft.moe.choice import Chooser
 from weft.moe.cost import Shape
+from weft.moe.experts import rank_experts
 from weft.moe.parallel import DividedExperts
 from weft.moe.placement import Placement, in_order
 from weft.ops.moe import Gate, Routed
@@ -154,13 +155,14 @@ class RoutedMLP(FeedForward, Packs):
             if held is not None:
                 held.gate_up = held.down = None  # type: ignore[assignment]
 
-    def _divide(self, weights: Routed) -> DividedExperts:
-        build = self._build
-        shape = Shape(weights.router.shape[1], self._rule.top_k, build.dtype.itemsize, build.invariant)
+    def _divide(self, weights: Any) -> DividedExperts:
+        build, pieces = self._build, self._run()
+        size = rank_experts(pieces).answers(build.dtype, build.invariant).itemsize
+        shape = Shape(self.router.weight.shape[1], self._rule.top_k, size, build.invariant)
         return DividedExperts(
             build.mesh,
             Chooser(build.mesh.layout, build.experts.dispatch, shape),
-            self._run(),
+            pieces,
             weights,
             self._placement,
             exact=build.invariant,

@@ -2,7 +2,8 @@
 
 Every row has a home rank, which routes it and adds up what its experts made. An expert's rank answers with
 
-    answer    [rows, A, hidden]     A = top_k: each expert's output by itself, zeros for those elsewhere;
+    answer    [rows, A, hidden]     A = top_k: each expert's output by itself, zeros for those elsewhere, in
+                                    the model's dtype or wider;
                                     A = 1: their weighted sum in top-k order, rounded
 
 so that home, adding the ranks' answers in their order and then (A = top_k) the experts in top-k order, gets
@@ -54,7 +55,7 @@ class Work(NamedTuple):
 
     answer: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     """Of x [R, hidden], places int64 [R, k] (-1: another rank's) and scales (wide [R, k], where A is 1):
-    [R, A, hidden] in x's dtype, zeros where there is nothing."""
+    [R, A, hidden], zeros where there is nothing."""
     exact: bool
     """Whether A is top_k."""
     under: Callable[[], Any]
@@ -83,6 +84,11 @@ def _as_columns(x: Tensor, more: Tensor) -> Tensor:
     return more.contiguous().view(x.dtype)
 
 
+def _of_columns(columns: Tensor, dtype: torch.dtype) -> Tensor:
+    """``more`` again. A copy: ``contiguous`` leaves a single row its stride, which a view may not have."""
+    return columns.clone(memory_format=torch.contiguous_format).view(dtype)
+
+
 def _joined(x: Tensor, places: Tensor, scales: Tensor | None) -> Tensor:
     parts = [x, _as_columns(x, places)]
     if scales is not None:
@@ -105,8 +111,8 @@ class _Shape(NamedTuple):
     def apart(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """x [R, hidden], places int64 [R, k], scales."""
         middle = self.hidden + self.top_k * 8 // rows.dtype.itemsize
-        places = rows[:, self.hidden : middle].contiguous().view(torch.int64)
-        scales = None if self.wide is None else rows[:, middle:].contiguous().view(self.wide)
+        places = _of_columns(rows[:, self.hidden : middle], torch.int64)
+        scales = None if self.wide is None else _of_columns(rows[:, middle:], self.wide)
         return rows[:, : self.hidden], places, scales
 
 
@@ -158,7 +164,7 @@ def gather(ep: Comm, rows: Rows, work: Work, most: int | None) -> Steps:
     under = work.under()
     yield pending
     x, pairs, scales = shape._replace(top_k=2 * k).apart(pending.result().view(-1, sent.shape[1]))
-    ranks, places = pairs.chunk(2, dim=1)
+    ranks, places = pairs[:, :k], pairs[:, k:]
     answer = work.answer(x, torch.where(ranks == ep.rank, places, -1), scales)
     pending = ep.reduce_scatter(answer.view(ep.size, most, *answer.shape[1:]))
     yield pending
@@ -210,7 +216,7 @@ def throughput(ep: Comm, rows: Rows, work: Work, most: int | None) -> Steps:
     yield pending
     came = pending.result().view(-1, shape.hidden)
     if work.exact:
-        total = rows.x.new_zeros(n, k, shape.hidden)
+        total = came.new_zeros(n, k, shape.hidden)
         pair, choice = (places >= 0).nonzero(as_tuple=True)
         total[row[pair], choice] = came
         return Came(total, under)
@@ -223,8 +229,8 @@ def throughput(ep: Comm, rows: Rows, work: Work, most: int | None) -> Steps:
 def _in_order(parts: Tensor) -> Tensor:
     """The sum of ``parts[0], parts[1], ..`` in this order, in float32 or wider, rounded once."""
     total = parts[0].to(torch.promote_types(parts.dtype, torch.float32), copy=True)
-    for part in parts[1:]:
-        total += part
+    for rank in range(1, len(parts)):  # not over the tensor: that makes a list, which cannot be recorded
+        total += parts[rank]
     return total.to(parts.dtype)
 
 

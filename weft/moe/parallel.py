@@ -12,7 +12,7 @@ step is made of. Under --deterministic experts answer one by one, and the bits a
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +20,8 @@ import torch
 from weft.moe import placement as placing
 from weft.moe.choice import Chooser
 from weft.moe.dispatch import FORMS, Rows, Work
-from weft.moe.experts import answer
+from weft.moe.experts import rank_experts
 from weft.moe.placement import Placement
-from weft.ops.moe import Pieces, Routed, choose_experts, combine
 from weft.parallel.comm import Pending, awaited
 from weft.parallel.group import ONE_SHOT
 from weft.parallel.mesh import Mesh
@@ -58,7 +57,7 @@ class Map:
 
     def find(self, chosen: Tensor, turn: int) -> tuple[Tensor, Tensor]:
         """Rank and place, int64 [n, k] each, of the experts ``chosen`` [n, k]. Copies take turns by row."""
-        ranks, places, count = self._columns
+        ranks, places, count = self._columns[0], self._columns[1], self._columns[2]
         if self._single:
             return ranks[chosen, 0], places[chosen, 0]
         rows = torch.arange(turn, turn + len(chosen), device=chosen.device).unsqueeze(1)
@@ -82,24 +81,24 @@ def slice_of(rows: int, rank: int, ranks: int) -> Slice:
 
 
 class DividedExperts:
-    """One layer's. ``weights`` has all of the router and this rank's experts, in order of their places."""
+    """One layer's. ``weights`` has all of the router and this rank's experts, in order of their places, as
+    the implementation ``pieces`` of the op ``moe_pieces`` takes them."""
 
     def __init__(
         self,
         mesh: Mesh,
         chooser: Chooser,
-        pieces: Pieces,
-        weights: Routed,
+        pieces: Any,
+        weights: Any,
         placement: Placement,
         *,
         exact: bool,
         counts: bool,
     ) -> None:
         """exact: experts answer one by one. counts: tokens of each expert are counted, for rebalancing."""
-        self.mesh, self.chooser, self._pieces = mesh, chooser, pieces
-        self.weights = weights
-        device = weights.router.device
-        experts = weights.router.shape[0]
+        self.mesh, self.chooser = mesh, chooser
+        self.weights, self._mine = weights, rank_experts(pieces)
+        device, experts = weights.device, weights.experts
         self.map = Map(placement, experts, device)
         self._exact = exact
         self.loads = torch.zeros(experts, dtype=torch.int64, device=device) if counts else None
@@ -117,9 +116,13 @@ class DividedExperts:
             return made
         return (yield from self._all_slices(made, mine, len(x)))
 
+    def tensors(self) -> Iterable[Tensor]:
+        """All that belongs to this rank's experts; the first dim is their places."""
+        return self._mine.tensors(self.weights)
+
     def _route(self, x: Tensor, ids: Tensor | None, turn: int) -> tuple[Rows, Tensor | None, Tensor]:
         """(rows, what the shared expert is multiplied by, experts chosen)."""
-        chosen, scales, share = choose_experts(x, ids, self.weights, self._pieces.multiply)
+        chosen, scales, share = self._mine.route(x, ids, self.weights)
         ranks, places = self.map.find(chosen, turn)
         return Rows(x=x, ranks=ranks, places=places, scales=scales), share, chosen
 
@@ -129,7 +132,7 @@ class DividedExperts:
             self.loads.scatter_add_(0, flat, torch.ones_like(flat))
 
     def _answer(self, x: Tensor, places: Tensor, scales: Tensor | None) -> Tensor:
-        return answer(x, places, scales, self.weights, self._pieces, self._exact)
+        return self._mine.answer(x, places, scales, self.weights, self._exact)
 
     def _at_home(
         self, form: str, x: Tensor, ids: Tensor | None, mine: Slice, most: int | None
@@ -138,7 +141,7 @@ class DividedExperts:
         x, ids = x[mine.begin : mine.end], None if ids is None else ids[mine.begin : mine.end]
         rows, share, chosen = self._route(x, ids, self.mesh.ep.rank)
         self._count(chosen)
-        work = Work(self._answer, self._exact, lambda: self._pieces.shared(x, share, self.weights))
+        work = Work(self._answer, self._exact, lambda: self._mine.shared(x, share, self.weights))
         came = yield from FORMS[form](self.mesh.ep, rows, work, most)
         return self._finish(came.total, rows.scales, came.under, x.dtype)
 
@@ -150,8 +153,9 @@ class DividedExperts:
         rows, share, chosen = self._route(x, ids, 0)
         self._count(chosen[mine.begin : mine.end])
         answers = rows.ranks.shape[1] if self._exact else 1
-        if most * answers * x.shape[1] * x.element_size() * ep.size <= ONE_SHOT:
-            work = Work(self._answer, self._exact, lambda: self._pieces.shared(x, share, self.weights))
+        size = self._mine.answers(x.dtype, self._exact).itemsize
+        if most * answers * x.shape[1] * size * ep.size <= ONE_SHOT:
+            work = Work(self._answer, self._exact, lambda: self._mine.shared(x, share, self.weights))
             came = yield from FORMS["reduce"](ep, rows, work, None)
             return self._finish(came.total, rows.scales, came.under, x.dtype)
         places = torch.where(rows.ranks == ep.rank, rows.places, -1)
@@ -161,16 +165,15 @@ class DividedExperts:
             made = torch.cat([made, made.new_zeros(missing, *made.shape[1:])])
         pending = ep.reduce_scatter(made.view(ep.size, mine.each, *made.shape[1:]))
         part = slice(mine.begin, mine.end)
-        shared = self._pieces.shared(x[part], None if share is None else share[part], self.weights)
+        shared = self._mine.shared(x[part], None if share is None else share[part], self.weights)
         yield pending
         total = pending.result()[: mine.end - mine.begin]
         out = self._finish(total, rows.scales[part], shared, x.dtype)
         return (yield from self._all_slices(out, mine, rows_all))
 
-    def _finish(self, total: Tensor, scales: Tensor, shared: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """total: [n, A, hidden], all ranks' answers; shared: wide [n, hidden]."""
-        made = combine(total, scales) if self._exact else total[:, 0].to(scales.dtype)
-        return (made if shared is None else made + shared).to(dtype)
+    def _finish(self, total: Tensor, scales: Tensor, shared: Any, dtype: torch.dtype) -> Tensor:
+        """total: [n, A, hidden], all ranks' answers; shared: what the shared expert made."""
+        return self._mine.finish(total, scales, shared, dtype, self._exact)
 
     def _all_slices(self, made: Tensor, mine: Slice, rows: int) -> Generator[Pending, None, Tensor]:
         tp = self.mesh.tp

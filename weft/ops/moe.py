@@ -74,6 +74,15 @@ class Routed:
     shared_down_largest: Tensor | None = None
     """Wide [hidden, 1]: likewise."""
 
+    @property
+    def experts(self) -> int:
+        """That the router knows."""
+        return self.router.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.router.device
+
 
 #: ``x @ weight.T + bias`` of x [T, K] and one matrix.
 Multiply: TypeAlias = Callable[[Tensor, Any, Tensor | None], Tensor]

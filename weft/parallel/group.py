@@ -234,8 +234,8 @@ def _ordered_sum(parts: Tensor) -> Tensor:
     if not parts.dtype.is_floating_point:
         wide = parts.dtype
     total = parts[0].to(wide, copy=True)
-    for part in parts[1:]:
-        total += part
+    for rank in range(1, len(parts)):  # not over the tensor: that makes a list, which cannot be recorded
+        total += parts[rank]
     return total.to(parts.dtype)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -74,6 +74,15 @@ class Launcher:
 
     def threaded(self, wanted: bool) -> None:
         """From now on collectives need (or need not) go on under compute. None may be in flight."""
+
+    @property
+    def direct(self) -> bool:
+        """Whether a whole step's collectives are calls of the caller's thread, which can be recorded."""
+        return True
+
+    def flew(self, times: Iterable[tuple[float, float]]) -> None:
+        """Collectives of a whole step ran elsewhere: (began, ended) of each."""
+        self.flights += [Flight(0, began, began, ended, ended - began) for began, ended in times]
 
     def take(self) -> list[Flight]:
         """The flights since the last call. All of them must have been waited for."""
@@ -168,6 +177,10 @@ class ThreadLauncher(Launcher):
 
     def threaded(self, wanted: bool) -> None:
         self._wanted = wanted
+
+    @property
+    def direct(self) -> bool:
+        return not self._delay
 
     def launch(self, work: Callable[[], Tensor]) -> Pending:
         if not (self._wanted or self._delay):

@@ -65,6 +65,12 @@ class Mesh:
         """Whether there is a group of more than one rank."""
         return bool(self._groups())
 
+    @property
+    def shares(self) -> bool:
+        """Whether all collectives of CPU tensors go through shared memory, in this epoch. All ranks have the
+        same answer: a group's all share memory, and have the CPU extension, or none does."""
+        return all(comm.shares for comm in self._groups())
+
     def connect(self, store: Any, epoch: int, timeout: float) -> None:
         """Forms every group of more than one rank for ``epoch``; all ranks call it. Raises CommLost."""
         self.launcher.settle(timeout)

@@ -17,6 +17,12 @@ needs it, by all ranks in the same step, and dropped with the epoch, before the 
 
 On a CPU they are recorded calls (weft/runner/programs.py), each made when it is first needed.
 
+INVARIANT of ranks, which meet in the middle of a step: what a step computes, and with it the order, kinds and
+sizes of its collectives, follows from its plan, the settings, and the plans before it in its epoch, on every
+rank alike. So ``find`` asks nothing else (what a rank recorded already, say). Whether a rank then replays the
+step, records it or launches the same calls one by one is its own affair. Recordings name the epoch's memory
+and end with it.
+
 A spare row is at position 0 of a sequence without blocks: it reads and writes the null block, which nobody
 else reads, and its logits are dropped.
 """
@@ -81,7 +87,10 @@ def context_buckets(most: int) -> list[int]:
 
 def obstacle(model: Model, backends: Backends) -> str | None:
     """Why decode steps of this model cannot be captured, in words; None when they can."""
-    if model.mesh.obstacle is not None:
+    layout = model.mesh.layout
+    if layout.expert and layout.data > 1:
+        return "replicas agree on how rows travel in each step"
+    if model.device.type != "cpu" and model.mesh.obstacle is not None:
         return model.mesh.obstacle
     if model.asking:
         return f"{', '.join(model.asking)} asks the device for a value in the middle of a step"
@@ -126,9 +135,10 @@ class GraphOptions:
     halves: bool = False
     """Capture steps in halves, too: the pair as one graph. For ranks whose collectives can be captured."""
     lazy: bool = False
-    """Capture when a step first needs it: ``capture`` then computes that step, too."""
+    """Capture when a step first needs it: ``capture`` then computes that step, too, also if it raises
+    CannotRecord."""
     exact: bool = False
-    """Capture for exactly a step's rows, not for the bucket that holds them."""
+    """Capture for exactly a step's rows, not for the bucket that holds them. On a CPU."""
 
 
 class DecodeGraphs:
@@ -169,6 +179,7 @@ class DecodeGraphs:
         self._positions = torch.zeros(tokens, dtype=torch.int64, device=device)
         self._replays: dict[Key, Callable[[], None]] = {}
         self._met: dict[Key, int] = {}
+        self._records = True
         if not options.lazy:
             self._capture(options)
 
@@ -222,7 +233,7 @@ class DecodeGraphs:
             self._launcher.threaded(False)
 
     def find(self, plan: StepPlan) -> Key | None:
-        """The bucket that holds the plan's step; None when it must be launched op by op."""
+        """The bucket that holds the plan's step; None when it must be launched op by op. Once a step."""
         self.cold = False
         rows, each = plan.decode, most_each(plan)
         if rows.rows > self._rows[-1] or not 1 <= each <= self._options.most_each:
@@ -233,10 +244,14 @@ class DecodeGraphs:
         key = _bucket(self._rows, rows.rows), each, _bucket(self._contexts, longest), plan.halves
         if plan.halves > 1 and not self._options.halves:
             return None
-        if each > 1 and key not in self._replays and self._options.lazy:
+        if not self._options.lazy:
+            return key
+        if self._options.exact and not self._model.records(key[0] * each):
+            return None
+        if each > 1:
             self._met[key] = met = self._met.get(key, 0) + 1
-            self.cold = True
             if met < WORTH_CAPTURING:
+                self.cold = self._records
                 return None
         return key
 
@@ -251,9 +266,11 @@ class DecodeGraphs:
         self._slots[rows : key[0]] = self._spare
         if key in self._replays:
             self.replay(key)
-        else:
+        elif self._records and self._model.mesh.launcher.direct:
             self.cold = True
             self._capture_now(key)
+        else:
+            self._closure(key)()
         tokens = slice(rows * each)
         made = self._builder.decode_rows(plan, staged, self._ids[tokens], self._positions[tokens])
         return StepRows(**made), self._logits[tokens]
@@ -268,21 +285,21 @@ class DecodeGraphs:
         self.replayed += 1
 
     def forget(self) -> None:
-        """Drops what was captured lazily. No replay may be under way."""
+        """An epoch has ended: what was captured lazily may name its memory, and what was met is forgotten.
+
+        No replay may be under way.
+        """
         if self._options.lazy:
             self._replays.clear()
             self._met.clear()
 
     def _capture_now(self, key: Key) -> None:
-        """Computes a step while capturing it. What cannot be captured is computed plainly, now and later."""
-        run = self._closure(key)
+        """Computes a step while capturing it. What cannot be captured was computed all the same."""
         try:
-            self._replays[key] = self._options.capture(run)
+            self._replays[key] = self._options.capture(self._closure(key))
         except CannotRecord as error:
             log.warning("decode steps are launched op by op, and not replayed: %s", error)
-            self._rows = [0]
-            self.cold = False
-            run()
+            self._records = self.cold = False
 
 
 def _bound(rows: int, each: int, context: int) -> Segment:

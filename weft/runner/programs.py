@@ -5,6 +5,9 @@ that are either the same (weights, caches, slot columns) or made by an earlier c
 function once, watches its calls below Python, and returns a function that makes the same calls again from
 C++ (csrc/program.cpp). What the function computes on the host (shapes, slices, choices) is fixed by the
 recording, so it must follow from the number of rows and the bucket of context alone.
+
+Collectives in shared memory are calls like others (csrc/collectives.cpp). They name the memory of one epoch,
+so a program with such calls is of that epoch: afterwards it raises CommLost.
 """
 
 from __future__ import annotations
@@ -16,15 +19,15 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from weft.common.errors import EngineDead
 from weft.ops import cpu
+from weft.ops.cpu import CannotRecord
+from weft.parallel.launcher import CommLost, Launcher
+
+__all__ = ["CannotRecord", "record"]
 
 Tensor = torch.Tensor
-
-
-class CannotRecord(EngineDead):
-    """A function makes a call that a program cannot hold; what it computes is all right."""
 
 
 @dataclass(slots=True)
@@ -48,6 +51,8 @@ class _Watch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[_Call] = []
+        self.obstacle: CannotRecord | None = None
+        """The first call that a program cannot hold. The function goes on: what it does it does once."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -63,22 +68,45 @@ class _Watch(TorchDispatchMode):
                 arguments.append(argument.default_value)
         made = func(*args, **given)
         results = list(made) if isinstance(made, tuple | list) else [made]
+        if not any(isinstance(value, Tensor) for value in (*results, *tree_leaves(arguments))):
+            return made  # a fact of types, say: the same each time
         if func._schema.returns and str(func._schema.returns[0].type) == "List[Tensor]":
-            raise CannotRecord(f"{func} makes a list of tensors")
+            self.obstacle = self.obstacle or CannotRecord(f"{func} makes a list of tensors")
         if any(result is not None and not isinstance(result, Tensor) for result in results):
-            raise CannotRecord(f"{func} gives the host a value")
+            self.obstacle = self.obstacle or CannotRecord(f"{func} gives the host a value")
         self.calls.append(_Call(func, arguments, results))
         return made
 
 
-def record(run: Callable[[], None]) -> Callable[[], None]:
+def record(run: Callable[[], None], launcher: Launcher | None = None) -> Callable[[], None]:
     """Runs ``run`` once, and returns what does the same again without Python.
 
-    Raises CannotRecord when one of its calls reads a value on the host, or makes a list of tensors.
+    ``launcher`` is told of the collectives that are replayed. Raises CannotRecord, when ``run`` has ended, if
+    one of its calls read a value on the host, or made a list of tensors. What is returned raises CommLost
+    when a collective fails; of its other calls what they raise.
     """
     with _Watch() as watch:
         run()
-    return _Builder(watch.calls).program().run
+    if watch.obstacle is not None:
+        raise watch.obstacle
+    program = _Builder(watch.calls).program()
+    if not any(str(call.op).startswith("weft_cpu.ring_") for call in watch.calls):
+        return program.run
+    return functools.partial(_replay, program, launcher or Launcher())
+
+
+def _replay(program: Any, launcher: Launcher) -> None:
+    """Runs a program with collectives in it."""
+    times = torch.ops.weft_cpu.ring_times.default
+    if launcher.recording:
+        times(True)
+    try:
+        program.run()
+    except torch.distributed.DistError as error:
+        raise CommLost(f"a collective of a replayed step failed: {str(error).splitlines()[0]}") from error
+    finally:
+        if launcher.recording:
+            launcher.flew(times(False).tolist())
 
 
 @functools.cache

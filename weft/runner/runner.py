@@ -199,13 +199,15 @@ class Runner:
     def _clear(self) -> None:
         if self._device.type == "cuda":
             come_to_rest(self._device, self._timeout)
-            if self.graphs is not None and self._launcher.recording:
-                self.graphs.forget()
         self._state.clear()
         self._sampler.clear()
         self._ring.clear()
         self._halved.clear()
         self._launcher.take()
+        if self.graphs is not None:
+            self.graphs.forget()
+        if self.drafter is not None:
+            self.drafter.reset()
         self._next_step, self._failed = None, False
 
     def close(self) -> None:

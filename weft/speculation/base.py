@@ -78,6 +78,10 @@ class Drafter(ABC):
         """``slot`` has a new tenant."""
         return
 
+    def reset(self) -> None:
+        """An epoch has ended: all slots are free."""
+        return
+
     @abstractmethod
     def propose(self, step: Sampled) -> Tensor | None:
         """int64 [wanted rows, most ``next_k``]: drafts, of the vocabulary; None when no row wants any.

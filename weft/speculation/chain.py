@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from weft.attention.base import Backends, LayerCache, StepInput
-from weft.common.errors import EngineDead
 from weft.common.log import get_logger
 from weft.models.base import Model
 from weft.ops import sampling as ops
+from weft.ops.cpu import CannotRecord
 from weft.ops.cpu import sampling as direct
 from weft.overlap.drive import drive
 from weft.speculation.base import Sampled
@@ -57,6 +57,15 @@ class Chain:
         self._vocab = vocab_size
         self.passes = 0
         """Of the module, so far."""
+
+    def records(self, *tokens: int) -> bool:
+        """``Model.records``."""
+        return self._model.records(*tokens)
+
+    @property
+    def direct(self) -> bool:
+        """Whether collectives are calls of this thread."""
+        return self._model.mesh.launcher.direct
 
     @property
     def sizes(self) -> tuple[int, torch.dtype, torch.device]:
@@ -114,8 +123,8 @@ class Recording:
     """How drafting behind steps of decode rows alone is recorded, and replayed."""
 
     record: Callable[[Callable[[], None]], Callable[[], None]]
-    """Runs a function of fixed tensors and returns what does the same again. Raises EngineDead, when it ran,
-    if nothing can."""
+    """Runs a function of fixed tensors and returns what does the same again. Raises CannotRecord, when it
+    ran, if nothing can."""
     contexts: Sequence[int]
     """Bounds of a row's positions, one recording for each; increasing, the last holds all."""
     most_rows: int
@@ -129,7 +138,8 @@ class RecordedChains:
 
     slots, starts, ends [rows]; hidden [rows * each, hidden]
 
-    alone, all of which are copied to where the recording reads them.
+    alone, all of which are copied to where the recording reads them. As with steps (weft/runner/graphs.py),
+    what is computed follows from plans alone; whether this rank replays it is its own affair.
     """
 
     def __init__(self, chain: Chain, recording: Recording) -> None:
@@ -148,6 +158,11 @@ class RecordedChains:
         self._met: dict[tuple[int, int, int, int], int] = {}
         self._works = True
 
+    def reset(self) -> None:
+        """An epoch has ended, and with it what was recorded."""
+        self._replays.clear()
+        self._met.clear()
+
     def propose(self, step: Sampled) -> Tensor | None:
         """int64 [rows, most ``next_k``], of all rows; None where there is no recording of such steps."""
         assert step.hidden is not None
@@ -155,7 +170,7 @@ class RecordedChains:
         rows, count = step.plan.rows, int(step.next_k.max())
         each, odd = divmod(len(step.hidden), rows)
         even = step.each or (step.plan.decode.count == each).all()
-        if odd or not even or not self._works or rows > self._recording.most_rows:
+        if odd or not even or rows > self._recording.most_rows or not self._chain.records(rows * each, rows):
             return None
         longest = int(step.bounds().max()) + each + count
         context = next((bound for bound in self._recording.contexts if bound >= longest), None)
@@ -166,24 +181,25 @@ class RecordedChains:
         self._ends[:rows].copy_(step.ends)
         self._hidden[: rows * each].copy_(step.hidden)
         key = (rows, each, count, context)
-        self.cold = key not in self._replays
-        if self.cold:
-            self._met[key] = met = self._met.get(key, 0) + 1
-            if met < self._recording.after:
-                return None
+        self._met[key] = met = self._met.get(key, 0) + 1
+        works = self._works and self._chain.direct
+        self.cold = works and key not in self._replays
+        if met < self._recording.after:
+            return None
         replay = self._replays.get(key)
         if replay is not None:
             replay()
             self.replayed += 1
-        else:
+        elif works:
             self._record(key)
+        else:
+            self._closure(key)()
         return self._drafts[:rows, :count].clone()
 
     def _record(self, key: tuple[int, int, int, int]) -> None:
-        run = self._closure(key)
         try:
-            self._replays[key] = self._recording.record(run)
-        except EngineDead as error:
+            self._replays[key] = self._recording.record(self._closure(key))
+        except CannotRecord as error:
             log.warning("drafts are made op by op, and not replayed: %s", error)
             self._works = self.cold = False
 

@@ -90,6 +90,10 @@ class MtpDrafter(Drafter):
         self._waiting[slot] = 0
         self._verified[slot] = False
 
+    def reset(self) -> None:
+        if self.recorded is not None:
+            self.recorded.reset()
+
     def propose(self, step: Sampled) -> Tensor | None:
         """Where replicas agreed on the step, the module runs as often in each of them: it may communicate."""
         agreed, begun = step.plan.agreed, self._chain.passes

@@ -11,10 +11,15 @@ import functools
 import os
 
 from weft.common import env
+from weft.common.errors import EngineDead
 from weft.common.log import get_logger
 from weft.ops.cpu import build
 
 _log = get_logger(__name__)
+
+
+class CannotRecord(EngineDead):
+    """A function makes a call that a program of recorded calls cannot hold; what it computed is all right."""
 
 
 @functools.cache

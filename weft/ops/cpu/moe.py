@@ -1,11 +1,14 @@
-"""Routed feed-forward blocks as one call of the CPU extension (csrc/moe.cpp): bf16, float32, int8.
+"""Routed feed-forward blocks in the CPU extension (csrc/moe.cpp): bf16, float32, int8.
 
-Router, choice, experts, shared expert and combination; sums are float32. Importing registers the ops; they
-are chosen where the extension is built and the CPU has AVX2 or AVX-512.
+Router, choice, experts, shared expert and combination are one call; sums are float32. Where ranks divide the
+experts, the parts between which rows travel are a call each. Importing registers the ops; they are chosen
+where the extension is built and the CPU has AVX2 or AVX-512.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,17 +25,42 @@ SWIGLU = 5
 """The code of csrc/gemm_tile.h for ``gate * sigmoid(alpha * gate) * (up + 1)``."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packed:
+    """A block, or what one rank has of it, in the extension's layout."""
+
+    block: Any
+    """The extension's object, which shares the tensors' memory."""
+    experts: int
+    """That the router knows."""
+    device: torch.device
+    shared: bool
+    """Whether there is a shared expert."""
+    of_experts: tuple[Tensor, ...]
+    """All that belongs to the experts that are here; its first dim is theirs."""
+
+
 def pack(weights: Routed) -> Any:
     """The weights in the extension's layout: an object that ``moe`` takes. bf16 or float32."""
-    return _packed(weights, quantize=False)
+    return _packed(weights, quantize=False).block
 
 
 def pack_int8(weights: Routed) -> Any:
     """Likewise, with the experts' matrices quantized as ``torch_ops.to_int8`` does."""
+    return _packed(weights, quantize=True).block
+
+
+def pack_part(weights: Routed) -> Packed:
+    """For ``Parts``: the matrices may be of fewer experts than the router knows, or of none."""
+    return _packed(weights, quantize=False)
+
+
+def pack_part_int8(weights: Routed) -> Packed:
+    """Likewise, quantized."""
     return _packed(weights, quantize=True)
 
 
-def _packed(weights: Routed, *, quantize: bool) -> Any:
+def _packed(weights: Routed, *, quantize: bool) -> Packed:
     rule, gate = weights.rule, weights.gate
     router, bias = _router(weights)
     shared = 0 if weights.shared_down is None else weights.shared_down.shape[1]
@@ -49,20 +77,31 @@ def _packed(weights: Routed, *, quantize: bool) -> Any:
         rule.groups,
         rule.top_groups,
         int(rule.group_rule == "top2"),
+        len(weights.down),
     ]
-    return torch.classes.weft_cpu.Moe(
-        router,
-        bias,
-        _plain(weights.correction),
-        _plain(weights.table),
+    experts = (
         *_matrix(weights.gate_up, True, quantize),
         _plain(weights.gate_up_bias),
         *_matrix(weights.down, False, quantize, weights.down_largest),
         _plain(weights.down_bias),
+    )
+    block = torch.classes.weft_cpu.Moe(
+        router,
+        bias,
+        _plain(weights.correction),
+        _plain(weights.table),
+        *experts,
         *_matrix(weights.shared_gate_up, True, quantize),
         *_matrix(weights.shared_down, False, quantize, weights.shared_down_largest),
         sizes,
         [rule.scale, gate.limit, gate.alpha],
+    )
+    return Packed(
+        block=block,
+        experts=len(weights.router),
+        device=weights.router.device,
+        shared=weights.shared_down is not None,
+        of_experts=tuple(tensor for tensor in experts if tensor is not None),
     )
 
 
@@ -79,6 +118,11 @@ def _matrix(
     if not quantize:
         return torch.ops.weft_cpu.pack.default(weight.detach(), gated), None
     each = weight.detach() if weight.dim() == 3 else weight.detach().unsqueeze(0)
+    if not len(each):
+        none = torch.ops.weft_cpu.pack_int8.default(
+            each.to(torch.int8), gated, weight.dtype == torch.bfloat16
+        )
+        return none, torch.zeros(0, each.shape[1])
     packed, scales = [], []
     of_rows = [None] * len(each) if largest is None else largest.view(len(each), -1, 1)
     for matrix, most in zip(each, of_rows, strict=True):
@@ -113,5 +157,43 @@ def moe(x: Tensor, ids: Tensor | None, weights: Any) -> Tensor:
     return made
 
 
+class Parts:
+    """The op ``moe_pieces``: see ``weft.moe.experts.RankExperts``."""
+
+    def route(self, x: Tensor, ids: Tensor | None, weights: Packed) -> tuple[Tensor, Tensor, Tensor]:
+        """The last is [T, 0] where the shared expert has no gate."""
+        made: tuple[Tensor, Tensor, Tensor] = torch.ops.weft_cpu.moe_route.default(x, ids, weights.block)
+        return made
+
+    def answer(
+        self, x: Tensor, places: Tensor, scales: Tensor | None, weights: Packed, exact: bool
+    ) -> Tensor:
+        scales = None if exact else scales
+        made: Tensor = torch.ops.weft_cpu.moe_part.default(x, places, scales, weights.block)
+        return made
+
+    def answers(self, dtype: torch.dtype, exact: bool) -> torch.dtype:
+        """One expert's output is not rounded: so the bits are those of one rank."""
+        return torch.float32 if exact else dtype
+
+    def shared(self, x: Tensor, share: Tensor | None, weights: Packed) -> tuple[Tensor, Tensor | None] | None:
+        if not weights.shared:
+            return None
+        return torch.ops.weft_cpu.moe_shared.default(x, weights.block), share
+
+    def finish(self, total: Tensor, scales: Tensor, shared: Any, dtype: torch.dtype, exact: bool) -> Tensor:
+        made, share = (None, None) if shared is None else shared
+        by = scales if exact else None
+        out: Tensor = torch.ops.weft_cpu.moe_finish.default(total, by, made, share, dtype)
+        return out
+
+    def tensors(self, weights: Packed) -> Iterable[Tensor]:
+        return weights.of_experts
+
+
+PARTS = Parts()
+
+serve("moe_pieces", lambda: PARTS, pack_part, linear.available)
+serve("moe_pieces_int8", lambda: PARTS, pack_part_int8, linear.available)
 serve("moe", moe, pack, linear.available)
 serve("moe_int8", moe, pack_int8, linear.available)

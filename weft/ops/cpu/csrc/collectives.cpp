@@ -6,8 +6,11 @@
 //
 // What is larger than a slot goes in several rounds. Every round, all ranks say what they are in: when that
 // differs, the group ends with an error on each of them. Rings are known by numbers (an object costs Python ten times
-// as much to pass); `ring_close` frees the memory when the last call in it has ended. Calls of one rank come one after the other, from any thread;
-// `abort` may come at any time, and what waits throws.
+// as much to pass); `ring_close` frees the memory when the last call in it has ended. Calls of one rank come one after
+// the other, from any thread; `abort` may come at any time, and what waits throws.
+//
+// What fails in a collective, and every call after an abort, is a DistError, whoever made the call: a program that
+// replays it (program.cpp) lets it pass. `ring_times` says when a thread's collectives ran, where nobody else can.
 #include "segment.h"
 
 #include <ATen/ops/empty.h>
@@ -74,6 +77,18 @@ Adder adder(at::ScalarType dtype) {
     default: TORCH_CHECK(false, "no sums of ", dtype, " in shared memory");
   }
 }
+
+// When the collectives of a thread began and ended, while it keeps that: seconds of the clock that Python calls monotonic.
+struct Times {
+  bool kept = false;
+  std::vector<double> seconds;
+  void push_back(Clock::time_point began, Clock::time_point ended) {
+    for (const auto& time : {began, ended})
+      seconds.push_back(std::chrono::duration<double>(time.time_since_epoch()).count());
+  }
+};
+
+thread_local Times times;
 
 class Ring {
  public:
@@ -215,13 +230,18 @@ class Ring {
   template <class Work>
   void guarded(const Work& work) {
     const std::lock_guard<std::mutex> alone(alone_);
+    const auto began = Clock::now();
     try {
       shared_.begin();
       work();
+    } catch (const c10::Error& error) {
+      shared_.abort();
+      C10_THROW_ERROR(DistError, error.what_without_backtrace());
     } catch (...) {
       shared_.abort();
       throw;
     }
+    if (times.kept) times.push_back(began, Clock::now());
   }
 
   Segment shared_;
@@ -235,7 +255,7 @@ int64_t rings_made = 0;
 std::shared_ptr<Ring> find(int64_t number) {
   const std::lock_guard<std::mutex> held(rings_lock);
   const auto found = rings.find(number);
-  TORCH_CHECK(found != rings.end(), "the group was closed");
+  if (found == rings.end()) C10_THROW_ERROR(DistError, "the group was closed");
   return found->second;
 }
 
@@ -257,6 +277,15 @@ void ring_close(int64_t number) {
   rings.erase(found);
 }
 
+// float64 [collectives, 2]: when each of this thread began and ended since the last call. `keep`: from now on.
+Tensor ring_times(bool keep) {
+  Tensor made = at::empty({int64_t(times.seconds.size() / 2), 2}, at::TensorOptions().dtype(at::kDouble));
+  std::copy(times.seconds.begin(), times.seconds.end(), made.mutable_data_ptr<double>());
+  times.seconds.clear();
+  times.kept = keep;
+  return made;
+}
+
 Tensor ring_gather(const Tensor& x, int64_t ring) { return find(ring)->gather(x); }
 Tensor ring_sum(const Tensor& x, int64_t ring) { return find(ring)->sum(x); }
 Tensor ring_exchange(const Tensor& x, const std::vector<int64_t>& sends, const std::vector<int64_t>& receives,
@@ -270,6 +299,7 @@ TORCH_LIBRARY_FRAGMENT(weft_cpu, m) {
   m.def("ring_open(int fd, int rank, int[] pids, int bytes, float timeout, float spin) -> int", &ring_open);
   m.def("ring_abort(int ring) -> ()", &ring_abort);
   m.def("ring_close(int ring) -> ()", &ring_close);
+  m.def("ring_times(bool keep) -> Tensor", &ring_times);
   m.def("ring_gather(Tensor x, int ring) -> Tensor");
   m.def("ring_sum(Tensor x, int ring) -> Tensor");
   m.def("ring_exchange(Tensor x, int[] sends, int[] receives, int ring) -> Tensor");

@@ -9,6 +9,17 @@
 //              3  the gated half of the experts           -> act  [slots, n]
 //              4  the other half of experts and shared    -> made [slots, hidden], float32
 //              5  combination
+// Where ranks divide the experts, a layer is made of parts of this, between which rows travel (weft/moe/parallel.py):
+//
+//   moe_route    phases 1 and 2 of tokens: their experts, weights, and the shared expert's gate
+//   moe_part     phases 3 and 4 of the experts that are here, for pairs of token and place; a place is an expert's number
+//                among those, or -1: elsewhere. Out comes each expert by itself, or their weighted sum in top-k order.
+//   moe_shared   the shared expert
+//   moe_finish   phase 5, of what all ranks' experts made
+//
+// An expert by itself is float32, not rounded: added to other ranks' zeros it gives moe_finish what phase 5 of the
+// whole block has, and so the same bits.
+//
 //   item       some rows of one matrix by some of its blocks, of about equal cost: threads take the next one that
 //              is left. One token is 4 to 10 experts cut by blocks; 2,048 tokens are experts cut by rows.
 //
@@ -86,25 +97,25 @@ class Moe : public torch::CustomClassHolder {
  public:
   // Weights as packed by `pack` and `pack_int8`; the router's rows are the experts and, with a gated shared expert,
   // its gate. sizes: hidden, experts, top_k, intermediate, shared intermediate, shared gate, activation, scoring,
-  // renormalize, groups, top groups, top2. numbers: scale, limit, alpha.
+  // renormalize, groups, top groups, top2, experts whose matrices are here. numbers: scale, limit, alpha.
   Moe(Tensor router, Optional router_bias, Optional correction, Optional table, Tensor gate_up, Optional gate_up_scales,
       Optional gate_up_bias, Tensor down, Optional down_scales, Optional down_bias, Optional shared_gate_up,
       Optional shared_gate_up_scales, Optional shared_down, Optional shared_down_scales, std::vector<int64_t> sizes,
       std::vector<double> numbers)
       : correction(std::move(correction)), table(std::move(table)) {
-    TORCH_CHECK(sizes.size() == 12 && numbers.size() == 3, "moe: sizes");
+    TORCH_CHECK(sizes.size() == 13 && numbers.size() == 3, "moe: sizes");
     hidden = sizes[0], intermediate = sizes[3], shared = sizes[4], gated_shared = sizes[5];
     activation = Activation(sizes[6]), limit = float(numbers[1]), alpha = float(numbers[2]);
     rule = {sizes[1], sizes[2], Scoring(sizes[7]), sizes[8] != 0, sizes[9], sizes[10], sizes[11] != 0,
             float(numbers[0]), nullptr};
-    const int64_t experts = rule.experts, k = rule.top_k;
+    const int64_t experts = rule.experts, k = rule.top_k, here = sizes[12];
     TORCH_CHECK(k >= 1 && k <= std::min(kMostChosen, experts), "moe: top_k must be 1 to ", kMostChosen);
     TORCH_CHECK(rule.groups >= 1 && experts % rule.groups == 0 && rule.top_groups >= 1 &&
                     rule.top_groups <= std::min(rule.groups, kMostChosen) &&
                     experts / rule.groups * rule.top_groups >= k,
                 "moe: groups");
-    up = {gate_up, gate_up_scales, gate_up_bias, {hidden, 2 * intermediate, true}, experts};
-    this->down = {down, down_scales, down_bias, {intermediate, hidden, false}, experts};
+    up = {gate_up, gate_up_scales, gate_up_bias, {hidden, 2 * intermediate, true}, here};
+    this->down = {down, down_scales, down_bias, {intermediate, hidden, false}, here};
     const int64_t rows = experts + (gated_shared ? 1 : 0);
     this->router = {router, std::nullopt, router_bias, {hidden, rows, false}, 1};
     check(this->router, "router"), check(up, "gate_up"), check(this->down, "down");
@@ -156,6 +167,13 @@ class Moe : public torch::CustomClassHolder {
   }
 };
 
+// What a pass over some tokens makes of their experts, whose places in `up` and `down` are given: [tokens, top_k].
+struct Part {
+  const int64_t* places;
+  const float* scales;  // [tokens, top_k], for sums; or null
+  void* out;            // x's dtype [tokens, hidden]: sums; or float32 [tokens, top_k, hidden]
+};
+
 // One call, or a part of its tokens. F: the format of the experts' weights.
 template <class F>
 class Pass {
@@ -176,6 +194,62 @@ class Pass {
     shared_act_ = scratch.take<X>(tokens * moe.shared);
     made_ = scratch.take<float>(slots_ * moe.hidden);
     shared_made_ = scratch.take<float>(moe.shared ? tokens * moe.hidden : 0);
+  }
+
+  // Experts, weights and, with a gated shared expert, its gate, of each token.
+  void run_route(int64_t* chosen, float* weights, float* gates) {
+    add_items(first_, Kind::router, moe_.router, 0, 0, tokens_, 1.0);
+    std::atomic<int64_t> next[2] = {};
+#pragma omp parallel num_threads(threads_) if (threads_ > 1 && tokens_ > kFewTokens)
+    {
+      work(first_, next[0]);
+#pragma omp barrier
+      claim(next[1], divide_up(tokens_, kFewTokens), [&](int64_t i) {
+        route(i * kFewTokens, std::min(tokens_, (i + 1) * kFewTokens));
+      });
+      if (use_brgemm) at::native::cpublas::brgemm_release();
+    }
+    for (int64_t slot = 0; slot < slots_; ++slot) chosen[slot] = chosen_[slot], weights[slot] = weights_[slot];
+    if (moe_.gated_shared)
+      for (int64_t token = 0; token < tokens_; ++token) gates[token] = shared_gate(token);
+  }
+
+  // The experts that are here, of pairs chosen before.
+  void run_part(const Part& part) {
+    for (int64_t slot = 0; slot < slots_; ++slot) chosen_[slot] = int32_t(part.places[slot]);
+    if (part.scales) std::copy(part.scales, part.scales + slots_, weights_);
+    sort(false);
+    std::atomic<int64_t> next[3] = {};
+#pragma omp parallel num_threads(threads_) if (threads_ > 1)
+    {
+      work(second_, next[0]);
+#pragma omp barrier
+      work(third_, next[1]);
+#pragma omp barrier
+      claim(next[2], divide_up(tokens_, kFewTokens), [&](int64_t i) {
+        for (int64_t token = i * kFewTokens; token < std::min(tokens_, (i + 1) * kFewTokens); ++token)
+          part.scales ? add_up(token, static_cast<X*>(part.out)) : lay_out(token, static_cast<float*>(part.out));
+      });
+      if (use_brgemm) at::native::cpublas::brgemm_release();
+    }
+  }
+
+  // The shared expert: float32 [tokens, hidden].
+  void run_shared(float* out) {
+    shared_made_ = out;
+    const double blocks = double(tiles_of(tokens_));
+    add_items(first_, Kind::shared_up, moe_.shared_up, 0, 0, tokens_,
+              target(blocks * double(moe_.shared_up.layout.blocks())));
+    add_items(second_, Kind::shared_down, moe_.shared_down, 0, 0, tokens_,
+              target(blocks * double(moe_.shared_down.layout.blocks())));
+    std::atomic<int64_t> next[2] = {};
+#pragma omp parallel num_threads(threads_) if (threads_ > 1)
+    {
+      work(first_, next[0]);
+#pragma omp barrier
+      work(second_, next[1]);
+      if (use_brgemm) at::native::cpublas::brgemm_release();
+    }
   }
 
   static int64_t bytes(const Moe& moe, int64_t tokens) {
@@ -206,7 +280,7 @@ class Pass {
 #pragma omp single
       {
         if (few) route(0, tokens_);
-        sort();
+        sort(true);
       }
       work(second_, next[2]);
 #pragma omp barrier
@@ -341,25 +415,29 @@ class Pass {
     }
   }
 
-  // Slots by expert, then by token; and the items of the experts.
-  void sort() {
-    std::vector<int64_t> begin(size_t(rule_.experts) + 1, 0);
-    for (int64_t slot = 0; slot < slots_; ++slot) ++begin[size_t(chosen_[slot]) + 1];
+  // Slots by expert, then by token, but those of no expert here; and the items of the experts, and of the shared one.
+  void sort(bool with_shared) {
+    const int64_t experts = moe_.up.matrices;
+    std::vector<int64_t> begin(size_t(experts) + 1, 0);
+    for (int64_t slot = 0; slot < slots_; ++slot)
+      if (chosen_[slot] >= 0) ++begin[size_t(chosen_[slot]) + 1];
     int64_t tiles = 0;
-    for (int64_t expert = 0; expert < rule_.experts; ++expert) {
+    for (int64_t expert = 0; expert < experts; ++expert) {
       tiles += tiles_of(begin[size_t(expert) + 1]);
       begin[size_t(expert) + 1] += begin[size_t(expert)];
     }
     const double up = target(double(tiles * moe_.up.layout.blocks()));
     const double down = target(double(tiles * moe_.down.layout.blocks()));
-    for (int64_t expert = 0; expert < rule_.experts; ++expert) {
+    for (int64_t expert = 0; expert < experts; ++expert) {
       const int64_t first = begin[size_t(expert)], last = begin[size_t(expert) + 1];
       if (first == last) continue;
       add_items(second_, Kind::up, moe_.up, expert, first, last, up);
       add_items(third_, Kind::down, moe_.down, expert, first, last, down);
     }
-    if (moe_.shared) add_items(third_, Kind::shared_down, moe_.shared_down, 0, 0, tokens_, down);
+    if (with_shared && moe_.shared) add_items(third_, Kind::shared_down, moe_.shared_down, 0, 0, tokens_, down);
     for (int64_t slot = 0; slot < slots_; ++slot) {
+      place_[slot] = -1;
+      if (chosen_[slot] < 0) continue;
       const int64_t at = begin[size_t(chosen_[slot])]++;
       order_[at] = int32_t(slot);
       place_[slot] = int32_t(at);
@@ -368,13 +446,44 @@ class Pass {
 
   // --- the end ---
 
+  float shared_gate(int64_t token) const {
+    return 1.0f / (1.0f + std::exp(-logits_[token * width_ + rule_.experts]));
+  }
+
+  // The weighted sum of what one token's experts here made, in top-k order; 0 where there are none.
+  void add_up(int64_t token, X* out) const {
+    const int64_t k = rule_.top_k, hidden = moe_.hidden;
+    const int32_t* place = place_ + token * k;
+    const float* weight = weights_ + token * k;
+    int64_t first = 0;
+    while (first < k && place[first] < 0) ++first;
+    over_lanes(hidden, [&](int64_t at, int lanes) {
+      vf sum = splat(0.0f);
+      if (first < k) sum = load_n(made_ + place[first] * hidden + at, lanes) * splat(weight[first]);
+      for (int64_t j = first + 1; j < k; ++j)
+        if (place[j] >= 0) sum = fma(load_n(made_ + place[j] * hidden + at, lanes), splat(weight[j]), sum);
+      store_n(out + token * hidden + at, sum, lanes);
+    });
+  }
+
+  // What each of one token's experts made; 0 of those elsewhere.
+  void lay_out(int64_t token, float* out) const {
+    const int64_t k = rule_.top_k, hidden = moe_.hidden;
+    for (int64_t slot = token * k; slot < (token + 1) * k; ++slot) {
+      float* to = out + slot * hidden;
+      if (place_[slot] < 0)
+        std::fill(to, to + hidden, 0.0f);
+      else
+        std::memcpy(to, made_ + place_[slot] * hidden, size_t(hidden) * sizeof(float));
+    }
+  }
+
   void combine(int64_t begin, int64_t end, int64_t column_begin, int64_t column_end) const {
     const int64_t k = rule_.top_k, hidden = moe_.hidden;
     for (int64_t token = begin; token < end; ++token) {
       const int32_t* place = place_ + token * k;
       const float* weight = weights_ + token * k;
-      float gate = 1.0f;
-      if (moe_.gated_shared) gate = 1.0f / (1.0f + std::exp(-logits_[token * width_ + rule_.experts]));
+      const float gate = moe_.gated_shared ? shared_gate(token) : 1.0f;
       over_lanes(column_end - column_begin, [&](int64_t i, int lanes) {
         const int64_t at = column_begin + i;
         vf sum = load_n(made_ + place[0] * hidden + at, lanes) * splat(weight[0]);
@@ -402,22 +511,37 @@ class Pass {
   std::vector<Item> first_, second_, third_;
 };
 
-template <class F>
-void run_moe(const Moe& moe, const Tensor& x, const int64_t* ids, Tensor& out) {
+// `run(pass, first token)` of parts of x's tokens that need memory within bounds.
+template <class F, class Run>
+void in_parts(const Moe& moe, const Tensor& x, const int64_t* ids, typename F::X* out, Run run) {
   using X = typename F::X;
+  if (x.size(0) == 0) return;
   static thread_local Scratch scratch;
   const int64_t row = (moe.rule.top_k + (moe.shared ? 1 : 0)) * moe.hidden * int64_t(sizeof(float));
   const int64_t most = std::max<int64_t>(kFewTokens, kMadeBytes / row);
   const int64_t parts = divide_up(x.size(0), most), part = divide_up(x.size(0), parts);
-  for (int64_t begin = 0; begin < x.size(0); begin += part)
-    Pass<F>(moe, x.const_data_ptr<X>() + begin * x.stride(0), x.stride(0), ids ? ids + begin : nullptr,
-            std::min(part, x.size(0) - begin), out.mutable_data_ptr<X>() + begin * moe.hidden, scratch)
-        .run();
+  for (int64_t begin = 0; begin < x.size(0); begin += part) {
+    Pass<F> pass(moe, x.const_data_ptr<X>() + begin * x.stride(0), x.stride(0), ids ? ids + begin : nullptr,
+                 std::min(part, x.size(0) - begin), out ? out + begin * moe.hidden : nullptr, scratch);
+    run(pass, begin);
+  }
 }
 
-// x [T, hidden] in bf16 or float32, as the weights; ids int64 [T], read where experts are chosen by a table.
-Tensor moe(const Tensor& given, const Optional& ids, const c10::intrusive_ptr<Moe>& held) {
-  const Moe& moe = *held;
+// `run` as above, of x in the format of the experts' weights.
+template <class Run>
+void by_format(const Moe& moe, const Tensor& x, const int64_t* ids, Tensor* out, Run run) {
+  const bool int8 = moe.up.scales.has_value();
+  const auto as = [&]<class F>(F) {
+    in_parts<F>(moe, x, ids, out ? out->mutable_data_ptr<typename F::X>() : nullptr, run);
+  };
+  if (x.scalar_type() == at::kBFloat16)
+    int8 ? as(Int8Bf16()) : as(Bf16());
+  else
+    int8 ? as(Int8F32()) : as(F32());
+}
+
+// x [T, hidden] in bf16 or float32, as the weights; a row's elements are made neighbours.
+Tensor checked(const Tensor& given, const Moe& moe) {
   TORCH_CHECK(given.dim() == 2 && given.size(1) == moe.hidden, "moe: x must be [tokens, ", moe.hidden, "]");
   const bool narrow = given.scalar_type() == at::kBFloat16, int8 = moe.up.scales.has_value();
   TORCH_CHECK(narrow || given.scalar_type() == at::kFloat, "moe: x must be bfloat16 or float32");
@@ -426,23 +550,141 @@ Tensor moe(const Tensor& given, const Optional& ids, const c10::intrusive_ptr<Mo
   TORCH_CHECK(narrow || moe.router.packed->scalar_type() == at::kFloat, "moe: the router is packed for bfloat16");
   for (const Matrix* matrix : {&moe.up, &moe.down})
     TORCH_CHECK(!matrix->bias || matrix->bias->scalar_type() == given.scalar_type(), "moe: biases of another dtype");
-  const Tensor x = given.stride(1) == 1 || moe.hidden <= 1 ? given : given.contiguous();
+  return given.stride(1) == 1 || moe.hidden <= 1 ? given : given.contiguous();
+}
+
+// The ids of `tokens` tokens, where a table is read with them; else nothing.
+Tensor checked_ids(const Optional& ids, const Moe& moe, int64_t tokens) {
+  if (!moe.table) return {};
+  TORCH_CHECK(ids && ids->scalar_type() == at::kLong && ids->dim() == 1 && ids->size(0) == tokens,
+              "moe: the token ids must be int64 [tokens]");
+  const Tensor list = ids->contiguous();
+  const int64_t* id = list.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < list.numel(); ++i)
+    TORCH_CHECK_INDEX(id[i] >= 0 && id[i] < moe.table->size(0), "token id ", id[i], " is not in the table");
+  return list;
+}
+
+const int64_t* data_of(const Tensor& ids) { return ids.defined() ? ids.const_data_ptr<int64_t>() : nullptr; }
+
+// x [T, hidden] in bf16 or float32, as the weights; ids int64 [T], read where experts are chosen by a table.
+Tensor moe(const Tensor& given, const Optional& ids, const c10::intrusive_ptr<Moe>& held) {
+  const Moe& moe = *held;
+  TORCH_CHECK(moe.up.matrices == moe.rule.experts, "moe: ", moe.up.matrices, " of ", moe.rule.experts,
+              " experts are here");
+  const Tensor x = checked(given, moe);
   Tensor out = at::empty({x.size(0), moe.hidden}, x.options());
   if (x.size(0) == 0) return out;
-  Tensor list;
-  if (moe.table) {
-    TORCH_CHECK(ids && ids->scalar_type() == at::kLong && ids->dim() == 1 && ids->size(0) == x.size(0),
-                "moe: the token ids must be int64 [tokens]");
-    list = ids->contiguous();
-    const int64_t* id = list.const_data_ptr<int64_t>();
-    for (int64_t i = 0; i < list.numel(); ++i)
-      TORCH_CHECK_INDEX(id[i] >= 0 && id[i] < moe.table->size(0), "token id ", id[i], " is not in the table");
+  const Tensor list = checked_ids(ids, moe, x.size(0));
+  by_format(moe, x, data_of(list), &out, [](auto& pass, int64_t) { pass.run(); });
+  return out;
+}
+
+// Experts int64 [T, k] of all, their weights float32 [T, k], and float32 [T, 1] what the shared expert is multiplied
+// by; [T, 0] where it is not.
+std::tuple<Tensor, Tensor, Tensor> moe_route(const Tensor& given, const Optional& ids,
+                                             const c10::intrusive_ptr<Moe>& held) {
+  const Moe& moe = *held;
+  const Tensor x = checked(given, moe);
+  const int64_t k = moe.rule.top_k;
+  Tensor chosen = at::empty({x.size(0), k}, x.options().dtype(at::kLong));
+  Tensor weights = at::empty({x.size(0), k}, x.options().dtype(at::kFloat));
+  Tensor gates = at::empty({x.size(0), moe.gated_shared ? 1 : 0}, weights.options());
+  if (x.size(0) > 0) {
+    const Tensor list = checked_ids(ids, moe, x.size(0));
+    int64_t* to = chosen.mutable_data_ptr<int64_t>();
+    float *weight = weights.mutable_data_ptr<float>(), *gate = gates.mutable_data_ptr<float>();
+    by_format(moe, x, data_of(list), nullptr,
+              [&](auto& pass, int64_t begin) { pass.run_route(to + begin * k, weight + begin * k, gate + begin); });
   }
-  const int64_t* read = list.defined() ? list.const_data_ptr<int64_t>() : nullptr;
-  if (narrow)
-    int8 ? run_moe<Int8Bf16>(moe, x, read, out) : run_moe<Bf16>(moe, x, read, out);
+  return {chosen, weights, gates};
+}
+
+// x [T, hidden]; places int64 [T, k] of experts here, -1: elsewhere. scales float32 [T, k]: [T, 1, hidden] in x's dtype,
+// sums; without: float32 [T, k, hidden].
+Tensor moe_part(const Tensor& given, const Tensor& given_places, const Optional& given_scales,
+                const c10::intrusive_ptr<Moe>& held) {
+  const Moe& moe = *held;
+  const Tensor x = checked(given, moe);
+  const int64_t k = moe.rule.top_k;
+  TORCH_CHECK(given_places.scalar_type() == at::kLong && given_places.dim() == 2 && given_places.size(0) == x.size(0) &&
+                  given_places.size(1) == k, "moe: places must be int64 [tokens, ", k, "]");
+  TORCH_CHECK(!given_scales || (given_scales->scalar_type() == at::kFloat && given_scales->sizes() == given_places.sizes()),
+              "moe: scales must be float32 [tokens, ", k, "]");
+  const Tensor places = given_places.contiguous(), scales = given_scales ? given_scales->contiguous() : Tensor();
+  const int64_t* place = places.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < places.numel(); ++i)
+    TORCH_CHECK_INDEX(place[i] >= -1 && place[i] < moe.up.matrices, "moe: place ", place[i], " of ", moe.up.matrices);
+  const float* scale = scales.defined() ? scales.const_data_ptr<float>() : nullptr;
+  const bool sums = scales.defined();
+  Tensor out = sums ? at::empty({x.size(0), 1, moe.hidden}, x.options())
+                    : at::empty({x.size(0), k, moe.hidden}, x.options().dtype(at::kFloat));
+  const int64_t row = (sums ? 1 : k) * moe.hidden * int64_t(out.element_size());
+  char* to = static_cast<char*>(out.mutable_data_ptr());
+  by_format(moe, x, nullptr, nullptr, [&](auto& pass, int64_t begin) {
+    pass.run_part({place + begin * k, scale ? scale + begin * k : nullptr, to + begin * row});
+  });
+  return out;
+}
+
+// The shared expert of x [T, hidden]: float32 [T, hidden], without its gate.
+Tensor moe_shared(const Tensor& given, const c10::intrusive_ptr<Moe>& held) {
+  const Moe& moe = *held;
+  TORCH_CHECK(moe.shared, "moe: there is no shared expert");
+  const Tensor x = checked(given, moe);
+  Tensor out = at::empty({x.size(0), moe.hidden}, x.options().dtype(at::kFloat));
+  float* to = out.mutable_data_ptr<float>();
+  by_format(moe, x, nullptr, nullptr, [&](auto& pass, int64_t begin) { pass.run_shared(to + begin * moe.hidden); });
+  return out;
+}
+
+template <class T, class X>
+void finish(const Tensor& total, const float* scales, const float* shared, const float* gates, X* out) {
+  const int64_t k = total.size(1), hidden = total.size(2);
+  const T* made = total.const_data_ptr<T>();
+  const int64_t grain = std::max<int64_t>(1, (1 << 15) / std::max<int64_t>(1, k * hidden));
+  at::parallel_for(0, total.size(0), grain, [&](int64_t begin, int64_t end) {
+    for (int64_t token = begin; token < end; ++token) {
+      const T* from = made + token * k * hidden;
+      const float gate = gates ? gates[token] : 1.0f;
+      over_lanes(hidden, [&](int64_t at, int lanes) {
+        vf sum = load_n(from + at, lanes);
+        if (scales) {
+          sum = sum * splat(scales[token * k]);
+          for (int64_t j = 1; j < k; ++j)
+            sum = fma(load_n(from + j * hidden + at, lanes), splat(scales[token * k + j]), sum);
+        }
+        if (shared) sum = fma(load_n(shared + token * hidden + at, lanes), splat(gate), sum);
+        store_n(out + token * hidden + at, sum, lanes);
+      });
+    }
+  });
+}
+
+// What a block's tokens get: [T, hidden] in `dtype`. total [T, A, hidden]: sums (A = 1, in `dtype`) or, with scales
+// float32 [T, A], each expert by itself (float32); shared float32 [T, hidden], gates float32 [T, 1 or 0].
+Tensor moe_finish(const Tensor& given, const Optional& scales, const Optional& shared, const Optional& gates,
+                  at::ScalarType dtype) {
+  TORCH_CHECK(given.dim() == 3 && given.size(1) > 0 && (scales || given.size(1) == 1), "moe: total must be [T, A, hidden]");
+  TORCH_CHECK(dtype == at::kFloat || dtype == at::kBFloat16, "moe: bfloat16 or float32");
+  TORCH_CHECK(given.scalar_type() == (scales ? at::kFloat : dtype), "moe: total is of another dtype");
+  const Tensor total = given.contiguous();
+  Tensor out = at::empty({total.size(0), total.size(2)}, total.options().dtype(dtype));
+  const auto floats = [&](const Optional& of, int64_t count, const char* what) -> Tensor {
+    if (!of || of->numel() == 0) return {};
+    TORCH_CHECK(of->scalar_type() == at::kFloat && of->numel() == count, "moe: ", what, " of another shape or dtype");
+    return of->contiguous();
+  };
+  const Tensor by = floats(scales, total.size(0) * total.size(1), "scales"),
+               more = floats(shared, out.numel(), "shared"), gate = floats(gates, total.size(0), "gates");
+  if (out.numel() == 0) return out;
+  const auto data = [](const Tensor& of) { return of.defined() ? of.const_data_ptr<float>() : nullptr; };
+  if (dtype == at::kFloat)
+    finish<float>(total, data(by), data(more), data(gate), out.mutable_data_ptr<float>());
+  else if (scales)
+    finish<float>(total, data(by), data(more), data(gate), out.mutable_data_ptr<bf16>());
   else
-    int8 ? run_moe<Int8F32>(moe, x, read, out) : run_moe<F32>(moe, x, read, out);
+    finish<bf16>(total, data(by), data(more), data(gate), out.mutable_data_ptr<bf16>());
   return out;
 }
 
@@ -453,7 +695,15 @@ TORCH_LIBRARY_FRAGMENT(weft_cpu, m) {
       torch::init<Tensor, Optional, Optional, Optional, Tensor, Optional, Optional, Tensor, Optional, Optional, Optional,
                   Optional, Optional, Optional, std::vector<int64_t>, std::vector<double>>());
   m.def("moe(Tensor x, Tensor? ids, __torch__.torch.classes.weft_cpu.Moe weights) -> Tensor");
+  m.def("moe_route(Tensor x, Tensor? ids, __torch__.torch.classes.weft_cpu.Moe weights) -> (Tensor, Tensor, Tensor)");
+  m.def("moe_part(Tensor x, Tensor places, Tensor? scales, __torch__.torch.classes.weft_cpu.Moe weights) -> Tensor");
+  m.def("moe_shared(Tensor x, __torch__.torch.classes.weft_cpu.Moe weights) -> Tensor");
+  m.def("moe_finish(Tensor total, Tensor? scales, Tensor? shared, Tensor? gates, ScalarType dtype) -> Tensor");
   m.impl("moe", c10::DispatchKey::CPU, TORCH_FN(moe));
+  m.impl("moe_route", c10::DispatchKey::CPU, TORCH_FN(moe_route));
+  m.impl("moe_part", c10::DispatchKey::CPU, TORCH_FN(moe_part));
+  m.impl("moe_shared", c10::DispatchKey::CPU, TORCH_FN(moe_shared));
+  m.impl("moe_finish", c10::DispatchKey::CPU, TORCH_FN(moe_finish));
 }
 
 }  // namespace weft
