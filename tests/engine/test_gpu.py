@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.engine.test_ranks import GREEDY, PATIENCE, Run, prompt, sequence
-from tests.faults.rig import config_of, survive
+from tests.engine.test_ranks import GREEDY, PATIENCE, Run, sequence
+from tests.faults.rig import config_of as bundled
+from tests.faults.rig import survive
+from tests.support.checkpoints import VOCAB, make_checkpoint
+from weft.api.settings import read_settings
 from weft.common.errors import ConfigError
 from weft.config import devices
+from weft.config.resolve import resolve
+from weft.config.resolved import EngineConfig
+from weft.engine.core import EngineCore
 from weft.engine.group import GroupExecutor
 from weft.runner.graphs import DecodeGraphs, Key
 from weft.types.messages import Submit
@@ -31,14 +38,25 @@ def settings(**more: Any) -> dict[str, Any]:
         "max_num_batched_tokens": 128,
         "block_size": 16,
         "rank_timeout": PATIENCE,
-        "gpu_memory_utilization": 0.5,
+        "kv_cache_memory": "64M",
         **more,
     }
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dense model, whose decode steps can be captured."""
+    return make_checkpoint(tmp_path_factory.mktemp("ranks"), "llama")
+
+
+def config_of(folder: Path, **more: Any) -> EngineConfig:
+    return resolve(read_settings(str(folder), settings(**more)))
+
+
 def submits() -> list[Submit]:
-    lengths = [40, 9, 25, 60, 33, 120]
-    return [sequence(number, prompt(number, length), GREEDY) for number, length in enumerate(lengths)]
+    rng = random.Random(3)
+    prompts = [[rng.randrange(1, VOCAB) for _ in range(length)] for length in (20, 9, 25, 33, 40, 12)]
+    return [sequence(number, ids, GREEDY) for number, ids in enumerate(prompts)]
 
 
 def compare(alone: Run, group: Run, dtype: str) -> None:
@@ -47,8 +65,8 @@ def compare(alone: Run, group: Run, dtype: str) -> None:
     if dtype == "float64":
         assert group.tokens == alone.tokens
         return
-    pairs = [(a, b) for n in alone.tokens for a, b in zip(alone.tokens[n], group.tokens[n], strict=True)]
-    assert sum(a == b for a, b in pairs) > 0.9 * len(pairs)
+    pairs = [(a, b) for n in alone.tokens for a, b in zip(alone.tokens[n], group.tokens[n], strict=False)]
+    assert sum(a == b for a, b in pairs) > 0.9 * sum(map(len, alone.tokens.values()))
 
 
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,27 +76,46 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-def test_two_ranks_on_one_gpu_over_gloo_answer_as_one(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_on_one_gpu_over_gloo_answer_as_one(
+    folder: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one_gpu(monkeypatch)
-    alone = Run(config_of(**settings(dtype=dtype)), submits(), late=1)
-    shared = settings(dtype=dtype, tensor_parallel_size=2, collectives="gloo")
-    group = Run(config_of(**shared), submits(), late=1)
+    alone = Run(config_of(folder, dtype=dtype), submits(), late=1)
+    shared: dict[str, Any] = {"dtype": dtype, "tensor_parallel_size": 2, "collectives": "gloo"}
+    group = Run(config_of(folder, **shared), submits(), late=1)
     compare(alone, group, dtype)
     assert group.runner.graphs is None, "nothing may be captured that goes through the host"
-    halves = Run(config_of(**shared, overlap="all"), submits(), late=1)
+    halves = Run(config_of(folder, **shared, overlap="all"), submits(), late=1)
     compare(alone, halves, dtype)
 
 
-def test_two_ranks_on_one_gpu_are_refused_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_on_one_gpu_are_refused_unless_asked_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one_gpu(monkeypatch)
     with pytest.raises(ConfigError, match="--collectives gloo"):
-        config_of(**settings(tensor_parallel_size=2))
+        config_of(folder, tensor_parallel_size=2)
 
 
 def test_a_group_on_one_gpu_survives_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one_gpu(monkeypatch)
-    config = config_of(**settings(dtype="float64", tensor_parallel_size=2, collectives="gloo"))
-    survive(config, tmp_path, [(1, "stage", "kill"), (1, "collective", "raise")])
+    shared = settings(dtype="float64", tensor_parallel_size=2, collectives="gloo", rank_timeout=20.0)
+    survive(bundled(**shared), tmp_path, [(1, "stage", "kill"), (1, "collective", "raise")])
+
+
+def test_ranks_on_one_gpu_share_its_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is said of sizes: each rank measures, both get the least, and both fit."""
+    one_gpu(monkeypatch)
+    total = torch.cuda.mem_get_info()[1]
+    shared = {"tensor_parallel_size": 2, "collectives": "gloo", "gpu_memory_utilization": 0.3}
+    core = EngineCore(
+        config_of(folder, dtype="float32", kv_cache_memory=None, max_num_seqs=64, **shared), progress=False
+    )
+    try:
+        taken = sum(pool.nbytes("float32") for pool in core.runner.kv.pools)
+        assert 0 < 2 * taken < 0.3 * total
+    finally:
+        core.close()
 
 
 @needs_two
@@ -86,10 +123,10 @@ def test_a_group_on_one_gpu_survives_its_ranks(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize("overlap", ["off", "all"])
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 def test_two_gpus_over_nccl_answer_as_one(
-    dtype: str, overlap: str, graphs: bool, monkeypatch: pytest.MonkeyPatch
+    folder: Path, dtype: str, overlap: str, graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alone = Run(config_of(**settings(dtype=dtype)), submits(), late=1)
-    more = settings(dtype=dtype, overlap=overlap, decode_graphs=graphs, tensor_parallel_size=2)
+    alone = Run(config_of(folder, dtype=dtype), submits(), late=1)
+    more: dict[str, Any] = {"dtype": dtype, "overlap": overlap, "decode_graphs": graphs}
     keys: list[Key] = []
     run = DecodeGraphs.run
 
@@ -98,7 +135,7 @@ def test_two_gpus_over_nccl_answer_as_one(
         return run(self, key, *given)
 
     monkeypatch.setattr(DecodeGraphs, "run", noted)  # of the head
-    group = Run(config_of(**more), submits(), late=1)
+    group = Run(config_of(folder, **more, tensor_parallel_size=2), submits(), late=1)
     compare(alone, group, dtype)
     captured = group.runner.graphs
     if dtype == "float32" and graphs:  # float64 has no attention that can be captured
@@ -108,8 +145,8 @@ def test_two_gpus_over_nccl_answer_as_one(
 
 
 @needs_two
-def test_deterministic_sums_are_in_order() -> None:
-    config = config_of(**settings(dtype="float32", tensor_parallel_size=2, deterministic=True))
+def test_deterministic_sums_are_in_order(folder: Path) -> None:
+    config = config_of(folder, dtype="float32", tensor_parallel_size=2, deterministic=True)
     runs = [Run(config, submits(), late=1) for _ in range(2)]
     assert runs[0].tokens == runs[1].tokens
     assert runs[0].runner.varying == ()
@@ -118,10 +155,12 @@ def test_deterministic_sums_are_in_order() -> None:
 @needs_two
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 def test_a_group_over_nccl_survives_its_ranks(tmp_path: Path, graphs: bool) -> None:
-    """A rank that was killed, one that was stopped, and one that failed, each in the middle of something."""
-    config = config_of(
-        **settings(dtype="float32", tensor_parallel_size=2, decode_graphs=graphs, rank_timeout=20.0)
-    )
+    """A rank that was killed, one that was stopped, and one that failed, each in the middle of something.
+
+    Answers must not depend on what runs beside them: float64, which is not captured, or deterministic.
+    """
+    exact = {"dtype": "float32", "deterministic": True} if graphs else {"dtype": "float64"}
+    config = bundled(**settings(**exact, tensor_parallel_size=2, rank_timeout=20.0))
     plans: Any = [
         (1, "stage", "kill"),
         (1, "collective", "raise"),
@@ -132,10 +171,8 @@ def test_a_group_over_nccl_survives_its_ranks(tmp_path: Path, graphs: bool) -> N
 
 
 @needs_two
-def test_each_rank_is_on_a_gpu_of_its_own() -> None:
-    from weft.engine.core import EngineCore
-
-    core = EngineCore(config_of(**settings(dtype="float32", tensor_parallel_size=2)), progress=False)
+def test_each_rank_is_on_a_gpu_of_its_own(folder: Path) -> None:
+    core = EngineCore(config_of(folder, dtype="float32", tensor_parallel_size=2), progress=False)
     try:
         group = core.runner
         assert isinstance(group, GroupExecutor)
