@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,11 +17,12 @@ from weft.config.hosts import meeting_place, ranks_on
 from weft.config.resolved import EngineConfig
 from weft.engine.build import build_runner
 from weft.engine.domain import Domain, DomainExecutor
-from weft.engine.executor import Executor
+from weft.engine.executor import Executor, GroupLost
 from weft.engine.faults import Faults
 from weft.engine.group import GroupExecutor
-from weft.engine.ranks import RankProcesses, ranks_of, threads_each
-from weft.engine.regroup import HELLO_S, LOAD_S
+from weft.engine.kept import KeptRanks
+from weft.engine.ranks import RankProcesses, Ranks, rank_address, ranks_of, threads_each
+from weft.engine.regroup import HELLO_S, LOAD_S, recall
 from weft.engine.watch import HeadWatch
 from weft.parallel.address import own_address, tcp
 from weft.parallel.agreement import AgreementGroup, ZmqBell
@@ -53,20 +55,24 @@ def start_executor(config: EngineConfig, *, progress: bool = True) -> Executor:
     return start_group(config, progress=progress)
 
 
-def start_group(config: EngineConfig, *, progress: bool = True) -> GroupExecutor:
-    """Starts the workers of a replica on this host, loads this rank's share, and forms the first epoch."""
+def start_group(
+    config: EngineConfig, *, progress: bool = True, kept: KeptRanks | None = None
+) -> GroupExecutor:
+    """Starts the workers of a replica on this host, loads this rank's share, and forms an epoch.
+
+    ``kept``: the workers, where the server keeps them. Those that outlived another head have their weights.
+    """
     layout = layout_of(config)
     head, *workers = ranks_of(config.replica, layout.tensor)
     timeout = config.parallel.rank_timeout
-    folder = private_folder()
+    folder = private_folder() if kept is None else Path(tempfile.mkdtemp(prefix="stores-", dir=config.domain))
     undo: list[Callable[[], None]] = [lambda: shutil.rmtree(folder, ignore_errors=True)]
     try:
-        channel, beats, host = _channels(config, folder)
-        processes = RankProcesses(config, channel.address, _level())
+        channel, beats, host = _channels(config, folder, kept is not None)
+        processes: Ranks = kept or RankProcesses(config, channel.address, _level())
         undo.append(lambda: processes.close(CLOSE_S))
-        for rank in workers:
-            if rank in ranks_on(config.parallel, config.parallel.node_rank):
-                processes.spawn(rank)
+        here = ranks_on(config.parallel, config.parallel.node_rank)
+        held = [rank for rank in workers if rank in here and processes.spawn(rank)]
         if threads := threads_each(config, layout.tensor):
             torch.set_num_threads(threads)
         faults = Faults(config.faults, head)
@@ -88,22 +94,32 @@ def start_group(config: EngineConfig, *, progress: bool = True) -> GroupExecutor
         group.watch, group.processes, group.on_close = watch, processes, lambda: _undo(undo)
         undo.append(watch.close)
         watch.start()
+        recall(group, held, timeout)
         group.gather(HELLO_S, ready=False)
         faults.reach("load")
         group.adopt(faults.around(build_runner(config, progress=progress, mesh=mesh)))
-        group.gather(LOAD_S)
         if isinstance(group, DomainExecutor):
             group.enter(*_domain(config, layout))
-        group.form(0)
+        first = not held and group.next_epoch == 0
+        try:
+            group.gather(LOAD_S)
+            group.form(group.next_epoch)
+        except GroupLost as lost:
+            if first:  # it never worked: whoever started it hears why
+                raise
+            group.recover(lost)
         return group
     except BaseException:
         _undo(undo)
         raise
 
 
-def _channels(config: EngineConfig, folder: Path) -> tuple[ZmqHead, ZmqHead, str | None]:
+def _channels(config: EngineConfig, folder: Path, kept: bool) -> tuple[ZmqHead, ZmqHead, str | None]:
     """(for frames, for beats, this host's address; None where there is no other host)."""
     parallel = config.parallel
+    if parallel.nnodes == 1 and kept:  # where the next head will listen, too
+        ranks = rank_address(config)
+        return ZmqHead(ranks), ZmqHead(f"{ranks}.beats"), None
     if parallel.nnodes == 1:
         return ZmqHead(_socket(folder, "ranks")), ZmqHead(_socket(folder, "beats")), None
     assert parallel.group_secret is not None, "checked when the configuration was resolved"
