@@ -70,10 +70,12 @@ def outlive(servers: Servers, tmp_path: Path) -> Iterator[Outlive]:  # noqa: F81
         strike: Callable[[int], None] | None = None,
         stay: Sequence[int] = (),
         end: signal.Signals = signal.SIGTERM,
+        heads: int = 0,
         **settings: Any,
     ) -> None:
         """``strike`` befalls the server's process, or what it started, before ``plans`` do. ``stay``: workers
         whose processes, and so their weights, are the same afterwards. ``end``: how the server ends.
+        ``heads``: how many die, at least.
         """
         script = [sys.executable, "-m", "tests.faults.faulty_server", str(tmp_path)]
         script += [
@@ -119,6 +121,7 @@ def outlive(servers: Servers, tmp_path: Path) -> Iterator[Outlive]:  # noqa: F81
         )
         assert server.metric("free_slots") == 4 * settings.get("data_parallel_size", 1)
         assert [rank_of(server.process.pid, rank) for rank in stay] == before
+        assert server.metric("engine_restarts_total") >= heads
         assert fallen(tmp_path) == [], "a rank loaded its weights again"
         check_end(server, end, folder)
 
@@ -128,19 +131,19 @@ def outlive(servers: Servers, tmp_path: Path) -> Iterator[Outlive]:  # noqa: F81
 
 def test_workers_outlive_their_head(outlive: Outlive) -> None:
     """It dies in a step, and the one after it while it loads: the worker stays, with its weights."""
-    outlive([(0, "collective", "kill"), (0, "load", "kill")], stay=[1], tensor_parallel_size=2)
+    outlive([(0, "collective", "kill"), (0, "load", "kill")], stay=[1], heads=2, tensor_parallel_size=2)
 
 
 @pytest.mark.grid
 def test_workers_outlive_heads_that_stop(outlive: Outlive) -> None:
     plans: list[Plan] = [(0, "read", "stop"), (0, "load", "stop"), (0, "form", "stop")]
-    outlive(plans, stay=[1], end=KILL, tensor_parallel_size=2)
+    outlive(plans, stay=[1], end=KILL, heads=3, tensor_parallel_size=2)
 
 
 @pytest.mark.grid
 def test_workers_outlive_a_head_that_gives_up(outlive: Outlive) -> None:
     """A head may form its group anew so often; then it ends by an exception, and the next one goes on."""
-    outlive([(0, "stage", "raise")] * (MOST + 2), stay=[1], tensor_parallel_size=2)
+    outlive([(0, "stage", "raise")] * (MOST + 2), stay=[1], heads=1, tensor_parallel_size=2)
 
 
 @pytest.mark.grid
@@ -148,7 +151,7 @@ def test_workers_that_share_experts_outlive_their_heads(outlive: Outlive) -> Non
     """Experts have moved by then: the new head takes over where they are."""
     plans: list[Plan] = [(0, "collective", "kill"), (2, "stage", "stop"), (2, "load", "kill")]
     both: dict[str, Any] = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "eplb_interval": 8}
-    outlive(plans, stay=[1, 3], data_parallel_size=2, **both)
+    outlive(plans, stay=[1, 3], heads=3, data_parallel_size=2, **both)
 
 
 @pytest.mark.grid
@@ -169,7 +172,7 @@ def test_a_worker_that_stops_with_its_head(outlive: Outlive) -> None:
         stopped.append(worker)
 
     stopped: list[int] = []
-    outlive([], strike=strike, tensor_parallel_size=2)
+    outlive([], strike=strike, heads=1, tensor_parallel_size=2)
     assert not lives(stopped[0])
 
 
