@@ -65,10 +65,13 @@ def start_group(
     layout = layout_of(config)
     head, *workers = ranks_of(config.replica, layout.tensor)
     timeout = config.parallel.rank_timeout
-    folder = private_folder() if kept is None else Path(tempfile.mkdtemp(prefix="stores-", dir=config.domain))
+    # A head that is killed leaves its files to whoever started it, in whose folder they are.
+    folder = (
+        Path(tempfile.mkdtemp(prefix="stores-", dir=config.domain)) if config.domain else private_folder()
+    )
     undo: list[Callable[[], None]] = [lambda: shutil.rmtree(folder, ignore_errors=True)]
     try:
-        channel, beats, host = _channels(config, folder, kept is not None)
+        channel, beats, host = _channels(config, folder)
         processes: Ranks = kept or RankProcesses(config, channel.address, _level())
         undo.append(lambda: processes.close(CLOSE_S))
         here = ranks_on(config.parallel, config.parallel.node_rank)
@@ -114,14 +117,12 @@ def start_group(
         raise
 
 
-def _channels(config: EngineConfig, folder: Path, kept: bool) -> tuple[ZmqHead, ZmqHead, str | None]:
+def _channels(config: EngineConfig, folder: Path) -> tuple[ZmqHead, ZmqHead, str | None]:
     """(for frames, for beats, this host's address; None where there is no other host)."""
     parallel = config.parallel
-    if parallel.nnodes == 1 and kept:  # where the next head will listen, too
-        ranks = rank_address(config)
+    if parallel.nnodes == 1:  # in a server's folder the next head will listen there, too
+        ranks = rank_address(config) if config.domain else f"ipc://{folder}/ranks"
         return ZmqHead(ranks), ZmqHead(f"{ranks}.beats"), None
-    if parallel.nnodes == 1:
-        return ZmqHead(_socket(folder, "ranks")), ZmqHead(_socket(folder, "beats")), None
     assert parallel.group_secret is not None, "checked when the configuration was resolved"
     keys = read_keys(parallel.group_secret)
     where, port = meeting_place(parallel)
@@ -140,10 +141,6 @@ def _domain(config: EngineConfig, layout: Layout) -> tuple[Domain, Meeting]:
     bell = ZmqBell(addresses, config.replica)
     group = AgreementGroup(config.replica, layout.data, bell)
     return Domain(group), Meeting(config.domain, config.replica, layout.data)
-
-
-def _socket(folder: Path, name: str) -> str:
-    return f"ipc://{folder}/{name}"
 
 
 def _level() -> str:
