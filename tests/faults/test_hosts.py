@@ -16,12 +16,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.faults.host_zero import answers
+from tests.faults.rig import config_of
 from weft import LLM
 from weft.common import env
 from weft.common.errors import ConfigError
+from weft.config.group import compare, shared_settings
 from weft.config.hosts import check_hosts, meeting_place, ranks_on
 from weft.config.sections import ParallelSection
 
@@ -158,11 +161,13 @@ def test_two_hosts_and_what_befalls_the_second(hosts: Hosts, tmp_path: Path) -> 
         time.sleep(0.3)
         os.kill(child_of(other), number)
         assert zero.told()[0] == wanted
+    kept = child_of(other)
     hosts.cable("down")
     zero.ask()
     time.sleep(12)
     hosts.cable("up")
     assert zero.told()[0] == wanted
+    assert child_of(other) == kept, "a rank that lost its head keeps its weights"
     zero.ask()
     told, recoveries = zero.told()
     assert told == wanted
@@ -171,6 +176,54 @@ def test_two_hosts_and_what_befalls_the_second(hosts: Hosts, tmp_path: Path) -> 
     zero.process.stdin.close()
     assert zero.process.wait(60) == 0
     assert other.wait(60) == 0
+
+
+ASK = """
+import sys, httpx
+messages = [{"role": "user", "content": "Tom has 12 apples"}]
+body = {"model": sys.argv[2], "messages": messages, "temperature": 0, "max_tokens": 150, "ignore_eos": True}
+answer = httpx.post(sys.argv[1] + "/v1/chat/completions", json=body, timeout=200)
+print(answer.status_code, answer.json()["choices"][0]["message"]["content"].encode())
+"""
+
+
+@pytest.mark.grid
+def test_ranks_of_another_host_outlive_their_head(hosts: Hosts, tmp_path: Path) -> None:
+    """The head of ``weft serve`` is killed, stopped, and killed as soon as it is back."""
+    secret = tmp_path / "secret"
+    secret.write_text(secrets.token_hex(32))
+    parallel = {"tensor_parallel_size": 2, "nnodes": 2, "rdzv": f"{hosts.addresses[0]}:5799"}
+    given = {**SETTINGS, **parallel, "group_secret": str(secret)}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+    serve = ["-m", "weft", "serve", "spool-text", *flags]
+    other = hosts.run(1, *serve, "--node-rank=1")
+    server = Zero(hosts.run(0, *serve, "--port=0"))
+    ready = server.line()
+    while not ready.startswith("weft is ready"):
+        ready = server.line()
+    url, model = ready.split()[3], ready.split("model=")[1]
+
+    def ask() -> Zero:
+        return Zero(hosts.run(0, "-c", ASK, url, model))
+
+    wanted, kept = ask().line(), child_of(other)
+    assert wanted.startswith("200 ")
+    for number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGKILL):
+        told = ask()
+        time.sleep(1.5)
+        os.kill(child_of(server.process), number)
+        assert told.line() == wanted
+    assert child_of(other) == kept
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(60) == 0
+    assert other.wait(60) == 0
+
+
+def test_what_ranks_have_in_common_says_nothing_of_folders() -> None:
+    """The head of a server has its files elsewhere than ranks on another host."""
+    config = config_of(tensor_parallel_size=2)
+    moved = msgspec.structs.replace(config, domain="/there", model_path="/here")
+    compare(shared_settings(config), shared_settings(moved), "the head", "rank 1")
 
 
 def test_what_hosts_need() -> None:

@@ -70,6 +70,28 @@ class RankRunner(Executor, Protocol):
     def reset(self) -> None: ...
 
 
+class OfRunner:
+    """What the head of a group tells of its own runner."""
+
+    _runner: RankRunner
+
+    @property
+    def kv(self) -> KVConfig:
+        return self._runner.kv
+
+    @property
+    def graphs(self) -> DecodeGraphs | None:
+        return self._runner.graphs
+
+    @property
+    def drafter(self) -> Drafter | None:
+        return self._runner.drafter
+
+    @property
+    def varying(self) -> tuple[str, ...]:
+        return self._runner.varying
+
+
 def checksum(result: StepResult) -> int:
     """Of what a step sampled: 32 bits, equal on all ranks of a group."""
     made = 0

@@ -11,6 +11,7 @@ step's leave. A group of one rank sends and waits for nothing.
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, TypeVar
@@ -19,9 +20,9 @@ from weft.common.clock import Clock, SystemClock
 from weft.common.errors import EngineDead, WeftError
 from weft.common.log import get_logger
 from weft.config.resolved import KVConfig
-from weft.engine.executor import GroupLost, RankRunner, checksum
+from weft.engine.executor import GroupLost, OfRunner, RankRunner, checksum
 from weft.engine.peers import Peers
-from weft.engine.ranks import RankProcesses
+from weft.engine.ranks import Ranks
 from weft.engine.regroup import regroup
 from weft.engine.sizes import Sizes
 from weft.engine.watch import COLLECTIVE, GRACE, HeadWatch
@@ -44,7 +45,7 @@ _TURN = 0.05
 R = TypeVar("R")
 
 
-class GroupExecutor:
+class GroupExecutor(OfRunner):
     """A group's head. Not thread-safe, but for ``lose``. It is an ``Executor``.
 
     After ``form`` it takes steps. When GroupLost was raised the epoch has ended on this rank and those that
@@ -77,13 +78,15 @@ class GroupExecutor:
         self._store_folder, self._store_host = store_folder, store_host
         self._store: Any = None
         self.watch: HeadWatch | None = None
-        self.processes: RankProcesses | None = None
-        """Of the workers on this host; None where somebody else keeps them."""
+        self.processes: Ranks | None = None
+        """Of the workers on this host; None where there are none."""
         self.on_close: Callable[[], None] = lambda: None
         if runner is not None:
             self.adopt(runner)
-        self._peers = Peers(channel, self.ranks, settings, beats)
+        self._life = secrets.token_hex(8)
+        self._peers = Peers(channel, self.ranks, settings, beats, self._life)
         self._sizes = Sizes(self._peers.tell)
+        self._dismiss = True
         self.epoch = -1
         """The one that runs, or ran last; -1 before the first."""
         self.step = -1
@@ -102,22 +105,6 @@ class GroupExecutor:
         self._lost: GroupLost | None = None
 
     # ---- what a Runner has
-
-    @property
-    def kv(self) -> KVConfig:
-        return self._runner.kv
-
-    @property
-    def graphs(self) -> Any:
-        return self._runner.graphs
-
-    @property
-    def drafter(self) -> Any:
-        return self._runner.drafter
-
-    @property
-    def varying(self) -> tuple[str, ...]:
-        return self._runner.varying
 
     @property
     def runner(self) -> RankRunner:
@@ -181,14 +168,18 @@ class GroupExecutor:
         """See ``Executor``."""
         self.lose(None, "the engine is closed")
 
+    def leave_ranks(self) -> None:
+        """When this head closes, ranks keep their weights for the next one, if anybody keeps the ranks."""
+        self._dismiss = self.processes is None or not self.processes.outlive
+
     def close(self) -> None:
         """Waits for the outcomes that are missing, has every rank end, and ends."""
         try:
-            if self._lost is None and self.epoch > self._aborted:
+            if self._dismiss and self._lost is None and self.epoch > self._aborted:
                 self.settle()
         except EngineDead as error:
             log.warning("while closing: %s", error.message)
-        self._peers.tell_all(f.Shutdown())
+        self._peers.tell_all(f.Shutdown() if self._dismiss else f.Abort(epoch=self.epoch))
         if self.watch is not None:
             self.watch.relax()
         self._mesh.abort()
@@ -199,8 +190,12 @@ class GroupExecutor:
 
     # ---- forming
 
-    def gather(self, timeout: float, ready: bool = True) -> None:
-        """Waits until every rank is welcome and, with ``ready``, has its weights.
+    def knows(self, rank: int) -> bool:
+        """Whether the rank's process is welcome."""
+        return rank in self._peers
+
+    def gather(self, timeout: float, ready: bool = True, ranks: Sequence[int] | None = None) -> None:
+        """Waits until every rank (of ``ranks``) is welcome and, with ``ready``, has its weights.
 
         What was lost before is forgotten: whoever calls has replaced it.
         Raises ConfigError when a rank's version or settings differ from the head's, and GroupLost.
@@ -210,7 +205,7 @@ class GroupExecutor:
         if self.watch is not None:
             loading = [rank for rank in self.ranks if rank not in self._peers.ready]
             self.watch.expect(self._peers.ready, loading)
-        self._await(self._peers.ready if ready else self._peers, timeout, "come")
+        self._await(self._peers.ready if ready else self._peers, timeout, "come", ranks)
 
     def size(self, kv: KVConfig, timeout: float) -> KVConfig:
         """``kv`` with pools that every rank has room for; the ranks, which have been gathered, are told.
@@ -220,35 +215,36 @@ class GroupExecutor:
         self._await(self._sizes, timeout, "load")
         return self._sizes.agree(kv, self.ranks)
 
-    def _await(self, those: Container[int], timeout: float, what: str) -> None:
-        """Takes in frames until all ranks are among ``those``. Raises GroupLost."""
+    def _await(
+        self, those: Container[int], timeout: float, what: str, ranks: Sequence[int] | None = None
+    ) -> None:
+        """Takes in frames until all ranks (or ``ranks``) are among ``those``. Raises GroupLost."""
+        wanted = self.ranks if ranks is None else ranks
         until = self._clock.now() + timeout
-        while missing := [rank for rank in self.ranks if rank not in those]:
+        while missing := [rank for rank in wanted if rank not in those]:
             if self._clock.now() >= until:
                 raise self._end(GroupLost(missing[0], f"it did not {what} within {timeout:g} s"))
             self._check()
             self._pump(min(_TURN, timeout))
+
+    @property
+    def next_epoch(self) -> int:
+        """One that no rank has been in, under this head or another."""
+        return max(self.epoch, self._peers.epoch) + 1
 
     def form(self, epoch: int, store: str | None = None) -> None:
         """Begins ``epoch`` with empty slots on all ranks, which have been gathered.
 
         ``store``: where to meet, when another head of the domain hosts it. Raises GroupLost.
         """
-        if epoch <= self.epoch:
-            raise EngineDead(f"epoch {epoch} cannot follow epoch {self.epoch}")
+        if epoch < self.next_epoch:
+            raise EngineDead(f"epoch {epoch} cannot follow epoch {self.next_epoch - 1}")
         with self._lock:
             self.epoch, self._lost = epoch, None
         if self.watch is not None:
             self.watch.expect(self.ranks)
-        for of_epoch in (
-            self._formed,
-            self._outcomes,
-            self._results,
-            self._victims,
-            self._failed,
-            self._digest,
-        ):
-            of_epoch.clear()
+        for kept in (self._formed, self._outcomes, self._results, self._victims, self._failed, self._digest):
+            kept.clear()
         patience = COLLECTIVE * self._timeout
         self._guard(lambda: self._meet(epoch, store, patience))
         self._await(self._formed, self._timeout, "form")
@@ -287,7 +283,8 @@ class GroupExecutor:
 
     def beat(self) -> f.Beat:
         """What the watch answers ranks."""
-        return f.Beat(rank=self.rank, epoch=self.epoch, step=self.step, aborted=self._aborted)
+        step, aborted = self.step, self._aborted
+        return f.Beat(rank=self.rank, epoch=self.epoch, step=step, life=self._life, aborted=aborted)
 
     def forget(self, rank: int) -> None:
         """The process of ``rank`` has ended, or must; another one will say hello."""
@@ -390,7 +387,9 @@ class GroupExecutor:
 
     def _hello(self, peer: bytes, hello: f.RankHello) -> None:
         if self._peers.hello(peer, hello) and hello.rank in self._formed and self._aborted < self.epoch:
-            raise self._end(GroupLost(hello.rank, "it was started anew"))
+            if hello.epoch < 0:
+                raise self._end(GroupLost(hello.rank, "it was started anew"))
+            raise self._end(GroupLost(None, f"rank {hello.rank} had lost its head, and is back"))
 
     def _send(self, rank: int, data: bytes) -> None:
         try:

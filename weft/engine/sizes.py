@@ -49,7 +49,7 @@ class Sizes:
         """The head's ``kv`` with the least of each pool that anybody has room for; tells ``ranks``, of which
         all have spoken. Raises EngineDead when one speaks of other pools.
         """
-        own = tuple(pool.num_blocks for pool in kv.pools)
+        own = blocks_of(kv)
         for rank in ranks:
             if len(self._room[rank]) != len(own):
                 raise EngineDead(
@@ -62,6 +62,11 @@ class Sizes:
         for rank in ranks:
             self._tell(rank, f.Pools(blocks=self._agreed))
         return sized(kv, self._agreed)
+
+
+def blocks_of(kv: KVConfig) -> tuple[int, ...]:
+    """Of each pool."""
+    return tuple(pool.num_blocks for pool in kv.pools)
 
 
 def sized(kv: KVConfig, blocks: Sequence[int]) -> KVConfig:
@@ -79,13 +84,14 @@ def ask(
 ) -> KVConfig | None:
     """The rank's side: says what it has room for, and waits for what it gets; None: it was told to end.
 
-    Raises EngineDead when the head is gone, refuses it or says nothing for ``timeout`` seconds.
+    When the head is gone it gets what it has room for. Raises EngineDead when the head refuses it or says
+    nothing for ``timeout`` seconds.
     """
-    channel.send(f.encode(f.Loaded(rank=rank, blocks=tuple(pool.num_blocks for pool in kv.pools))))
+    channel.send(f.encode(f.Loaded(rank=rank, blocks=blocks_of(kv))))
     until = time.monotonic() + timeout
     while (left := until - time.monotonic()) > 0:
         if orphan():
-            raise EngineDead("the head of the group is gone")
+            return kv  # the next head takes the least of all, this among them
         data = channel.receive(min(left, _TURN))
         if data is None:
             continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,11 +17,12 @@ from weft.config.hosts import meeting_place, ranks_on
 from weft.config.resolved import EngineConfig
 from weft.engine.build import build_runner, load, rank_mesh
 from weft.engine.domain import Domain, DomainExecutor
-from weft.engine.executor import Executor
+from weft.engine.executor import Executor, GroupLost
 from weft.engine.faults import Faults
 from weft.engine.group import GroupExecutor
-from weft.engine.ranks import RankProcesses, ranks_of, threads_each
-from weft.engine.regroup import HELLO_S, LOAD_S
+from weft.engine.kept import KeptRanks
+from weft.engine.ranks import RankProcesses, Ranks, rank_address, ranks_of, threads_each
+from weft.engine.regroup import HELLO_S, LOAD_S, TRIES, recall, size
 from weft.engine.watch import HeadWatch
 from weft.parallel.address import own_address, tcp
 from weft.parallel.agreement import AgreementGroup, ZmqBell
@@ -52,20 +54,27 @@ def start_executor(config: EngineConfig, *, progress: bool = True) -> Executor:
     return start_group(config, progress=progress)
 
 
-def start_group(config: EngineConfig, *, progress: bool = True) -> GroupExecutor:
-    """Starts the workers of a replica on this host, loads this rank's share, and forms the first epoch."""
+def start_group(
+    config: EngineConfig, *, progress: bool = True, kept: KeptRanks | None = None
+) -> GroupExecutor:
+    """Starts the workers of a replica on this host, loads this rank's share, and forms an epoch.
+
+    ``kept``: the workers, where the server keeps them. Those that outlived another head have their weights.
+    """
     layout = layout_of(config)
     head, *workers = ranks_of(config.replica, layout.tensor)
     timeout = config.parallel.rank_timeout
-    folder = private_folder()
+    # A head that is killed leaves its files to whoever started it, in whose folder they are.
+    folder = (
+        Path(tempfile.mkdtemp(prefix="stores-", dir=config.domain)) if config.domain else private_folder()
+    )
     undo: list[Callable[[], None]] = [lambda: shutil.rmtree(folder, ignore_errors=True)]
     try:
         channel, beats, host = _channels(config, folder)
-        processes = RankProcesses(config, channel.address, _level())
+        processes: Ranks = kept or RankProcesses(config, channel.address, _level())
         undo.append(lambda: processes.close(CLOSE_S))
-        for rank in workers:
-            if rank in ranks_on(config.parallel, config.parallel.node_rank):
-                processes.spawn(rank)
+        here = ranks_on(config.parallel, config.parallel.node_rank)
+        held = [rank for rank in workers if rank in here and processes.spawn(rank)]
         if threads := threads_each(config, layout.tensor):
             torch.set_num_threads(threads)
         faults = Faults(config.faults, head)
@@ -87,14 +96,21 @@ def start_group(config: EngineConfig, *, progress: bool = True) -> GroupExecutor
         group.watch, group.processes, group.on_close = watch, processes, lambda: _undo(undo)
         undo.append(watch.close)
         watch.start()
+        recall(group, held, timeout)
         group.gather(HELLO_S, ready=False)
         faults.reach("load")
+        first = not held and group.next_epoch == 0  # if it never worked, whoever started it hears why
         loaded = load(config, progress=progress, mesh=mesh)
-        group.adopt(faults.around(loaded.runner(group.size(loaded.kv, LOAD_S))))
-        group.gather(LOAD_S)
+        group.adopt(faults.around(loaded.runner(size(group, loaded.kv, 1 if first else TRIES))))
         if isinstance(group, DomainExecutor):
             group.enter(*_domain(config, layout))
-        group.form(0)
+        try:
+            group.gather(LOAD_S)
+            group.form(group.next_epoch)
+        except GroupLost as lost:
+            if first:
+                raise
+            group.recover(lost)
         return group
     except BaseException:
         _undo(undo)
@@ -104,8 +120,9 @@ def start_group(config: EngineConfig, *, progress: bool = True) -> GroupExecutor
 def _channels(config: EngineConfig, folder: Path) -> tuple[ZmqHead, ZmqHead, str | None]:
     """(for frames, for beats, this host's address; None where there is no other host)."""
     parallel = config.parallel
-    if parallel.nnodes == 1:
-        return ZmqHead(_socket(folder, "ranks")), ZmqHead(_socket(folder, "beats")), None
+    if parallel.nnodes == 1:  # in a server's folder the next head will listen there, too
+        ranks = rank_address(config) if config.domain else f"ipc://{folder}/ranks"
+        return ZmqHead(ranks), ZmqHead(f"{ranks}.beats"), None
     assert parallel.group_secret is not None, "checked when the configuration was resolved"
     keys = read_keys(parallel.group_secret)
     where, port = meeting_place(parallel)
@@ -124,10 +141,6 @@ def _domain(config: EngineConfig, layout: Layout) -> tuple[Domain, Meeting]:
     bell = ZmqBell(addresses, config.replica)
     group = AgreementGroup(config.replica, layout.data, bell)
     return Domain(group), Meeting(config.domain, config.replica, layout.data)
-
-
-def _socket(folder: Path, name: str) -> str:
-    return f"ipc://{folder}/{name}"
 
 
 def _level() -> str:

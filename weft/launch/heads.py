@@ -1,4 +1,4 @@
-"""The head processes of a server: started, started anew when they died, ended."""
+"""The head processes of a server, and their workers, which outlive them: started, started anew, ended."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import msgspec
@@ -15,7 +16,9 @@ from weft.common.clock import Clock, SystemClock
 from weft.common.restarts import RestartBudget
 from weft.config.gpus import gpu_environment, head_rank
 from weft.config.resolved import EngineConfig
+from weft.engine.ranks import RankProcesses, rank_address
 from weft.front.heads import Place
+from weft.launch.keeper import Keeper
 
 logger = log.get_logger(__name__)
 
@@ -38,6 +41,8 @@ class HeadProcesses:
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         self._ended: list[subprocess.Popen[bytes]] = []
         self._started = 0
+        self._keeper: Keeper | None = None
+        """Where heads have workers."""
 
     def start(self, replica: int) -> Place:
         """Starts the head of ``replica``; does not wait for it. Every start has an address of its own, so
@@ -45,9 +50,19 @@ class HeadProcesses:
         """
         endpoint = f"ipc://{self._folder}/head{self._started}"
         self._started += 1
-        own = msgspec.structs.replace(self._config, replica=replica, domain=str(self._folder))
-        self._running[replica] = start_head(own, endpoint, self._level)
+        parallel = self._config.parallel
+        if parallel.tensor_parallel_size > 1 and self._keeper is None:
+            self._keeper = Keeper(parallel.data_parallel_size, self._workers)
+        pipe = None if self._keeper is None else self._keeper.link(replica)
+        self._running[replica] = start_head(self._of(replica), endpoint, self._level, pipe)
         return Place(endpoint, self._running[replica])
+
+    def _of(self, replica: int) -> EngineConfig:
+        return msgspec.structs.replace(self._config, replica=replica, domain=str(self._folder))
+
+    def _workers(self, replica: int) -> RankProcesses:
+        config = self._of(replica)
+        return RankProcesses(config, rank_address(config), self._level)
 
     def respawn(self, replica: int) -> Place | None:
         """Ends what is left of a head that is dead, or stopped answering, and starts it anew.
@@ -66,24 +81,36 @@ class HeadProcesses:
         return self.start(replica)
 
     def close(self, seconds: float) -> list[int]:
-        """Gives all heads, which were told to stop, ``seconds`` to end, then kills them. Their statuses."""
+        """Gives all heads, which were told to stop, ``seconds`` to end, then kills them; then their workers.
+        The heads' statuses.
+        """
         until = time.monotonic() + seconds
         heads = [*self._running.values(), *self._ended]
-        return [close_head(head, max(until - time.monotonic(), 0)) for head in heads]
+        ends = [close_head(head, max(until - time.monotonic(), 0)) for head in heads]
+        if self._keeper is not None:
+            self._keeper.close(max(until - time.monotonic(), 0))
+        return ends
 
 
-def start_head(config: EngineConfig, endpoint: str, log_level: str) -> subprocess.Popen[bytes]:
+def start_head(
+    config: EngineConfig, endpoint: str, log_level: str, pipe: Connection | None = None
+) -> subprocess.Popen[bytes]:
     """Starts a head that will listen at ``endpoint`` and die with this process. Does not wait for it.
 
-    Must be called from the main thread: the kernel ties the child to the thread that made it.
+    ``pipe``: to whoever keeps its workers; it is the head's from now on, and closed here. Must be called from
+    the main thread: the kernel ties the child to the thread that made it.
     """
     command = [sys.executable, "-m", "weft.launch.head_main", str(os.getpid()), endpoint, log_level]
+    descriptors = () if pipe is None else (pipe.fileno(),)
+    command += map(str, descriptors)
     environment = env.child_environment(**gpu_environment(config, head_rank(config)))
-    head = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
+    head = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, pass_fds=descriptors)
+    if pipe is not None:
+        pipe.close()
     assert head.stdin is not None
     try:
-        with head.stdin as pipe:
-            pipe.write(msgspec.msgpack.encode(config))
+        with head.stdin as stdin:
+            stdin.write(msgspec.msgpack.encode(config))
     except BrokenPipeError:
         # It died before it read its configuration; whoever watches it sees that.
         pass
