@@ -18,7 +18,11 @@ from weft.common.errors import EngineDead, InvalidRequest, Unavailable, WeftErro
 from weft.common.log import get_logger
 from weft.config.resolved import EngineConfig
 from weft.engine.core import EngineCore
+from weft.engine.regroup import HELLO_S
+from weft.parallel.board import BoardClient, board_place
+from weft.parallel.secret import Keys, admit_ranks
 from weft.types import messages as m
+from weft.types.board import Listening, head_key
 
 log = get_logger(__name__)
 
@@ -33,9 +37,13 @@ SEND_QUEUE = 10_000
 class Listener:
     """A head's socket. Once it is there, zmq's own thread answers pings, whatever the process does."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, keys: Keys | None = None) -> None:
+        """``keys``: fronts without them are refused."""
         self._context = zmq.Context()
+        self._doorman = admit_ranks(self._context, keys) if keys is not None else None
         socket = self._context.socket(zmq.ROUTER)
+        if keys is not None:
+            keys.guard_head(socket)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.SNDHWM, SEND_QUEUE)
         socket.setsockopt(zmq.MAXMSGSIZE, m.MAX_FRAME)
@@ -44,10 +52,13 @@ class Listener:
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
         socket.bind(endpoint)
         self.socket = socket
+        self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def close(self) -> None:
         """What was sent is still delivered, if that takes no longer than a second."""
         self.socket.close()
+        if self._doorman is not None:
+            self._doorman.stop()
         self._context.term()
 
 
@@ -219,9 +230,10 @@ class Head:
 def run_head(config: EngineConfig, endpoint: str) -> None:
     """Loads the model and serves it at ``endpoint`` until told to stop. The entry of the head process.
 
-    ``endpoint``: an ``ipc://`` path in a folder that only this user can enter, or loopback tcp.
+    ``endpoint``: an ``ipc://`` path in a folder that only this user can enter, or loopback tcp; for a front
+    on another host, which finds it by the board, this host's address.
     """
-    listener = Listener(endpoint)  # before the model is loaded: so fronts see that this process runs
+    listener = _listen(config, endpoint)  # before the model is loaded: so fronts see that this process runs
     try:
         core = EngineCore(config)
     except BaseException:
@@ -235,3 +247,21 @@ def run_head(config: EngineConfig, endpoint: str) -> None:
     gc.collect()
     gc.freeze()  # the model and all modules live as long as the process: never look through them again
     Head(core, listener).run()
+
+
+def _listen(config: EngineConfig, endpoint: str) -> Listener:
+    """Raises ConfigError, and EngineDead when there is no board where there should be one."""
+    if not config.life:
+        return Listener(endpoint)
+    place, keys = board_place(config.parallel)
+    listener = Listener(endpoint, keys)
+    listening = Listening(life=config.life, address=listener.address)
+    board = BoardClient(place, keys)
+    try:
+        board.tell(head_key(config.replica), msgspec.msgpack.encode(listening), HELLO_S)
+    except BaseException:
+        listener.close()
+        raise
+    finally:
+        board.close()
+    return listener

@@ -11,16 +11,14 @@ import torch
 
 from weft.common.errors import EngineDead, WeftError
 from weft.common.log import get_logger
-from weft.config.hosts import meeting_place
 from weft.config.resolved import EngineConfig
 from weft.engine.build import build_runner
 from weft.engine.executor import RankRunner
 from weft.engine.faults import Faults
 from weft.engine.ranks import threads_each
-from weft.engine.start import layout_of
+from weft.engine.start import layout_of, mesh_host
 from weft.engine.watch import RankWatch
 from weft.engine.worker import Worker
-from weft.parallel.address import own_address
 from weft.parallel.control import RankChannel
 from weft.parallel.mesh import Mesh, make_mesh
 from weft.types import frames as f
@@ -42,9 +40,7 @@ def run_rank(
     if threads := threads_each(config, layout.tensor):
         torch.set_num_threads(threads)
     faults = Faults(config.faults, rank)
-    parallel = config.parallel
-    host = own_address(*meeting_place(parallel)) if parallel.nnodes > 1 else None
-    mesh = make_mesh(layout, rank, faults.launcher(), host)
+    mesh = make_mesh(layout, rank, faults.launcher(), mesh_host(config))
     life = _Life(rank, 2 * timeout)
     watch = None
     if beats is not None:  # from now on: who loads for minutes shows that it runs

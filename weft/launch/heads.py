@@ -13,13 +13,17 @@ import msgspec
 from weft.common import env, log
 from weft.common.clock import Clock, SystemClock
 from weft.common.restarts import RestartBudget
+from weft.config.hosts import uses_board
 from weft.config.resolved import EngineConfig
 from weft.front.heads import Place
+from weft.parallel.remote import RemoteHead, RemoteHeads
 
 logger = log.get_logger(__name__)
 
 WINDOW = 600.0
 """Seconds in which the number of restarts is limited, over all heads."""
+LEAVE_S = 3.0
+"""Seconds that other hosts get at least to read that the server ends."""
 
 
 class HeadProcesses:
@@ -29,24 +33,29 @@ class HeadProcesses:
         self, config: EngineConfig, folder: Path, log_level: str, restarts: int, clock: Clock | None = None
     ) -> None:
         """``folder``: where heads listen; only this user may enter it. ``restarts``: how many heads may be
-        started anew in ``WINDOW`` seconds.
+        started anew in ``WINDOW`` seconds. Raises ConfigError when other hosts cannot reach this one.
         """
         self._config, self._folder, self._level = config, folder, log_level
         self._clock = clock or SystemClock()
         self._budget = RestartBudget(restarts, WINDOW)
-        self._running: dict[int, subprocess.Popen[bytes]] = {}
-        self._ended: list[subprocess.Popen[bytes]] = []
+        self._remote = RemoteHeads(config) if uses_board(config.parallel) else None
+        self._running: dict[int, subprocess.Popen[bytes] | RemoteHead] = {}
+        self._ended: list[subprocess.Popen[bytes] | RemoteHead] = []
         self._started = 0
 
     def start(self, replica: int) -> Place:
         """Starts the head of ``replica``; does not wait for it. Every start has an address of its own, so
         nothing that was meant for one head reaches the next.
         """
+        if self._remote is not None and replica in self._remote:
+            head = self._remote.start(replica)
+            self._running[replica] = head
+            return Place(head.endpoint, head, self._remote.keys)
         endpoint = f"ipc://{self._folder}/head{self._started}"
         self._started += 1
         own = msgspec.structs.replace(self._config, replica=replica, domain=str(self._folder))
-        self._running[replica] = start_head(own, endpoint, self._level)
-        return Place(endpoint, self._running[replica])
+        self._running[replica] = process = start_head(own, endpoint, self._level)
+        return Place(endpoint, process)
 
     def respawn(self, replica: int) -> Place | None:
         """Ends what is left of a head that is dead, or stopped answering, and starts it anew.
@@ -64,11 +73,22 @@ class HeadProcesses:
         logger.error("the engine is started again (restart %d)", self._budget.granted)
         return self.start(replica)
 
-    def close(self, seconds: float) -> list[int]:
-        """Gives all heads, which were told to stop, ``seconds`` to end, then kills them. Their statuses."""
+    def close(self, seconds: float, status: int = 0) -> list[int]:
+        """Gives all heads, which were told to stop, ``seconds`` to end, then kills them. Their statuses.
+
+        ``status``: with which the server ends; other hosts are told.
+        """
         until = time.monotonic() + seconds
         heads = [*self._running.values(), *self._ended]
-        return [close_head(head, max(until - time.monotonic(), 0)) for head in heads]
+        ends = [
+            close_head(head, max(until - time.monotonic(), 0))
+            for head in heads
+            if not isinstance(head, RemoteHead)
+        ]
+        if self._remote is not None:
+            ends += [ended for head in heads if isinstance(head, RemoteHead) and (ended := head.poll())]
+            self._remote.close(max(until - time.monotonic(), LEAVE_S), status)
+        return ends
 
 
 def start_head(config: EngineConfig, endpoint: str, log_level: str) -> subprocess.Popen[bytes]:
