@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -116,27 +117,18 @@ def test_what_is_due() -> None:
 # ---- heads of other hosts
 
 
-def over_hosts(path: object, **fields: object) -> EngineConfig:
-    return config_of(
-        **{
-            "data_parallel_size": 2,
-            "nnodes": 2,
-            "rdzv": "127.0.0.1:0",
-            "group_secret": str(path),
-            "kv_cache_memory": "8MiB",
-            **fields,
-        }
-    )
+@pytest.fixture
+def config(tmp_path: Path) -> EngineConfig:
+    secret = tmp_path / "secret"
+    secret.write_text("0123456789abcdef")
+    hosts = {"nnodes": 2, "rdzv": "127.0.0.1:5799", "group_secret": str(secret)}
+    return config_of(data_parallel_size=2, kv_cache_memory="8MiB", **hosts)
 
 
 @pytest.fixture
-def heads(tmp_path, monkeypatch: pytest.MonkeyPatch) -> Iterator[remote.RemoteHeads]:  # type: ignore[no-untyped-def]
-    secret = tmp_path / "secret"
-    secret.write_text("0123456789abcdef")
-    config = over_hosts(secret, rdzv="127.0.0.1:5799")
+def heads(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[remote.RemoteHeads]:
     monkeypatch.setattr(remote, "open_board", lambda _: Board("tcp://127.0.0.1:*", KEYS))
     made = remote.RemoteHeads(config)
-    made.test_config = config  # type: ignore[attr-defined]
     yield made
     made.close(0.0)
 
@@ -170,24 +162,59 @@ def test_a_head_of_another_host(heads: remote.RemoteHeads) -> None:
     assert wanted(board) == 0
 
 
-def test_hosts_that_differ_are_refused(heads: remote.RemoteHeads) -> None:
-    head, board = heads.start(1), heads._board
-    config: EngineConfig = heads.test_config  # type: ignore[attr-defined]
-    other = over_hosts(config.parallel.group_secret, rdzv="127.0.0.1:5799", max_num_seqs=5)
-    board.post(b.settings_key(1), msgspec.msgpack.encode(remote.host_settings(other)))
-    assert head.poll() == remote.REFUSED
-    answer = (board.get(b.answer_key(1)) or b"").decode()
-    assert "--max-num-seqs" in answer
-    assert "host 0 has 4, host 1 has 5" in answer
+def answer(board: Board, mark: str) -> str | None:
+    told = board.get(b.answer_key(1, mark))
+    return None if told is None else told.decode()
 
-    more = over_hosts(
-        config.parallel.group_secret, rdzv="127.0.0.1:5799", kv_cache_memory="8MiB", node_rank=1
-    )
-    more = msgspec.structs.replace(more, kv=msgspec.structs.replace(more.kv, pools=()))  # its own affair
-    board.post(b.settings_key(1), msgspec.msgpack.encode(remote.host_settings(more)))
+
+def come(board: Board, mark: str, config: EngineConfig) -> None:
+    board.post(b.settings_key(1, mark), msgspec.msgpack.encode(remote.host_settings(config)))
+
+
+def test_hosts_that_differ_are_refused(heads: remote.RemoteHeads, config: EngineConfig) -> None:
+    head, board = heads.start(1), heads._board
+    scheduler = msgspec.structs.replace(config.scheduler, max_num_seqs=5)
+    come(board, "differs", msgspec.structs.replace(config, scheduler=scheduler))
+    assert head.poll() == remote.REFUSED
+    told = answer(board, "differs") or ""
+    assert "--max-num-seqs" in told
+    assert "host 0 has 4, host 1 has 5" in told
+
+    parallel = msgspec.structs.replace(config.parallel, node_rank=1)
+    kv = msgspec.structs.replace(config.kv, pools=())  # its own affair
+    come(board, "good", msgspec.structs.replace(config, parallel=parallel, kv=kv))
     assert head.poll() is None
-    assert board.get(b.answer_key(1)) == b""
-    # A host that served and comes back with other flags is told, and ends nothing.
-    board.post(b.settings_key(1), b"nonsense")
-    assert head.poll() is None
-    assert b"another version" in (board.get(b.answer_key(1)) or b"")
+    assert answer(board, "good") == ""
+    assert heads._reading() == [1]
+
+
+def test_one_host_of_each_number(
+    heads: remote.RemoteHeads, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second waits for the first to be gone, is told when it is not, and ends nothing that is served."""
+    monkeypatch.setattr(remote, "AWAY_S", 0.4)
+    head, board = heads.start(1), heads._board
+    come(board, "first", config)
+    assert (head.poll(), answer(board, "first")) == (None, "")
+    until = time.monotonic() + LONG
+    while answer(board, "second") is None:
+        come(board, "first", config)
+        come(board, "second", config)
+        assert head.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    assert "another host has --node-rank 1" in (answer(board, "second") or "")
+
+    while answer(board, "third") is None:  # the first says nothing any more
+        come(board, "third", config)
+        assert head.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    assert answer(board, "third") == ""
+    assert answer(board, "first") is None
+    board.post(b.settings_key(1, "fourth"), b"nonsense")
+    while answer(board, "fourth") is None:
+        assert head.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    assert "another version" in (answer(board, "fourth") or "")

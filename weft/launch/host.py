@@ -7,6 +7,7 @@ lost, or come late.
 
 from __future__ import annotations
 
+import secrets
 import signal
 import subprocess
 import time
@@ -79,7 +80,8 @@ class _Host:
         """Replica -> where its head's ranks find it, and its ranks here."""
         self._budget = RestartBudget(RESTARTS, WINDOW)
         self._board = 0
-        client.post(b.settings_key(self._number), msgspec.msgpack.encode(host_settings(config)))
+        self._mark = secrets.token_hex(8)
+        client.post(b.settings_key(self._number, self._mark), msgspec.msgpack.encode(host_settings(config)))
 
     def run(self) -> int:
         """Until the server ends. Raises ConfigError when host 0 refuses this one."""
@@ -116,8 +118,6 @@ class _Host:
         """Another board, another server: what runs here belongs to none of its front."""
         self.end()
         self._started.clear()
-        for replica in self._mine:
-            self._client.post(b.ended_key(replica), msgspec.msgpack.encode(b.Ended(life=0, status=0)))
         self._board = self._client.board
 
     def _leave(self, status: int) -> int:
@@ -128,7 +128,7 @@ class _Host:
 
     def _follow(self) -> None:
         """Makes it so, as the board says."""
-        answer = self._client.entries.get(b.answer_key(self._number))
+        answer = self._client.entries.get(b.answer_key(self._number, self._mark))
         if answer is None:
             return
         if answer:

@@ -50,6 +50,8 @@ class Board:
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._lock = threading.Lock()
         self._entries: dict[str, bytes] = {}
+        self._heard: dict[str, float] = {}
+        """When each was posted last, if nothing new."""
         self._life, self._version = secrets.randbits(63), 1
         self._stop = False
         self._thread = threading.Thread(target=self._run, name="weft-board", daemon=True)
@@ -65,12 +67,26 @@ class Board:
         with self._lock:
             return self._entries.get(key)
 
+    def ages(self, prefix: str) -> dict[str, float]:
+        """Keys that begin so, in the order in which they came first: seconds since each was posted last."""
+        now = time.monotonic()
+        with self._lock:
+            return {key: now - at for key, at in self._heard.items() if key.startswith(prefix)}
+
+    def drop(self, key: str) -> None:
+        """Forgets an entry, until it is posted again."""
+        with self._lock:
+            self._heard.pop(key, None)
+            if self._entries.pop(key, None) is not None:
+                self._version += 1
+
     def close(self) -> None:
         """Ends the thread; what was answered is still delivered, if that takes no longer than a second."""
         self._stop = True
         self._thread.join(5.0)
 
     def _post(self, key: str, value: bytes) -> None:
+        self._heard[key] = time.monotonic()
         if self._entries.get(key) != value:
             self._entries[key] = value
             self._version += 1

@@ -16,7 +16,7 @@ import msgspec
 from weft.common.errors import ConfigError
 from weft.common.log import get_logger
 from weft.config.group import compare, shared_settings
-from weft.config.hosts import heads_on, host_of
+from weft.config.hosts import heads_on
 from weft.config.resolved import EngineConfig
 from weft.parallel.board import Board, board_place, open_board
 from weft.types import board as b
@@ -27,6 +27,8 @@ REMIND_S = 30.0
 """Seconds between two lines in the log about a host that has not come."""
 REFUSED = 2
 """Status of heads whose host is refused, as of a head that refuses its configuration."""
+AWAY_S = 3.0
+"""Seconds of silence after which another process may take a host's number."""
 _LOOK = 0.05
 
 
@@ -36,7 +38,6 @@ class RemoteHeads:
     def __init__(self, config: EngineConfig) -> None:
         """Listens at ``--rdzv``. Raises ConfigError."""
         parallel = config.parallel
-        self._parallel = parallel
         self._settings = host_settings(config)
         _, self.keys = board_place(parallel)
         self._board = open_board(parallel)
@@ -44,11 +45,14 @@ class RemoteHeads:
         first = secrets.randbits(48) << 14
         self._lives = {r: first for node in range(1, parallel.nnodes) for r in heads_on(parallel, node)}
         self._hosts = range(1, parallel.nnodes)
-        self._said: dict[int, bytes] = {}
-        """Host -> its settings as they were compared last."""
+        self._present: dict[int, str] = {}
+        """Host -> the key under which its process, if it may work, says its settings."""
+        self._answered: set[str] = set()
+        """Keys of processes that were told whether they may."""
+        self._waiting: dict[str, float] = {}
+        """Keys of those that came beside another of their number, and when."""
         self._refused: dict[int, str] = {}
-        """Host -> why, of those that were never accepted: later it is waited for one that can be."""
-        self._accepted: set[int] = set()
+        """Host -> why, if none of that number was ever accepted: later it is waited for one that can be."""
         self._remind = time.monotonic() + REMIND_S
 
     def __contains__(self, replica: int) -> bool:
@@ -59,8 +63,7 @@ class RemoteHeads:
         """Has the head of ``replica`` started, in place of whatever runs. Does not wait."""
         self._lives[replica] += 1
         self._want(replica, self._lives[replica])
-        node = host_of(self._parallel, replica * self._parallel.tensor_parallel_size)
-        return RemoteHead(self._board, replica, self._lives[replica], self._refusal(node), self._end(replica))
+        return RemoteHead(self._board, replica, self._lives[replica], self._lacks, self._end(replica))
 
     def close(self, seconds: float, status: int = 0) -> None:
         """Tells all hosts that the server ends, and gives them ``seconds`` to read it."""
@@ -84,42 +87,59 @@ class RemoteHeads:
         return end
 
     def _reading(self) -> list[int]:
-        """Hosts that came, and have not read that the server ends."""
-        come = [host for host in self._hosts if self._board.get(b.settings_key(host)) is not None]
-        return [host for host in come if self._board.get(b.gone_key(host)) is None]
+        """Hosts that are there, and have not read that the server ends."""
+        ages = self._board.ages(b.settings_key())
+        there = [host for host, key in self._present.items() if ages.get(key, AWAY_S) < AWAY_S]
+        return [host for host in there if self._board.get(b.gone_key(host)) is None]
 
-    def _refusal(self, host: int) -> Callable[[], bool]:
-        def refused() -> bool:
-            self._check()
-            return host in self._refused
-
-        return refused
+    def _lacks(self) -> bool:
+        """Looks after hosts. Whether one is refused, and no other came for it: nothing can start then."""
+        self._check()
+        return bool(self._refused)
 
     def _check(self) -> None:
-        """Compares the settings of hosts that came, and answers them."""
+        """Answers hosts that came: whether they have the same settings, and their number for themselves."""
         for host in self._hosts:
-            data = self._board.get(b.settings_key(host))
-            if data is None:
+            ages = self._board.ages(b.settings_key(host))
+            if not ages:
                 self._remind_of(host)
-            elif data != self._said.get(host):
-                self._said[host] = data
-                self._answer(host, data)
+            for key, age in ages.items():
+                if key in self._answered:
+                    continue
+                present = self._present.get(host)
+                if present is None or ages.get(present, AWAY_S) >= AWAY_S:
+                    self._meet(host, key)
+                elif age < AWAY_S / 2 and self._waits(key):
+                    self._answer(host, key, f"another host has --node-rank {host}: give each its own")
 
-    def _answer(self, host: int, data: bytes) -> None:
+    def _waits(self, key: str) -> bool:
+        """Whether a host has waited long enough for the one of its number to be gone."""
+        return time.monotonic() - self._waiting.setdefault(key, time.monotonic()) > 2 * AWAY_S
+
+    def _meet(self, host: int, key: str) -> None:
+        data = self._board.get(key)
         try:
-            theirs = msgspec.msgpack.decode(data, type=dict[str, str])
+            theirs = msgspec.msgpack.decode(data or b"", type=dict[str, str])
             compare(self._settings, theirs, "host 0", f"host {host}")
         except (ConfigError, msgspec.MsgspecError) as error:
             why = error.message if isinstance(error, ConfigError) else f"host {host} is of another version"
-            log.error("host %d is refused: %s", host, why)
-            if host not in self._accepted:
+            if host not in self._present:
                 self._refused[host] = why
-            self._board.post(b.answer_key(host), why.encode())
-        else:
-            log.info("host %d is there", host)
-            self._accepted.add(host)
-            self._refused.pop(host, None)
-            self._board.post(b.answer_key(host), b"")
+            self._answer(host, key, why)
+            return
+        log.info("host %d is there", host)
+        self._refused.pop(host, None)
+        before, self._present[host] = self._present.get(host), key
+        if before is not None:
+            self._board.drop(before)
+            self._board.drop(b.answer_key(host, _mark(before)))
+        self._answer(host, key, "")
+
+    def _answer(self, host: int, key: str, why: str) -> None:
+        if why:
+            log.error("host %d is refused: %s", host, why)
+        self._answered.add(key)
+        self._board.post(b.answer_key(host, _mark(key)), why.encode())
 
     def _remind_of(self, host: int) -> None:
         if time.monotonic() > self._remind:
@@ -133,6 +153,7 @@ class RemoteHead:
     def __init__(
         self, board: Board, replica: int, life: int, refused: Callable[[], bool], end: Callable[[int], None]
     ) -> None:
+        """``refused``: whether it can never start. ``end(life)`` has it ended."""
         self._board, self._replica, self.life = board, replica, life
         self._refused, self._end = refused, end
         self._address: str | None = None
@@ -178,3 +199,7 @@ class RemoteHead:
 def host_settings(config: EngineConfig) -> dict[str, str]:
     """What all hosts must have alike. Each replica has a cache of its own, of what its host has room for."""
     return {name: value for name, value in shared_settings(config).items() if not name.startswith("kv.")}
+
+
+def _mark(key: str) -> str:
+    return key.rpartition("/")[2]

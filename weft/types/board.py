@@ -1,8 +1,8 @@
 """What the hosts of one server tell each other about heads: entries of a board that host 0 keeps.
 
     key             who writes it            what it says
-    settings/HOST   the host, when it comes  what all hosts must have alike
-    answer/HOST     the front                empty: it may work; else why not
+    settings/HOST/  the host, when it comes  what all hosts must have alike; of each of its processes (MARK)
+    answer/HOST/    the front                empty: that one may work; else why not
     wanted/REPLICA  the front                the life that this replica's head should be in; 0: none
     head/REPLICA    the head                 Listening: where its front finds it
     ended/REPLICA   the head's host          Ended: how that life ended
@@ -59,12 +59,13 @@ class Ended(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     status: int
 
 
-def settings_key(host: int) -> str:
-    return f"settings/{host}"
+def settings_key(host: int | None = None, mark: str = "") -> str:
+    """Without ``mark``, or without ``host``: what such keys begin with."""
+    return "settings/" if host is None else f"settings/{host}/{mark}"
 
 
-def answer_key(host: int) -> str:
-    return f"answer/{host}"
+def answer_key(host: int, mark: str) -> str:
+    return f"answer/{host}/{mark}"
 
 
 def gone_key(host: int) -> str:
