@@ -133,7 +133,7 @@ def _channels(config: EngineConfig, folder: Path) -> tuple[ZmqHead, ZmqHead]:
 
 
 def _domain(config: EngineConfig, layout: Layout, host: str | None) -> tuple[Domain, Meeting]:
-    """Where this replica meets the others. ``host``: see ``mesh_host``. Raises ConfigError, and GroupLost."""
+    """Where this replica meets the others. ``host``: see ``mesh_host``. Raises ConfigError, and CommLost."""
     replica = config.replica
     if host is not None:
         place, keys = board_place(config.parallel)

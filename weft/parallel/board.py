@@ -154,7 +154,8 @@ class BoardClient:
         self._take(0)
         if wait <= 0 and self._answered < self._number and time.monotonic() - self._asked < RENEW_S:
             return False
-        if time.monotonic() - max(self.heard, self._connected) > RENEW_S:
+        quiet = time.monotonic() - max(self.heard, self._connected)
+        if self._answered < self._number and quiet > RENEW_S:
             self._socket.close(0)
             self._connect()
         self._number += 1
