@@ -173,11 +173,13 @@ def work(args: argparse.Namespace) -> None:
     channel = ZmqRank(args.address, args.rank)
     welcome = say_hello(channel, config, args.rank)
     meter = make_runner(config, args)
-    worker = Worker(args.rank, meter, Mesh(), channel, rank_timeout=TIMEOUT)  # type: ignore[arg-type]
+    tables: Any = meter
+    worker = Worker(args.rank, tables, Mesh(), channel, rank_timeout=TIMEOUT, life=welcome.life)
     watch = RankWatch(ZmqRank(welcome.beats, args.rank), TIMEOUT, worker.beat, worker.ended, worker.orphaned)
     watch.start()
     worker.run()
     watch.close()
+    worker.close()
     Path(args.out).write_text(json.dumps(meter.milliseconds()))
 
 

@@ -104,34 +104,54 @@ class Ranks:
         self.workers: dict[int, Worker] = {}
         self.right = 0.7
         self.lives = dict.fromkeys(range(1, workers + 1), 0)
-        self.head = GroupExecutor(
+        self.head = self._head()
+        for rank in self.lives:
+            self.start(rank)
+
+    def _head(self) -> GroupExecutor:
+        return GroupExecutor(
             self.runners[0],
             Mesh(),
             self.net.head(),
-            range(1, workers + 1),
+            tuple(self.lives),
             settings=SETTINGS,
             rank_timeout=TIMEOUT,
             clock=self.clock,
         )
-        for rank in self.lives:
-            self.start(rank)
+
+    def behead(self) -> None:
+        """The head is gone, and another one in its place, as empty as any: the workers say hello to it."""
+        self.net = Loopback(self.clock)
+        self.runners[0] = TableRunner(self.kv, self.commits, FakeRunner(self.kv, right=self.right))
+        self.head = self._head()
+        for rank, worker in self.workers.items():
+            self.lives[rank] += 1
+            self.start(rank, worker=worker)
 
     def peer(self, rank: int) -> bytes:
         """The rank's incarnation that runs."""
         return b"%d.%d" % (rank, self.lives[rank])
 
-    def start(self, rank: int, settings: dict[str, str] | None = None, version: int = f.VERSION) -> None:
-        """A new process of ``rank``: it says hello and, once welcome, works."""
+    def start(
+        self,
+        rank: int,
+        settings: dict[str, str] | None = None,
+        version: int = f.VERSION,
+        worker: Worker | None = None,
+    ) -> None:
+        """A new process of ``rank``, or ``worker`` without a head: it says hello and, once welcome, works."""
         channel = self.net.rank(self.peer(rank))
         hello = f.RankHello(
             version=version,
             release="test",
             rank=rank,
             pid=1,
+            epoch=-1 if worker is None else worker.epoch,
             settings=SETTINGS if settings is None else settings,
         )
         channel.send(f.encode(hello))
         state: dict[str, Worker] = {}
+        old = worker
 
         def turn() -> bool:
             if "worker" in state:
@@ -144,7 +164,8 @@ class Ranks:
                 return False
             answer = f.decode_to_rank(data)
             if isinstance(answer, f.RankWelcome):
-                worker = Worker(rank, self.runners[rank], Mesh(), channel, rank_timeout=TIMEOUT)
+                worker = old or Worker(rank, self.runners[rank], Mesh(), channel, rank_timeout=TIMEOUT)
+                worker.join(channel, answer.life)
                 self.workers[rank] = state["worker"] = worker
                 channel.send(f.encode(f.Ready(rank=rank)))
             return True
@@ -221,5 +242,5 @@ class GroupRig(Rig):
         self.in_flight.clear()
         self.handles.clear()
         ranks.head.gather(TIMEOUT)
-        ranks.head.form(ranks.head.epoch + 1)
+        ranks.head.form(ranks.head.next_epoch)
         self.runner = ranks.runners[0].fake

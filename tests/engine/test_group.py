@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import threading
 from typing import Any
 
 import msgspec
@@ -11,8 +13,12 @@ from msgspec.structs import replace
 from tests.engine.group_rig import SETTINGS, TIMEOUT, GroupRig, Ranks, TableRunner
 from tests.scheduler.fake_runner import BAD_SEED, kv_config, submit
 from weft.common.errors import ConfigError, EngineDead
+from weft.common.folder import private_folder
 from weft.engine.executor import GroupLost
-from weft.engine.watch import Liveness
+from weft.engine.regroup import recall
+from weft.engine.watch import HeadWatch, Liveness, RankWatch
+from weft.engine.worker import GivenUp
+from weft.parallel.control import ZmqHead, ZmqRank
 from weft.parallel.group import CommLost
 from weft.parallel.loopback import LinkFault, repeat
 from weft.types import frames as f
@@ -103,7 +109,7 @@ def test_strangers_and_noise_are_answered_and_change_nothing() -> None:
     rig = make_rig()
     stranger = rig.ranks.net.rank(b"x")
     outcome = f.Outcome(rank=1, epoch=0, step=0, checksum=1)
-    hello = f.RankHello(version=f.VERSION, release="1", rank=9, pid=1, settings=SETTINGS)
+    hello = f.RankHello(version=f.VERSION, release="1", rank=9, pid=1, epoch=-1, settings=SETTINGS)
     older = msgspec.structs.replace(hello, rank=1, version=f.VERSION + 1)
     other = msgspec.structs.replace(hello, rank=1, settings={**SETTINGS, "dtype": "float16"})
     frames = [outcome, f.Ready(rank=1), hello, older, other]
@@ -250,6 +256,97 @@ def test_a_rank_that_was_started_anew_behind_our_back_ends_the_epoch() -> None:
     finish(rig)
 
 
+def test_workers_that_lost_their_head_work_for_the_next_one() -> None:
+    rig = make_rig()
+    load(rig)
+    for _ in range(3):
+        rig.step()
+    rig.ranks.head._end(GroupLost(None, "so that there is a second epoch"))
+    rig.recover()
+    rig.step()
+    workers = dict(rig.ranks.workers)
+    rig.ranks.behead()
+    rig.recover()
+    assert rig.ranks.workers == workers
+    assert rig.ranks.head.epoch == 2, "no worker has seen it"
+    finish(rig)
+    assert [runner.resets for runner in rig.ranks.runners.values()] == [1, 3, 3, 3]
+    with pytest.raises(EngineDead, match="cannot follow"):
+        rig.ranks.head.form(2)
+
+
+def test_a_worker_that_is_back_is_not_replaced() -> None:
+    """Head or worker stood still for long, and both go on."""
+    rig = make_rig()
+    load(rig)
+    rig.step()
+    rig.ranks.kill(1)  # the connection alone
+    rig.ranks.lives[1] += 1
+    rig.ranks.start(1, worker=rig.ranks.workers[1])
+    with pytest.raises(GroupLost, match="rank 1 had lost its head") as lost:
+        rig.drain()
+    assert rig.ranks.head.at_fault(lost.value) is None
+    rig.recover()
+    assert rig.ranks.head.epoch == 1
+    finish(rig)
+
+
+def test_a_hello_that_comes_twice_changes_nothing() -> None:
+    rig = make_rig(up=False)
+    ranks = rig.ranks
+    for rank in ranks.lives:
+        hello = f.RankHello(version=f.VERSION, release="test", rank=rank, pid=1, epoch=-1, settings=SETTINGS)
+        ranks.net.put(ranks.peer(rank), False, f.encode(hello))
+    ranks.up()
+    load(rig)
+    finish(rig)
+
+
+def test_a_worker_that_its_head_gives_up_ends() -> None:
+    rig = make_rig()
+    rig.ranks.head.forget(2)
+    with pytest.raises(GivenUp, match="given this rank up"):
+        rig.ranks.settle()
+
+
+class Books:
+    """Ranks that somebody keeps, of whom nobody ends by himself."""
+
+    outlive = True
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.killed: list[int] = []
+
+    def spawn(self, rank: int) -> bool:
+        self.ranks.restart(rank)
+        return False
+
+    def keeps(self, rank: int) -> bool:
+        return True
+
+    def dead(self) -> None:
+        return None
+
+    def kill(self, rank: int) -> None:
+        self.killed.append(rank)
+
+    def close(self, seconds: float) -> None: ...
+
+
+def test_a_worker_that_does_not_come_to_the_next_head_is_started_again() -> None:
+    rig = make_rig()
+    load(rig)
+    rig.step()
+    del rig.ranks.workers[2]  # stopped: it says nothing
+    rig.ranks.behead()
+    books = rig.ranks.head.processes = Books(rig.ranks)
+    recall(rig.ranks.head, (1, 2, 3), TIMEOUT)
+    assert books.killed == [2]
+    rig.recover()
+    finish(rig)
+
+
 # ---- frames that are not this step's
 
 
@@ -368,6 +465,39 @@ def test_silence_is_counted_from_what_was_heard_and_not_by_who_was_away() -> Non
     assert alive.silent(301.0) is None
     alive.expect([], 301.0)
     assert alive.silent(900.0) is None
+
+
+def test_a_rank_notices_that_another_head_answers() -> None:
+    """The next head listens where the one before it did, so there need be no silence."""
+    life, gone = ["a"], threading.Event()
+    lost: list[tuple[int, str]] = []
+    folder = private_folder()
+    heads = ZmqHead(f"ipc://{folder}/beats")
+    head = HeadWatch(
+        heads,
+        20.0,
+        lambda: f.Beat(rank=0, epoch=3, step=0, life=life[0]),
+        lambda rank, why: lost.append((rank, why)),
+        lambda: None,
+    )
+    rank = RankWatch(
+        ZmqRank(heads.address, 1),
+        20.0,
+        lambda: f.Beat(rank=1, epoch=3, step=0, life="a"),
+        lambda epoch: None,
+        gone.set,
+    )
+    try:
+        head.start()
+        rank.start()
+        assert not gone.wait(0.7)
+        life[0] = "b"
+        assert gone.wait(8.0)
+        assert lost == []
+    finally:
+        rank.close()
+        head.close()
+        shutil.rmtree(folder)
 
 
 def test_an_alloc_op_is_named_by_its_slot_alone() -> None:

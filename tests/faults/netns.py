@@ -89,14 +89,19 @@ class Lines:
         self.process.stdin.flush()
 
 
-def child_of(process: subprocess.Popen[str]) -> int:
-    """The youngest child of a host's process; waits for one."""
+def children_of(process: subprocess.Popen[str], module: str = "") -> list[int]:
+    """The children of a host's process; those that run ``python -m MODULE``."""
+    found = []
+    for task in Path(f"/proc/{process.pid}/task").iterdir():
+        found += [int(pid) for pid in (task / "children").read_text().split()]
+    return sorted(pid for pid in found if module in Path(f"/proc/{pid}/cmdline").read_text())
+
+
+def child_of(process: subprocess.Popen[str], module: str = "") -> int:
+    """The youngest of them; waits for one."""
     until = time.monotonic() + 60
     while time.monotonic() < until:
-        found = []
-        for task in Path(f"/proc/{process.pid}/task").iterdir():
-            found += [int(pid) for pid in (task / "children").read_text().split()]
-        if found:
-            return max(found)
+        if found := children_of(process, module):
+            return found[-1]
         time.sleep(0.05)
     raise AssertionError("it has no child")

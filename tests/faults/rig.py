@@ -53,6 +53,19 @@ def chain(folder: Path, plans: Sequence[Plan], after: int) -> tuple[Fault, ...]:
     return tuple(made)
 
 
+def pitfalls(folder: Path, plans: Sequence[Plan]) -> tuple[Fault, ...]:
+    """Faults that would befall, from ``go`` on, whoever comes where nobody is to come. See ``fallen``."""
+    return tuple(
+        Fault(rank=rank, phase=phase, deed=deed, mark=str(folder / f"never{n}"), needs=str(folder / "go"))
+        for n, (rank, phase, deed) in enumerate(plans)
+    )
+
+
+def fallen(folder: Path) -> list[str]:
+    """Pitfalls that somebody came to."""
+    return sorted(path.name for path in folder.glob("never*"))
+
+
 def requests(first: int, tokens: int = 24) -> list[Submit]:
     """Two prompts, one of them with two choices; greedy and sampled."""
     greedy = TokenParams(temperature=0.0, max_tokens=tokens)

@@ -12,14 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 
 from tests.faults.asker import TIMES
 from tests.faults.host_zero import PROMPTS
 from tests.faults.netns import ANSWER, Hosts, Lines, child_of
+from tests.faults.rig import config_of
 from weft import LLM, SamplingParams
 from weft.common.errors import ConfigError
 from weft.config import hosts as over
+from weft.config.group import compare, shared_settings
 from weft.config.sections import ParallelSection
 
 SETTINGS: dict[str, Any] = {
@@ -78,6 +81,7 @@ def test_two_hosts_and_what_befalls_the_second(
     assert zero.told() == (wanted, 0)
 
     for deed in deeds:
+        kept = child_of(other)
         if deed == CABLE:
             hosts.cable("down")
         zero.ask()
@@ -88,6 +92,8 @@ def test_two_hosts_and_what_befalls_the_second(
             time.sleep(0.3)
             os.kill(child_of(other), signal.SIGKILL if deed == KILL else signal.SIGSTOP)
         assert zero.told()[0] == wanted
+        if deed == CABLE:
+            assert child_of(other) == kept, "a rank that lost its head keeps its weights"
     zero.ask()
     told, recoveries = zero.told()
     assert told == wanted
@@ -190,6 +196,40 @@ def test_replicas_over_hosts(hosts: Hosts, tmp_path: Path, alone: Alone, layout:
 
 
 @pytest.mark.grid
+def test_ranks_of_another_host_outlive_their_head(hosts: Hosts, tmp_path: Path, alone: Alone) -> None:
+    """The head of ``weft serve`` is killed, stopped, and killed as soon as it is back."""
+    server = start(hosts, {**several(hosts, tmp_path), "tensor_parallel_size": 2})
+    kept = child_of(server.others[0])
+    for number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGKILL):
+        server.ask()
+        time.sleep(1.5)
+        os.kill(child_of(server.process), number)
+        assert server.told() == alone.texts
+    assert child_of(server.others[0]) == kept
+    server.stop()
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("shared", [False, True], ids=["independent", "domain"])
+def test_workers_outlive_their_head_on_its_host(
+    hosts: Hosts, tmp_path: Path, alone: Alone, shared: bool
+) -> None:
+    parallel = {"data_parallel_size": 2, "tensor_parallel_size": 2, "enable_expert_parallel": shared}
+    server = start(hosts, {**several(hosts, tmp_path), **parallel})
+    kept = child_of(server.others[0], "rank_main")
+    for number in (signal.SIGKILL, signal.SIGSTOP):
+        server.ask()
+        time.sleep(0.3)
+        os.kill(child_of(server.others[0], "head_main"), number)
+        assert server.told() == alone.texts
+        server.until_whole()
+    assert child_of(server.others[0], "rank_main") == kept
+    server.ask()
+    assert server.told() == alone.texts
+    server.stop()
+
+
+@pytest.mark.grid
 @pytest.mark.parametrize("shared", [False, True], ids=["independent", "domain"])
 def test_what_befalls_heads_of_another_host(hosts: Hosts, tmp_path: Path, alone: Alone, shared: bool) -> None:
     wanted = alone.texts
@@ -282,6 +322,13 @@ def test_replicas_over_hosts_behind_a_program(hosts: Hosts, tmp_path: Path, alon
 
 
 # ---- settings
+
+
+def test_what_ranks_have_in_common_says_nothing_of_folders() -> None:
+    """The head of a server has its files elsewhere than ranks on another host."""
+    config = config_of(tensor_parallel_size=2)
+    moved = msgspec.structs.replace(config, domain="/there", model_path="/here")
+    compare(shared_settings(config), shared_settings(moved), "the head", "rank 1")
 
 
 def test_what_hosts_need() -> None:

@@ -4,31 +4,87 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
+import os
+import shutil
+import signal
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.faults.rig import Plan
-from tests.front.conftest import ROOT, Servers, events, servers  # noqa: F401  (a fixture)
+from tests.faults.rig import Plan, fallen
+from tests.front.conftest import Running, Servers, events, servers  # noqa: F401  (a fixture)
+from weft.engine.recovery import MOST
 
 ANSWER = 200.0
 """Seconds in which a request must be answered, whatever befalls."""
+KILL = signal.SIGKILL
 Outlive = Callable[..., None]
 
 
-@pytest.fixture
-def outlive(servers: Servers, tmp_path: Path) -> Outlive:  # noqa: F811
-    """Has faults befall a server, one after the other, while it answers."""
+def processes_of(server: int) -> dict[int, str]:
+    """The children of a server's process, whichever thread made them: id -> what they are (``rank 1``)."""
+    found = {}
+    for task in Path(f"/proc/{server}/task").iterdir():
+        for pid in map(int, (task / "children").read_text().split()):
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+            if len(words) > 5:  # else it has ended, and nobody has asked how
+                found[pid] = f"rank {words[5]}" if words[2].endswith("rank_main") else "head"
+    return found
 
-    def run(plans: Sequence[Plan], **settings: Any) -> None:
+
+def rank_of(server: int, rank: int) -> int:
+    """The process of a worker."""
+    (pid,) = (pid for pid, what in processes_of(server).items() if what == f"rank {rank}")
+    return pid
+
+
+def lives(pid: int) -> bool:
+    """Whether it has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def check_end(server: Running, number: signal.Signals, folder: Path) -> None:
+    """The server ends by this signal, with all that it started, and in order it leaves no file."""
+    children = processes_of(server.process.pid)
+    assert server.stop(number, seconds=30) == (0 if number == signal.SIGTERM else -number)
+    server.wait(lambda: not any(map(lives, children)), 10)
+    assert number == KILL or not list(folder.iterdir())
+
+
+@pytest.fixture
+def outlive(servers: Servers, tmp_path: Path) -> Iterator[Outlive]:  # noqa: F811
+    """Has faults befall a server, one after the other, while it answers."""
+    folder = Path(tempfile.mkdtemp(prefix="w"))  # sockets have short paths, and pytest's folders are long
+
+    def run(
+        plans: Sequence[Plan],
+        *,
+        strike: Callable[[int], None] | None = None,
+        stay: Sequence[int] = (),
+        end: signal.Signals = signal.SIGTERM,
+        heads: int = 0,
+        **settings: Any,
+    ) -> None:
+        """``strike`` befalls the server's process, or what it started, before ``plans`` do. ``stay``: workers
+        whose processes, and so their weights, are the same afterwards. ``end``: how the server ends.
+        ``heads``: how many die, at least.
+        """
         script = [sys.executable, "-m", "tests.faults.faulty_server", str(tmp_path)]
-        server = servers.start([*script, json.dumps(plans), json.dumps(settings)], 200, HF_HUB_OFFLINE="1")
+        script += [
+            json.dumps(given) for given in (plans, [(rank, "load", "kill") for rank in stay], settings)
+        ]
+        server = servers.start(script, 200, HF_HUB_OFFLINE="1", TMPDIR=str(folder))
         server.http.timeout = ANSWER
         server.chat(max_tokens=2)  # the front's own pools have been used once
+        before = [rank_of(server.process.pid, rank) for rank in stay]
 
         def ask(number: int) -> Any:
             fields: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True, "seed": number}
@@ -48,8 +104,14 @@ def outlive(servers: Servers, tmp_path: Path) -> Outlive:  # noqa: F811
 
         wanted = all_of_them()
         (tmp_path / "go").touch()
+        if strike is not None:
+            with concurrent.futures.ThreadPoolExecutor() as pool:
+                struck = pool.submit(all_of_them)
+                server.wait(lambda: server.metric("num_requests_running") > 0)
+                strike(server.process.pid)
+                assert struck.result(ANSWER) == wanted
         until = time.monotonic() + 3 * ANSWER
-        while not (tmp_path / f"mark{len(plans) - 1}").exists():
+        while not all((tmp_path / f"mark{number}").exists() for number in range(len(plans))):
             assert time.monotonic() < until, sorted(path.name for path in tmp_path.iterdir())
             assert all_of_them() == wanted
         assert all_of_them() == wanted
@@ -58,11 +120,63 @@ def outlive(servers: Servers, tmp_path: Path) -> Outlive:  # noqa: F811
             lambda: server.metric("num_requests_running") == server.metric("front_sequences") == 0, 10
         )
         assert server.metric("free_slots") == 4 * settings.get("data_parallel_size", 1)
-        assert server.stop(seconds=30) == 0
+        assert [rank_of(server.process.pid, rank) for rank in stay] == before
+        assert server.metric("engine_restarts_total") >= heads
+        assert fallen(tmp_path) == [], "a rank loaded its weights again"
+        check_end(server, end, folder)
 
-    return run
+    yield run
+    shutil.rmtree(folder)
 
 
+def test_workers_outlive_their_head(outlive: Outlive) -> None:
+    """It dies in a step, and the one after it while it loads: the worker stays, with its weights."""
+    outlive([(0, "collective", "kill"), (0, "load", "kill")], stay=[1], heads=2, tensor_parallel_size=2)
+
+
+@pytest.mark.grid
+def test_workers_outlive_heads_that_stop(outlive: Outlive) -> None:
+    plans: list[Plan] = [(0, "read", "stop"), (0, "load", "stop"), (0, "form", "stop")]
+    outlive(plans, stay=[1], end=KILL, heads=3, tensor_parallel_size=2)
+
+
+@pytest.mark.grid
+def test_workers_outlive_a_head_that_gives_up(outlive: Outlive) -> None:
+    """A head may form its group anew so often; then it ends by an exception, and the next one goes on."""
+    outlive([(0, "stage", "raise")] * (MOST + 2), stay=[1], heads=1, tensor_parallel_size=2)
+
+
+@pytest.mark.grid
+def test_workers_that_share_experts_outlive_their_heads(outlive: Outlive) -> None:
+    """Experts have moved by then: the new head takes over where they are."""
+    plans: list[Plan] = [(0, "collective", "kill"), (2, "stage", "stop"), (2, "load", "kill")]
+    both: dict[str, Any] = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "eplb_interval": 8}
+    outlive(plans, stay=[1, 3], heads=3, data_parallel_size=2, **both)
+
+
+@pytest.mark.grid
+def test_experts_that_moved(outlive: Outlive) -> None:
+    plans: list[Plan] = [(0, "collective", "kill"), (0, "sample", "kill"), (0, "stage", "raise")]
+    outlive(plans, stay=[1], tensor_parallel_size=2, enable_expert_parallel=True, eplb_interval=4)
+
+
+@pytest.mark.grid
+def test_a_worker_that_stops_with_its_head(outlive: Outlive) -> None:
+    """The next head hears nothing of it, and has it started again."""
+
+    def strike(server: int) -> None:
+        worker = rank_of(server, 1)
+        os.kill(worker, signal.SIGSTOP)
+        (head,) = (pid for pid, what in processes_of(server).items() if what == "head")
+        os.kill(head, KILL)
+        stopped.append(worker)
+
+    stopped: list[int] = []
+    outlive([], strike=strike, heads=1, tensor_parallel_size=2)
+    assert not lives(stopped[0])
+
+
+@pytest.mark.grid
 def test_head_and_worker_fall_by_turns(outlive: Outlive) -> None:
     plans: list[Plan] = [
         (0, "collective", "kill"),

@@ -100,22 +100,22 @@ def test_a_step_comes_back_as_it_was(plan: StepPlan, digest: int) -> None:
 
 ERROR = EngineDead("no").info()
 TO_RANK: list[f.ToRank] = [
-    f.RankWelcome(beats="ipc://x"),
+    f.RankWelcome(beats="ipc://x", life="1f"),
     f.Refused(error=ERROR),
     f.Form(epoch=1, store="file:///x"),
     f.StepFrame(step=1, epoch=2, plan=StepPlan(step=1), digest=3),
     f.LateMasks(step=1, epoch=2, rows=column([0, 2]), words=column([-1, 5])),
     f.Abort(epoch=1),
     f.Shutdown(),
-    f.Beat(rank=0, epoch=1, step=2, aborted=0),
+    f.Beat(rank=0, epoch=1, step=2, life="1f", aborted=0),
 ]
 TO_HEAD: list[f.ToHead] = [
-    f.RankHello(version=f.VERSION, release="1", rank=1, pid=2, settings={"a": "1"}),
+    f.RankHello(version=f.VERSION, release="1", rank=1, pid=2, epoch=-1, settings={"a": "1"}),
     f.Ready(rank=1),
     f.Formed(rank=1, epoch=0),
     f.Outcome(rank=1, epoch=0, step=4, checksum=5),
     f.Failed(rank=1, epoch=0, step=4, error=ERROR, comm=True),
-    f.Beat(rank=1, epoch=1, step=2),
+    f.Beat(rank=1, epoch=1, step=2, life="1f"),
 ]
 BOTH: list[tuple[Any, Callable[[bytes], Any]]] = [
     *((frame, f.decode_to_rank) for frame in TO_RANK),
@@ -188,7 +188,7 @@ def test_unequal_versions_are_named_both() -> None:
     hello = {"type": "RankHello", "version": f.VERSION + 1, "release": "9", "rank": 2, "new_field": True}
     with pytest.raises(f.VersionMismatch, match=rf"version {f.VERSION + 1} .* version {f.VERSION}"):
         f.decode_to_head(msgspec.msgpack.encode(hello))
-    known = f.RankHello(version=f.VERSION - 1, release="0.0.9", rank=2, pid=1, settings={})
+    known = f.RankHello(version=f.VERSION - 1, release="0.0.9", rank=2, pid=1, epoch=3, settings={})
     with pytest.raises(
         f.VersionMismatch, match=rf"rank 2 \(weft 0.0.9\) .*version {f.VERSION - 1} .* {f.VERSION}"
     ):

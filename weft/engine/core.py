@@ -24,6 +24,7 @@ from weft.config.resolved import EngineConfig
 from weft.engine.balance import Balance
 from weft.engine.domain import Domain, DomainExecutor
 from weft.engine.executor import Executor, GroupLost
+from weft.engine.group import GroupExecutor
 from weft.engine.recovery import Recovery
 from weft.engine.start import start_executor
 from weft.overlap.policy import OverlapPolicy, mode_of
@@ -217,8 +218,13 @@ class EngineCore:
             deterministic=self.deterministic,
         )
 
-    def close(self) -> None:
-        """Waits for what is in flight (its results are dropped) and ends the device thread and trace."""
+    def close(self, failed: bool = False) -> None:
+        """Waits for what is in flight (its results are dropped) and ends the device thread and trace.
+
+        ``failed``: another engine will follow this one, and take over the ranks that somebody keeps for it.
+        """
+        if failed and isinstance(self.runner, GroupExecutor):
+            self.runner.leave_ranks()
         if (report := self.describe_speculation()) is not None:
             log.info("%s", report)
         if (report := self.overlap.describe()) is not None:

@@ -11,6 +11,7 @@ step's leave. A group of one rank sends and waits for nothing.
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -21,7 +22,7 @@ from weft.common.log import get_logger
 from weft.config.resolved import KVConfig
 from weft.engine.executor import GroupLost, RankRunner, checksum
 from weft.engine.peers import Peers
-from weft.engine.ranks import RankProcesses
+from weft.engine.ranks import Ranks
 from weft.engine.regroup import regroup
 from weft.engine.watch import COLLECTIVE, GRACE, HeadWatch
 from weft.kv.digest import SlotDigest
@@ -76,12 +77,14 @@ class GroupExecutor:
         self._store_folder, self._store_host = store_folder, store_host
         self._store: Any = None
         self.watch: HeadWatch | None = None
-        self.processes: RankProcesses | None = None
-        """Of the workers on this host; None where somebody else keeps them."""
+        self.processes: Ranks | None = None
+        """Of the workers on this host; None where there are none."""
         self.on_close: Callable[[], None] = lambda: None
         if runner is not None:
             self.adopt(runner)
-        self._peers = Peers(channel, self.ranks, settings, beats)
+        self._life = secrets.token_hex(8)
+        self._peers = Peers(channel, self.ranks, settings, beats, self._life)
+        self._dismiss = True
         self.epoch = -1
         """The one that runs, or ran last; -1 before the first."""
         self.step = -1
@@ -179,14 +182,18 @@ class GroupExecutor:
         """See ``Executor``."""
         self.lose(None, "the engine is closed")
 
+    def leave_ranks(self) -> None:
+        """When this head closes, ranks keep their weights for the next one, if anybody keeps the ranks."""
+        self._dismiss = self.processes is None or not self.processes.outlive
+
     def close(self) -> None:
         """Waits for the outcomes that are missing, has every rank end, and ends."""
         try:
-            if self._lost is None and self.epoch > self._aborted:
+            if self._dismiss and self._lost is None and self.epoch > self._aborted:
                 self.settle()
         except EngineDead as error:
             log.warning("while closing: %s", error.message)
-        self._peers.tell_all(f.Shutdown())
+        self._peers.tell_all(f.Shutdown() if self._dismiss else f.Abort(epoch=self.epoch))
         if self.watch is not None:
             self.watch.relax()
         self._mesh.abort()
@@ -196,8 +203,12 @@ class GroupExecutor:
 
     # ---- forming
 
-    def gather(self, timeout: float, ready: bool = True) -> None:
-        """Waits until every rank is welcome and, with ``ready``, has its weights.
+    def knows(self, rank: int) -> bool:
+        """Whether the rank's process is welcome."""
+        return rank in self._peers
+
+    def gather(self, timeout: float, ready: bool = True, ranks: Sequence[int] | None = None) -> None:
+        """Waits until every rank (of ``ranks``) is welcome and, with ``ready``, has its weights.
 
         What was lost before is forgotten: whoever calls has replaced it.
         Raises ConfigError when a rank's version or settings differ from the head's, and GroupLost.
@@ -208,32 +219,31 @@ class GroupExecutor:
             loading = [rank for rank in self.ranks if rank not in self._peers.ready]
             self.watch.expect(self._peers.ready, loading)
         until = self._clock.now() + timeout
-        while missing := [r for r in self.ranks if r not in (self._peers.ready if ready else self._peers)]:
+        wanted = self.ranks if ranks is None else ranks
+        while missing := [r for r in wanted if r not in (self._peers.ready if ready else self._peers)]:
             if self._clock.now() >= until:
                 raise self._end(GroupLost(missing[0], f"it did not come within {timeout:g} s"))
             self._check()
             self._pump(min(_TURN, timeout))
+
+    @property
+    def next_epoch(self) -> int:
+        """One that no rank has been in, under this head or another."""
+        return max(self.epoch, self._peers.epoch) + 1
 
     def form(self, epoch: int, store: str | None = None) -> None:
         """Begins ``epoch`` with empty slots on all ranks, which have been gathered.
 
         ``store``: where to meet, when another head of the domain hosts it. Raises GroupLost.
         """
-        if epoch <= self.epoch:
-            raise EngineDead(f"epoch {epoch} cannot follow epoch {self.epoch}")
+        if epoch < self.next_epoch:
+            raise EngineDead(f"epoch {epoch} cannot follow epoch {self.next_epoch - 1}")
         with self._lock:
             self.epoch, self._lost = epoch, None
         if self.watch is not None:
             self.watch.expect(self.ranks)
-        for of_epoch in (
-            self._formed,
-            self._outcomes,
-            self._results,
-            self._victims,
-            self._failed,
-            self._digest,
-        ):
-            of_epoch.clear()
+        for kept in (self._formed, self._outcomes, self._results, self._victims, self._failed, self._digest):
+            kept.clear()
         patience = COLLECTIVE * self._timeout
         self._guard(lambda: self._meet(epoch, store, patience))
         until = self._clock.now() + self._timeout
@@ -277,7 +287,8 @@ class GroupExecutor:
 
     def beat(self) -> f.Beat:
         """What the watch answers ranks."""
-        return f.Beat(rank=self.rank, epoch=self.epoch, step=self.step, aborted=self._aborted)
+        step, aborted = self.step, self._aborted
+        return f.Beat(rank=self.rank, epoch=self.epoch, step=step, life=self._life, aborted=aborted)
 
     def forget(self, rank: int) -> None:
         """The process of ``rank`` has ended, or must; another one will say hello."""
@@ -378,7 +389,9 @@ class GroupExecutor:
 
     def _hello(self, peer: bytes, hello: f.RankHello) -> None:
         if self._peers.hello(peer, hello) and hello.rank in self._formed and self._aborted < self.epoch:
-            raise self._end(GroupLost(hello.rank, "it was started anew"))
+            if hello.epoch < 0:
+                raise self._end(GroupLost(hello.rank, "it was started anew"))
+            raise self._end(GroupLost(None, f"rank {hello.rank} had lost its head, and is back"))
 
     def _send(self, rank: int, data: bytes) -> None:
         try:

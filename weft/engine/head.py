@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import secrets
 import time
+from multiprocessing.connection import Connection
 
 import msgspec
 import zmq
@@ -18,7 +19,9 @@ from weft.common.errors import EngineDead, InvalidRequest, Unavailable, WeftErro
 from weft.common.log import get_logger
 from weft.config.resolved import EngineConfig
 from weft.engine.core import EngineCore
+from weft.engine.kept import KeptRanks
 from weft.engine.regroup import HELLO_S
+from weft.engine.start import start_group
 from weft.parallel.board import BoardClient, board_place
 from weft.parallel.secret import Keys, admit_ranks
 from weft.types import messages as m
@@ -85,6 +88,7 @@ class Head:
 
     def run(self) -> None:
         """Serves until shutdown. Raises what the engine raised, after telling every front."""
+        failed = False
         try:
             while not self._stop:
                 busy = self._core.has_work()
@@ -96,11 +100,12 @@ class Head:
                     break
                 self._beat()
         except Exception as error:
+            failed = True
             self._last_words(error)
             raise
         finally:
             self._listener.close()
-            self._core.close()
+            self._core.close(failed)
 
     def _receive(self, wait_ms: int) -> None:
         if self._socket not in dict(self._poller.poll(wait_ms)):
@@ -227,15 +232,17 @@ class Head:
             self._send(front, m.HeadFailed(error=known.info()))
 
 
-def run_head(config: EngineConfig, endpoint: str) -> None:
+def run_head(config: EngineConfig, endpoint: str, pipe: int | None = None) -> None:
     """Loads the model and serves it at ``endpoint`` until told to stop. The entry of the head process.
 
     ``endpoint``: an ``ipc://`` path in a folder that only this user can enter, or loopback tcp; for a front
-    on another host, which finds it by the board, this host's address.
+    on another host, which finds it by the board, this host's address. ``pipe``: the descriptor of the pipe to
+    whoever keeps the workers.
     """
     listener = _listen(config, endpoint)  # before the model is loaded: so fronts see that this process runs
     try:
-        core = EngineCore(config)
+        group = None if pipe is None else start_group(config, kept=KeptRanks(Connection(pipe)))
+        core = EngineCore(config, runner=group)
     except BaseException:
         listener.close()
         raise

@@ -18,14 +18,18 @@ class Peers:
     """Knows each rank by the channel's name of its present process."""
 
     def __init__(
-        self, channel: HeadChannel, ranks: Sequence[int], settings: Mapping[str, str], beats: str
+        self, channel: HeadChannel, ranks: Sequence[int], settings: Mapping[str, str], beats: str, life: str
     ) -> None:
-        """``settings``: the head's, which ranks must share; ``beats``: the address that they beat to."""
+        """``settings``: the head's, which ranks must share; ``beats``: the address that they beat to;
+        ``life``: the head's.
+        """
         self._channel, self._ranks = channel, ranks
-        self._settings, self._beats = dict(settings), beats
+        self._settings, self._welcome = dict(settings), f.RankWelcome(beats=beats, life=life)
         self._names: dict[int, bytes] = {}
         self.ready: dict[int, None] = {}
         """Those whose weights are there."""
+        self.epoch = -1
+        """The last one that any of them was in, be it under another head."""
         self.strict = True
         """Whether a rank that differs ends whoever waits for it; else it is refused, and nothing more."""
 
@@ -55,7 +59,10 @@ class Peers:
                 yield name, frame
 
     def hello(self, name: bytes, hello: f.RankHello) -> bool:
-        """Welcomes a rank, or refuses it. Whether it is welcome; raises ConfigError, if ``strict``."""
+        """Welcomes a rank, or refuses it. Whether it is new, and welcome; raises ConfigError, if ``strict``.
+
+        A rank says hello until it is answered, so perhaps more than once: then it is not new.
+        """
         try:
             if hello.rank not in self._ranks:
                 self._refuse(name, ConfigError(f"rank {hello.rank} is not of this group"))
@@ -66,10 +73,13 @@ class Peers:
             if self.strict:
                 raise
             return False
-        self._names[hello.rank] = name
-        self.ready.pop(hello.rank, None)
-        self.tell(hello.rank, f.RankWelcome(beats=self._beats))
-        return True
+        known = self.speaks(name, hello.rank)
+        if not known:
+            self._names[hello.rank] = name
+            self.ready.pop(hello.rank, None)
+            self.epoch = max(self.epoch, hello.epoch)
+        self.tell(hello.rank, self._welcome)
+        return not known
 
     def forget(self, rank: int) -> None:
         """Its process has ended, or must: another one will say hello."""

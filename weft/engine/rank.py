@@ -1,4 +1,8 @@
-"""A worker process once it is welcome: loads its share of the model, then works."""
+"""A worker process once it is welcome: loads its share of the model, then works.
+
+It outlives its head: it keeps process and weights, and says hello to the next head, for as long as a rank may
+wait for its first welcome. Whoever keeps the process ends it when there will be no other.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ from weft.engine.ranks import threads_each
 from weft.engine.start import layout_of, mesh_host
 from weft.engine.watch import RankWatch
 from weft.engine.worker import Worker
-from weft.parallel.control import RankChannel
+from weft.parallel.control import HeadLink, RankChannel
 from weft.parallel.mesh import Mesh, make_mesh
 from weft.types import frames as f
 
@@ -27,36 +31,44 @@ log = get_logger(__name__)
 
 STUCK = 3
 """Exit status of a rank that did not come out of an epoch that had ended."""
+PATIENCE = 2.0
+"""Rank timeouts that it is given to."""
 
 
-def run_rank(
-    config: EngineConfig, channel: RankChannel, rank: int, beats: Callable[[], RankChannel] | None
-) -> None:
-    """Works until told to stop. ``beats`` opens the connection for beats.
+def run_rank(config: EngineConfig, rank: int, link: HeadLink, rejoin: Callable[[int], HeadLink]) -> None:
+    """Works until told to stop, for the head of ``link`` and those that follow it.
 
-    Raises WeftError when the model cannot be loaded, of which the head is told, or the head is gone.
+    ``rejoin(epoch)`` says hello to the next head, ``epoch`` being the last one that this rank was in, and
+    raises EngineDead when none comes in time. Raises WeftError besides when the model cannot be loaded, of
+    which the head is told, or a head will not have this rank.
     """
     layout, timeout = layout_of(config), config.parallel.rank_timeout
     if threads := threads_each(config, layout.tensor):
         torch.set_num_threads(threads)
     faults = Faults(config.faults, rank)
     mesh = make_mesh(layout, rank, faults.launcher(), mesh_host(config))
-    life = _Life(rank, 2 * timeout)
-    watch = None
-    if beats is not None:  # from now on: who loads for minutes shows that it runs
-        watch = RankWatch(beats(), timeout, life.beat, life.ended, life.orphaned)
-        watch.start()
+    life = _Life(rank, link.life, timeout)
+    life.watch(link)  # from now on: who loads for minutes shows that it runs
     try:
-        runner = _load(config, channel, rank, mesh, faults)
-        life.worker = worker = Worker(rank, runner, mesh, channel, rank_timeout=timeout)
+        runner = _load(config, link.channel, rank, mesh, faults)
+        worker = Worker(rank, runner, mesh, link.channel, rank_timeout=timeout, life=link.life)
         gc.collect()
         gc.freeze()  # the model and all modules live as long as the process: never look through them again
-        if life.orphan:
-            worker.orphaned()
-        worker.run()
+        life.adopt(worker)
+        try:
+            worker.run()
+            while not worker.stopped:
+                log.warning("rank %d has lost its head, and keeps its weights for the next one", rank)
+                life.close()
+                link.channel.close(deliver=False)
+                link = rejoin(worker.epoch)
+                worker.join(link.channel, link.life)
+                life.watch(link)
+                worker.run()
+        finally:
+            worker.close()
     finally:
-        if watch is not None:
-            watch.close()
+        life.close()
 
 
 def _load(config: EngineConfig, channel: RankChannel, rank: int, mesh: Mesh, faults: Faults) -> RankRunner:
@@ -71,33 +83,59 @@ def _load(config: EngineConfig, channel: RankChannel, rank: int, mesh: Mesh, fau
 
 
 class _Life:
-    """What the watch is told and tells, before there is a worker too."""
+    """The watch of one head after the other, and what it is told, before there is a worker too."""
 
-    def __init__(self, rank: int, patience: float) -> None:
-        """``patience``: seconds after which a rank that stays in an epoch that has ended, ends its process:
-        so somebody starts it anew, on whatever host it is.
-        """
-        self._rank = rank
-        self._patience = patience
+    def __init__(self, rank: int, head: str, rank_timeout: float) -> None:
+        """``head``: the life of the first one."""
+        self._rank, self._head, self._timeout = rank, head, rank_timeout
         self._stuck_since: float | None = None
-        self.worker: Worker | None = None
-        self.orphan = False
+        self._worker: Worker | None = None
+        self._watch: RankWatch | None = None
+        self._orphan = False
+
+    def watch(self, link: HeadLink) -> None:
+        """Shows the head of ``link`` from now on that this process runs."""
+        self._orphan, self._stuck_since = False, None
+        if link.beats is not None:
+            self._watch = RankWatch(link.beats, self._timeout, self.beat, self.ended, self.orphaned)
+            self._watch.start()
+
+    def adopt(self, worker: Worker) -> None:
+        """The model is loaded. The head may be gone since."""
+        self._worker = worker
+        if self._orphan:
+            worker.orphaned()
+
+    def close(self) -> None:
+        """Ends the watch."""
+        if self._watch is not None:
+            self._watch.close()
+
+    # ---- from the watch's thread
 
     def beat(self) -> f.Beat:
-        if self.worker is not None:
-            return self.worker.beat()
-        return f.Beat(rank=self._rank, epoch=-1, step=-1)
+        if self._worker is not None:
+            return self._worker.beat()
+        return f.Beat(rank=self._rank, epoch=-1, step=-1, life=self._head)
 
     def ended(self, epoch: int) -> None:
-        if self.worker is None or not self.worker.ended(epoch):
+        if self._worker is None or not self._worker.ended(epoch):
             self._stuck_since = None
-        elif self._stuck_since is None:
-            self._stuck_since = time.monotonic()
-        elif time.monotonic() - self._stuck_since > self._patience:
-            log.error("rank %d does not come out of epoch %d: its process ends", self._rank, epoch)
-            os._exit(STUCK)
+        else:
+            self._stuck()
 
     def orphaned(self) -> None:
-        self.orphan = True
-        if self.worker is not None:
-            self.worker.orphaned()
+        self._orphan = True
+        if self._worker is not None:
+            self._worker.orphaned()
+            self._stuck()
+
+    def _stuck(self) -> None:
+        """A rank that stays too long in an epoch that is over ends its process: so somebody starts it anew,
+        on whatever host it is.
+        """
+        if self._stuck_since is None:
+            self._stuck_since = time.monotonic()
+        elif time.monotonic() - self._stuck_since > PATIENCE * self._timeout:
+            log.error("rank %d does not come out of an epoch that is over: its process ends", self._rank)
+            os._exit(STUCK)

@@ -5,16 +5,43 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
 import msgspec
 
 from weft.common import env
 from weft.common.log import get_logger
+from weft.config.hosts import meeting_place, replica_spans, uses_board
 from weft.config.resolved import EngineConfig
+from weft.config.sections import ParallelSection
+from weft.parallel.address import own_address, tcp
 
 log = get_logger(__name__)
+
+
+class Ranks(Protocol):
+    """The worker processes of one group on this host, as its head sees them."""
+
+    outlive: bool
+    """Whether they outlive the head, for the next one."""
+
+    def spawn(self, rank: int) -> bool:
+        """Starts the process of ``rank``, unless it runs; whether it did. Does not wait for it."""
+
+    def keeps(self, rank: int) -> bool:
+        """Whether the process of ``rank`` is on this host."""
+
+    def dead(self) -> tuple[int, str] | None:
+        """The first rank whose process has ended, and how. From any thread."""
+
+    def kill(self, rank: int) -> None:
+        """Ends the rank's process at once, stopped or not, and takes it off the books."""
+
+    def close(self, seconds: float) -> None:
+        """The head ends. Ranks that do not outlive it were told to stop, and get ``seconds`` to end."""
 
 
 class RankProcesses:
@@ -22,6 +49,8 @@ class RankProcesses:
 
     Not thread-safe, but for ``dead``.
     """
+
+    outlive = False
 
     def __init__(self, config: EngineConfig, address: str, log_level: str) -> None:
         """``address``: of the control channel that they say hello at."""
@@ -31,9 +60,13 @@ class RankProcesses:
         # The kernel ties a child's life to the thread that made it: to one that lives as long as this.
         self._maker = ThreadPoolExecutor(1, thread_name_prefix="weft-ranks")
 
-    def spawn(self, rank: int) -> None:
-        """Starts the process of ``rank``, in place of one that was killed. Does not wait for it."""
+    def spawn(self, rank: int) -> bool:
+        """Starts the process of ``rank``, unless it runs; whether it did. Does not wait for it."""
+        process = self._running.get(rank)
+        if process is not None and process.poll() is None:
+            return True
         self._running[rank] = self._maker.submit(self._start, rank).result(60.0)
+        return False
 
     def keeps(self, rank: int) -> bool:
         """Whether the process of ``rank`` is on this host."""
@@ -58,12 +91,7 @@ class RankProcesses:
 
     def dead(self) -> tuple[int, str] | None:
         """The first rank whose process has ended, and how."""
-        for rank, process in list(self._running.items()):
-            status = process.poll()
-            if status is not None:
-                how = f"signal {-status}" if status < 0 else f"status {status}"
-                return rank, f"its process ended with {how}"
-        return None
+        return next(((rank, end_of(status)) for rank, status in self.ended()), None)
 
     def kill(self, rank: int) -> None:
         """Ends the rank's process at once, stopped or not, and takes it off the books."""
@@ -74,11 +102,13 @@ class RankProcesses:
 
     def close(self, seconds: float) -> None:
         """Gives all of them, who were told to stop, ``seconds`` to end; then kills them."""
+        until = time.monotonic() + seconds
         for rank, process in list(self._running.items()):
             try:
-                process.wait(seconds)
+                process.wait(max(until - time.monotonic(), 0.0))
             except subprocess.TimeoutExpired:
-                log.warning("rank %d did not end and is killed", rank)
+                if seconds:
+                    log.warning("rank %d did not end and is killed", rank)
             self.kill(rank)
         self._maker.shutdown(wait=False)
 
@@ -95,11 +125,33 @@ class RankProcesses:
         return process
 
 
+def end_of(status: int) -> str:
+    """In words, how a process ended."""
+    return f"its process ended with {f'signal {-status}' if status < 0 else f'status {status}'}"
+
+
 def threads_each(config: EngineConfig, ranks_here: int) -> int:
     """CPU threads of each of ``ranks_here`` ranks on this host; 0 leaves it to torch."""
     if config.runner.threads or ranks_here == 1:
         return config.runner.threads
     return max(1, len(os.sched_getaffinity(0)) // ranks_here)
+
+
+def rank_address(config: EngineConfig) -> str:
+    """Where ranks that a server keeps say hello: the same for every head that their replica has, in turn.
+
+    Not where a replica, one of several, lies over hosts: each of its heads listens elsewhere, see the board.
+    """
+    if not replica_spans(config.parallel, config.replica):
+        return f"ipc://{config.domain}/ranks{config.replica}"
+    host, port = meeting_place(config.parallel)
+    return tcp(own_address(host, port), port)
+
+
+def are_kept(parallel: ParallelSection, replica: int) -> bool:
+    """Whether the workers on the head's host are kept by their server, and outlive the head."""
+    moves = uses_board(parallel) and replica_spans(parallel, replica)
+    return parallel.tensor_parallel_size > 1 and not moves
 
 
 def ranks_of(replica: int, tensor: int) -> Sequence[int]:

@@ -7,11 +7,13 @@ lost ──> replace who is gone ──> gather ──> form the next epoch ─�
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from typing import Protocol
 
 from weft.common.log import get_logger
 from weft.engine.executor import GroupLost
-from weft.engine.ranks import RankProcesses
+from weft.engine.ranks import Ranks
 
 log = get_logger(__name__)
 
@@ -25,15 +27,19 @@ TRIES = 4
 class Group(Protocol):
     """What is needed of a ``GroupExecutor``."""
 
-    processes: RankProcesses | None
-    epoch: int
+    processes: Ranks | None
+
+    @property
+    def next_epoch(self) -> int: ...
 
     def at_fault(self, lost: GroupLost) -> int | None:
         """The rank that must be replaced; None: nobody, or nobody knows."""
 
     def forget(self, rank: int) -> None: ...
 
-    def gather(self, timeout: float, ready: bool = True) -> None: ...
+    def knows(self, rank: int) -> bool: ...
+
+    def gather(self, timeout: float, ready: bool = True, ranks: Sequence[int] | None = None) -> None: ...
 
     def form(self, epoch: int) -> None: ...
 
@@ -45,7 +51,7 @@ def regroup(group: Group, lost: GroupLost) -> None:
         try:
             group.gather(HELLO_S, ready=False)
             group.gather(LOAD_S)
-            group.form(group.epoch + 1)
+            group.form(group.next_epoch)
         except GroupLost as again:
             log.error("try %d of %d to form the group anew: %s", number + 1, TRIES, again.message)
             lost = again
@@ -54,11 +60,25 @@ def regroup(group: Group, lost: GroupLost) -> None:
     raise lost
 
 
-def _replace(group: Group, lost: GroupLost) -> None:
-    """Starts again every rank whose process has ended, and the one that is at fault."""
+def recall(group: Group, held: Sequence[int], patience: float) -> None:
+    """Waits for ranks that outlived the head before this one: they say hello to it.
+
+    Who ends, or does not come within ``patience`` seconds, is started again.
+    """
+    until = time.monotonic() + patience
+    while late := [rank for rank in held if not group.knows(rank)]:
+        try:
+            group.gather(max(until - time.monotonic(), 0.0), ready=False, ranks=late)
+        except GroupLost as lost:
+            again = _replace(group, lost)
+            held = [rank for rank in held if rank not in again]
+
+
+def _replace(group: Group, lost: GroupLost) -> list[int]:
+    """Starts again every rank whose process has ended, and the one that is at fault. Which these are."""
     processes = group.processes
     if processes is None:
-        return
+        return []
     gone: dict[int, str] = {}
     rank = group.at_fault(lost)
     if rank is not None and not processes.keeps(rank):
@@ -73,3 +93,4 @@ def _replace(group: Group, lost: GroupLost) -> None:
         log.warning("rank %d is started again: %s", rank, why)
         group.forget(rank)
         processes.spawn(rank)
+    return list(gone)

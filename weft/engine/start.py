@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,11 +17,12 @@ from weft.config.hosts import domain_spans, meeting_place, ranks_on, replica_spa
 from weft.config.resolved import EngineConfig
 from weft.engine.build import build_runner
 from weft.engine.domain import Domain, DomainExecutor
-from weft.engine.executor import Executor
+from weft.engine.executor import Executor, GroupLost
 from weft.engine.faults import Faults
 from weft.engine.group import GroupExecutor
-from weft.engine.ranks import RankProcesses, ranks_of, threads_each
-from weft.engine.regroup import HELLO_S, LOAD_S
+from weft.engine.kept import KeptRanks
+from weft.engine.ranks import RankProcesses, Ranks, rank_address, ranks_of, threads_each
+from weft.engine.regroup import HELLO_S, LOAD_S, recall
 from weft.engine.watch import HeadWatch
 from weft.parallel.address import own_address, tcp
 from weft.parallel.agreement import AgreementGroup, ZmqBell
@@ -57,21 +59,28 @@ def start_executor(config: EngineConfig, *, progress: bool = True) -> Executor:
     return start_group(config, progress=progress)
 
 
-def start_group(config: EngineConfig, *, progress: bool = True) -> GroupExecutor:
-    """Starts the workers of a replica on this host, loads this rank's share, and forms the first epoch."""
+def start_group(
+    config: EngineConfig, *, progress: bool = True, kept: KeptRanks | None = None
+) -> GroupExecutor:
+    """Starts the workers of a replica on this host, loads this rank's share, and forms an epoch.
+
+    ``kept``: the workers, where the server keeps them. Those that outlived another head have their weights.
+    """
     layout = layout_of(config)
     head, *workers = ranks_of(config.replica, layout.tensor)
     timeout = config.parallel.rank_timeout
-    folder = private_folder()
+    # A head that is killed leaves its files to whoever started it, in whose folder they are.
+    folder = (
+        Path(tempfile.mkdtemp(prefix="stores-", dir=config.domain)) if config.domain else private_folder()
+    )
     undo: list[Callable[[], None]] = [lambda: shutil.rmtree(folder, ignore_errors=True)]
     try:
         channel, beats = _channels(config, folder)
         host = mesh_host(config)
-        processes = RankProcesses(config, channel.address, _level())
+        processes: Ranks = kept or RankProcesses(config, channel.address, _level())
         undo.append(lambda: processes.close(CLOSE_S))
-        for rank in workers:
-            if rank in ranks_on(config.parallel, config.parallel.node_rank):
-                processes.spawn(rank)
+        here = ranks_on(config.parallel, config.parallel.node_rank)
+        held = [rank for rank in workers if rank in here and processes.spawn(rank)]
         if threads := threads_each(config, layout.tensor):
             torch.set_num_threads(threads)
         faults = Faults(config.faults, head)
@@ -93,13 +102,20 @@ def start_group(config: EngineConfig, *, progress: bool = True) -> GroupExecutor
         group.watch, group.processes, group.on_close = watch, processes, lambda: _undo(undo)
         undo.append(watch.close)
         watch.start()
+        recall(group, held, timeout)
         group.gather(HELLO_S, ready=False)
         faults.reach("load")
         group.adopt(faults.around(build_runner(config, progress=progress, mesh=mesh)))
-        group.gather(LOAD_S)
         if isinstance(group, DomainExecutor):
             group.enter(*_domain(config, layout, host))
-        group.form(0)
+        first = not held and group.next_epoch == 0
+        try:
+            group.gather(LOAD_S)
+            group.form(group.next_epoch)
+        except GroupLost as lost:
+            if first:  # it never worked: whoever started it hears why
+                raise
+            group.recover(lost)
         return group
     except BaseException:
         _undo(undo)
@@ -116,13 +132,14 @@ def mesh_host(config: EngineConfig) -> str | None:
 def _channels(config: EngineConfig, folder: Path) -> tuple[ZmqHead, ZmqHead]:
     """(for frames, for beats)."""
     parallel, replica = config.parallel, config.replica
-    if not replica_spans(parallel, replica):
-        return ZmqHead(_socket(folder, "ranks")), ZmqHead(_socket(folder, "beats"))
+    if not replica_spans(parallel, replica):  # in a server's folder the next head will listen there, too
+        ranks = rank_address(config) if config.domain else f"ipc://{folder}/ranks"
+        return ZmqHead(ranks), ZmqHead(f"{ranks}.beats")
     place, keys = board_place(parallel)
     where, port = meeting_place(parallel)
     host = own_address(where, port)
     if not uses_board(parallel):  # the only head: everybody knows where it is
-        return ZmqHead(tcp(host, port), keys), ZmqHead(tcp(host, "*"), keys)
+        return ZmqHead(rank_address(config), keys), ZmqHead(tcp(host, "*"), keys)
     channel, beats = ZmqHead(tcp(host, "*"), keys), ZmqHead(tcp(host, "*"), keys)
     board = BoardClient(place, keys)
     try:
@@ -152,10 +169,6 @@ def _domain(config: EngineConfig, layout: Layout, host: str | None) -> tuple[Dom
         )
     group = AgreementGroup(replica, layout.data, bell, host)
     return Domain(group), Meeting(seats, replica, stores, bell.address, hosted)
-
-
-def _socket(folder: Path, name: str) -> str:
-    return f"ipc://{folder}/{name}"
 
 
 def _level() -> str:

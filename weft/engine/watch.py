@@ -146,9 +146,11 @@ class HeadWatch(_Thread):
         try:
             beat = decode_to_head(data)
             if isinstance(beat, Beat):
-                with self._lock:
-                    self._liveness.heard(beat.rank, time.monotonic(), new=beat.epoch < 0)
-                self._channel.send(peer, encode(self._beat()))
+                answer = self._beat()
+                if beat.life == answer.life:  # else it has not noticed yet that its head is another
+                    with self._lock:
+                        self._liveness.heard(beat.rank, time.monotonic(), new=beat.epoch < 0)
+                self._channel.send(peer, encode(answer))
         except FrameError as error:
             log.warning("dropped a frame beside the beats: %s", error.message)
         except EngineDead:  # it is gone: its silence will tell
@@ -157,7 +159,7 @@ class HeadWatch(_Thread):
 
 
 class RankWatch(_Thread):
-    """A rank's side: beats, and hears from the head which epoch has ended, or that nothing comes any more."""
+    """A rank's side: beats, and hears from the head which epoch has ended, or that it is there no more."""
 
     def __init__(
         self,
@@ -167,13 +169,16 @@ class RankWatch(_Thread):
         ended: Callable[[int], None],
         orphaned: Callable[[], None],
     ) -> None:
-        """``ended(epoch)``: that epoch, and all before it, are over. ``orphaned``: the head fell silent."""
+        """``ended(epoch)``: that epoch, and all before it, are over. ``orphaned``: the head fell silent, or
+        another one answers in its place; called again and again.
+        """
         super().__init__("weft-beats")
         self._channel = channel
         self._interval = min(0.5, rank_timeout / 16)
         self._liveness = Liveness(SILENT * rank_timeout)
         self._liveness.expect([0], time.monotonic())
         self._beat, self._ended, self._orphaned = beat, ended, orphaned
+        self._replaced = False
 
     def work(self) -> None:
         with suppress(EngineDead):  # it shows in what does not come back
@@ -183,11 +188,11 @@ class RankWatch(_Thread):
             self._take(left)
         while self._take(0):
             pass
-        if self._liveness.silent(time.monotonic()) is not None:
+        if self._liveness.silent(time.monotonic()) is not None or self._replaced:
             self._orphaned()
 
     def end(self) -> None:
-        self._channel.close()
+        self._channel.close(deliver=False)  # nobody needs to hear a beat late
 
     def _take(self, wait: float) -> bool:
         data = self._channel.receive(wait)
@@ -198,7 +203,9 @@ class RankWatch(_Thread):
         except FrameError as error:
             log.warning("dropped a frame beside the beats: %s", error.message)
             return True
-        if isinstance(beat, Beat):
+        if isinstance(beat, Beat) and beat.life != self._beat().life:
+            self._replaced = True
+        elif isinstance(beat, Beat):
             self._liveness.heard(0, time.monotonic())
             self._ended(beat.aborted)
         return True

@@ -4,7 +4,7 @@
                           └── StepFrame: same step number, same digest, or the rank stops
 
 It decides nothing. Whatever fails is told to the head; then the rank waits, with its weights, for the next
-epoch, in which all its slots are empty.
+epoch, in which all its slots are empty. When the head is gone it can join another one.
 """
 
 from __future__ import annotations
@@ -33,15 +33,27 @@ _BUSY = 0.0005
 """The same while a step runs behind the launch of it."""
 
 
+class GivenUp(EngineDead):
+    """The head will not have this rank, or no longer."""
+
+
 class Worker:
     """One rank. ``turn`` does one thing; ``run`` does until the end."""
 
     def __init__(
-        self, rank: int, runner: RankRunner, mesh: Mesh, channel: RankChannel, *, rank_timeout: float = 10.0
+        self,
+        rank: int,
+        runner: RankRunner,
+        mesh: Mesh,
+        channel: RankChannel,
+        *,
+        rank_timeout: float = 10.0,
+        life: str = "",
     ) -> None:
+        """``life``: of the head at the other end of ``channel``."""
         self.rank = rank
-        self._runner, self._mesh, self._channel = runner, mesh, channel
-        self._timeout = rank_timeout
+        self._runner, self._mesh, self._timeout = runner, mesh, rank_timeout
+        self._channel, self._life = channel, life
         self._digest = SlotDigest(runner.kv.num_slots, len(runner.kv.pools))
         self._in_flight: deque[StepHandle] = deque()
         self._store: Any = None
@@ -52,20 +64,28 @@ class Worker:
         self.step = -1
         """The last one that ended here."""
         self.stopped = False
+        """Whether the head said Shutdown."""
         self._orphan = False
+        self._served = False
+        """Whether this head has begun an epoch."""
 
     # ---- the loop
 
     def run(self) -> None:
-        """Serves until the head says Shutdown. Raises EngineDead when the head is gone."""
-        try:
-            self._channel.send(f.encode(f.Ready(rank=self.rank)))
-            while not self.stopped:
-                if self._orphan:
-                    raise EngineDead("the head of the group is gone")
-                self.turn(_BUSY if self._in_flight else _IDLE)
-        finally:
-            self.close()
+        """Works until the head says Shutdown (``stopped``) or is gone; then ``join`` may follow.
+
+        Raises EngineDead when the head will not have this rank.
+        """
+        self._channel.send(f.encode(f.Ready(rank=self.rank)))
+        while not self.stopped and not self._orphan:
+            self.turn(_BUSY if self._in_flight else _IDLE)
+        self._leave()
+
+    def join(self, channel: RankChannel, life: str) -> None:
+        """Works for another head from now on, which has welcomed this rank."""
+        self._leave()
+        self._channel, self._life = channel, life
+        self._orphan = self._served = False
 
     def turn(self, wait: float = 0.0) -> bool:
         """Reads a step that is done, or takes a frame; waits ``wait`` seconds for one. False: neither."""
@@ -87,7 +107,8 @@ class Worker:
     # ---- from the watch's thread
 
     def beat(self) -> f.Beat:
-        return f.Beat(rank=self.rank, epoch=self.epoch, step=self.step)
+        epoch = self.epoch if self._served else -1
+        return f.Beat(rank=self.rank, epoch=epoch, step=self.step, life=self._life)
 
     def ended(self, epoch: int) -> bool:
         """Frees this rank of a collective that nobody will end. Whether it is still in that epoch."""
@@ -97,7 +118,7 @@ class Worker:
         return late
 
     def orphaned(self) -> None:
-        """The head fell silent."""
+        """The head is gone."""
         self._orphan = True
         self._mesh.abort()
 
@@ -107,7 +128,7 @@ class Worker:
         if isinstance(frame, f.Shutdown):
             self.stopped = True
         elif isinstance(frame, f.Refused):
-            raise EngineDead(f"this rank was refused: {frame.error.message}")
+            raise GivenUp(f"this rank was refused: {frame.error.message}")
         elif isinstance(frame, f.Abort):
             if frame.epoch >= self.epoch:
                 self._leave()
@@ -120,7 +141,9 @@ class Worker:
 
     def _form(self, frame: f.Form) -> None:
         self._leave()
-        self.epoch, self._next = frame.epoch, None
+        if frame.epoch <= self.epoch:
+            raise EngineDead(f"epoch {frame.epoch} cannot follow epoch {self.epoch}")
+        self.epoch, self._next, self._served = frame.epoch, None, True
         self._digest.clear()
         self._runner.reset()
         self._running = True  # from here on whoever ends the epoch ends what follows, too
@@ -167,7 +190,7 @@ class Worker:
         try:
             work()
         except Exception as error:
-            if self.stopped or isinstance(error, PeerGone):
+            if self.stopped or isinstance(error, PeerGone | GivenUp):
                 raise
             self._fail(error)
 

@@ -1,4 +1,6 @@
-"""Entry point of a head process: ``python -m weft.launch.head_main PARENT ENDPOINT LOG_LEVEL``.
+"""Entry point of a head process: ``python -m weft.launch.head_main PARENT ENDPOINT LOG_LEVEL [PIPE]``.
+
+PIPE is the descriptor of a pipe to whoever keeps the head's workers; without it the head starts its own.
 
 Its EngineConfig comes on standard input, as msgpack. Ends with status 2 after a configuration error.
 """
@@ -17,7 +19,7 @@ from weft.launch import child
 
 def run(arguments: list[str]) -> int:
     """Runs a head until its front closes it; returns the exit status."""
-    parent, endpoint, level = arguments
+    parent, endpoint, level, *pipe = arguments
     child.die_with_parent(int(parent))
     child.ignore_signals()
     child.forbid_core_dumps()
@@ -27,7 +29,7 @@ def run(arguments: list[str]) -> int:
     from weft.engine.head import run_head
 
     try:
-        run_head(config, endpoint)
+        run_head(config, endpoint, int(pipe[0]) if pipe else None)
     except WeftError as error:
         print(f"weft: {error.message}", file=sys.stderr, flush=True)
         return 2

@@ -1,4 +1,4 @@
-"""The head processes of a server: started, started anew when they died, ended."""
+"""The head processes of a server, and their workers, which outlive them: started, started anew, ended."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import msgspec
@@ -15,7 +16,9 @@ from weft.common.clock import Clock, SystemClock
 from weft.common.restarts import RestartBudget
 from weft.config.hosts import uses_board
 from weft.config.resolved import EngineConfig
+from weft.engine.ranks import RankProcesses, are_kept, rank_address
 from weft.front.heads import Place
+from weft.launch.keeper import Keeper
 from weft.parallel.remote import RemoteHead, RemoteHeads
 
 logger = log.get_logger(__name__)
@@ -42,6 +45,7 @@ class HeadProcesses:
         self._running: dict[int, subprocess.Popen[bytes] | RemoteHead] = {}
         self._ended: list[subprocess.Popen[bytes] | RemoteHead] = []
         self._started = 0
+        self._local = LocalHeads(config, folder, log_level)
 
     def start(self, replica: int) -> Place:
         """Starts the head of ``replica``; does not wait for it. Every start has an address of its own, so
@@ -53,8 +57,8 @@ class HeadProcesses:
             return Place(head.endpoint, head, self._remote.keys)
         endpoint = f"ipc://{self._folder}/head{self._started}"
         self._started += 1
-        own = msgspec.structs.replace(self._config, replica=replica, domain=str(self._folder))
-        self._running[replica] = process = start_head(own, endpoint, self._level)
+        process = self._local.start(replica, endpoint)
+        self._running[replica] = process
         return Place(endpoint, process)
 
     def respawn(self, replica: int) -> Place | None:
@@ -74,7 +78,8 @@ class HeadProcesses:
         return self.start(replica)
 
     def close(self, seconds: float, status: int = 0) -> list[int]:
-        """Gives all heads, which were told to stop, ``seconds`` to end, then kills them. Their statuses.
+        """Gives all heads, which were told to stop, ``seconds`` to end, then kills them; then their workers.
+        The heads' statuses.
 
         ``status``: with which the server ends; other hosts are told.
         """
@@ -85,23 +90,63 @@ class HeadProcesses:
             for head in heads
             if not isinstance(head, RemoteHead)
         ]
+        self._local.close(max(until - time.monotonic(), 0))
         if self._remote is not None:
             ends += [ended for head in heads if isinstance(head, RemoteHead) and (ended := head.poll())]
             self._remote.close(max(until - time.monotonic(), LEAVE_S), status)
         return ends
 
 
-def start_head(config: EngineConfig, endpoint: str, log_level: str) -> subprocess.Popen[bytes]:
+class LocalHeads:
+    """Starts heads of this host, and keeps those of their workers that outlive them. From the main thread."""
+
+    def __init__(self, config: EngineConfig, folder: Path, log_level: str) -> None:
+        """``folder``: for their files; only this user may enter it."""
+        self._config, self._folder, self._level = config, folder, log_level
+        self._keeper: Keeper | None = None
+        """Where heads have such workers."""
+
+    def start(self, replica: int, endpoint: str, life: int = 0) -> subprocess.Popen[bytes]:
+        """A head that will listen at ``endpoint``; does not wait for it. ``life``: see ``EngineConfig``."""
+        pipe, parallel = None, self._config.parallel
+        if are_kept(parallel, replica):
+            self._keeper = self._keeper or Keeper(parallel.data_parallel_size, self._workers)
+            pipe = self._keeper.link(replica)
+        own = msgspec.structs.replace(self._of(replica), life=life)
+        return start_head(own, endpoint, self._level, pipe)
+
+    def close(self, seconds: float) -> None:
+        """Gives workers, which were told to stop, ``seconds`` to end, then kills them."""
+        if self._keeper is not None:
+            self._keeper.close(seconds)
+            self._keeper = None
+
+    def _of(self, replica: int) -> EngineConfig:
+        return msgspec.structs.replace(self._config, replica=replica, domain=str(self._folder))
+
+    def _workers(self, replica: int) -> RankProcesses:
+        config = self._of(replica)
+        return RankProcesses(config, rank_address(config), self._level)
+
+
+def start_head(
+    config: EngineConfig, endpoint: str, log_level: str, pipe: Connection | None = None
+) -> subprocess.Popen[bytes]:
     """Starts a head that will listen at ``endpoint`` and die with this process. Does not wait for it.
 
-    Must be called from the main thread: the kernel ties the child to the thread that made it.
+    ``pipe``: to whoever keeps its workers; it is the head's from now on, and closed here. Must be called from
+    the main thread: the kernel ties the child to the thread that made it.
     """
     command = [sys.executable, "-m", "weft.launch.head_main", str(os.getpid()), endpoint, log_level]
-    head = subprocess.Popen(command, stdin=subprocess.PIPE, env=env.child_environment())
+    descriptors = () if pipe is None else (pipe.fileno(),)
+    command += map(str, descriptors)
+    head = subprocess.Popen(command, stdin=subprocess.PIPE, env=env.child_environment(), pass_fds=descriptors)
+    if pipe is not None:
+        pipe.close()
     assert head.stdin is not None
     try:
-        with head.stdin as pipe:
-            pipe.write(msgspec.msgpack.encode(config))
+        with head.stdin as stdin:
+            stdin.write(msgspec.msgpack.encode(config))
     except BrokenPipeError:
         # It died before it read its configuration; whoever watches it sees that.
         pass

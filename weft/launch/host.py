@@ -8,20 +8,23 @@ lost, or come late.
 from __future__ import annotations
 
 import secrets
+import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 import msgspec
 
 from weft.common import log
 from weft.common.errors import ConfigError
+from weft.common.folder import private_folder
 from weft.common.restarts import RestartBudget
 from weft.config.hosts import head_of, heads_on, meeting_place, workers_on
 from weft.config.resolved import EngineConfig
 from weft.engine.ranks import RankProcesses
-from weft.launch.heads import start_head
+from weft.launch.heads import LocalHeads
 from weft.launch.node import RESTARTS, WINDOW, Ranks, until_stopped
 from weft.parallel.address import own_address, tcp
 from weft.parallel.board import BoardClient, board_place
@@ -50,13 +53,14 @@ def serve_host(config: EngineConfig, log_level: str) -> int:
         workers_on(parallel, parallel.node_rank),
         parallel.rdzv,
     )
-    client = BoardClient(place, keys)
-    made = _Host(config, client, tcp(host, "*"), log_level)
+    client, folder = BoardClient(place, keys), private_folder()
+    made = _Host(config, client, folder, tcp(host, "*"), log_level)
     try:
         return until_stopped(made.run)
     finally:
         made.end()
         client.close()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def due(wanted: Mapping[int, int], started: Mapping[int, int]) -> list[int]:
@@ -69,7 +73,10 @@ def due(wanted: Mapping[int, int], started: Mapping[int, int]) -> list[int]:
 class _Host:
     """What runs here, and what of it the board was told."""
 
-    def __init__(self, config: EngineConfig, client: BoardClient, endpoint: str, log_level: str) -> None:
+    def __init__(
+        self, config: EngineConfig, client: BoardClient, folder: Path, endpoint: str, log_level: str
+    ) -> None:
+        self._local = LocalHeads(config, folder, log_level)
         self._config, self._client, self._endpoint, self._level = config, client, endpoint, log_level
         self._number = config.parallel.node_rank
         self._mine = heads_on(config.parallel, self._number)
@@ -107,6 +114,7 @@ class _Host:
     def end(self) -> None:
         """Ends everything that runs here."""
         self._end_heads()
+        self._local.close(0.0)
         for _, ranks in self._ranks.values():
             ranks.close()
         self._ranks.clear()
@@ -151,8 +159,7 @@ class _Host:
         return {r: msgspec.msgpack.decode(data, type=int) for r, data in found.items() if data is not None}
 
     def _start(self, replica: int, life: int) -> None:
-        own = msgspec.structs.replace(self._config, replica=replica, life=life)
-        self._heads[replica] = start_head(own, self._endpoint, self._level)
+        self._heads[replica] = self._local.start(replica, self._endpoint, life)
         logger.info("head %d is started", replica)
 
     def _tell_end(self, replica: int, status: int) -> None:

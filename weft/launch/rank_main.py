@@ -1,7 +1,8 @@
 """Entry point of a worker rank: ``python -m weft.launch.rank_main PARENT ADDRESS RANK LOG_LEVEL``.
 
 Its EngineConfig comes on standard input, as msgpack. It says hello before it imports torch, so that a rank
-that does not belong is refused at once. Ends with status 2 when it was refused or cannot load.
+that does not belong is refused at once. Ends with status 2 when it was refused, cannot load, or no head
+comes.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from weft.common.errors import WeftError
 from weft.config.group import shared_settings
 from weft.config.resolved import EngineConfig
 from weft.launch import child
-from weft.parallel.control import RankChannel, ZmqRank
+from weft.parallel.control import HeadLink, RankChannel, ZmqRank
 from weft.parallel.secret import read_keys
 from weft.types import frames as f
 
 WELCOME_S = 120.0
+"""Seconds that a rank waits for a head's welcome: for the first one's, and for that of each that follows."""
+AGAIN_S = 1.0
+"""Seconds between two hellos: a head may die when it has heard one and not yet answered."""
 
 
 def run(arguments: list[str]) -> int:
@@ -46,27 +50,41 @@ def serve(config: EngineConfig, address: str, rank: int) -> None:
     """Joins the group whose head listens at ``address``. Raises ConfigError, or EngineDead."""
     secret = config.parallel.group_secret if address.startswith("tcp://") else None
     keys = read_keys(secret) if secret is not None else None
-    channel = ZmqRank(address, rank, keys)
-    welcome = say_hello(channel, config, rank)
 
+    def join(epoch: int) -> HeadLink:
+        channel = ZmqRank(address, rank, keys)  # what an earlier head sent, or was sent, is not in it
+        try:
+            welcome = say_hello(channel, config, rank, epoch)
+        except BaseException:
+            channel.close(deliver=False)
+            raise
+        beats = ZmqRank(welcome.beats, rank, keys) if welcome.beats else None
+        return HeadLink(channel, beats, welcome.life)
+
+    link = join(-1)
     from weft.engine.rank import run_rank
 
-    run_rank(config, channel, rank, (lambda: ZmqRank(welcome.beats, rank, keys)) if welcome.beats else None)
+    run_rank(config, rank, link, join)
 
 
-def say_hello(channel: RankChannel, config: EngineConfig, rank: int) -> f.RankWelcome:
-    """The head's welcome. Raises EngineDead when it refuses, or does not answer."""
+def say_hello(channel: RankChannel, config: EngineConfig, rank: int, epoch: int = -1) -> f.RankWelcome:
+    """The head's welcome. ``epoch``: the last one that this rank was in.
+
+    Raises EngineDead when the head refuses, or none answers in time.
+    """
     hello = f.RankHello(
         version=f.VERSION,
         release=__version__,
         rank=rank,
         pid=os.getpid(),
+        epoch=epoch,
         settings=shared_settings(config),
     )
-    channel.send(f.encode(hello))
     until = time.monotonic() + WELCOME_S
     while (left := until - time.monotonic()) > 0:
-        data = channel.receive(left)
+        if (data := channel.receive(0)) is None:
+            channel.send(f.encode(hello))
+            data = channel.receive(min(left, AGAIN_S))
         if data is None:
             continue
         answer = f.decode_to_rank(data)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import secrets
 from abc import ABC, abstractmethod
+from typing import NamedTuple
 
 import zmq
 
@@ -58,8 +59,19 @@ class RankChannel(ABC):
         """The head's next frame; None when none came within ``timeout`` seconds (0: do not wait)."""
 
     @abstractmethod
-    def close(self) -> None:
-        """Ends the channel. What was sent is still delivered, if that takes no longer than a second."""
+    def close(self, deliver: bool = True) -> None:
+        """Ends the channel. What was sent is still delivered, if that takes no longer than a second; without
+        ``deliver`` it is dropped.
+        """
+
+
+class HeadLink(NamedTuple):
+    """A rank's connections to one head, which has welcomed it."""
+
+    channel: RankChannel
+    beats: RankChannel | None
+    life: str
+    """Of that head."""
 
 
 class ZmqHead(HeadChannel):
@@ -124,8 +136,8 @@ class ZmqRank(RankChannel):
             return None
         return parts[0] if len(parts) == 1 else b""
 
-    def close(self) -> None:
-        self._socket.close()
+    def close(self, deliver: bool = True) -> None:
+        self._socket.close(None if deliver else 0)
         self._context.term()
 
 

@@ -191,5 +191,5 @@ class LoopbackRank(RankChannel):
     def receive(self, timeout: float) -> bytes | None:
         return self._net.take_for(self._peer)
 
-    def close(self) -> None:
+    def close(self, deliver: bool = True) -> None:
         self._net.cut(self._peer)

@@ -26,7 +26,7 @@ import numpy as np
 from weft.common.errors import EngineDead, ErrorInfo
 from weft.types.plan import EMPTY, I32, Segment, StepPlan
 
-VERSION = 1
+VERSION = 2
 """Of these frames. All ranks of a group speak the same: unequal ones are refused by name."""
 
 
@@ -43,22 +43,26 @@ class _Frame(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
 
 
 class RankHello(_Frame, frozen=True, kw_only=True):
-    """Rank to head, first, and anew after a restart."""
+    """Rank to head: first, again until an answer comes, and anew to every head that follows another."""
 
     version: int
     release: str
     """Of the package, for the message when versions differ."""
     rank: int
     pid: int
+    epoch: int
+    """The last one that this process was in, under whatever head; -1: none."""
     settings: dict[str, str]
     """Every setting that affects wire, shapes or collectives: its name and value."""
 
 
 class RankWelcome(_Frame, frozen=True, kw_only=True):
-    """Head to rank: it belongs to the group. Now it loads."""
+    """Head to rank: it belongs to the group. Now it loads, unless it has its weights."""
 
     beats: str
     """Address of the connection for ``Beat``; empty: there is none."""
+    life: str
+    """Of the head's process, drawn by chance: by it a rank tells a head from the one that follows it."""
 
 
 class Refused(_Frame, frozen=True, kw_only=True):
@@ -150,6 +154,8 @@ class Beat(_Frame, frozen=True, kw_only=True):
     epoch: int
     step: int
     """The last one that ended here."""
+    life: str
+    """Of the head: of this one, or of the one that the rank works for."""
     aborted: int = -1
     """Of a head: the last epoch that has ended; whoever waits in a collective of it, stops."""
 

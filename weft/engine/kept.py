@@ -1,0 +1,141 @@
+"""Worker processes that outlive their head: the server keeps them (``weft.launch.keeper``) for the next one.
+
+    head                        keeper
+     │ Run(rank) ─────────────► │   sees that its process runs
+     │ ◄─────────── Runs(rank)  │   which process, and whether it ran before
+     │ End(rank) ─────────────► │   ends it at once
+     │ ◄────────── Ended(rank)  │   and unasked, when one ended by itself
+
+Each head has a pipe of its own, so nothing that one asked for, or was told, reaches the next.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+
+import msgspec
+
+from weft.common.errors import EngineDead
+from weft.engine.ranks import end_of
+
+ANSWER_S = 60.0
+"""Seconds in which the keeper answers."""
+MOST_BYTES = 4096
+"""Of a message."""
+
+
+class Run(msgspec.Struct, frozen=True, tag=True):
+    """Head to keeper: the process of ``rank`` is to run."""
+
+    rank: int
+
+
+class End(msgspec.Struct, frozen=True, tag=True):
+    """Head to keeper: this process of ``rank`` is to end, stopped or not."""
+
+    rank: int
+    pid: int
+
+
+class Runs(msgspec.Struct, frozen=True, tag=True):
+    """Keeper to head."""
+
+    rank: int
+    pid: int
+    before: bool
+    """Whether it ran already."""
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """Keeper to head."""
+
+    rank: int
+    pid: int
+    status: int
+    """As ``subprocess`` has it: of a signal the negative number."""
+
+
+_from_keeper = msgspec.msgpack.Decoder(Runs | Ended)
+from_head = msgspec.msgpack.Decoder(Run | End)
+encode = msgspec.msgpack.encode
+
+
+class KeptRanks:
+    """``Ranks`` of a head whose server keeps them. Thread-safe."""
+
+    outlive = True
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._pids: dict[int, int] = {}
+        self._ended: dict[int, int] = {}
+        """Process -> status."""
+        self._lock = threading.Lock()
+
+    def spawn(self, rank: int) -> bool:
+        """See ``Ranks``. Raises EngineDead when the keeper is gone or does not answer."""
+        with self._lock:
+            made = self._ask(Run(rank), lambda got: isinstance(got, Runs) and got.rank == rank)
+            assert isinstance(made, Runs)
+            self._pids[rank] = made.pid
+            return made.before
+
+    def keeps(self, rank: int) -> bool:
+        """See ``Ranks``."""
+        return rank in self._pids
+
+    def pid(self, rank: int) -> int:
+        """Of the rank's process."""
+        return self._pids[rank]
+
+    def dead(self) -> tuple[int, str] | None:
+        """See ``Ranks``. Never waits for the keeper; when that is gone, so is this head."""
+        if not self._lock.acquire(blocking=False):  # the keeper is being asked: look again later
+            return None
+        try:
+            with suppress(EngineDead):
+                while self._receive(0) is not None:
+                    pass
+            gone = [rank for rank, pid in self._pids.items() if pid in self._ended]
+            return (gone[0], end_of(self._ended[self._pids[gone[0]]])) if gone else None
+        finally:
+            self._lock.release()
+
+    def kill(self, rank: int) -> None:
+        """See ``Ranks``. Raises EngineDead as ``spawn`` does."""
+        with self._lock:
+            pid = self._pids.pop(rank, None)
+            if pid is not None and pid not in self._ended:
+                self._ask(End(rank, pid), lambda got: isinstance(got, Ended) and got.pid == pid)
+
+    def close(self, seconds: float) -> None:
+        """The ranks stay as they are."""
+        self._pipe.close()
+
+    def _ask(self, request: Run | End, answers: Callable[[Runs | Ended], bool]) -> Runs | Ended:
+        try:
+            self._pipe.send_bytes(encode(request))
+        except (OSError, ValueError) as error:
+            raise EngineDead("whoever keeps the ranks is gone") from error
+        until = time.monotonic() + ANSWER_S
+        while (left := until - time.monotonic()) > 0:
+            got = self._receive(left)
+            if got is not None and answers(got):
+                return got
+        raise EngineDead(f"whoever keeps the ranks did not answer within {ANSWER_S:g} s")
+
+    def _receive(self, wait: float) -> Runs | Ended | None:
+        """The keeper's next message; None when none came within ``wait`` seconds."""
+        try:
+            if not self._pipe.poll(wait):
+                return None
+            got = _from_keeper.decode(self._pipe.recv_bytes(MOST_BYTES))
+        except (OSError, EOFError) as error:
+            raise EngineDead("whoever keeps the ranks is gone") from error
+        if isinstance(got, Ended):
+            self._ended[got.pid] = got.status
+        return got
