@@ -1,35 +1,30 @@
-"""One group over two hosts: network namespaces with addresses of their own, and a cable that can be cut."""
+"""Groups and replicas over several hosts, which are network namespaces; a cable between them can be cut."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import queue
 import secrets
 import signal
 import subprocess
-import sys
-import threading
 import time
-from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
 
-from tests.faults.host_zero import answers
+from tests.faults.asker import TIMES
+from tests.faults.host_zero import PROMPTS
+from tests.faults.netns import ANSWER, Hosts, Lines, child_of
 from tests.faults.rig import config_of
-from weft import LLM
-from weft.common import env
+from weft import LLM, SamplingParams
 from weft.common.errors import ConfigError
+from weft.config import hosts as over
 from weft.config.group import compare, shared_settings
-from weft.config.hosts import check_hosts, meeting_place, ranks_on
 from weft.config.sections import ParallelSection
 
-ROOT = Path(__file__).resolve().parents[2]
-ANSWER = 200.0
 SETTINGS: dict[str, Any] = {
     "dtype": "float64",
     "max_model_len": 256,
@@ -39,85 +34,11 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-class Hosts:
-    """Two namespaces."""
-
-    def __init__(self) -> None:
-        mark = f"{os.getpid() % 100000}"
-        self.names = (f"weft{mark}a", f"weft{mark}b")
-        self.addresses = ("10.213.7.1", "10.213.7.2")
-        self.links = (f"wv{mark}a", f"wv{mark}b")
-        self.processes: list[subprocess.Popen[str]] = []
-
-    def up(self) -> None:
-        for name in self.names:
-            _ip("netns", "add", name)
-        _ip("link", "add", self.links[0], "type", "veth", "peer", "name", self.links[1])
-        for name, link, address in zip(self.names, self.links, self.addresses, strict=True):
-            _ip("link", "set", link, "netns", name)
-            _ip("-n", name, "addr", "add", f"{address}/24", "dev", link)
-            _ip("-n", name, "link", "set", "lo", "up")
-            _ip("-n", name, "link", "set", link, "up")
-
-    def down(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.wait()
-        for name in self.names:
-            with contextlib.suppress(subprocess.CalledProcessError):
-                _ip("netns", "del", name)
-
-    def cable(self, state: str) -> None:
-        """ "up" or "down"."""
-        _ip("-n", self.names[1], "link", "set", self.links[1], state)
-
-    def run(self, host: int, *command: str) -> subprocess.Popen[str]:
-        whole = ["ip", "netns", "exec", self.names[host], sys.executable, *command]
-        variables = env.child_environment(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
-        process = subprocess.Popen(
-            whole, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables, cwd=ROOT
-        )
-        self.processes.append(process)
-        return process
-
-
-def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=30)
-
-
-@pytest.fixture
-def hosts() -> Iterator[Hosts]:
-    made = Hosts()
-    try:
-        made.up()
-    except (OSError, subprocess.CalledProcessError) as error:
-        made.down()
-        pytest.skip(f"this machine makes no network namespaces: {error}")
-    yield made
-    made.down()
-
-
-class Zero:
+class Zero(Lines):
     """Host 0's script."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process = process
-        self._lines: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self._lines.put(line)
-        self._lines.put("ended")
-
-    def line(self) -> str:
-        return self._lines.get(timeout=ANSWER).strip()
-
     def ask(self, tokens: int = 60) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{tokens}\n")
-        self.process.stdin.flush()
+        self.send(str(tokens))
 
     def told(self) -> tuple[list[list[int]], int]:
         """(tokens, recoveries so far)."""
@@ -125,98 +46,282 @@ class Zero:
         return json.loads(tokens), int(recoveries)
 
 
-def child_of(process: subprocess.Popen[str]) -> int:
-    """The youngest child of a host's process; waits for one."""
-    until = time.monotonic() + 60
-    while time.monotonic() < until:
-        found = []
-        for task in Path(f"/proc/{process.pid}/task").iterdir():
-            found += [int(pid) for pid in (task / "children").read_text().split()]
-        if found:
-            return max(found)
-        time.sleep(0.05)
-    raise AssertionError("it has no child")
+KILL, STOP, CABLE = "it is killed", "it is stopped", "the cable is cut"
+ZERO = "head 0 is killed"
 
 
-def test_two_hosts_and_what_befalls_the_second(hosts: Hosts, tmp_path: Path) -> None:
-    with LLM("spool-text", **SETTINGS) as alone:
-        wanted = answers(alone)
-    secret = tmp_path / "secret"
-    secret.write_text(secrets.token_hex(32))
-    parallel = {
-        "tensor_parallel_size": 2,
-        "nnodes": 2,
-        "rdzv": f"{hosts.addresses[0]}:5799",
-        "group_secret": str(secret),
-    }
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in {**SETTINGS, **parallel}.items()]
-    other = hosts.run(1, "-m", "weft", "serve", "spool-text", *flags, "--node-rank=1")
+class Alone(NamedTuple):
+    """What one process says to the questions."""
+
+    tokens: list[list[int]]
+    texts: list[str]
+    """As the client asks them: each several times."""
+
+
+@pytest.fixture(scope="module")
+def alone() -> Alone:
+    with LLM("spool-text", **SETTINGS) as llm:
+        params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+        made = [output.outputs[0] for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+    return Alone([list(one.token_ids) for one in made], [one.text for one in made for _ in range(TIMES)])
+
+
+@pytest.mark.parametrize(
+    "deeds", [(), pytest.param((KILL, STOP, CABLE), marks=pytest.mark.grid)], ids=["quiet", "faults"]
+)
+def test_two_hosts_and_what_befalls_the_second(
+    hosts: Hosts, tmp_path: Path, alone: Alone, deeds: tuple[str, ...]
+) -> None:
+    wanted = alone.tokens
+    parallel = {**several(hosts, tmp_path), "tensor_parallel_size": 2}
+    other = serve(hosts, 1, parallel, 1)
     zero = Zero(hosts.run(0, "-m", "tests.faults.host_zero", json.dumps({**SETTINGS, **parallel})))
     assert zero.line() == "ready"
     zero.ask()
     assert zero.told() == (wanted, 0)
 
-    for number in (signal.SIGKILL, signal.SIGSTOP):
+    for deed in deeds:
+        kept = child_of(other)
+        if deed == CABLE:
+            hosts.cable("down")
         zero.ask()
-        time.sleep(0.3)
-        os.kill(child_of(other), number)
+        if deed == CABLE:
+            time.sleep(12)
+            hosts.cable("up")
+        else:
+            time.sleep(0.3)
+            os.kill(child_of(other), signal.SIGKILL if deed == KILL else signal.SIGSTOP)
         assert zero.told()[0] == wanted
-    kept = child_of(other)
-    hosts.cable("down")
-    zero.ask()
-    time.sleep(12)
-    hosts.cable("up")
-    assert zero.told()[0] == wanted
-    assert child_of(other) == kept, "a rank that lost its head keeps its weights"
+        if deed == CABLE:
+            assert child_of(other) == kept, "a rank that lost its head keeps its weights"
     zero.ask()
     told, recoveries = zero.told()
     assert told == wanted
-    assert recoveries >= 2  # what comes between two questions is found with the next one
+    assert recoveries >= (2 if deeds else 0)  # what comes between two questions is found with the next one
     assert zero.process.stdin is not None
     zero.process.stdin.close()
     assert zero.process.wait(60) == 0
     assert other.wait(60) == 0
 
 
-ASK = """
-import sys, httpx
-messages = [{"role": "user", "content": "Tom has 12 apples"}]
-body = {"model": sys.argv[2], "messages": messages, "temperature": 0, "max_tokens": 150, "ignore_eos": True}
-answer = httpx.post(sys.argv[1] + "/v1/chat/completions", json=body, timeout=200)
-print(answer.status_code, answer.json()["choices"][0]["message"]["content"].encode())
-"""
+# ---- several replicas
+
+
+@dataclass
+class Server:
+    """``weft serve`` on host 0, and a client beside it."""
+
+    process: subprocess.Popen[str]
+    others: list[subprocess.Popen[str]]
+    client: Lines
+
+    def ask(self, tokens: int = 60) -> None:
+        self.client.send(str(tokens))
+
+    def told(self) -> list[str]:
+        return list(json.loads(self.client.line()))
+
+    def metrics(self) -> dict[str, float]:
+        self.client.send("metrics")
+        return dict(json.loads(self.client.line()))
+
+    def until_whole(self) -> dict[str, float]:
+        """The metrics when both heads are there."""
+        until = time.monotonic() + ANSWER
+        while (counted := self.metrics())["engine_up:0"] + counted["engine_up:1"] < 2:
+            assert time.monotonic() < until, "a head does not come back"
+            time.sleep(0.2)
+        return counted
+
+    def stop(self) -> None:
+        """All processes end in order."""
+        assert self.client.process.stdin is not None
+        self.client.process.stdin.close()
+        self.process.terminate()
+        assert self.process.wait(60) == 0
+        assert [other.wait(60) for other in self.others] == [0] * len(self.others)
+
+
+def several(hosts: Hosts, folder: Path) -> dict[str, Any]:
+    """Settings of two hosts."""
+    secret = folder / "secret"
+    secret.write_text(secrets.token_hex(32))
+    return {"nnodes": 2, "rdzv": f"{hosts.addresses[0]}:5799", "group_secret": str(secret)}
+
+
+def serve(hosts: Hosts, host: int, parallel: dict[str, Any], number: int) -> subprocess.Popen[str]:
+    """``weft serve`` with ``--node-rank NUMBER`` in the namespace ``host``."""
+    settings = {**SETTINGS, **parallel, "node_rank": number, "port": "0"}
+    settings = {name.replace("_", "-"): value for name, value in settings.items()}
+    flags = [
+        f"--{name}" if value is True else f"--{name}={value}" for name, value in settings.items() if value
+    ]
+    return hosts.run(host, "-m", "weft", "serve", "spool-text", *flags)
+
+
+def start(hosts: Hosts, parallel: dict[str, Any]) -> Server:
+    """Of more hosts than two, each second pair lies the other way round: neighbours are apart."""
+    others = [serve(hosts, (0, 1, 1, 0)[n], parallel, n) for n in range(1, parallel["nnodes"])]
+    zero = Lines(serve(hosts, 0, parallel, 0))
+    ready = zero.line()
+    assert ready.startswith("weft is ready: "), ready
+    client = Lines(hosts.run(0, "-m", "tests.faults.asker", ready.split()[3]))
+    return Server(zero.process, others, client)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"enable_expert_parallel": True},
+        pytest.param({}, marks=pytest.mark.grid),
+        pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.grid),
+        pytest.param({"tensor_parallel_size": 2, "enable_expert_parallel": True}, marks=pytest.mark.grid),
+        pytest.param({"tensor_parallel_size": 2, "nnodes": 4}, marks=pytest.mark.grid),
+        pytest.param(
+            {"tensor_parallel_size": 2, "nnodes": 4, "enable_expert_parallel": True}, marks=pytest.mark.grid
+        ),
+    ],
+    ids=lambda layout: "-".join(layout) or "independent",
+)
+def test_replicas_over_hosts(hosts: Hosts, tmp_path: Path, alone: Alone, layout: dict[str, Any]) -> None:
+    """With four hosts each replica lies over two of them."""
+    wanted = alone.texts
+    server = start(hosts, {**several(hosts, tmp_path), "data_parallel_size": 2, **layout})
+    server.ask()
+    assert server.told() == wanted
+    counted = server.metrics()
+    assert min(counted[f"generation_tokens_total:{head}"] for head in (0, 1)) > 0
+    assert counted["front_failovers_total"] == 0
+    server.stop()
 
 
 @pytest.mark.grid
-def test_ranks_of_another_host_outlive_their_head(hosts: Hosts, tmp_path: Path) -> None:
+def test_ranks_of_another_host_outlive_their_head(hosts: Hosts, tmp_path: Path, alone: Alone) -> None:
     """The head of ``weft serve`` is killed, stopped, and killed as soon as it is back."""
-    secret = tmp_path / "secret"
-    secret.write_text(secrets.token_hex(32))
-    parallel = {"tensor_parallel_size": 2, "nnodes": 2, "rdzv": f"{hosts.addresses[0]}:5799"}
-    given = {**SETTINGS, **parallel, "group_secret": str(secret)}
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
-    serve = ["-m", "weft", "serve", "spool-text", *flags]
-    other = hosts.run(1, *serve, "--node-rank=1")
-    server = Zero(hosts.run(0, *serve, "--port=0"))
-    ready = server.line()
-    while not ready.startswith("weft is ready"):
-        ready = server.line()
-    url, model = ready.split()[3], ready.split("model=")[1]
-
-    def ask() -> Zero:
-        return Zero(hosts.run(0, "-c", ASK, url, model))
-
-    wanted, kept = ask().line(), child_of(other)
-    assert wanted.startswith("200 ")
+    server = start(hosts, {**several(hosts, tmp_path), "tensor_parallel_size": 2})
+    kept = child_of(server.others[0])
     for number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGKILL):
-        told = ask()
+        server.ask()
         time.sleep(1.5)
         os.kill(child_of(server.process), number)
-        assert told.line() == wanted
-    assert child_of(other) == kept
-    server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(60) == 0
+        assert server.told() == alone.texts
+    assert child_of(server.others[0]) == kept
+    server.stop()
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("shared", [False, True], ids=["independent", "domain"])
+def test_workers_outlive_their_head_on_its_host(
+    hosts: Hosts, tmp_path: Path, alone: Alone, shared: bool
+) -> None:
+    parallel = {"data_parallel_size": 2, "tensor_parallel_size": 2, "enable_expert_parallel": shared}
+    server = start(hosts, {**several(hosts, tmp_path), **parallel})
+    kept = child_of(server.others[0], "rank_main")
+    for number in (signal.SIGKILL, signal.SIGSTOP):
+        server.ask()
+        time.sleep(0.3)
+        os.kill(child_of(server.others[0], "head_main"), number)
+        assert server.told() == alone.texts
+        server.until_whole()
+    assert child_of(server.others[0], "rank_main") == kept
+    server.ask()
+    assert server.told() == alone.texts
+    server.stop()
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("shared", [False, True], ids=["independent", "domain"])
+def test_what_befalls_heads_of_another_host(hosts: Hosts, tmp_path: Path, alone: Alone, shared: bool) -> None:
+    wanted = alone.texts
+    parallel = {**several(hosts, tmp_path), "data_parallel_size": 2, "enable_expert_parallel": shared}
+    server = start(hosts, parallel)
+    server.ask()
+    assert server.told() == wanted
+    failovers = 0.0
+    for deed in (KILL, STOP, CABLE, ZERO):
+        server.ask()
+        time.sleep(0.3)
+        if deed == CABLE:
+            hosts.cable("down")
+            time.sleep(12)
+            hosts.cable("up")
+        else:
+            host = server.process if deed == ZERO else server.others[0]
+            os.kill(child_of(host), signal.SIGSTOP if deed == STOP else signal.SIGKILL)
+        assert server.told() == wanted
+        counted = server.until_whole()
+        assert counted["front_failovers_total"] > failovers, deed
+        failovers = counted["front_failovers_total"]
+    assert counted["engine_restarts_total"] == 4
+    server.ask()
+    assert server.told() == wanted
+    server.stop()
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("shared", [False, True], ids=["independent", "domain"])
+def test_a_host_that_dies_and_returns(hosts: Hosts, tmp_path: Path, alone: Alone, shared: bool) -> None:
+    """Others serve meanwhile or, where they need its experts, wait for it."""
+    wanted = alone.texts
+    parallel = {**several(hosts, tmp_path), "data_parallel_size": 2, "enable_expert_parallel": shared}
+    server = start(hosts, parallel)
+    server.ask()
+    time.sleep(0.3)
+    server.others[0].kill()
+    server.others[0].wait(10)
+    if not shared:
+        assert server.told() == wanted
+        assert server.metrics()["engine_up:1"] == 0
+    server.others[0] = serve(hosts, 1, parallel, 1)
+    if shared:
+        assert server.told() == wanted
+    server.until_whole()
+    twin = serve(hosts, 1, parallel, 1)  # as somebody who forgot to change --node-rank
+    assert twin.wait(60) == 2
+    server.ask()
+    assert server.told() == wanted
+    assert server.metrics()["engine_restarts_total"] == 1
+    server.stop()
+
+
+@pytest.mark.grid
+def test_a_front_that_is_started_again(hosts: Hosts, tmp_path: Path, alone: Alone) -> None:
+    """Other hosts stay, and work for the next one."""
+    wanted = alone.texts
+    parallel = {**several(hosts, tmp_path), "data_parallel_size": 2}
+    server = start(hosts, parallel)
+    server.process.kill()
+    zero = Lines(serve(hosts, 0, parallel, 0))
+    ready = zero.line()
+    again = Server(
+        zero.process, server.others, Lines(hosts.run(0, "-m", "tests.faults.asker", ready.split()[3]))
+    )
+    again.ask()
+    assert again.told() == wanted
+    again.stop()
+
+
+@pytest.mark.grid
+def test_replicas_over_hosts_behind_a_program(hosts: Hosts, tmp_path: Path, alone: Alone) -> None:
+    """``LLM`` on host 0; and a host whose settings differ, before anything is served."""
+    wanted = alone.tokens
+    parallel = {**several(hosts, tmp_path), "data_parallel_size": 2, "enable_expert_parallel": True}
+    other = serve(hosts, 1, parallel, 1)
+    zero = Zero(hosts.run(0, "-m", "tests.faults.host_zero", json.dumps({**SETTINGS, **parallel})))
+    assert zero.line() == "ready"
+    zero.ask()
+    assert zero.told() == (wanted, 0)
+    assert zero.process.stdin is not None
+    zero.process.stdin.close()
+    assert zero.process.wait(60) == 0
     assert other.wait(60) == 0
+
+    differs = serve(hosts, 1, {**parallel, "max_num_seqs": 5}, 1)
+    assert serve(hosts, 0, parallel, 0).wait(60) == 2
+    assert differs.wait(60) == 2
+
+
+# ---- settings
 
 
 def test_what_ranks_have_in_common_says_nothing_of_folders() -> None:
@@ -228,18 +333,47 @@ def test_what_ranks_have_in_common_says_nothing_of_folders() -> None:
 
 def test_what_hosts_need() -> None:
     good = ParallelSection(tensor_parallel_size=4, nnodes=2, rdzv="[fd00::1]:5000", group_secret="x")
-    check_hosts(good)
-    check_hosts(ParallelSection())
-    assert meeting_place(good) == ("fd00::1", 5000)
-    assert [list(ranks_on(good, node)) for node in (0, 1)] == [[0, 1], [2, 3]]
+    over.check_hosts(good)
+    over.check_hosts(ParallelSection())
+    assert over.meeting_place(good) == ("fd00::1", 5000)
+    assert [list(over.ranks_on(good, node)) for node in (0, 1)] == [[0, 1], [2, 3]]
+    there = {"rdzv": "a:1", "group_secret": "x"}
     bad: list[tuple[dict[str, Any], str]] = [
         ({"nnodes": 2}, "--rdzv"),
         ({"nnodes": 2, "rdzv": "a:1"}, "--group-secret"),
         ({"nnodes": 2, "rdzv": "a", "group_secret": "x"}, "HOST:PORT"),
-        ({"nnodes": 2, "rdzv": "a:1", "group_secret": "x"}, "--tensor-parallel-size"),
-        ({"nnodes": 2, "rdzv": "a:1", "group_secret": "x", "data_parallel_size": 2}, "--data-parallel-size"),
+        ({"nnodes": 2, **there}, "--tensor-parallel-size"),
+        ({"nnodes": 2, **there, "data_parallel_size": 3}, "--data-parallel-size"),
+        ({"nnodes": 4, **there, "data_parallel_size": 2}, "--nnodes 4 does not divide the 2 ranks"),
         ({"node_rank": 1}, "--node-rank"),
     ]
     for fields, named in bad:
         with pytest.raises(ConfigError, match=named):
-            check_hosts(ParallelSection(**fields))
+            over.check_hosts(ParallelSection(**fields))
+
+
+def lying(**fields: Any) -> list[tuple[list[int], list[int]]]:
+    """(replicas whose heads run there, ranks whose head is elsewhere) of each host."""
+    parallel = over.check_hosts(ParallelSection(rdzv="a:1", group_secret="x", **fields))
+    return [(over.heads_on(parallel, n), over.workers_on(parallel, n)) for n in range(parallel.nnodes)]
+
+
+def test_where_heads_and_ranks_lie() -> None:
+    """As many ranks on each host, in order: a replica may lie on one, share it, or reach over several."""
+    assert lying(nnodes=2, data_parallel_size=4) == [([0, 1], []), ([2, 3], [])]
+    assert lying(nnodes=2, data_parallel_size=2, tensor_parallel_size=2) == [([0], []), ([1], [])]
+    assert lying(nnodes=2, data_parallel_size=3, tensor_parallel_size=2) == [([0, 1], []), ([2], [3])]
+    assert lying(nnodes=4, data_parallel_size=2, tensor_parallel_size=2) == [
+        ([0], []),
+        ([], [1]),
+        ([1], []),
+        ([], [3]),
+    ]
+    three = ParallelSection(nnodes=2, data_parallel_size=3, tensor_parallel_size=2)
+    assert [over.replica_spans(three, replica) for replica in range(3)] == [False, True, False]
+    assert [over.domain_spans(three, replica) for replica in range(3)] == [False, True, False]
+    shared = ParallelSection(nnodes=2, data_parallel_size=2, enable_expert_parallel=True)
+    assert (over.replica_spans(shared, 0), over.domain_spans(shared, 0)) == (False, True)
+    assert not over.domain_spans(ParallelSection(data_parallel_size=2, enable_expert_parallel=True), 1)
+    assert over.uses_board(shared)
+    assert not over.uses_board(ParallelSection(nnodes=2, tensor_parallel_size=2))

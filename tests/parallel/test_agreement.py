@@ -13,6 +13,7 @@ import torch.distributed as dist
 from weft.common.errors import EngineDead
 from weft.parallel.agreement import AgreementGroup, LocalBell, ZmqBell
 from weft.parallel.group import CommLost
+from weft.parallel.secret import derive
 from weft.scheduler.agreement import FIELDS, Vote, Waves, decide, to_row
 
 BUSY = Vote(unfinished=True, rows=3, tokens=7, halves=True, half=4, drafts=1)
@@ -143,16 +144,20 @@ def in_threads(count: int, work) -> list[object]:  # type: ignore[no-untyped-def
     return made
 
 
-@pytest.mark.parametrize("kind", ["local", "zmq"])
+@pytest.mark.parametrize("kind", ["local", "ipc", "tcp"])
 def test_votes_over_gloo(kind: str, tmp_path) -> None:  # type: ignore[no-untyped-def]
     store, local = dist.HashStore(), LocalBell(3)
-    addresses = [f"ipc://{tmp_path}/b{n}" for n in range(3)]
+    addresses = [f"ipc://{tmp_path}/b{n}" if kind == "ipc" else "tcp://127.0.0.1:*" for n in range(3)]
+    keys = derive(b"0123456789abcdef") if kind == "tcp" else None
+    listening = [""] * 3
     done = threading.Barrier(3)
 
     def replica(number: int) -> list[int]:
-        bell = ZmqBell(addresses, number) if kind == "zmq" else local.of(number)
+        bell = local.of(number) if kind == "local" else ZmqBell(addresses[number], number, keys)
         group = AgreementGroup(number, 3, bell)
-        group.connect(store, 0, 30)
+        listening[number] = bell.address if isinstance(bell, ZmqBell) else ""
+        done.wait(60)
+        group.connect(store, 0, 30, listening)
         seen = []
         work = 5 if number == 1 else 0
         try:
@@ -171,6 +176,23 @@ def test_votes_over_gloo(kind: str, tmp_path) -> None:  # type: ignore[no-untype
             group.close()
 
     assert in_threads(3, replica) == [[1, 2, 3, 4]] * 3
+
+
+def test_bells_follow_who_moves() -> None:
+    """A head that was started anew listens elsewhere; nothing is sent to where it was."""
+    bells = [ZmqBell("tcp://127.0.0.1:*", number) for number in range(2)]
+    bells[0].reach([bell.address for bell in bells])
+    bells[0].ring(0, 1)
+    assert bells[1].sockets[0].poll(10_000)
+    assert bells[1].rings() == [(0, 1)]
+    bells.append(ZmqBell("tcp://127.0.0.1:*", 1))
+    bells[0].reach([bells[0].address, bells[2].address])
+    bells[0].ring(1, 1)
+    assert bells[2].sockets[0].poll(10_000)
+    assert bells[2].rings() == [(1, 1)]
+    assert bells[1].rings() == []
+    for bell in bells:
+        bell.close()
 
 
 def test_whoever_does_not_come_is_waited_for_only_so_long() -> None:

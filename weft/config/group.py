@@ -29,6 +29,8 @@ _OWN = (
     "parallel.node_rank",
     "parallel.rdzv",
     "parallel.group_secret",
+    "domain",
+    "life",
 )
 _LONGEST = 120
 """Characters of a value; longer ones are told by a hash."""

@@ -22,17 +22,12 @@ def check_hosts(parallel: ParallelSection) -> ParallelSection:
             param="--rdzv" if parallel.rdzv is None else "--group-secret",
         )
     meeting_place(parallel)
-    if parallel.data_parallel_size > 1:
+    ranks = parallel.layout.ranks
+    if ranks % parallel.nnodes:
         raise ConfigError(
-            "--nnodes with --data-parallel-size: replicas over several hosts are not there yet; spread one "
-            "replica with --tensor-parallel-size, or start one server on each host",
-            param="--data-parallel-size",
-        )
-    if parallel.tensor_parallel_size % parallel.nnodes:
-        raise ConfigError(
-            f"--tensor-parallel-size {parallel.tensor_parallel_size} does not divide over --nnodes "
-            f"{parallel.nnodes}",
-            param="--tensor-parallel-size",
+            f"--nnodes {parallel.nnodes} does not divide the {ranks} ranks of --tensor-parallel-size "
+            f"{parallel.tensor_parallel_size} and --data-parallel-size {parallel.data_parallel_size}",
+            param="--nnodes",
         )
     return parallel
 
@@ -49,3 +44,41 @@ def ranks_on(parallel: ParallelSection, node: int) -> range:
     """The ranks of host ``node``: as many on each, in order."""
     each = parallel.ranks_here
     return range(node * each, min((node + 1) * each, parallel.layout.ranks))
+
+
+def host_of(parallel: ParallelSection, rank: int) -> int:
+    """The host that ``rank`` is on."""
+    return rank // parallel.ranks_here
+
+
+def head_of(parallel: ParallelSection, rank: int) -> int:
+    """The rank that is the head of the replica of ``rank``."""
+    return rank - parallel.layout.place(rank)
+
+
+def heads_on(parallel: ParallelSection, node: int) -> list[int]:
+    """The replicas whose heads run on host ``node``."""
+    layout = parallel.layout
+    return [layout.replica(rank) for rank in ranks_on(parallel, node) if not layout.place(rank)]
+
+
+def workers_on(parallel: ParallelSection, node: int) -> list[int]:
+    """The ranks of host ``node`` whose head is on another one; a head starts those on its own host itself."""
+    return [r for r in ranks_on(parallel, node) if host_of(parallel, head_of(parallel, r)) != node]
+
+
+def replica_spans(parallel: ParallelSection, replica: int) -> bool:
+    """Whether the ranks of ``replica`` are on more than one host."""
+    first = replica * parallel.tensor_parallel_size
+    last = first + parallel.tensor_parallel_size - 1
+    return host_of(parallel, first) != host_of(parallel, last)
+
+
+def domain_spans(parallel: ParallelSection, replica: int) -> bool:
+    """Whether the ranks that ``replica`` exchanges tensors with are on more than one host."""
+    return parallel.nnodes > 1 if parallel.enable_expert_parallel else replica_spans(parallel, replica)
+
+
+def uses_board(parallel: ParallelSection) -> bool:
+    """Whether heads may run on several hosts, and find each other by the board on host 0."""
+    return parallel.nnodes > 1 and parallel.data_parallel_size > 1

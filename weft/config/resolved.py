@@ -81,7 +81,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     faults: tuple[Fault, ...] = ()
     """Planted by tests; there is no flag for it."""
     domain: str = ""
-    """Folder where the heads of a domain of several replicas meet."""
+    """Folder where the heads of a domain of several replicas meet, if they run on one host."""
+    life: int = 0
+    """Which start of this group's head it is, if its front is on another host; see weft/types/board.py."""
 
 
 __all__ = ["Config", "EngineConfig", "KVConfig", "PoolSpec"]

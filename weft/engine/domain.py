@@ -63,9 +63,9 @@ class Domain:
             plan = with_rebalance(plan)
         return msgspec.structs.replace(plan, agreed=agreed, halves=1 + agreed.halves)
 
-    def connect(self, store: Any, epoch: int, timeout: float) -> None:
-        """Begins ``epoch`` with all heads, asleep. ``timeout``: see ``AgreementGroup``. Raises CommLost."""
-        self._group.connect(store, epoch, timeout)
+    def connect(self, store: Any, epoch: int, timeout: float, bells: Sequence[str] = ()) -> None:
+        """Begins ``epoch`` with all heads, asleep. See ``AgreementGroup.connect``. Raises CommLost."""
+        self._group.connect(store, epoch, timeout, bells)
 
     def abort(self) -> None:
         """Ends the epoch's agreement: whoever waits in it loses its group."""
@@ -106,7 +106,9 @@ class DomainExecutor(GroupExecutor):
         met = self.meeting.attend(epoch, super().check)
         super().form(met.epoch, met.store)
         patience = COLLECTIVE * self._timeout
-        self._guard(lambda: self.domain.connect(join_store(met.store, patience), met.epoch, patience))
+        self._guard(
+            lambda: self.domain.connect(join_store(met.store, patience), met.epoch, patience, met.bells)
+        )
         self.meeting.begun(met.epoch)
 
     def check(self) -> None:

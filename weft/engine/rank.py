@@ -15,7 +15,6 @@ import torch
 
 from weft.common.errors import EngineDead, WeftError
 from weft.common.log import get_logger
-from weft.config.hosts import meeting_place
 from weft.config.resolved import EngineConfig
 from weft.engine.build import load, rank_mesh
 from weft.engine.executor import RankRunner
@@ -23,10 +22,9 @@ from weft.engine.faults import Faults
 from weft.engine.ranks import threads_each
 from weft.engine.regroup import LOAD_S
 from weft.engine.sizes import ask
-from weft.engine.start import layout_of
+from weft.engine.start import layout_of, mesh_host
 from weft.engine.watch import RankWatch
 from weft.engine.worker import Worker
-from weft.parallel.address import own_address
 from weft.parallel.control import HeadLink, RankChannel
 from weft.parallel.mesh import Mesh
 from weft.types import frames as f
@@ -50,9 +48,7 @@ def run_rank(config: EngineConfig, rank: int, link: HeadLink, rejoin: Callable[[
     if threads := threads_each(config, layout.tensor):
         torch.set_num_threads(threads)
     faults = Faults(config.faults, rank)
-    parallel = config.parallel
-    host = own_address(*meeting_place(parallel)) if parallel.nnodes > 1 else None
-    mesh = faults.within(rank_mesh(config, rank, host))
+    mesh = faults.within(rank_mesh(config, rank, mesh_host(config)))
     life = _Life(rank, link.life, timeout)
     life.watch(link)  # from now on: who loads for minutes shows that it runs
     try:

@@ -15,8 +15,9 @@ import msgspec
 from weft.common import env
 from weft.common.log import get_logger
 from weft.config.gpus import gpu_environment
-from weft.config.hosts import meeting_place
+from weft.config.hosts import meeting_place, replica_spans, uses_board
 from weft.config.resolved import EngineConfig
+from weft.config.sections import ParallelSection
 from weft.parallel.address import own_address, tcp
 
 log = get_logger(__name__)
@@ -139,11 +140,20 @@ def threads_each(config: EngineConfig, ranks_here: int) -> int:
 
 
 def rank_address(config: EngineConfig) -> str:
-    """Where ranks that a server keeps say hello: the same for every head that their replica has, in turn."""
-    if config.parallel.nnodes == 1:
+    """Where ranks that a server keeps say hello: the same for every head that their replica has, in turn.
+
+    Not where a replica, one of several, lies over hosts: each of its heads listens elsewhere, see the board.
+    """
+    if not replica_spans(config.parallel, config.replica):
         return f"ipc://{config.domain}/ranks{config.replica}"
     host, port = meeting_place(config.parallel)
     return tcp(own_address(host, port), port)
+
+
+def are_kept(parallel: ParallelSection, replica: int) -> bool:
+    """Whether the workers on the head's host are kept by their server, and outlive the head."""
+    moves = uses_board(parallel) and replica_spans(parallel, replica)
+    return parallel.tensor_parallel_size > 1 and not moves
 
 
 def ranks_of(replica: int, tensor: int) -> Sequence[int]:

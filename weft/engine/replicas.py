@@ -23,8 +23,10 @@ from weft.common.errors import EngineDead, Overloaded, WeftError
 from weft.common.folder import private_folder
 from weft.common.log import get_logger
 from weft.config.gpus import gpu_environment, head_rank
+from weft.config.hosts import uses_board
 from weft.config.resolved import EngineConfig
 from weft.engine.core import EngineCore
+from weft.parallel.remote import RemoteHead, RemoteHeads
 from weft.routing.ledger import Ledger
 from weft.routing.policy import Policy, PrefixAffinity
 from weft.routing.registry import Registry
@@ -49,12 +51,20 @@ def start_engine(config: EngineConfig) -> EngineCore | Replicas:
 class _Head:
     """One head process, and the link to it."""
 
-    def __init__(self, process: subprocess.Popen[bytes], socket: zmq.Socket[bytes]) -> None:
+    def __init__(self, process: subprocess.Popen[bytes] | RemoteHead, socket: zmq.Socket[bytes]) -> None:
         self.process, self.socket = process, socket
+        self.reached = False
         self.welcome: m.Welcome | None = None
         self.stats = m.HeadStats()
         self.beats = 0
         self.heard = time.monotonic()
+
+    def reach(self, endpoint: str | None) -> None:
+        """Connects once it is known where, and says hello."""
+        if endpoint is not None and not self.reached:
+            self.reached = True
+            self.socket.connect(endpoint)
+            self.send(_hello())
 
     def send(self, message: m.ToHead) -> None:
         """Raises EngineDead when it does not read."""
@@ -100,9 +110,11 @@ class Replicas:
         # The kernel ties a child's life to the thread that made it: to one that lives as long as this.
         self._maker = ThreadPoolExecutor(1, thread_name_prefix="weft-heads")
         self._heads: list[_Head] = []
+        self._remote: RemoteHeads | None = None
         self._kept: list[m.TokenEvent] = []
         """Events that came while something else was waited for."""
         try:
+            self._remote = RemoteHeads(config) if uses_board(config.parallel) else None
             for replica in range(count):
                 self._heads.append(self._start(replica))
             self._await_welcomes()
@@ -178,11 +190,15 @@ class Replicas:
         """Has every head end, and ends those that do not."""
         for head in self._heads:
             try:
-                head.send(m.Shutdown())
+                if head.reached:
+                    head.send(m.Shutdown())
             except WeftError as error:
                 log.warning("while closing: %s", error.message)
         until = time.monotonic() + CLOSE_S
         for head in self._heads:
+            if isinstance(head.process, RemoteHead):  # it is told twice: its host is, too
+                head.socket.close(linger=500)
+                continue
             try:
                 head.process.wait(max(until - time.monotonic(), 0))
             except subprocess.TimeoutExpired:
@@ -190,6 +206,9 @@ class Replicas:
                 head.process.wait()
             head.socket.close(linger=0)
         self._heads = []
+        if self._remote is not None:
+            self._remote.close(CLOSE_S)
+            self._remote = None
         self._context.destroy(linger=0)
         self._maker.shutdown(wait=False)
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -197,17 +216,18 @@ class Replicas:
     # ---- heads
 
     def _start(self, replica: int) -> _Head:
-        endpoint = f"ipc://{self._folder}/head{replica}"
-        config = msgspec.structs.replace(self.config, replica=replica, domain=str(self._folder))
-        process = self._maker.submit(_spawn, config, endpoint).result(60.0)
         socket = self._context.socket(zmq.DEALER)
         for option in (zmq.SNDHWM, zmq.RCVHWM):
             socket.setsockopt(option, 0)  # what is under way is bounded by what is open
         socket.setsockopt(zmq.MAXMSGSIZE, m.MAX_FRAME)
-        socket.connect(endpoint)
         self._poller.register(socket, zmq.POLLIN)
-        head = _Head(process, socket)
-        head.send(_hello())
+        if self._remote is not None and replica in self._remote:
+            self._remote.keys.guard_rank(socket)
+            return _Head(self._remote.start(replica), socket)
+        endpoint = f"ipc://{self._folder}/head{replica}"
+        config = msgspec.structs.replace(self.config, replica=replica, domain=str(self._folder))
+        head = _Head(self._maker.submit(_spawn, config, endpoint).result(60.0), socket)
+        head.reach(endpoint)
         return head
 
     def _await_welcomes(self) -> None:
@@ -215,6 +235,8 @@ class Replicas:
         while waiting := [head for head in self._heads if head.welcome is None]:
             self._receive(POLL_MS)
             for head in waiting:
+                if isinstance(head.process, RemoteHead):
+                    head.reach(head.process.endpoint())
                 if (reason := head.dead()) is not None:
                     raise EngineDead(f"{reason} before it was ready; see its log")
             if time.monotonic() > until:

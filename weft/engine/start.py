@@ -13,7 +13,7 @@ import torch
 from weft.common.errors import ConfigError
 from weft.common.folder import private_folder
 from weft.config.group import shared_settings
-from weft.config.hosts import meeting_place, ranks_on
+from weft.config.hosts import domain_spans, meeting_place, ranks_on, replica_spans, uses_board
 from weft.config.resolved import EngineConfig
 from weft.engine.build import build_runner, load, rank_mesh
 from weft.engine.domain import Domain, DomainExecutor
@@ -26,12 +26,16 @@ from weft.engine.regroup import HELLO_S, LOAD_S, TRIES, recall, size
 from weft.engine.watch import HeadWatch
 from weft.parallel.address import own_address, tcp
 from weft.parallel.agreement import AgreementGroup, ZmqBell
+from weft.parallel.board import BoardClient, board_place
 from weft.parallel.control import ZmqHead
-from weft.parallel.meeting import Meeting
-from weft.parallel.secret import read_keys
+from weft.parallel.meeting import BoardSeats, FolderSeats, Meeting, Seats
+from weft.parallel.store import host_store
+from weft.types.board import control_key
 from weft.types.layout import Layout
 
 CLOSE_S = 5.0
+STORE_S = 30.0
+"""Seconds of whatever is done with the store that a first head hosts; those who join say their own."""
 
 
 def layout_of(config: EngineConfig) -> Layout:
@@ -70,7 +74,8 @@ def start_group(
     )
     undo: list[Callable[[], None]] = [lambda: shutil.rmtree(folder, ignore_errors=True)]
     try:
-        channel, beats, host = _channels(config, folder)
+        channel, beats = _channels(config, folder)
+        host = mesh_host(config)
         processes: Ranks = kept or RankProcesses(config, channel.address, _level())
         undo.append(lambda: processes.close(CLOSE_S))
         here = ranks_on(config.parallel, config.parallel.node_rank)
@@ -103,7 +108,7 @@ def start_group(
         loaded = load(config, progress=progress, mesh=mesh)
         group.adopt(faults.around(loaded.runner(size(group, loaded.kv, 1 if first else TRIES))))
         if isinstance(group, DomainExecutor):
-            group.enter(*_domain(config, layout))
+            group.enter(*_domain(config, layout, host))
         try:
             group.gather(LOAD_S)
             group.form(group.next_epoch)
@@ -117,30 +122,53 @@ def start_group(
         raise
 
 
-def _channels(config: EngineConfig, folder: Path) -> tuple[ZmqHead, ZmqHead, str | None]:
-    """(for frames, for beats, this host's address; None where there is no other host)."""
-    parallel = config.parallel
-    if parallel.nnodes == 1:  # in a server's folder the next head will listen there, too
+def mesh_host(config: EngineConfig) -> str | None:
+    """The address that a rank of this replica listens at for collectives; None: only this host reaches it."""
+    if not domain_spans(config.parallel, config.replica):
+        return None
+    return own_address(*meeting_place(config.parallel))
+
+
+def _channels(config: EngineConfig, folder: Path) -> tuple[ZmqHead, ZmqHead]:
+    """(for frames, for beats)."""
+    parallel, replica = config.parallel, config.replica
+    if not replica_spans(parallel, replica):  # in a server's folder the next head will listen there, too
         ranks = rank_address(config) if config.domain else f"ipc://{folder}/ranks"
-        return ZmqHead(ranks), ZmqHead(f"{ranks}.beats"), None
-    assert parallel.group_secret is not None, "checked when the configuration was resolved"
-    keys = read_keys(parallel.group_secret)
+        return ZmqHead(ranks), ZmqHead(f"{ranks}.beats")
+    place, keys = board_place(parallel)
     where, port = meeting_place(parallel)
     host = own_address(where, port)
-    return ZmqHead(tcp(host, port), keys), ZmqHead(tcp(host, "*"), keys), host
+    if not uses_board(parallel):  # the only head: everybody knows where it is
+        return ZmqHead(rank_address(config), keys), ZmqHead(tcp(host, "*"), keys)
+    channel, beats = ZmqHead(tcp(host, "*"), keys), ZmqHead(tcp(host, "*"), keys)
+    board = BoardClient(place, keys)
+    try:
+        board.tell(control_key(replica), channel.address.encode(), HELLO_S)
+    finally:
+        board.close()
+    return channel, beats
 
 
-def _domain(config: EngineConfig, layout: Layout) -> tuple[Domain, Meeting]:
-    """Where this replica meets the others. Raises ConfigError."""
-    if not config.domain:
+def _domain(config: EngineConfig, layout: Layout, host: str | None) -> tuple[Domain, Meeting]:
+    """Where this replica meets the others. ``host``: see ``mesh_host``. Raises ConfigError, and CommLost."""
+    replica = config.replica
+    if host is not None:
+        place, keys = board_place(config.parallel)
+        bell = ZmqBell(tcp(host, "*"), replica, keys)
+        # Epochs meet at a store of the first head, whose life they are named after as well.
+        hosted, stores = host_store("", "", host, STORE_S) if not replica else (None, "")
+        seats: Seats = BoardSeats(BoardClient(place, keys), replica, layout.data)
+    elif config.domain:
+        bell = ZmqBell(f"ipc://{config.domain}/bell{replica}", replica)
+        hosted, stores = None, f"file://{config.domain}"
+        seats = FolderSeats(config.domain, replica, layout.data)
+    else:
         raise ConfigError(
             "--enable-expert-parallel with --data-parallel-size: replicas must be started together",
             param="--data-parallel-size",
         )
-    addresses = [f"ipc://{config.domain}/bell{replica}" for replica in range(layout.data)]
-    bell = ZmqBell(addresses, config.replica)
-    group = AgreementGroup(config.replica, layout.data, bell)
-    return Domain(group), Meeting(config.domain, config.replica, layout.data)
+    group = AgreementGroup(replica, layout.data, bell, host)
+    return Domain(group), Meeting(seats, replica, stores, bell.address, hosted)
 
 
 def _level() -> str:

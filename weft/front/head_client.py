@@ -23,6 +23,7 @@ from weft.common.errors import EngineDead, ErrorInfo, Overloaded, Unavailable, W
 from weft.common.log import get_logger
 from weft.front.flow import Flow, Observer
 from weft.front.progress import Progress
+from weft.parallel.secret import Keys
 from weft.types import messages as m
 
 log = get_logger(__name__)
@@ -43,6 +44,8 @@ class Process(Protocol):
     def poll(self) -> int | None: ...
 
 
+Whence: TypeAlias = str | Callable[[], str | None]
+"""Where a head listens; a function, where that is known only when it has started."""
 Abandon: TypeAlias = Callable[[dict[int, Flow], WeftError], None]
 """Takes over the open sequences of a dead head, with what it died of. Called once."""
 
@@ -52,17 +55,19 @@ class HeadClient:
 
     def __init__(
         self,
-        endpoint: str,
+        endpoint: Whence,
         process: Process,
         engine_timeout: float,
         clock: Clock | None = None,
         link_timeout: float = 10.0,
         abandon: Abandon | None = None,
+        keys: Keys | None = None,
     ) -> None:
         """``link_timeout``: seconds after which a process that does not even answer pings counts as dead.
-        Without ``abandon`` open flows fail when the head dies.
+        Without ``abandon`` open flows fail when the head dies. ``keys``: to a head on another host.
         """
         self._endpoint = endpoint
+        self._keys = keys
         self._process = process
         self._timeout = engine_timeout
         self._link_timeout = link_timeout
@@ -87,20 +92,8 @@ class HeadClient:
 
     async def start(self) -> m.Welcome:
         """Connects and says Hello; returns when the head answers. Raises WeftError when it never will."""
-        self._context = context = zmq.asyncio.Context()
-        socket = context.socket(zmq.DEALER)
-        for option in (zmq.SNDHWM, zmq.RCVHWM):
-            socket.setsockopt(option, HIGH_WATER)
-        socket.setsockopt(zmq.LINGER, 500)
-        socket.setsockopt(zmq.MAXMSGSIZE, m.MAX_FRAME)
-        # Answered by a thread of zmq itself, however busy the head is: no answer, no process.
-        socket.setsockopt(zmq.HEARTBEAT_IVL, max(int(self._link_timeout * 200), 1))
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(int(self._link_timeout * 800), 1))
-        ends = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        socket.connect(self._endpoint)
-        self._send(m.Hello(versions=(m.VERSION, m.VERSION), front=secrets.token_hex(8)))
-        for work in (self._receive(socket), self._transmit(socket), self._watch(), self._await_end(ends)):
-            self._tasks.append(asyncio.create_task(self._guard(work)))
+        self._tasks.append(asyncio.create_task(self._guard(self._watch())))
+        self._tasks.append(asyncio.create_task(self._guard(self._link())))
         ended = [asyncio.create_task(e.wait()) for e in (self._welcomed, self.died)]
         try:
             await asyncio.wait(ended, timeout=START_TIMEOUT, return_when=asyncio.FIRST_COMPLETED)
@@ -117,7 +110,7 @@ class HeadClient:
     async def close(self) -> None:
         """Tells the head to stop, fails what is still open, closes the socket. The link is over."""
         self._closing = True
-        if self.failure is None and self._tasks:
+        if self.failure is None and self._context is not None:
             self._send(m.Shutdown())
             deadline = self._clock.now() + 1.0
             while self._outbox and self._clock.now() < deadline:
@@ -184,6 +177,27 @@ class HeadClient:
         return len(self._flows)
 
     # -- the link -----------------------------------------------------------------------------------
+
+    async def _link(self) -> None:
+        """Connects when the head is there, says Hello, and carries what is said."""
+        while (endpoint := self._endpoint if isinstance(self._endpoint, str) else self._endpoint()) is None:
+            await asyncio.sleep(POLL)  # ``start`` and ``_watch`` end this
+        self._context = context = zmq.asyncio.Context()
+        socket = context.socket(zmq.DEALER)
+        for option in (zmq.SNDHWM, zmq.RCVHWM):
+            socket.setsockopt(option, HIGH_WATER)
+        socket.setsockopt(zmq.LINGER, 500)
+        socket.setsockopt(zmq.MAXMSGSIZE, m.MAX_FRAME)
+        # Answered by a thread of zmq itself, however busy the head is: no answer, no process.
+        socket.setsockopt(zmq.HEARTBEAT_IVL, max(int(self._link_timeout * 200), 1))
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(int(self._link_timeout * 800), 1))
+        if self._keys is not None:
+            self._keys.guard_rank(socket)
+        ends = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        socket.connect(endpoint)
+        self._send(m.Hello(versions=(m.VERSION, m.VERSION), front=secrets.token_hex(8)))
+        for work in (self._receive(socket), self._transmit(socket), self._await_end(ends)):
+            self._tasks.append(asyncio.create_task(self._guard(work)))
 
     def _send(self, message: m.ToHead) -> None:
         self._outbox.append(message)

@@ -17,7 +17,8 @@ from weft.common.clock import Clock
 from weft.common.errors import EngineDead, Unavailable, WeftError
 from weft.common.log import get_logger
 from weft.front.flow import Flow, Observer
-from weft.front.head_client import HeadClient, Process, fail_flows
+from weft.front.head_client import HeadClient, Process, Whence, fail_flows
+from weft.parallel.secret import Keys
 from weft.routing.ledger import Ledger
 from weft.routing.policy import Policy, PrefixAffinity
 from weft.routing.registry import Instance, Registry
@@ -27,10 +28,11 @@ log = get_logger(__name__)
 
 
 class Place(NamedTuple):
-    """Where a head is: the socket that it listens at, and its process."""
+    """Where a head is: the socket that it listens at, its process and, on another host, the keys to it."""
 
-    endpoint: str
+    endpoint: Whence
     process: Process
+    keys: Keys | None = None
 
 
 Respawn: TypeAlias = Callable[[int], "Place | None"]
@@ -248,7 +250,7 @@ class Heads:
             self._lost(number, flows, error)
 
         return HeadClient(
-            place.endpoint, place.process, self._timeout, self._clock, self._link_timeout, abandon
+            place.endpoint, place.process, self._timeout, self._clock, self._link_timeout, abandon, place.keys
         )
 
     def _lost(self, number: int, flows: dict[int, Flow], error: WeftError) -> None:

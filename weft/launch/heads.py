@@ -15,15 +15,19 @@ from weft.common import env, log
 from weft.common.clock import Clock, SystemClock
 from weft.common.restarts import RestartBudget
 from weft.config.gpus import gpu_environment, head_rank
+from weft.config.hosts import uses_board
 from weft.config.resolved import EngineConfig
-from weft.engine.ranks import RankProcesses, rank_address
+from weft.engine.ranks import RankProcesses, are_kept, rank_address
 from weft.front.heads import Place
 from weft.launch.keeper import Keeper
+from weft.parallel.remote import RemoteHead, RemoteHeads
 
 logger = log.get_logger(__name__)
 
 WINDOW = 600.0
 """Seconds in which the number of restarts is limited, over all heads."""
+LEAVE_S = 3.0
+"""Seconds that other hosts get at least to read that the server ends."""
 
 
 class HeadProcesses:
@@ -33,36 +37,30 @@ class HeadProcesses:
         self, config: EngineConfig, folder: Path, log_level: str, restarts: int, clock: Clock | None = None
     ) -> None:
         """``folder``: where heads listen; only this user may enter it. ``restarts``: how many heads may be
-        started anew in ``WINDOW`` seconds.
+        started anew in ``WINDOW`` seconds. Raises ConfigError when other hosts cannot reach this one.
         """
         self._config, self._folder, self._level = config, folder, log_level
         self._clock = clock or SystemClock()
         self._budget = RestartBudget(restarts, WINDOW)
-        self._running: dict[int, subprocess.Popen[bytes]] = {}
-        self._ended: list[subprocess.Popen[bytes]] = []
+        self._remote = RemoteHeads(config) if uses_board(config.parallel) else None
+        self._running: dict[int, subprocess.Popen[bytes] | RemoteHead] = {}
+        self._ended: list[subprocess.Popen[bytes] | RemoteHead] = []
         self._started = 0
-        self._keeper: Keeper | None = None
-        """Where heads have workers."""
+        self._local = LocalHeads(config, folder, log_level)
 
     def start(self, replica: int) -> Place:
         """Starts the head of ``replica``; does not wait for it. Every start has an address of its own, so
         nothing that was meant for one head reaches the next.
         """
+        if self._remote is not None and replica in self._remote:
+            head = self._remote.start(replica)
+            self._running[replica] = head
+            return Place(head.endpoint, head, self._remote.keys)
         endpoint = f"ipc://{self._folder}/head{self._started}"
         self._started += 1
-        parallel = self._config.parallel
-        if parallel.tensor_parallel_size > 1 and self._keeper is None:
-            self._keeper = Keeper(parallel.data_parallel_size, self._workers)
-        pipe = None if self._keeper is None else self._keeper.link(replica)
-        self._running[replica] = start_head(self._of(replica), endpoint, self._level, pipe)
-        return Place(endpoint, self._running[replica])
-
-    def _of(self, replica: int) -> EngineConfig:
-        return msgspec.structs.replace(self._config, replica=replica, domain=str(self._folder))
-
-    def _workers(self, replica: int) -> RankProcesses:
-        config = self._of(replica)
-        return RankProcesses(config, rank_address(config), self._level)
+        process = self._local.start(replica, endpoint)
+        self._running[replica] = process
+        return Place(endpoint, process)
 
     def respawn(self, replica: int) -> Place | None:
         """Ends what is left of a head that is dead, or stopped answering, and starts it anew.
@@ -80,16 +78,56 @@ class HeadProcesses:
         logger.error("the engine is started again (restart %d)", self._budget.granted)
         return self.start(replica)
 
-    def close(self, seconds: float) -> list[int]:
+    def close(self, seconds: float, status: int = 0) -> list[int]:
         """Gives all heads, which were told to stop, ``seconds`` to end, then kills them; then their workers.
         The heads' statuses.
+
+        ``status``: with which the server ends; other hosts are told.
         """
         until = time.monotonic() + seconds
         heads = [*self._running.values(), *self._ended]
-        ends = [close_head(head, max(until - time.monotonic(), 0)) for head in heads]
-        if self._keeper is not None:
-            self._keeper.close(max(until - time.monotonic(), 0))
+        ends = [
+            close_head(head, max(until - time.monotonic(), 0))
+            for head in heads
+            if not isinstance(head, RemoteHead)
+        ]
+        self._local.close(max(until - time.monotonic(), 0))
+        if self._remote is not None:
+            ends += [ended for head in heads if isinstance(head, RemoteHead) and (ended := head.poll())]
+            self._remote.close(max(until - time.monotonic(), LEAVE_S), status)
         return ends
+
+
+class LocalHeads:
+    """Starts heads of this host, and keeps those of their workers that outlive them. From the main thread."""
+
+    def __init__(self, config: EngineConfig, folder: Path, log_level: str) -> None:
+        """``folder``: for their files; only this user may enter it."""
+        self._config, self._folder, self._level = config, folder, log_level
+        self._keeper: Keeper | None = None
+        """Where heads have such workers."""
+
+    def start(self, replica: int, endpoint: str, life: int = 0) -> subprocess.Popen[bytes]:
+        """A head that will listen at ``endpoint``; does not wait for it. ``life``: see ``EngineConfig``."""
+        pipe, parallel = None, self._config.parallel
+        if are_kept(parallel, replica):
+            self._keeper = self._keeper or Keeper(parallel.data_parallel_size, self._workers)
+            pipe = self._keeper.link(replica)
+        own = msgspec.structs.replace(self._of(replica), life=life)
+        return start_head(own, endpoint, self._level, pipe)
+
+    def close(self, seconds: float) -> None:
+        """Gives workers, which were told to stop, ``seconds`` to end, then kills them."""
+        if self._keeper is not None:
+            self._keeper.close(seconds)
+            self._keeper = None
+
+    def _of(self, replica: int) -> EngineConfig:
+        return msgspec.structs.replace(self._config, replica=replica, domain=str(self._folder))
+
+    def _workers(self, replica: int) -> RankProcesses:
+        config = self._of(replica)
+        return RankProcesses(config, rank_address(config), self._level)
 
 
 def start_head(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from weft.common import log
@@ -39,39 +40,69 @@ def serve_node(config: EngineConfig, log_level: str) -> int:
     own_address(host, port)
     logger.info("host %d of %d: ranks %s for %s", parallel.node_rank, parallel.nnodes, [*mine], parallel.rdzv)
     processes = RankProcesses(config, tcp(host, port), log_level)
+    ranks = Ranks(processes, [*mine], parallel.rank_timeout, RestartBudget(RESTARTS, WINDOW))
+
+    def keep() -> int:
+        while ranks.left:
+            time.sleep(_LOOK)
+            if not ranks.look():
+                return 1
+        return 0
+
+    try:
+        return until_stopped(keep)
+    finally:
+        ranks.close()
+
+
+def until_stopped(work: Callable[[], int]) -> int:
+    """``work()``; 0 when SIGTERM or SIGINT cut it short. Both are ignored from then on."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop)
     try:
-        for rank in mine:
-            processes.spawn(rank)
-        return _keep(processes, len(mine), parallel.rank_timeout)
+        return work()
     except _Stop:
         return 0
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
-        processes.close(0.0)
 
 
-def _keep(processes: RankProcesses, left: int, rank_timeout: float) -> int:
-    budget = RestartBudget(RESTARTS, WINDOW)
-    stopped: dict[int, float] = {}
-    while left:
-        time.sleep(_LOOK)
+class Ranks:
+    """Ranks of one group on this host, which are started again whenever they end of themselves."""
+
+    def __init__(
+        self, processes: RankProcesses, mine: Sequence[int], rank_timeout: float, budget: RestartBudget
+    ) -> None:
+        """Starts them. ``budget``: of how often they may be started again."""
+        self._processes, self._timeout, self._budget = processes, rank_timeout, budget
+        self._stopped: dict[int, float] = {}
+        self.left = len(mine)
+        """Those that have not been shut down by their head."""
+        for rank in mine:
+            processes.spawn(rank)
+
+    def look(self) -> bool:
+        """Starts again who ended; call it often. False when that was done too often."""
+        processes = self._processes
         for rank, status in processes.ended():
             processes.kill(rank)
-            stopped.pop(rank, None)
+            self._stopped.pop(rank, None)
             if status == 0:
-                left -= 1
-            elif not budget.grant(time.monotonic()):
+                self.left -= 1
+            elif not self._budget.grant(time.monotonic()):
                 logger.error("%d ranks ended in %g minutes", RESTARTS + 1, WINDOW / 60)
-                return 1
+                return False
             else:
                 logger.error("rank %d ended with status %d and is started again", rank, status)
                 processes.spawn(rank)
         for rank in processes.ranks():
-            _end_stopped(processes, rank, stopped, rank_timeout)
-    return 0
+            _end_stopped(processes, rank, self._stopped, self._timeout)
+        return True
+
+    def close(self) -> None:
+        """Ends them at once."""
+        self._processes.close(0.0)
 
 
 def _end_stopped(processes: RankProcesses, rank: int, stopped: dict[int, float], patience: float) -> None:

@@ -48,7 +48,7 @@ def run(arguments: list[str]) -> int:
 
 def serve(config: EngineConfig, address: str, rank: int) -> None:
     """Joins the group whose head listens at ``address``. Raises ConfigError, or EngineDead."""
-    secret = config.parallel.group_secret if config.parallel.nnodes > 1 else None
+    secret = config.parallel.group_secret if address.startswith("tcp://") else None
     keys = read_keys(secret) if secret is not None else None
 
     def join(epoch: int) -> HeadLink:

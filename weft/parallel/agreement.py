@@ -14,14 +14,20 @@ import torch
 import zmq
 
 from weft.parallel.group import GroupComm, Launcher
+from weft.parallel.secret import Keys, admit_ranks
 from weft.scheduler.agreement import Decision, Vote, Waves, decide, to_row
 
 MOST_RINGS = 1000
 """Rings that may wait for a head that does not listen."""
+MOST_BYTES = 1024
+"""Of a frame: a ring has few, the frames in which CURVE's keys are exchanged have hundreds."""
 
 
 class Bell(Protocol):
     """Carries calls between replicas: (epoch, wave). Those of one sender arrive in order."""
+
+    def reach(self, addresses: Sequence[str]) -> None:
+        """Where the replicas listen now, in order."""
 
     def ring(self, epoch: int, wave: int) -> None:
         """To every other replica. Never waits."""
@@ -39,9 +45,10 @@ class Bell(Protocol):
 class AgreementGroup:
     """The seat of one replica. Every replica calls ``agree`` for every step while it is ``awake``."""
 
-    def __init__(self, replica: int, replicas: int, bell: Bell) -> None:
+    def __init__(self, replica: int, replicas: int, bell: Bell, host: str | None = None) -> None:
+        """``host``: see ``GroupComm``."""
         self._replica = replica
-        self._comm = GroupComm("heads", range(replicas), replica, Launcher())
+        self._comm = GroupComm("heads", range(replicas), replica, Launcher(), host)
         self._bell = bell
         self._waves = Waves()
         self._epoch = -1
@@ -51,12 +58,14 @@ class AgreementGroup:
         self.votes = 0
         """How often was agreed."""
 
-    def connect(self, store: Any, epoch: int, timeout: float) -> None:
+    def connect(self, store: Any, epoch: int, timeout: float, bells: Sequence[str] = ()) -> None:
         """Forms the group of heads anew for ``epoch``, all asleep. All heads call it. Raises CommLost.
 
-        ``timeout``: seconds for this, and that one head may wait for another in each agreement.
+        ``timeout``: seconds for this, and that one head may wait for another in each agreement. ``bells``:
+        see ``Bell.reach``.
         """
         self._comm.abort()
+        self._bell.reach(bells)
         self._comm.connect(store, epoch, timeout)
         self._waves, self._epoch, self._launched = Waves(), epoch, 0
 
@@ -123,6 +132,8 @@ class LocalBell:
         made._boxes, made._mine = self._boxes, replica
         return made
 
+    def reach(self, addresses: Sequence[str]) -> None: ...
+
     def ring(self, epoch: int, wave: int) -> None:
         for number, box in enumerate(self._boxes):
             if number != self._mine:
@@ -138,21 +149,37 @@ class LocalBell:
 
 
 class ZmqBell:
-    """Bells of replicas in processes: each listens at its address and connects to the others'."""
+    """Bells of replicas in processes: each listens at its own address and connects to the others'."""
 
-    def __init__(self, addresses: Sequence[str], replica: int) -> None:
+    def __init__(self, address: str, replica: int, keys: Keys | None = None) -> None:
+        """``address``: see ``ZmqHead``, as are ``keys``."""
+        self._replica, self._keys = replica, keys
         self._context = zmq.Context()
+        self._doorman = admit_ranks(self._context, keys) if keys is not None else None
         self._mine = self._context.socket(zmq.PULL)
-        self._mine.setsockopt(zmq.MAXMSGSIZE, 64)
-        self._mine.bind(addresses[replica])
-        self._others = []
-        for number, address in enumerate(addresses):
-            if number != replica:
-                other = self._context.socket(zmq.PUSH)
-                other.setsockopt(zmq.SNDHWM, MOST_RINGS)
-                other.setsockopt(zmq.LINGER, 0)
-                other.connect(address)
-                self._others.append(other)
+        self._mine.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES)
+        if keys is not None:
+            keys.guard_head(self._mine)
+        self._mine.bind(address)
+        self.address = self._mine.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._others: dict[str, Any] = {}
+
+    def reach(self, addresses: Sequence[str]) -> None:
+        wanted = [address for number, address in enumerate(addresses) if number != self._replica]
+        for address in [address for address in self._others if address not in wanted]:
+            self._others.pop(address).close()
+        for address in wanted:
+            if address not in self._others:
+                self._others[address] = self._connected(address)
+
+    def _connected(self, address: str) -> Any:
+        other = self._context.socket(zmq.PUSH)
+        other.setsockopt(zmq.SNDHWM, MOST_RINGS)
+        other.setsockopt(zmq.LINGER, 0)
+        if self._keys is not None:
+            self._keys.guard_rank(other)
+        other.connect(address)
+        return other
 
     @property
     def sockets(self) -> Sequence[Any]:
@@ -160,7 +187,7 @@ class ZmqBell:
 
     def ring(self, epoch: int, wave: int) -> None:
         frame = msgspec.msgpack.encode((epoch, wave))
-        for other in self._others:
+        for other in self._others.values():
             try:
                 other.send(frame, zmq.NOBLOCK)
             except zmq.Again:  # it has not listened for a thousand waves: agreeing with it will fail
@@ -177,6 +204,8 @@ class ZmqBell:
                 continue
 
     def close(self) -> None:
-        for socket in (self._mine, *self._others):
+        for socket in (self._mine, *self._others.values()):
             socket.close()
+        if self._doorman is not None:
+            self._doorman.stop()
         self._context.term()

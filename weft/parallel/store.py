@@ -1,7 +1,7 @@
 """Where the ranks of an epoch exchange the addresses of their communicators.
 
 file:///folder/name     ranks of one host: a file in a folder that only this user can enter, and no port
-tcp://host:port         ranks of several hosts; the head listens
+tcp://host:port/name    ranks of several hosts; a head listens, and may give each epoch a name of its own
 """
 
 from __future__ import annotations
@@ -39,8 +39,10 @@ def join_store(address: str, timeout: float) -> Any:
         if address.startswith(_FILE):
             store: Any = dist.FileStore(address.removeprefix(_FILE), -1)
         elif address.startswith(_TCP):
-            host, _, port = address.removeprefix(_TCP).rpartition(":")
+            place, _, name = address.removeprefix(_TCP).partition("/")
+            host, _, port = place.rpartition(":")
             store = dist.TCPStore(host, int(port), None, False, patience, wait_for_workers=False)
+            store = dist.PrefixStore(name, store) if name else store
         else:
             raise ValueError("neither file:// nor tcp://")
         store.set_timeout(patience)

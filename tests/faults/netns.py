@@ -1,0 +1,107 @@
+"""Hosts that are network namespaces with addresses of their own, and a cable between them that can be cut."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from weft.common import env
+
+ROOT = Path(__file__).resolve().parents[2]
+ANSWER = 200.0
+"""Seconds for any answer of a host's process."""
+
+
+class Hosts:
+    """Two namespaces."""
+
+    def __init__(self) -> None:
+        mark = f"{os.getpid() % 100000}"
+        self.names = (f"weft{mark}a", f"weft{mark}b")
+        self.addresses = ("10.213.7.1", "10.213.7.2")
+        self.links = (f"wv{mark}a", f"wv{mark}b")
+        self.processes: list[subprocess.Popen[str]] = []
+
+    def up(self) -> None:
+        for name in self.names:
+            _ip("netns", "add", name)
+        _ip("link", "add", self.links[0], "type", "veth", "peer", "name", self.links[1])
+        for name, link, address in zip(self.names, self.links, self.addresses, strict=True):
+            _ip("link", "set", link, "netns", name)
+            _ip("-n", name, "addr", "add", f"{address}/24", "dev", link)
+            _ip("-n", name, "link", "set", "lo", "up")
+            _ip("-n", name, "link", "set", link, "up")
+
+    def down(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+        for name in self.names:
+            with contextlib.suppress(subprocess.CalledProcessError):
+                _ip("netns", "del", name)
+
+    def cable(self, state: str) -> None:
+        """ "up" or "down"."""
+        _ip("-n", self.names[1], "link", "set", self.links[1], state)
+
+    def run(self, host: int, *command: str) -> subprocess.Popen[str]:
+        """``python COMMAND`` on a host."""
+        whole = ["ip", "netns", "exec", self.names[host], sys.executable, *command]
+        variables = env.child_environment(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+        process = subprocess.Popen(
+            whole, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables, cwd=ROOT
+        )
+        self.processes.append(process)
+        return process
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=30)
+
+
+class Lines:
+    """A process that answers lines."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self._lines: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._lines.put(line)
+        self._lines.put("ended")
+
+    def line(self) -> str:
+        """The next one; "ended" when there is none."""
+        return self._lines.get(timeout=ANSWER).strip()
+
+    def send(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{line}\n")
+        self.process.stdin.flush()
+
+
+def children_of(process: subprocess.Popen[str], module: str = "") -> list[int]:
+    """The children of a host's process; those that run ``python -m MODULE``."""
+    found = []
+    for task in Path(f"/proc/{process.pid}/task").iterdir():
+        found += [int(pid) for pid in (task / "children").read_text().split()]
+    return sorted(pid for pid in found if module in Path(f"/proc/{pid}/cmdline").read_text())
+
+
+def child_of(process: subprocess.Popen[str], module: str = "") -> int:
+    """The youngest of them; waits for one."""
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        if found := children_of(process, module):
+            return found[-1]
+        time.sleep(0.05)
+    raise AssertionError("it has no child")

@@ -1,0 +1,220 @@
+"""The board of host 0: entries that come, stay and are corrected; who may ask; heads of other hosts on it."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from tests.faults.rig import config_of
+from weft.common.errors import ConfigError, EngineDead
+from weft.config.resolved import EngineConfig
+from weft.launch.host import due
+from weft.parallel import remote
+from weft.parallel.board import Board, BoardClient
+from weft.parallel.secret import derive
+from weft.types import board as b
+
+KEYS = derive(b"0123456789abcdef")
+LONG = 20.0
+
+
+@pytest.fixture
+def board() -> Iterator[Board]:
+    made = Board("tcp://127.0.0.1:*", KEYS)
+    yield made
+    made.close()
+
+
+def test_entries_come_and_stay(board: Board) -> None:
+    one, two = (BoardClient(board.address, KEYS) for _ in range(2))
+    one.tell("a", b"1", LONG)
+    two.post("b", b"2")
+    assert two.look(LONG)
+    assert two.entries == {"a": b"1", "b": b"2"}
+    assert one.entries == {"a": b"1"}
+    board.post("c", b"3")
+    assert one.look(LONG)
+    assert one.entries == {"a": b"1", "b": b"2", "c": b"3"} == two.entries | {"c": b"3"}
+    version = one.version
+    assert one.look(LONG)  # nothing new: the table is kept, and not sent again
+    assert (one.version, len(one.entries)) == (version, 3)
+    assert board.get("b") == b"2"
+    one.close()
+    two.close()
+
+
+def test_what_was_overwritten_is_right_again_with_the_next_look(board: Board) -> None:
+    alive, dead = (BoardClient(board.address, KEYS) for _ in range(2))
+    alive.tell("seat", b"new", LONG)
+    dead.tell("seat", b"old", LONG)
+    assert alive.look(LONG)
+    assert board.get("seat") == b"new"
+    alive.close()
+    dead.close()
+
+
+def test_a_look_that_does_not_wait_takes_what_came_before(board: Board) -> None:
+    client = BoardClient(board.address, KEYS)
+    board.post("a", b"1")
+    until = time.monotonic() + LONG
+    while not client.entries:
+        client.look(0.0)
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert client.entries == {"a": b"1"}
+    client.close()
+
+
+def test_strangers_get_no_answer(board: Board) -> None:
+    stranger = BoardClient(board.address, derive(b"another secret, as long"))
+    with pytest.raises(EngineDead, match="did not answer"):
+        stranger.tell("a", b"1", 0.5)
+    stranger.close()
+    context = zmq.Context()
+    plain = context.socket(zmq.DEALER)
+    plain.connect(board.address)
+    plain.send(msgspec.msgpack.encode(b.Ask(number=1, board=0, version=0, entries={"a": b"1"})))
+    assert not plain.poll(300)
+    context.destroy(linger=0)
+    assert board.get("a") is None
+
+
+def test_another_board_at_the_same_place_is_noticed(board: Board) -> None:
+    client = BoardClient(board.address, KEYS)
+    client.tell("a", b"1", LONG)
+    board.post("b", b"2")
+    first, address = client.board, board.address
+    board.close()
+    assert not client.look(0.1)
+    again = Board(address, KEYS)
+    until = time.monotonic() + LONG
+    while not client.look(1.0):
+        assert time.monotonic() < until
+    assert client.board != first
+    assert client.entries == {"a": b"1"}  # what this client says of itself
+    client.close()
+    again.close()
+
+
+def test_a_port_that_is_taken_is_named(board: Board) -> None:
+    with pytest.raises(ConfigError, match="--rdzv: can't listen"):
+        Board(board.address, KEYS)
+
+
+def test_what_is_due() -> None:
+    assert due({0: 1, 1: 2}, {}) == [0, 1]
+    assert due({0: 1, 1: 2}, {0: 1, 1: 1}) == [1]
+    assert due({0: 0, 1: 0}, {1: 3}) == [1]
+    assert due({}, {0: 1}) == []
+
+
+# ---- heads of other hosts
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> EngineConfig:
+    secret = tmp_path / "secret"
+    secret.write_text("0123456789abcdef")
+    hosts = {"nnodes": 2, "rdzv": "127.0.0.1:5799", "group_secret": str(secret)}
+    return config_of(data_parallel_size=2, kv_cache_memory="8MiB", **hosts)
+
+
+@pytest.fixture
+def heads(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[remote.RemoteHeads]:
+    monkeypatch.setattr(remote, "open_board", lambda _: Board("tcp://127.0.0.1:*", KEYS))
+    made = remote.RemoteHeads(config)
+    yield made
+    made.close(0.0)
+
+
+def wanted(board: Board) -> int:
+    return msgspec.msgpack.decode(board.get(b.wanted_key(1)) or b"", type=int)
+
+
+def test_a_head_of_another_host(heads: remote.RemoteHeads) -> None:
+    board = heads._board
+    assert (0 in heads, 1 in heads) == (False, True)
+    head = heads.start(1)
+    assert wanted(board) == head.life > 0
+    assert (head.poll(), head.endpoint()) == (None, None)  # its host has not come
+    board.post(b.head_key(1), msgspec.msgpack.encode(b.Listening(life=head.life, address="tcp://x:1")))
+    assert head.endpoint() == "tcp://x:1"
+    board.post(b.ended_key(1), msgspec.msgpack.encode(b.Ended(life=head.life, status=-9)))
+    assert head.poll() == head.wait(1.0) == -9
+
+    again = heads.start(1)
+    assert (again.poll(), again.endpoint()) == (None, None)  # what was said is of the life before
+    head.kill()
+    assert wanted(board) == again.life > head.life
+    board.post(b.head_key(1), msgspec.msgpack.encode(b.Listening(life=again.life, address="tcp://x:2")))
+    assert again.endpoint() == "tcp://x:2"
+    with pytest.raises(subprocess.TimeoutExpired):
+        again.wait(0.1)
+    board.post(b.head_key(1), msgspec.msgpack.encode(b.Listening(life=again.life, address="tcp://x:3")))
+    assert again.poll() == 1  # another process of that life: the host was started anew
+    again.kill()
+    assert wanted(board) == 0
+
+
+def answer(board: Board, mark: str) -> str | None:
+    told = board.get(b.answer_key(1, mark))
+    return None if told is None else told.decode()
+
+
+def come(board: Board, mark: str, config: EngineConfig) -> None:
+    board.post(b.settings_key(1, mark), msgspec.msgpack.encode(remote.host_settings(config)))
+
+
+def test_hosts_that_differ_are_refused(heads: remote.RemoteHeads, config: EngineConfig) -> None:
+    head, board = heads.start(1), heads._board
+    scheduler = msgspec.structs.replace(config.scheduler, max_num_seqs=5)
+    come(board, "differs", msgspec.structs.replace(config, scheduler=scheduler))
+    assert head.poll() == remote.REFUSED
+    told = answer(board, "differs") or ""
+    assert "--max-num-seqs" in told
+    assert "host 0 has 4, host 1 has 5" in told
+
+    parallel = msgspec.structs.replace(config.parallel, node_rank=1)
+    kv = msgspec.structs.replace(config.kv, pools=())  # its own affair
+    come(board, "good", msgspec.structs.replace(config, parallel=parallel, kv=kv))
+    assert head.poll() is None
+    assert answer(board, "good") == ""
+    assert heads._reading() == [1]
+
+
+def test_one_host_of_each_number(
+    heads: remote.RemoteHeads, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second waits for the first to be gone, is told when it is not, and ends nothing that is served."""
+    monkeypatch.setattr(remote, "AWAY_S", 0.4)
+    head, board = heads.start(1), heads._board
+    come(board, "first", config)
+    assert (head.poll(), answer(board, "first")) == (None, "")
+    until = time.monotonic() + LONG
+    while answer(board, "second") is None:
+        come(board, "first", config)
+        come(board, "second", config)
+        assert head.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    assert "another host has --node-rank 1" in (answer(board, "second") or "")
+
+    while answer(board, "third") is None:  # the first says nothing any more
+        come(board, "third", config)
+        assert head.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    assert answer(board, "third") == ""
+    assert answer(board, "first") is None
+    board.post(b.settings_key(1, "fourth"), b"nonsense")
+    while answer(board, "fourth") is None:
+        assert head.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    assert "another version" in (answer(board, "fourth") or "")

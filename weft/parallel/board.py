@@ -1,0 +1,224 @@
+"""A board on host 0 where heads, and the hosts that run them, say how they are and read how others are.
+
+A table of small entries, each with one writer. Whoever knows the group's secret may write and read (CURVE:
+see ``weft.parallel.secret``). Writers send their entries with every question, so one that was lost, or that a
+dead process's last bytes overwrote, is right again with the next. ``weft.types.board`` says what there is.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+
+import msgspec
+import zmq
+
+from weft.common.errors import ConfigError, EngineDead
+from weft.common.log import get_logger
+from weft.config.hosts import meeting_place
+from weft.config.sections import ParallelSection
+from weft.parallel.address import own_address, tcp
+from weft.parallel.secret import Keys, admit_ranks, read_keys
+from weft.types.board import MOST_BYTES, Ask, Table
+
+log = get_logger(__name__)
+
+RENEW_S = 3.0
+"""Seconds without an answer after which a client connects anew."""
+_TURN_MS = 100
+_QUEUE = 1000
+
+
+class Board:
+    """The table, and a thread that serves it. ``post`` and ``get`` may be called from any thread."""
+
+    def __init__(self, address: str, keys: Keys) -> None:
+        """Listens at ``address``. Raises ConfigError when it is taken."""
+        self._context = zmq.Context()
+        self._doorman = admit_ranks(self._context, keys)
+        self._socket = self._context.socket(zmq.ROUTER)
+        _configure(self._socket)
+        keys.guard_head(self._socket)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            self._end()
+            raise ConfigError(
+                f"--rdzv: can't listen at {address} ({error.strerror})", param="--rdzv"
+            ) from None
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._lock = threading.Lock()
+        self._entries: dict[str, bytes] = {}
+        self._heard: dict[str, float] = {}
+        """When each was posted last, if nothing new."""
+        self._life, self._version = secrets.randbits(63), 1
+        self._stop = False
+        self._thread = threading.Thread(target=self._run, name="weft-board", daemon=True)
+        self._thread.start()
+
+    def post(self, key: str, value: bytes) -> None:
+        """``key`` is so from now on."""
+        with self._lock:
+            self._post(key, value)
+
+    def get(self, key: str) -> bytes | None:
+        """What was posted last under ``key``."""
+        with self._lock:
+            return self._entries.get(key)
+
+    def ages(self, prefix: str) -> dict[str, float]:
+        """Keys that begin so, in the order in which they came first: seconds since each was posted last."""
+        now = time.monotonic()
+        with self._lock:
+            return {key: now - at for key, at in self._heard.items() if key.startswith(prefix)}
+
+    def drop(self, key: str) -> None:
+        """Forgets an entry, until it is posted again."""
+        with self._lock:
+            self._heard.pop(key, None)
+            if self._entries.pop(key, None) is not None:
+                self._version += 1
+
+    def close(self) -> None:
+        """Ends the thread; what was answered is still delivered, if that takes no longer than a second."""
+        self._stop = True
+        self._thread.join(5.0)
+
+    def _post(self, key: str, value: bytes) -> None:
+        self._heard[key] = time.monotonic()
+        if self._entries.get(key) != value:
+            self._entries[key] = value
+            self._version += 1
+
+    def _run(self) -> None:
+        try:
+            while not self._stop:
+                if self._socket.poll(_TURN_MS):
+                    self._serve(self._socket.recv_multipart())
+        finally:
+            self._end()
+
+    def _serve(self, frames: list[bytes]) -> None:
+        try:
+            client, body = frames
+            ask = msgspec.msgpack.decode(body, type=Ask)
+        except (ValueError, msgspec.MsgspecError) as error:
+            log.warning("dropped a frame that asks the board nothing (%s)", type(error).__name__)
+            return
+        with self._lock:
+            for key, value in ask.entries.items():
+                self._post(key, value)
+            known = (ask.board, ask.version) == (self._life, self._version)
+            entries = {} if known else dict(self._entries)
+            answer = Table(number=ask.number, board=self._life, version=self._version, entries=entries)
+        try:
+            self._socket.send_multipart([client, msgspec.msgpack.encode(answer)], zmq.NOBLOCK)
+        except zmq.ZMQError:  # it does not read: it will ask again, or not
+            return
+
+    def _end(self) -> None:
+        self._socket.close()
+        self._doorman.stop()
+        self._context.term()
+
+
+class BoardClient:
+    """One writer's and reader's end. To be used from one thread at a time."""
+
+    def __init__(self, address: str, keys: Keys) -> None:
+        self._address, self._keys = address, keys
+        self._context = zmq.Context()
+        self._connect()
+        self._posted: dict[str, bytes] = {}
+        self._number = 0
+        self._answered = 0
+        self._asked = -RENEW_S
+        self.entries: dict[str, bytes] = {}
+        """The table as it was told last."""
+        self.board = self.version = 0
+        """Whose, and which."""
+        self.heard = time.monotonic()
+        """When the board answered last; before the first time, when this was made."""
+
+    def post(self, key: str, value: bytes) -> None:
+        """Goes with every ``look`` from now on."""
+        self._posted[key] = value
+
+    def look(self, wait: float) -> bool:
+        """Says what was posted, and takes in what the board answers. Whether this question was answered.
+
+        ``wait``: seconds for the answer. With 0 it asks, unless it waits for an answer anyway, and takes in
+        what has come so far.
+        """
+        self._take(0)
+        if wait <= 0 and self._answered < self._number and time.monotonic() - self._asked < RENEW_S:
+            return False
+        quiet = time.monotonic() - max(self.heard, self._connected)
+        if self._answered < self._number and quiet > RENEW_S:
+            self._socket.close(0)
+            self._connect()
+        self._number += 1
+        self._asked = time.monotonic()
+        ask = Ask(number=self._number, board=self.board, version=self.version, entries=self._posted)
+        try:
+            self._socket.send(msgspec.msgpack.encode(ask), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        until = time.monotonic() + wait
+        while self._answered < self._number and (left := until - time.monotonic()) > 0:
+            self._take(left)
+        return self._answered == self._number
+
+    def tell(self, key: str, value: bytes, patience: float) -> None:
+        """Posts an entry and waits until the board has it. Raises EngineDead."""
+        self.post(key, value)
+        until = time.monotonic() + patience
+        while not self.look(min(RENEW_S, patience)):
+            if time.monotonic() > until:
+                raise EngineDead(f"host 0 did not answer at {self._address} within {patience:g} s")
+
+    def close(self) -> None:
+        self._socket.close(1000)
+        self._context.term()
+
+    def _connect(self) -> None:
+        self._socket = self._context.socket(zmq.DEALER)
+        _configure(self._socket)
+        self._keys.guard_rank(self._socket)
+        self._socket.connect(self._address)
+        self._connected = time.monotonic()
+
+    def _take(self, wait: float) -> None:
+        """Answers that came, waiting ``wait`` seconds for the first."""
+        while self._socket.poll(max(int(wait * 1000), 0)):
+            wait = 0
+            try:
+                table = msgspec.msgpack.decode(self._socket.recv(), type=Table)
+            except msgspec.MsgspecError:
+                continue
+            self.heard = time.monotonic()
+            self._answered = max(self._answered, table.number)
+            if table.board != self.board or table.version > self.version:
+                self.entries, self.board, self.version = table.entries, table.board, table.version
+
+
+def board_place(parallel: ParallelSection) -> tuple[str, Keys]:
+    """Where the board is, and the keys to it. Raises ConfigError."""
+    assert parallel.group_secret is not None, "checked when the configuration was resolved"
+    return tcp(*meeting_place(parallel)), read_keys(parallel.group_secret)
+
+
+def open_board(parallel: ParallelSection) -> Board:
+    """The board of a server whose host 0 this is. Raises ConfigError."""
+    where, port = meeting_place(parallel)
+    return Board(tcp(own_address(where, port), port), board_place(parallel)[1])
+
+
+def _configure(socket: zmq.Socket[bytes]) -> None:
+    socket.setsockopt(zmq.SNDHWM, _QUEUE)
+    socket.setsockopt(zmq.RCVHWM, _QUEUE)
+    socket.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES)
+    socket.setsockopt(zmq.LINGER, 1000)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)

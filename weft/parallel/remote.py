@@ -1,0 +1,205 @@
+"""Heads on other hosts, as the host with the front sees them.
+
+It says on the board which life each of them should be in, and the hosts that they belong to make it so: see
+``weft.launch.host``. A host that is silent is waited for; its heads' links tell whoever needs them.
+"""
+
+from __future__ import annotations
+
+import secrets
+import subprocess
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from weft.common.errors import ConfigError
+from weft.common.log import get_logger
+from weft.config.group import compare, shared_settings
+from weft.config.hosts import heads_on
+from weft.config.resolved import EngineConfig
+from weft.parallel.board import Board, board_place, open_board
+from weft.types import board as b
+
+log = get_logger(__name__)
+
+REMIND_S = 30.0
+"""Seconds between two lines in the log about a host that has not come."""
+REFUSED = 2
+"""Status of heads whose host is refused, as of a head that refuses its configuration."""
+AWAY_S = 3.0
+"""Seconds of silence after which another process may take a host's number."""
+_LOOK = 0.05
+
+
+class RemoteHeads:
+    """The board of a server, and what its front needs of heads on other hosts."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Listens at ``--rdzv``. Raises ConfigError."""
+        parallel = config.parallel
+        self._settings = host_settings(config)
+        _, self.keys = board_place(parallel)
+        self._board = open_board(parallel)
+        # Hosts outlive a server: what they say of one's heads must not be taken for another's.
+        first = secrets.randbits(48) << 14
+        self._lives = {r: first for node in range(1, parallel.nnodes) for r in heads_on(parallel, node)}
+        self._hosts = range(1, parallel.nnodes)
+        self._present: dict[int, str] = {}
+        """Host -> the key under which its process, if it may work, says its settings."""
+        self._answered: set[str] = set()
+        """Keys of processes that were told whether they may."""
+        self._waiting: dict[str, float] = {}
+        """Keys of those that came beside another of their number, and when."""
+        self._refused: dict[int, str] = {}
+        """Host -> why, if none of that number was ever accepted: later it is waited for one that can be."""
+        self._remind = time.monotonic() + REMIND_S
+
+    def __contains__(self, replica: int) -> bool:
+        """Whether its head is on another host."""
+        return replica in self._lives
+
+    def start(self, replica: int) -> RemoteHead:
+        """Has the head of ``replica`` started, in place of whatever runs. Does not wait."""
+        self._lives[replica] += 1
+        self._want(replica, self._lives[replica])
+        return RemoteHead(self._board, replica, self._lives[replica], self._lacks, self._end(replica))
+
+    def close(self, seconds: float, status: int = 0) -> None:
+        """Tells all hosts that the server ends, and gives them ``seconds`` to read it."""
+        self._check()
+        self._board.post(b.OVER, msgspec.msgpack.encode(status))
+        until = time.monotonic() + seconds
+        while self._reading() and time.monotonic() < until:
+            time.sleep(_LOOK)
+        for host in self._reading():
+            log.warning("host %d did not read that the server ends", host)
+        self._board.close()
+
+    def _want(self, replica: int, life: int) -> None:
+        self._board.post(b.wanted_key(replica), msgspec.msgpack.encode(life))
+
+    def _end(self, replica: int) -> Callable[[int], None]:
+        def end(life: int) -> None:
+            if self._lives[replica] == life:
+                self._want(replica, 0)
+
+        return end
+
+    def _reading(self) -> list[int]:
+        """Hosts that are there, and have not read that the server ends."""
+        ages = self._board.ages(b.settings_key())
+        there = [host for host, key in self._present.items() if ages.get(key, AWAY_S) < AWAY_S]
+        return [host for host in there if self._board.get(b.gone_key(host)) is None]
+
+    def _lacks(self) -> bool:
+        """Looks after hosts. Whether one is refused, and no other came for it: nothing can start then."""
+        self._check()
+        return bool(self._refused)
+
+    def _check(self) -> None:
+        """Answers hosts that came: whether they have the same settings, and their number for themselves."""
+        for host in self._hosts:
+            ages = self._board.ages(b.settings_key(host))
+            if not ages:
+                self._remind_of(host)
+            for key, age in ages.items():
+                if key in self._answered:
+                    continue
+                present = self._present.get(host)
+                if present is None or ages.get(present, AWAY_S) >= AWAY_S:
+                    self._meet(host, key)
+                elif age < AWAY_S / 2 and self._waits(key):
+                    self._answer(host, key, f"another host has --node-rank {host}: give each its own")
+
+    def _waits(self, key: str) -> bool:
+        """Whether a host has waited long enough for the one of its number to be gone."""
+        return time.monotonic() - self._waiting.setdefault(key, time.monotonic()) > 2 * AWAY_S
+
+    def _meet(self, host: int, key: str) -> None:
+        data = self._board.get(key)
+        try:
+            theirs = msgspec.msgpack.decode(data or b"", type=dict[str, str])
+            compare(self._settings, theirs, "host 0", f"host {host}")
+        except (ConfigError, msgspec.MsgspecError) as error:
+            why = error.message if isinstance(error, ConfigError) else f"host {host} is of another version"
+            if host not in self._present:
+                self._refused[host] = why
+            self._answer(host, key, why)
+            return
+        log.info("host %d is there", host)
+        self._refused.pop(host, None)
+        before, self._present[host] = self._present.get(host), key
+        if before is not None:
+            self._board.drop(before)
+            self._board.drop(b.answer_key(host, _mark(before)))
+        self._answer(host, key, "")
+
+    def _answer(self, host: int, key: str, why: str) -> None:
+        if why:
+            log.error("host %d is refused: %s", host, why)
+        self._answered.add(key)
+        self._board.post(b.answer_key(host, _mark(key)), why.encode())
+
+    def _remind_of(self, host: int) -> None:
+        if time.monotonic() > self._remind:
+            self._remind = time.monotonic() + REMIND_S
+            log.info("host %d has not come yet", host)
+
+
+class RemoteHead:
+    """One life of a head on another host. It has what is needed of a ``subprocess.Popen``."""
+
+    def __init__(
+        self, board: Board, replica: int, life: int, refused: Callable[[], bool], end: Callable[[int], None]
+    ) -> None:
+        """``refused``: whether it can never start. ``end(life)`` has it ended."""
+        self._board, self._replica, self.life = board, replica, life
+        self._refused, self._end = refused, end
+        self._address: str | None = None
+
+    def endpoint(self) -> str | None:
+        """Where it listens; None as long as it does not."""
+        if self._address is None:
+            self._address = self._listens()
+        return self._address
+
+    def poll(self) -> int | None:
+        """Its status when it has ended; None while it runs, or will run when its host comes."""
+        if self._refused():
+            return REFUSED
+        data = self._board.get(b.ended_key(self._replica))
+        if data is not None and (ended := msgspec.msgpack.decode(data, type=b.Ended)).life == self.life:
+            return ended.status
+        # Its host was started anew and did as it had been told: that is another process.
+        moved = self._address is not None and self._listens() not in (None, self._address)
+        return 1 if moved else None
+
+    def kill(self) -> None:
+        """Has it ended, unless another life has begun. Does not wait."""
+        self._end(self.life)
+
+    def wait(self, timeout: float) -> int:
+        """Its status. Raises subprocess.TimeoutExpired."""
+        until = time.monotonic() + timeout
+        while (status := self.poll()) is None:
+            if time.monotonic() > until:
+                raise subprocess.TimeoutExpired(f"head {self._replica}", timeout)
+            time.sleep(_LOOK)
+        return status
+
+    def _listens(self) -> str | None:
+        data = self._board.get(b.head_key(self._replica))
+        if data is None:
+            return None
+        listening = msgspec.msgpack.decode(data, type=b.Listening)
+        return listening.address if listening.life == self.life else None
+
+
+def host_settings(config: EngineConfig) -> dict[str, str]:
+    """What all hosts must have alike. Each replica has a cache of its own, of what its host has room for."""
+    return {name: value for name, value in shared_settings(config).items() if not name.startswith("kv.")}
+
+
+def _mark(key: str) -> str:
+    return key.rpartition("/")[2]
