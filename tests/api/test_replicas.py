@@ -53,6 +53,7 @@ def expected() -> Any:
     return of
 
 
+@pytest.mark.grid
 def test_independent_replicas(expected: Any) -> None:
     """They share nothing, and the sequences of one that is killed go on at the other."""
     with LLM("spool-text", data_parallel_size=2, **COMMON) as llm:

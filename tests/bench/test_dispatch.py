@@ -26,7 +26,7 @@ def test_what_was_measured_is_used() -> None:
     made = CliRunner().invoke(bench, ["dispatch", "--ranks", "2"], standalone_mode=False)
     assert made.exit_code == 0, made.exception
     assert "2 ranks, all_to_all" in made.output
-    assert str(cost.user_file()) in made.output
+    assert str(cost.MEASUREMENTS.user_file()) in made.output
     (row,) = cost.table()
     assert row.link in ("gloo", "shared memory")
     assert row.ranks == 2
@@ -36,8 +36,8 @@ def test_what_was_measured_is_used() -> None:
 
 def test_other_numbers_of_ranks_stay_in_the_table() -> None:
     times = {kind: {1024: 1.0} for kind in cost.KINDS}
-    run.save([cost.Measured("gloo", "a machine", 4, times)], cost.user_file())
-    run.save([cost.Measured("gloo", "a machine", 2, times)], cost.user_file())
+    cost.MEASUREMENTS.save([cost.Measured("gloo", "a machine", 4, times)])
+    cost.MEASUREMENTS.save([cost.Measured("gloo", "a machine", 2, times)])
     assert {row.ranks for row in cost.table()} == {2, 4}
 
 

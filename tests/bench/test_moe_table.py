@@ -40,8 +40,8 @@ def test_what_was_measured_is_used(tmp_path: Path) -> None:
     )
     assert made.exit_code == 0, made.exception
     assert "4 x 8 of 16, top 2" in made.output
-    assert str(table.user_file()) in made.output
-    rows = table.read(table.user_file())
+    assert str(table.MEASUREMENTS.user_file()) in made.output
+    rows = table.MEASUREMENTS.read(table.MEASUREMENTS.user_file())
     assert [(row.device, row.dtype, row.size) for row in rows] == [
         ("cpu", dtype, TINY) for dtype in ("bfloat16", "float32", "float64")
     ]
@@ -49,19 +49,19 @@ def test_what_was_measured_is_used(tmp_path: Path) -> None:
     assert set(rows[1].times[1]) == {"loop", "gather"}
     assert set(rows[1].times[64]) == {"loop"}, "so many copies are larger than all weights"
     assert "1 threads" in rows[0].machine
-    assert json.loads(report.read_text()) == json.loads(table.user_file().read_text())
+    assert json.loads(report.read_text()) == json.loads(table.MEASUREMENTS.user_file().read_text())
     assert table.tables()[0] == rows
 
 
 def test_other_devices_stay_in_the_table() -> None:
     other = Measured("cuda", "a GPU", "bfloat16", TINY, {1: {"triton": 1.0}})
-    run.save([other], table.user_file())
+    table.MEASUREMENTS.save([other])
     mine = Measured("cpu", "a CPU", "bfloat16", TINY, {1: {"loop": 1.0}})
-    run.save([mine], table.user_file())
-    assert table.read(table.user_file()) == (other, mine)
-    run.save([other], table.user_file())
-    assert table.read(table.user_file()) == (mine, other)
-    assert [path.name for path in table.user_file().parent.iterdir()] == ["moe_table.json"]
+    table.MEASUREMENTS.save([mine])
+    assert table.MEASUREMENTS.read(table.MEASUREMENTS.user_file()) == (other, mine)
+    table.MEASUREMENTS.save([other])
+    assert table.MEASUREMENTS.read(table.MEASUREMENTS.user_file()) == (mine, other)
+    assert [path.name for path in table.MEASUREMENTS.user_file().parent.iterdir()] == ["moe_table.json"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

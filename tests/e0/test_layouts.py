@@ -31,7 +31,7 @@ LAYOUTS = {
     "dp4ep4": Layout(data=4, expert=True),
 }
 FEATURES: dict[str, list[Any]] = {
-    "model": ["qwen3_moe", "deepseek_mtp", "qwen3_next", "deepseek_v4"],
+    "model": ["qwen3_moe", "deepseek_mtp", "qwen3_next_wide", "deepseek_v4"],
     "layout": list(LAYOUTS),
     "overlap": ["off", "prefill", "all"],
     "drafts": [0, 1, 2, 3],

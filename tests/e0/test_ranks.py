@@ -38,7 +38,7 @@ WAIT = 60.0
 CASES: dict[str, dict[str, Any]] = {
     "chunks, deep": {"shape": "qwen2_windowed", "chunk": 7, "depth": 2},
     "experts, preemption": {"shape": "qwen3_moe", "blocks": 24, "sampling": "seeded"},
-    "states, prefix hits, deep": {"shape": "qwen3_next", "chunk": 16, "depth": 2, "hits": True},
+    "states, prefix hits, deep": {"shape": "qwen3_next_wide", "chunk": 16, "depth": 2, "hits": True},
     "latents, seeded": {"shape": "deepseek_v3", "chunk": 16, "sampling": "seeded"},
     "sparse, hashed experts": {"shape": "deepseek_v4", "chunk": 7},
     "module's drafts, deep": {"shape": "mtp", "depth": 2, "speculation": "mtp"},
@@ -144,9 +144,7 @@ def test_tokens_on_two_ranks(name: str, folder: Any) -> None:
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize(
-    "name", [name for name in CASES if CASES[name]["shape"] not in ("qwen3_next", "deepseek_v4")]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_tokens_on_four_ranks(name: str, folder: Any) -> None:
     _check(CASES[name], folder(CASES[name]["shape"]), Layout(tensor=4))
 
@@ -171,7 +169,7 @@ EXPERT_CASES: dict[str, dict[str, Any]] = {
         "experts": ExpertOptions(dispatch="low-latency"),
     },
     "gather, states, prefix hits": {
-        "shape": "qwen3_next",
+        "shape": "qwen3_next_wide",
         "chunk": 16,
         "hits": True,
         "experts": ExpertOptions(dispatch="gather"),
@@ -194,7 +192,7 @@ def test_tokens_with_divided_experts(name: str, folder: Any) -> None:
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("name", [name for name in EXPERT_CASES if "next" not in EXPERT_CASES[name]["shape"]])
+@pytest.mark.parametrize("name", EXPERT_CASES)
 def test_tokens_with_experts_on_four_ranks(name: str, folder: Any) -> None:
     case = EXPERT_CASES[name]
     engine = _check(case, folder(case["shape"]), Layout(tensor=4, expert=True))

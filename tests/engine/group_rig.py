@@ -15,6 +15,7 @@ from tests.scheduler.harness import Rig
 from weft.config.resolved import KVConfig
 from weft.engine.executor import GroupLost
 from weft.engine.group import GroupExecutor
+from weft.engine.sizes import sized
 from weft.engine.worker import Worker
 from weft.parallel.loopback import LinkFault, Loopback
 from weft.parallel.mesh import Mesh
@@ -95,8 +96,16 @@ class TableRunner:
 class Ranks:
     """The group: ``workers`` ranks beside the head."""
 
-    def __init__(self, kv: KVConfig, workers: int = 3, faults: tuple[LinkFault, ...] = ()) -> None:
+    def __init__(
+        self,
+        kv: KVConfig,
+        workers: int = 3,
+        faults: tuple[LinkFault, ...] = (),
+        rooms: dict[int, tuple[int, ...]] | None = None,
+    ) -> None:
+        """``rooms``: blocks of each pool that a rank has room for, where that is not what ``kv`` says."""
         self.kv = kv
+        self.rooms = rooms or {}
         self.clock = VirtualClock()
         self.net = Loopback(self.clock, faults)
         self.commits: dict[int, int] = {}
@@ -143,8 +152,13 @@ class Ranks:
             if data is None:
                 return False
             answer = f.decode_to_rank(data)
+            runner = self.runners[rank]
             if isinstance(answer, f.RankWelcome):
-                worker = Worker(rank, self.runners[rank], Mesh(), channel, rank_timeout=TIMEOUT)
+                blocks = self.rooms.get(rank, tuple(pool.num_blocks for pool in self.kv.pools))
+                channel.send(f.encode(f.Loaded(rank=rank, blocks=blocks)))
+            elif isinstance(answer, f.Pools):
+                runner.kv = sized(self.kv, answer.blocks)
+                worker = Worker(rank, runner, Mesh(), channel, rank_timeout=TIMEOUT)
                 self.workers[rank] = state["worker"] = worker
                 channel.send(f.encode(f.Ready(rank=rank)))
             return True
@@ -164,6 +178,8 @@ class Ranks:
         self.net.cut(self.peer(rank))
 
     def up(self, epoch: int = 0) -> None:
+        self.head.gather(TIMEOUT, ready=False)
+        self.runners[0].kv = self.head.size(self.kv, TIMEOUT)
         self.head.gather(TIMEOUT)
         self.head.form(epoch)
 

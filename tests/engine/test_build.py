@@ -9,11 +9,18 @@ import pytest
 import torch
 
 from tests.support.checkpoints import make_checkpoint
+from weft.attention.base import Backends
+from weft.attention.triton_backend import TritonAttention
 from weft.common.errors import ConfigError
 from weft.config.flags import from_keywords
 from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig
-from weft.engine.build import build_runner, fit_pools
+from weft.config.sharding import local_spec
+from weft.engine.build import LATER, build_runner, fit_pools, graph_options
+from weft.parallel.group import GroupComm
+from weft.parallel.launcher import Launcher
+from weft.parallel.mesh import Mesh
+from weft.types.layout import Layout
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +35,53 @@ def test_pools_take_what_weights_activations_and_others_leave(config: EngineConf
     block = config.spec.caches[0].block_bytes(8, config.dtype)
     assert (whole - half) * block == pytest.approx(2 << 30, rel=0.01)
     assert whole * block < 9 << 30
+
+
+def test_ranks_on_one_gpu_have_equal_parts_whoever_loads_first(config: EngineConfig) -> None:
+    """Two on one GPU: one measures when the other has not loaded yet, one when all is taken but its own."""
+    parallel = msgspec.structs.replace(config.parallel, tensor_parallel_size=2, collectives="gloo")
+    two = msgspec.structs.replace(config, parallel=parallel, gpus=("0",))
+    first = fit_pools(two, 19 << 30, 20 << 30, used=1 << 30).pools[0].num_blocks
+    second = fit_pools(two, 18 << 30, 20 << 30, used=1 << 30).pools[0].num_blocks
+    own = msgspec.structs.replace(two, gpus=("0", "1"))
+    alone = fit_pools(own, 19 << 30, 20 << 30, used=1 << 30).pools[0].num_blocks
+    assert first == second
+    assert 0.4 * alone < first < 0.5 * alone
+    parallel = msgspec.structs.replace(parallel, collectives="auto")
+    nccl = msgspec.structs.replace(own, parallel=parallel)
+    needs = fit_pools(nccl, 19 << 30, 20 << 30, used=1 << 30).pools[0].num_blocks
+    block = local_spec(config.spec, parallel.layout).caches[0].block_bytes(8, config.dtype)
+    assert (alone - needs) * block == pytest.approx(LATER, rel=0.01), "communicators come later"
+    left = fit_pools(two, 4 << 30, 20 << 30, used=1 << 30).pools[0].num_blocks
+    assert left < first, "somebody else has the rest"
+
+
+def test_where_ranks_meet_over_nccl_graphs_wait_for_the_group(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eager where they do not. Only the capture itself is left out: there is no GPU to capture on."""
+    model = build_runner(config, progress=False)._model
+    monkeypatch.setattr("weft.engine.build.CudaCapture", lambda device: lambda run: run)
+    cuda = msgspec.structs.replace(config, device="cuda")
+    backends = Backends([TritonAttention()])
+    alone = graph_options(cuda, model, backends, False)
+    assert alone is not None
+    assert (alone.lazy, alone.halves, alone.exact) == (False, False, False)
+    model.ranks, model.mesh = 2, Mesh(layout=Layout(tensor=2), nccl=True)
+    ranks = graph_options(cuda, model, backends, False)
+    assert ranks is not None
+    assert (ranks.lazy, ranks.halves, ranks.exact) == (True, True, False)
+    model.mesh = Mesh(layout=Layout(tensor=2))
+    assert graph_options(cuda, model, backends, False) is None
+
+
+def test_sums_in_the_order_of_nccl_are_no_promise_of_equal_bits(config: EngineConfig) -> None:
+    runner = build_runner(config, progress=False)
+    tp = GroupComm("x", range(2), 0, Launcher())
+    runner._model.mesh = Mesh(layout=Layout(tensor=2), tp=tp, nccl=True, ordered=False)
+    assert "sums over ranks (nccl)" in runner.varying
+    runner._model.mesh = Mesh(layout=Layout(tensor=2), tp=tp, nccl=True)
+    assert "sums over ranks (nccl)" not in runner.varying
 
 
 def test_a_gpu_that_is_full_is_refused_by_name(config: EngineConfig) -> None:

@@ -102,7 +102,7 @@ def test_windows_over_a_pool_of_hardly_more_than_one(tmp_path: Path, shape: str,
         assert answers[i].tokens == alone(own, asked[i], greedy(30), i)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.grid), 2])
 def test_soak_of_cancels_and_stops_on_a_small_pool(
     folder: Path, depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

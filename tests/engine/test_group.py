@@ -14,7 +14,7 @@ from weft.common.errors import ConfigError, EngineDead
 from weft.engine.executor import GroupLost
 from weft.engine.watch import Liveness
 from weft.parallel.group import CommLost
-from weft.parallel.loopback import LinkFault, repeat
+from weft.parallel.loopback import LinkFault, lose, repeat
 from weft.types import frames as f
 from weft.types.plan import AllocSlot, FreeSlot, StepPlan
 
@@ -50,6 +50,40 @@ def test_a_group_of_one_rank_sends_nothing_and_works() -> None:
     finish(rig)
     rig.ranks.head.close()
     assert rig.ranks.clock.now() == 0.0
+
+
+def test_all_ranks_get_pools_that_each_has_room_for() -> None:
+    kv = kv_config(copies=4, window=9)
+    own = tuple(pool.num_blocks for pool in kv.pools)
+    assert len(own) == 2
+    less = (own[0] - 1, *own[1:])
+    more, least = tuple(count + 5 for count in own), (less[0], *(count - 2 for count in own[1:]))
+    ranks = Ranks(kv, rooms={1: less, 2: more, 3: (own[0], *least[1:])})
+    ranks.up()
+    found = {rank: tuple(p.num_blocks for p in runner.kv.pools) for rank, runner in ranks.runners.items()}
+    assert found == dict.fromkeys(range(4), least)
+    assert [p.cache for p in ranks.runners[2].kv.pools] == [p.cache for p in kv.pools]
+    # One that is started anew has what the others have, whatever it has room for.
+    ranks.rooms[2] = tuple(count - 3 for count in own)
+    ranks.restart(2)
+    with pytest.raises(GroupLost, match="started anew"):
+        ranks.head.gather(TIMEOUT)
+    ranks.head.gather(TIMEOUT)
+    ranks.head.form(1)
+    assert tuple(p.num_blocks for p in ranks.runners[2].kv.pools) == least
+
+
+def test_ranks_with_other_caches_are_an_error() -> None:
+    ranks = Ranks(kv_config(copies=4, window=9), rooms={2: (5,)})
+    with pytest.raises(EngineDead, match="rank 2 has 1 kinds of caches"):
+        ranks.up()
+
+
+def test_a_rank_that_never_loads_is_named() -> None:
+    rig = make_rig(up=False)
+    rig.ranks.net.plant(LinkFault(peer=rig.ranks.peer(3), to_rank=False, at=1, deed=lose))
+    with pytest.raises(GroupLost, match=r"rank 3 .* did not load within"):
+        rig.ranks.up()
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -93,7 +127,7 @@ def test_another_version_is_refused_and_both_are_named() -> None:
 def test_a_rank_that_does_not_come_is_named() -> None:
     ranks = Ranks(kv_config())
     ranks.kill(3)
-    with pytest.raises(GroupLost, match=r"rank 3 .* did not come") as lost:
+    with pytest.raises(GroupLost, match=r"rank 3 .* did not load") as lost:
         ranks.up()
     assert lost.value.rank == 3
     assert ranks.clock.now() <= 2 * TIMEOUT

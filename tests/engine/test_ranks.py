@@ -7,9 +7,10 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+from msgspec.structs import replace
 
 from tests.faults.rig import config_of
 from tests.support.checkpoints import make_checkpoint
@@ -17,8 +18,10 @@ from weft import LLM, SamplingParams
 from weft.api.settings import read_settings
 from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig
+from weft.engine import start
 from weft.engine.core import EngineCore
 from weft.engine.group import GroupExecutor
+from weft.engine.ranks import RankProcesses
 from weft.types.messages import HeadStats, Submit, ids_to_bytes
 from weft.types.sampling import TokenParams
 
@@ -36,6 +39,18 @@ def sequence(number: int, prompt: list[int], params: TokenParams) -> Submit:
 def prompt(number: int, length: int) -> list[int]:
     """One that repeats itself, so that drafts of n-grams are often right."""
     return [(7 * number + 3 * (place % 11)) % 400 + 5 for place in range(length)]
+
+
+class LessRoom(RankProcesses):
+    """Ranks that find less memory than their head does."""
+
+    blocks: ClassVar[list[int]] = []
+
+    def __init__(self, config: EngineConfig, address: str, log_level: str) -> None:
+        pools = [replace(pool, num_blocks=pool.num_blocks - 5) for pool in config.kv.pools]
+        type(self).blocks = [pool.num_blocks for pool in pools]
+        less = replace(config, kv=replace(config.kv, pools=tuple(pools)))
+        super().__init__(less, address, log_level)
 
 
 class Run:
@@ -74,13 +89,17 @@ class Run:
 @pytest.mark.parametrize(
     "more",
     [
-        {"steps_in_flight": 1},
+        pytest.param({"steps_in_flight": 1}, marks=pytest.mark.grid),
         {"steps_in_flight": 2, "speculative_method": "ngram", "speculative_adaptive": False},
     ],
     ids=["plain", "drafts and two steps in flight"],
 )
-def test_tokens_are_those_of_one_rank_and_requests_beyond_the_slots_queue(more: dict[str, Any]) -> None:
-    """Eight requests on four slots; a long prompt is prefilled while others decode, blocks run short."""
+def test_tokens_are_those_of_one_rank_and_requests_beyond_the_slots_queue(
+    more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight requests on four slots; a long prompt is prefilled while others decode, blocks run short. The
+    worker has less room for caches than the head.
+    """
     settings = {
         "max_num_seqs": 4,
         "max_model_len": 512,
@@ -91,10 +110,13 @@ def test_tokens_are_those_of_one_rank_and_requests_beyond_the_slots_queue(more: 
     }
     lengths = [40, 9, 25, 60, 33, 21, 12, 380]
     submits = [sequence(n, prompt(n, long), SEEDED if n % 2 else GREEDY) for n, long in enumerate(lengths)]
+    monkeypatch.setattr(start, "RankProcesses", LessRoom)
     alone = Run(config_of(**settings), submits, late=1)
     group = Run(config_of(**settings, tensor_parallel_size=2), submits, late=1)
     assert group.tokens == alone.tokens
     assert isinstance(group.runner, GroupExecutor)
+    assert [pool.num_blocks for pool in group.runner.kv.pools] == LessRoom.blocks
+    assert [pool.num_blocks for pool in alone.runner.kv.pools] > LessRoom.blocks
     assert group.runner.step + 1 >= group.stats.steps > 10
     for run in (alone, group):
         assert (run.most_running, run.most_waiting >= 3) == (4, True)
@@ -147,7 +169,8 @@ def test_deep_contexts_over_divided_experts(tmp_path: Path) -> None:
     facts = json.loads((folder / "config.json").read_text())
     facts["max_position_embeddings"] = 16384
     (folder / "config.json").write_text(json.dumps(facts))
-    submits = [sequence(n, [5 + (n + place) % 17 for place in range(8192)], GREEDY) for n in range(5)]
+    long = TokenParams(temperature=0.0, max_tokens=150)  # beyond the last prompt's last chunk
+    submits = [sequence(n, [5 + (n + place) % 17 for place in range(8192)], long) for n in range(5)]
 
     def config(**more: Any) -> EngineConfig:
         settings = {

@@ -27,7 +27,7 @@ SECOND: list[Plan] = [
 """What befalls a group that is being formed anew."""
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.grid), 2])
 def test_a_sample_of_everything(tmp_path: Path, depth: int) -> None:
     plans: dict[int, list[Plan]] = {
         1: [(1, "stage", "kill"), (1, "load", "kill"), (1, "collective", "stop"), (0, "sample", "raise")],

@@ -74,6 +74,7 @@ def test_head_and_worker_fall_by_turns(outlive: Outlive) -> None:
     outlive([plans[0], plans[2], plans[1], plans[3]], tensor_parallel_size=2)
 
 
+@pytest.mark.grid
 def test_replicas_that_share_experts(outlive: Outlive) -> None:
     """One of them dies or stops, and with it the domain; the others keep their weights."""
     plans: list[Plan] = [(1, "collective", "kill"), (0, "stage", "stop"), (1, "read", "raise")]

@@ -205,7 +205,9 @@ def text_of(lines: Any, sse: Any) -> tuple[str, str]:
     return "".join(c["delta"].get("content") or "" for c in chunks), chunks[-1]["finish_reason"]
 
 
-@pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "death", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.grid)], ids=lambda d: d.name
+)
 def test_streams_outlive_the_head(start_weft: Any, sse: Any, death: signal.Signals) -> None:
     """Greedy and sampled, streamed and whole, with stop strings and logprobs: all as without the death."""
     server = start_weft("--max-num-seqs", "4", "--dtype", "float64", "--rank-timeout", "8")

@@ -28,7 +28,7 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-u
     cost.table.cache_clear()
 
     def write(*rows: Measured) -> None:
-        cost.user_file().write_text(json.dumps(cost.as_json(rows)))
+        cost.MEASUREMENTS.user_file().write_text(json.dumps(cost.MEASUREMENTS.as_json(rows)))
         cost.table.cache_clear()
 
     yield write
@@ -87,6 +87,6 @@ def test_costs_grow_with_tokens_and_without_a_table() -> None:
     "text", ["[]", "{}", '{"version": 2, "measured": []}', "{", '{"version": 1, "measured": [1]}']
 )
 def test_files_that_are_no_table_are_left_out(text: str, table) -> None:  # type: ignore[no-untyped-def]
-    cost.user_file().write_text(text)
+    cost.MEASUREMENTS.user_file().write_text(text)
     cost.table.cache_clear()
     assert {row.ranks for row in cost.table()} >= {2, 4}

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from weft.common.measurements import cache_folder
 from weft.launch.build_ops import build_ops
 from weft.ops import cpu
 from weft.ops.cpu import build
@@ -84,7 +85,7 @@ def test_built_once_and_found(calls: Path) -> None:
     assert said[-1] == "the C++ operations are built already"
     build.build(force=True)
     assert count(calls) == 6
-    assert not list(build.cache_folder().rglob("partial-*"))
+    assert not list(cache_folder().rglob("partial-*"))
 
 
 def test_a_changed_source_is_another_library_and_one_compile(calls: Path, sources: Path) -> None:
@@ -125,7 +126,7 @@ def test_a_failing_compile_shows_the_last_lines_and_leaves_nothing(calls: Path, 
         build.build()
     assert "told to fail" in raised.value.output
     assert build.find() is None
-    assert not list(build.cache_folder().rglob("partial-*"))
+    assert not list(cache_folder().rglob("partial-*"))
 
 
 def test_no_compiler_says_what_to_install(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:

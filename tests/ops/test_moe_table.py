@@ -36,12 +36,12 @@ def measured(size: Size, times: dict[int, dict[str, float]], dtype: str = "float
 
 
 def write(*rows: Measured) -> None:
-    moe_table.user_file().write_text(json.dumps(moe_table.as_json(rows)))
+    moe_table.MEASUREMENTS.user_file().write_text(json.dumps(moe_table.MEASUREMENTS.as_json(rows)))
     forget()
 
 
 def test_the_packaged_table_is_whole() -> None:
-    rows = moe_table.read(Path(moe_table.__file__).with_name("moe_table.json"))
+    rows = moe_table.MEASUREMENTS.read(Path(moe_table.__file__).with_name("moe_table.json"))
     assert {row.device for row in rows} >= {"cpu"}
     assert {row.dtype for row in rows if row.device == "cpu"} >= {"bfloat16", "float32", "float64"}
     for row in rows:
@@ -84,7 +84,7 @@ def test_this_machines_table_goes_before_the_packages() -> None:
     ["", "{}", "[]", '{"version": 9, "measured": []}', '{"version": 1, "measured": [{"device": "cpu"}]}'],
 )
 def test_a_damaged_table_is_left_out(text: str, caplog: pytest.LogCaptureFixture) -> None:
-    moe_table.user_file().write_text(text)
+    moe_table.MEASUREMENTS.user_file().write_text(text)
     forget()
     assert len(moe_table.tables()) == 1
     assert "measurements of routed blocks are left out" in caplog.text
@@ -93,7 +93,7 @@ def test_a_damaged_table_is_left_out(text: str, caplog: pytest.LogCaptureFixture
 def test_what_is_written_is_what_is_read() -> None:
     rows = (measured(SMALL, {1: {"loop": 9.5}, 64: {"loop": 1.25, "grouped": 9.0}}),)
     write(*rows)
-    assert moe_table.read(moe_table.user_file()) == rows
+    assert moe_table.MEASUREMENTS.read(moe_table.MEASUREMENTS.user_file()) == rows
 
 
 def test_a_block_is_computed_in_the_form_that_the_table_has(monkeypatch: pytest.MonkeyPatch) -> None:

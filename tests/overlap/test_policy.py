@@ -38,6 +38,7 @@ IDLE = StepPlan(step=1)
 )
 def test_asking_before_or_without_ranks_answers_off(parallel: ParallelSection | None, mode: str) -> None:
     assert mode_of(parallel) == mode
+    assert mode_of(parallel, "cuda") == ("off" if mode == "auto" else mode)
     assert OverlapPolicy().mode == "off"
     assert not OverlapPolicy().wants(PROMPTS)
 

@@ -25,7 +25,7 @@ from weft.types.messages import Submit
 from weft.types.sampling import TokenParams
 
 FEATURES: dict[str, list[Any]] = {
-    "model": ["qwen3_moe", "qwen2_windowed", "qwen3_next", "deepseek_v3", "deepseek_v4", "deepseek_mtp"],
+    "model": ["qwen3_moe", "qwen2_windowed", "qwen3_next_wide", "deepseek_v3", "deepseek_v4", "deepseek_mtp"],
     "overlap": ["off", "prefill", "all", "auto"],
     "drafter": ["none", "ngram", "mtp"],
     "depth": [1, 2],
@@ -120,7 +120,7 @@ EXPERTS = [
     ("qwen3_moe", 2, "reduce", "all"),
     ("qwen3_moe", 2, "throughput", "prefill"),
     ("deepseek_v3", 4, "low-latency", "all"),
-    ("qwen3_next", 2, "gather", "all"),
+    ("qwen3_next_wide", 2, "gather", "all"),
     ("deepseek_v4", 2, "auto", "all"),
     ("deepseek_mtp", 2, "throughput", "all"),
 ]
@@ -144,7 +144,9 @@ def test_experts_divided_over_ranks(
 @pytest.mark.parametrize("mode", ["off", "prefill", "all"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("model", ["qwen3_moe", "qwen3_next", "deepseek_v3", "deepseek_v4", "deepseek_mtp"])
+@pytest.mark.parametrize(
+    "model", ["qwen3_moe", "qwen3_next_wide", "deepseek_v3", "deepseek_v4", "deepseek_mtp"]
+)
 def test_experts_divided_over_ranks_grid(
     reference: Reference, model: str, ranks: int, form: str, mode: str
 ) -> None:

@@ -20,8 +20,10 @@ from weft.attention.base import Backends
 from weft.attention.torch_backend import TorchAttention
 from weft.attention.triton_backend import TritonAttention
 from weft.engine.core import EngineCore
+from weft.parallel.mesh import Mesh
 from weft.runner import graphs
-from weft.runner.graphs import DecodeGraphs, GraphOptions, context_buckets, obstacle, row_buckets
+from weft.runner.graphs import Capture, DecodeGraphs, GraphOptions, context_buckets, obstacle, row_buckets
+from weft.types.layout import Layout
 from weft.types.plan import Segment, StepPlan, column
 from weft.types.sampling import TokenParams
 
@@ -30,7 +32,14 @@ def same(run: Callable[[], None]) -> Callable[[], None]:
     return run
 
 
-def with_graphs(folder: Path, max_rows: int, most_each: int = 1, **more: Any) -> tuple[EngineCore, Recorder]:
+def with_graphs(
+    folder: Path,
+    max_rows: int,
+    most_each: int = 1,
+    capture: Capture = same,
+    lazy: bool = False,
+    **more: Any,
+) -> tuple[EngineCore, Recorder]:
     engine, runner = make_engine(folder, **more)
     runner.graphs = DecodeGraphs(
         runner._model,
@@ -39,7 +48,7 @@ def with_graphs(folder: Path, max_rows: int, most_each: int = 1, **more: Any) ->
         runner._builder,
         runner._state,
         MAX_LEN,
-        GraphOptions(max_rows=max_rows, capture=same, most_each=most_each),
+        GraphOptions(max_rows=max_rows, capture=capture, most_each=most_each, lazy=lazy),
     )
     return engine, runner
 
@@ -82,6 +91,34 @@ def test_tokens_equal_those_of_steps_launched_op_by_op(
     # A step with a prompt in it is never replayed, and every pure decode step that fits is.
     pure = [p for p in runner.plans if not p.prefill.rows and 0 < p.decode.rows <= max_rows]
     assert runner.graphs.replayed == len(pure) < len(runner.plans)
+
+
+def test_graphs_of_ranks_are_captured_when_needed_and_dropped_with_the_epoch(folder: Path) -> None:
+    """As where communicators are captured: for buckets of rows, in the step that needs one first."""
+    asked, captures = arrivals(12), 0
+
+    def computed(run: Callable[[], None]) -> Callable[[], None]:
+        nonlocal captures
+        captures += 1
+        run()
+        return run
+
+    eager, _ = make_engine(folder, chunk=7, max_num_seqs=12)
+    captured, runner = with_graphs(folder, 12, chunk=7, max_num_seqs=12, capture=computed, lazy=True)
+    assert captures == 0
+    expected, made = run(eager, asked), run(captured, asked)
+    eager.close()
+    assert {i: a.tokens for i, a in made.items()} == {i: a.tokens for i, a in expected.items()}
+    assert runner.graphs is not None
+    assert 3 <= captures <= len(row_buckets(12)) < len({p.decode.rows for p in runner.plans})
+    pure = [plan for plan in runner.plans if not plan.prefill.rows]
+    assert runner.graphs.replayed + captures == len(pure) > 20
+    before = captures
+    runner.graphs.forget()
+    again = run(captured, asked)
+    captured.close()
+    assert {i: a.tokens for i, a in again.items()} == {i: a.tokens for i, a in expected.items()}
+    assert before < captures <= 2 * before
 
 
 def prefilled(folder: Path, rows: int) -> tuple[EngineCore, Recorder]:
@@ -188,5 +225,9 @@ def test_what_cannot_be_captured_is_said(tmp_path: Path, folder: Path) -> None:
     dense = make_engine(folder)[1]._model
     assert obstacle(dense, Backends([TritonAttention()])) is None
     assert "attention backend" in str(obstacle(dense, Backends([TorchAttention()])))
+    dense.mesh = Mesh(layout=Layout(tensor=2))
+    assert "not over NCCL" in str(obstacle(dense, Backends([TritonAttention()])))
+    dense.mesh = Mesh(layout=Layout(tensor=2), nccl=True)
+    assert obstacle(dense, Backends([TritonAttention()])) is None
     routed = make_engine(make_checkpoint(tmp_path, "qwen3_moe"))[1]._model
     assert "moe (torch)" in str(obstacle(routed, Backends([TritonAttention()])))

@@ -1,4 +1,7 @@
-"""Planted bugs: the checker behind the random loads must see each of them."""
+"""Planted bugs: the checker behind the random loads must see each of them.
+
+Without one it sees nothing in the same loads: ``test_random.py``.
+"""
 
 from __future__ import annotations
 
@@ -203,10 +206,6 @@ def test_planted_bug_is_seen_one_step_at_a_time(plant: Callable[[pytest.MonkeyPa
     with pytest.MonkeyPatch.context() as patch:
         plant(patch)
         assert any(_fails(seed, 1) for seed in SEEDS)
-
-
-def test_nothing_is_seen_without_one() -> None:
-    assert not any(_fails(seed, depth) for seed in SEEDS for depth in (1, 2))
 
 
 def _fails(seed: int, depth: int) -> bool:

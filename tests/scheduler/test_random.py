@@ -15,7 +15,7 @@ from tests.scheduler.harness import Rig, next_turn, random_bases, random_rig, ra
 @pytest.mark.parametrize("depth", [1, 2])
 def test_random_loads(depth: int) -> None:
     preempted = hits = mixed = errors = accepted = rejected = saved = loaded = 0
-    for seed in range(60):
+    for seed in range(40):  # those of test_mutations among them: nothing is seen without a planted bug
         rig = random_run(seed, depth)
         stats = rig.scheduler.stats()
         preempted += stats.preemptions
@@ -92,7 +92,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=120,
+    max_examples=80,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

@@ -72,6 +72,12 @@ def _qwen3_next() -> tuple[str, dict[str, Any]]:
     }
 
 
+def _qwen3_next_wide() -> tuple[str, dict[str, Any]]:
+    """Whose heads divide over four ranks."""
+    family, settings = _qwen3_next()
+    return family, {**settings, "linear_num_key_heads": 4, "linear_num_value_heads": 8}
+
+
 def _deepseek_v3() -> tuple[str, dict[str, Any]]:
     return "DeepseekV3", {
         **{name: value for name, value in _COMMON.items() if name != "head_dim"},
@@ -105,7 +111,7 @@ def _deepseek_v4() -> tuple[str, dict[str, Any]]:
         "sliding_window": 11,
         "partial_rotary_factor": 0.5,
         "q_lora_rank": 24,
-        "o_groups": 2,
+        "o_groups": 4,
         "o_lora_rank": 12,
         "index_n_heads": 16,
         "index_head_dim": 12,
@@ -135,6 +141,7 @@ SHAPES = {
     "qwen3_moe": _qwen3_moe,
     "qwen2_windowed": _qwen2_windowed,
     "qwen3_next": _qwen3_next,
+    "qwen3_next_wide": _qwen3_next_wide,
     "deepseek_v3": _deepseek_v3,
 }
 

@@ -102,6 +102,7 @@ ERROR = EngineDead("no").info()
 TO_RANK: list[f.ToRank] = [
     f.RankWelcome(beats="ipc://x"),
     f.Refused(error=ERROR),
+    f.Pools(blocks=(5, 7)),
     f.Form(epoch=1, store="file:///x"),
     f.StepFrame(step=1, epoch=2, plan=StepPlan(step=1), digest=3),
     f.LateMasks(step=1, epoch=2, rows=column([0, 2]), words=column([-1, 5])),
@@ -111,6 +112,7 @@ TO_RANK: list[f.ToRank] = [
 ]
 TO_HEAD: list[f.ToHead] = [
     f.RankHello(version=f.VERSION, release="1", rank=1, pid=2, settings={"a": "1"}),
+    f.Loaded(rank=1, blocks=(5, 7)),
     f.Ready(rank=1),
     f.Formed(rank=1, epoch=0),
     f.Outcome(rank=1, epoch=0, step=4, checksum=5),

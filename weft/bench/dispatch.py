@@ -6,7 +6,6 @@ The first make the table that ``--moe-dispatch auto`` chooses by; the second sho
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -110,18 +109,6 @@ def _fastest(mesh: Mesh, call: Callable[[], object], size: int) -> float:
         call()
         spent.append(time.perf_counter() - began)
     return round(min(spent[1:]) * 1e6, 1)
-
-
-def save(found: list[Measured], path: Path) -> None:
-    """Writes a table, in one step. What is there of other numbers of ranks stays."""
-    try:
-        kept = [row for row in cost.read(path) if row.ranks not in {m.ranks for m in found}]
-    except (OSError, ValueError):
-        kept = []
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}")
-    partial.write_text(json.dumps(cost.as_json([*kept, *found]), indent=1) + "\n", encoding="utf-8")
-    partial.replace(path)
 
 
 def summary(found: list[Measured]) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import time
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 
-from weft.ops import moe, moe_table
+from weft.ops import moe
 from weft.ops.moe import Experts, Gate, Routed
 from weft.ops.moe_table import Measured, Size
 from weft.ops.routing import Rule
@@ -147,18 +146,6 @@ def _calls(
             yield elapsed
             spent += elapsed
         made += 1
-
-
-def save(found: list[Measured], path: Path) -> None:
-    """Writes a table, in one step. What is there of other devices stays."""
-    try:
-        kept = [row for row in moe_table.read(path) if row.device not in {m.device for m in found}]
-    except (OSError, ValueError):
-        kept = []
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}")
-    partial.write_text(json.dumps(moe_table.as_json([*kept, *found]), indent=1) + "\n", encoding="utf-8")
-    partial.replace(path)
 
 
 def summary(found: list[Measured]) -> Iterator[str]:

@@ -11,6 +11,7 @@ VARIABLES = {
     "WEFT_OPS_CACHE": "where weft build-ops keeps the C++ operations; ~/.cache/weft/ops by default",
     "WEFT_DISABLE_CPU_OPS": "1 runs torch's operations in place of the C++ ones",
     "WEFT_LINK_DELAY_MS": "every collective of a rank ends so much later: a slow network, for benchmarks",
+    "CUDA_VISIBLE_DEVICES": "the GPUs that may be used; of those each rank of a host gets one",
     "CXX": "the C++ compiler of weft build-ops",
     "GOMP_SPINCOUNT": "how long waiting CPU threads spin; 1000 by default in every weft command",
     "OMP_WAIT_POLICY": "active or passive: how waiting CPU threads wait, in place of the default above",
@@ -33,6 +34,19 @@ def spin_briefly() -> None:
     """
     if not get("OMP_WAIT_POLICY") and not get("GOMP_SPINCOUNT"):
         os.environ["GOMP_SPINCOUNT"] = "1000"
+
+
+def prepare_nccl(one_host: bool) -> None:
+    """How NCCL behaves in this process, unless the user says otherwise. Before its first communicator.
+
+    torch's watchdog ends a process whose collective failed or hung; here the head decides what becomes of a
+    rank, so it only logs. On one host NCCL's sockets listen on loopback.
+    """
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+    if one_host:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 
 def child_environment(**extra: str) -> dict[str, str]:

@@ -7,32 +7,51 @@ import importlib.metadata
 import os
 from pathlib import Path
 
+from weft.common import env
+
 _DRIVER = "libcuda.so.1"
 #: Tests and other platforms put another root here.
 _ROOT = Path("/")
 
 
 def gpu_memory() -> int | None:
-    """Total memory of the first GPU that this process may use; None where there is none.
-
-    Asks the CUDA driver, so CUDA_VISIBLE_DEVICES counts. A torch built without CUDA can use no GPU.
-    """
-    if torch_is_cpu_only():
+    """Total memory of the first GPU that this process may use; None where there is none."""
+    driver, device, total = _driver(), ctypes.c_int(), ctypes.c_size_t()
+    if driver is None:
         return None
     try:
-        driver = ctypes.CDLL(_DRIVER)
-    except OSError:
-        return None
-    device, total = ctypes.c_int(), ctypes.c_size_t()
-    try:
-        failed = (
-            driver.cuInit(0)
-            or driver.cuDeviceGet(ctypes.byref(device), 0)
-            or driver.cuDeviceTotalMem_v2(ctypes.byref(total), device)
+        failed = driver.cuDeviceGet(ctypes.byref(device), 0) or driver.cuDeviceTotalMem_v2(
+            ctypes.byref(total), device
         )
     except AttributeError:
         return None
     return None if failed else total.value
+
+
+def gpus() -> tuple[str, ...]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them: numbers or UUIDs."""
+    driver, count = _driver(), ctypes.c_int()
+    if driver is None:
+        return ()
+    try:
+        if driver.cuDeviceGetCount(ctypes.byref(count)):
+            return ()
+    except AttributeError:
+        return ()
+    named = [name.strip() for name in env.get("CUDA_VISIBLE_DEVICES").split(",") if name.strip()]
+    # The driver takes the names up to the first one that is none.
+    return tuple((named or [str(number) for number in range(count.value)])[: count.value])
+
+
+def _driver() -> ctypes.CDLL | None:
+    """The CUDA driver, which heeds CUDA_VISIBLE_DEVICES; None where torch could not use it, or it fails."""
+    if torch_is_cpu_only():
+        return None
+    try:
+        driver = ctypes.CDLL(_DRIVER)
+        return None if driver.cuInit(0) else driver
+    except (OSError, AttributeError):
+        return None
 
 
 def torch_is_cpu_only() -> bool:

@@ -24,6 +24,7 @@ _OWN = (
     "model.served_model_name",
     "runner.trace",
     "runner.threads",
+    "gpus",
     "parallel.node_rank",
     "parallel.rdzv",
     "parallel.group_secret",
@@ -37,7 +38,11 @@ _LONGEST = 120
 def shared_settings(config: EngineConfig) -> dict[str, str]:
     """Name -> value of what all ranks must have alike."""
     found: dict[str, str] = {"weft": __version__}
-    _flatten(msgspec.to_builtins(config), "", found)
+    facts = msgspec.to_builtins(config)
+    if config.cache.kv_cache_memory is None:
+        for pool in facts["kv"]["pools"]:
+            del pool["num_blocks"]  # what each rank found room for: they agree on the least of it
+    _flatten(facts, "", found)
     return {name: value for name, value in found.items() if name not in _OWN}
 
 
@@ -63,7 +68,8 @@ def compare(ours: Mapping[str, str], theirs: Mapping[str, str], us: str, them: s
         if mine == other:
             continue
         section, _, field = name.rpartition(".")
-        flag = f" (--{field.replace('_', '-')})" if section in _SECTIONS else ""
+        named = section in _SECTIONS or name == "kv.max_model_len"
+        flag = f" (--{field.replace('_', '-')})" if named else ""
         raise ConfigError(
             f"{us} and {them} differ in {name}{flag}: {us} has {_show(mine)}, {them} has {_show(other)}",
             param=flag.strip(" ()") or None,

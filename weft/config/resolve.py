@@ -18,6 +18,7 @@ from weft.config.budget import check_budget
 from weft.config.experts import check_experts
 from weft.config.families import load_spec
 from weft.config.flags import parse_size
+from weft.config.gpus import gpus_here, sharers
 from weft.config.hosts import check_hosts
 from weft.config.memory import (
     GIB,
@@ -69,9 +70,8 @@ def resolve(config: Config) -> EngineConfig:
     spec = check_experts(with_cache_dtype(spec, cache), config.parallel)
     local = local_spec(spec, check_hosts(config.parallel).layout)
     device = choose_device(runner)
-    if not scheduler.steps_in_flight:
-        # A CPU's threads all compute: planning beside them takes from them what it saves (docs/adr/0001).
-        scheduler = msgspec.structs.replace(scheduler, steps_in_flight=2 if device == "cuda" else 1)
+    gpus = gpus_here(config.parallel, device)
+    scheduler = with_depth(scheduler, device)
     dtype = choose_dtype(model, spec, device, path)
     copies = 1 + speculation.drafts
     num_bytes = cache_bytes(spec, dtype, device, model, cache, scheduler, copies, config.parallel)
@@ -107,7 +107,16 @@ def resolve(config: Config) -> EngineConfig:
         kv=kv,
         speculation=speculation,
         parallel=config.parallel,
+        gpus=gpus,
     )
+
+
+def with_depth(scheduler: SchedulerSection, device: str) -> SchedulerSection:
+    """``scheduler`` with steps in flight as set or, by default, by the device."""
+    if scheduler.steps_in_flight:
+        return scheduler
+    # A CPU's threads all compute: planning beside them takes from them what it saves (docs/adr/0001).
+    return msgspec.structs.replace(scheduler, steps_in_flight=2 if device == "cuda" else 1)
 
 
 def with_cache_dtype(spec: ModelSpec, cache: CacheSection) -> ModelSpec:
@@ -248,7 +257,7 @@ def cache_bytes(
     parallel: ParallelSection = ParallelSection(),
 ) -> int:
     """Bytes for a rank's cache pools: as asked, or what its device leaves, at most what all sequences could
-    use. The ranks of one host share a CPU's memory evenly.
+    use. The ranks of one host share a CPU's memory evenly, and so do those that have the same GPU.
 
     ``spec``: of the whole model. ``copies``: of a slot's recurrent state.
 
@@ -258,7 +267,7 @@ def cache_bytes(
     if cache.kv_cache_memory is not None:
         asked = parse_size(cache.kv_cache_memory)
         assert asked is not None, "checked when the flag was parsed"
-        _check_asked(asked, device, parallel.ranks_here)
+        _check_asked(asked, device, _sharers(parallel, device))
         return asked
     weights = weight_bytes(spec, dtype, model.quantization, parallel.layout, parallel.redundant_experts)
     spec = local_spec(spec, parallel.layout)
@@ -287,7 +296,7 @@ def cache_bytes(
             "the GPU's memory can't be read: set --kv-cache-memory, e.g. --kv-cache-memory 4G",
             param="--kv-cache-memory",
         )
-    budget = int(total * cache.gpu_memory_utilization)
+    budget = int(total * cache.gpu_memory_utilization) // _sharers(parallel, device)
     left = budget - weights - activation_bytes(spec, dtype, scheduler)
     if left <= 0:
         raise ConfigError(
@@ -300,11 +309,16 @@ def cache_bytes(
     return min(left, usable)
 
 
+def _sharers(parallel: ParallelSection, device: str) -> int:
+    """Ranks that share the memory of a device."""
+    return parallel.ranks_here if device == "cpu" else sharers(parallel, devices.gpus())
+
+
 def _check_asked(asked: int, device: str, ranks: int) -> None:
-    """``ranks``: of this host, which share a CPU's memory."""
+    """``ranks``: that share the device's memory."""
     have = devices.available_memory() if device == "cpu" else devices.gpu_memory()
     shared = ""
-    if device == "cpu" and have is not None and ranks > 1:
+    if have is not None and ranks > 1:
         have //= ranks
         shared = f" for each of {ranks} ranks"
     if have is not None and asked > have:

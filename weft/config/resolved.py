@@ -74,6 +74,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv: KVConfig
     speculation: SpeculationSection = SpeculationSection()
     parallel: ParallelSection = ParallelSection()
+    gpus: tuple[str, ...] = ()
+    """Of this host, as CUDA_VISIBLE_DEVICES names them; its ranks get one each, in order (see ``gpu_of``)."""
     replica: int = 0
     """Number of this group among the replicas of the model."""
     faults: tuple[Fault, ...] = ()

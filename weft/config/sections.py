@@ -248,6 +248,13 @@ class ParallelSection(_Section, frozen=True, kw_only=True):
             "with prompts, in all, or where measured costs say that it pays."
         ),
     ] = "auto"
+    collectives: Annotated[
+        Literal["auto", "nccl", "gloo"],
+        Meta(
+            description="What ranks meet over. auto: NCCL on GPUs, else shared memory of one host, else "
+            "gloo; gloo: also for ranks that share a GPU, by way of host memory (slow)."
+        ),
+    ] = "auto"
     rank_timeout: Annotated[
         float, Meta(gt=0, le=3600, description="Seconds after which a silent rank counts as dead.")
     ] = 10.0

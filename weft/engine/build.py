@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import msgspec
 import torch
 
@@ -9,13 +11,14 @@ from weft.attention.base import Backends
 from weft.attention.registry import choose
 from weft.common.errors import ConfigError
 from weft.common.log import get_logger
+from weft.config.gpus import sharers
 from weft.config.memory import activation_bytes, pools_for
 from weft.config.resolved import EngineConfig, KVConfig
 from weft.config.sharding import local_spec
 from weft.layers.build import ExpertOptions
 from weft.models.loader import Model, load_model
 from weft.ops import cpu
-from weft.parallel.mesh import Mesh
+from weft.parallel.mesh import Mesh, make_mesh
 from weft.runner.graphs import CudaCapture, GraphOptions, obstacle
 from weft.runner.programs import record
 from weft.runner.runner import Runner
@@ -23,12 +26,78 @@ from weft.runner.trace import StepTrace
 
 log = get_logger(__name__)
 
+STEP, ALONE_S = 6.0, 600.0
+"""How long a step may take: in rank timeouts, where ranks meet on GPUs, and a collective that hangs shows in
+nothing else (the first steps compile kernels, so it is not less); else in seconds."""
+CONTEXT = 512 << 20
+"""Bytes of a GPU that a process takes beyond what torch knows of, where processes share one."""
+LATER = 1 << 30
+"""Bytes of a GPU that NCCL's communicators, and graphs captured with them, take when caches are there."""
 DTYPES = {
     "float64": torch.float64,
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+
+
+def device_of(config: EngineConfig) -> torch.device:
+    """The device of every rank: on a GPU torch's first, as a rank's process sees no other.
+
+    Raises ConfigError when there is none.
+    """
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: this torch sees no GPU; use --device cpu", param="device")
+    return torch.device(config.device)
+
+
+def rank_mesh(config: EngineConfig, rank: int, host: str | None) -> Mesh:
+    """The mesh of ``rank``, not connected yet. ``host``: see ``GroupComm``. Raises ConfigError."""
+    parallel = config.parallel
+    return make_mesh(
+        parallel.layout,
+        rank,
+        host=host,
+        device=device_of(config),
+        collectives=parallel.collectives,
+        ordered=config.runner.deterministic,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A model with its weights on a rank, which has no caches yet."""
+
+    config: EngineConfig
+    model: Model
+    backends: Backends
+    mesh: Mesh | None
+    kv: KVConfig
+    """What this rank has room for; a group's ranks agree on the least of it."""
+    trace: StepTrace | None
+    progress: bool
+    poison: bool
+
+    def runner(self, kv: KVConfig | None = None) -> Runner:
+        """Preallocates everything a step needs, with the pools of ``kv``. Once."""
+        config, mesh = self.config, self.mesh
+        meets = mesh is not None and mesh.connects
+        device = device_of(config)
+        return Runner(
+            self.model,
+            self.backends,
+            kv or self.kv,
+            vocab_size=config.spec.vocab_size,
+            dtype=DTYPES[config.dtype],
+            device=device,
+            depth=config.scheduler.steps_in_flight,
+            trace=self.trace,
+            step_timeout=STEP * config.parallel.rank_timeout if meets and device.type == "cuda" else ALONE_S,
+            poison=self.poison,
+            graphs=graph_options(config, self.model, self.backends, self.progress),
+            speculation=config.speculation,
+            launcher=mesh.launcher if mesh is not None and meets else None,
+        )
 
 
 def build_runner(
@@ -38,9 +107,14 @@ def build_runner(
 
     Raises ConfigError, before weights are read, when there is no device or no backend for the model.
     """
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: this torch sees no GPU; use --device cpu", param="device")
-    device, dtype, spec = torch.device(config.device), DTYPES[config.dtype], config.spec
+    return load(config, progress=progress, poison=poison, mesh=mesh).runner()
+
+
+def load(
+    config: EngineConfig, *, progress: bool = True, poison: bool = False, mesh: Mesh | None = None
+) -> Loaded:
+    """The model's weights, or the share of them that ``mesh`` has. Raises as ``build_runner``."""
+    device, dtype, spec = device_of(config), DTYPES[config.dtype], config.spec
     local = local_spec(spec, config.parallel.layout)
     invariant = config.runner.deterministic
     backends = choose(
@@ -67,20 +141,16 @@ def build_runner(
     )
     kv = config.kv
     if device.type == "cuda" and config.cache.kv_cache_memory is None:
-        kv = fit_pools(config, *torch.cuda.mem_get_info(device))
-    return Runner(
-        model,
-        backends,
-        kv,
-        vocab_size=spec.vocab_size,
-        dtype=dtype,
-        device=device,
-        depth=config.scheduler.steps_in_flight,
+        kv = fit_pools(config, *torch.cuda.mem_get_info(device), used=torch.cuda.memory_reserved(device))
+    return Loaded(
+        config=config,
+        model=model,
+        backends=backends,
+        mesh=mesh,
+        kv=kv,
         trace=trace,
+        progress=progress,
         poison=poison,
-        graphs=graph_options(config, model, backends, progress),
-        speculation=config.speculation,
-        launcher=mesh.launcher if mesh is not None and mesh.connects else None,
     )
 
 
@@ -99,27 +169,43 @@ def graph_options(
     if why is not None:
         log.info("decode steps are launched op by op, and not replayed: %s", why)
         return None
-    cpu_device = config.device == "cpu"
+    if config.device == "cpu":
+        return GraphOptions(
+            max_rows=config.scheduler.max_num_seqs,
+            capture=record,
+            exact=True,
+            lazy=True,
+            most_each=config.kv.copies,
+            keeps_hidden=config.speculation.speculative_method == "mtp",
+        )
+    meets = model.ranks > 1
     return GraphOptions(
         max_rows=config.scheduler.max_num_seqs,
-        capture=record if cpu_device else CudaCapture(torch.device(config.device)),
-        progress=progress and not cpu_device,
-        lazy=cpu_device,
-        most_each=config.kv.copies if cpu_device else 1,
+        capture=CudaCapture(torch.device(config.device)),
+        progress=progress,
+        lazy=meets,  # a communicator is there once the group has formed, and another one after it is lost
+        halves=meets,
         keeps_hidden=config.speculation.speculative_method == "mtp",
     )
 
 
-def fit_pools(config: EngineConfig, free: int, total: int) -> KVConfig:
+def fit_pools(config: EngineConfig, free: int, total: int, used: int = 0) -> KVConfig:
     """The pools that a GPU's memory holds now that the weights are there.
 
-    ``free``, ``total``: bytes of the device. The share that --gpu-memory-utilization leaves to others, and
-    a step's activations, stay free. Raises ConfigError when one full context does not fit.
+    ``free``, ``total``: bytes of the device; ``used``: by this process. The share that
+    --gpu-memory-utilization leaves to others, and a step's activations, stay free. Ranks that have the same
+    GPU have equal parts of the rest, whoever loads first. Raises ConfigError when one full context does not
+    fit.
     """
     cache, scheduler = config.cache, config.scheduler
     spec = local_spec(config.spec, config.parallel.layout)
-    others = int(total * (1 - cache.gpu_memory_utilization))
-    room = max(free - others - activation_bytes(spec, config.dtype, scheduler), 0)
+    room = free - int(total * (1 - cache.gpu_memory_utilization))
+    if config.parallel.layout.domain > 1 and config.parallel.collectives != "gloo":
+        room -= LATER
+    ranks = sharers(config.parallel, config.gpus)
+    if ranks > 1:
+        room = min(room, int(total * cache.gpu_memory_utilization) // ranks - used - CONTEXT)
+    room = max(room - activation_bytes(spec, config.dtype, scheduler), 0)
     kv = config.kv
     pools = pools_for(
         spec,

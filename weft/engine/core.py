@@ -65,7 +65,7 @@ class EngineCore:
         )
         self.domain = domain or (self.runner.domain if isinstance(self.runner, DomainExecutor) else None)
         """Where other replicas have a part in every step."""
-        self.overlap = OverlapPolicy(mode_of(config.parallel))
+        self.overlap = OverlapPolicy(mode_of(config.parallel, config.device))
         """Which steps are computed in halves."""
         self.balance = Balance(config.parallel.eplb_interval)
         """At which steps experts move."""

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-import torch
 
 from weft.common.log import get_logger
 from weft.engine.executor import RankRunner
-from weft.parallel.comm import Pending
-from weft.parallel.launcher import Launcher, ThreadLauncher
+from weft.parallel.mesh import Mesh
 from weft.runner.runner import StepHandle
 from weft.types.faults import Fault, Phase
 from weft.types.plan import StepPlan, StepResult
@@ -44,9 +41,11 @@ class Faults:
                 log.error("planted: %s of rank %d in %s", fault.deed, fault.rank, phase)
                 _do(fault)
 
-    def launcher(self) -> Launcher | None:
-        """What runs the rank's collectives; None where it needs nothing special."""
-        return _Launcher(self) if self else None
+    def within(self, mesh: Mesh) -> Mesh:
+        """``mesh``, with the faults of collectives in what runs them."""
+        if self:
+            mesh.launcher.before = lambda: self.reach("collective")
+        return mesh
 
     def around(self, runner: RankRunner) -> RankRunner:
         """``runner``, with the faults on its way."""
@@ -65,16 +64,6 @@ def _do(fault: Fault) -> None:
     if fault.deed == "raise":
         raise PlantedError(f"planted in {fault.phase}")
     os.kill(os.getpid(), signal.SIGKILL if fault.deed == "kill" else signal.SIGSTOP)
-
-
-class _Launcher(ThreadLauncher):
-    def __init__(self, faults: Faults) -> None:
-        super().__init__()
-        self._faults = faults
-
-    def launch(self, work: Callable[[], torch.Tensor]) -> Pending:
-        self._faults.reach("collective")
-        return super().launch(work)
 
 
 class _Faulty:

@@ -12,7 +12,7 @@ step's leave. A group of one rank sends and waits for nothing.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, TypeVar
 
 from weft.common.clock import Clock, SystemClock
@@ -23,6 +23,7 @@ from weft.engine.executor import GroupLost, RankRunner, checksum
 from weft.engine.peers import Peers
 from weft.engine.ranks import RankProcesses
 from weft.engine.regroup import regroup
+from weft.engine.sizes import Sizes
 from weft.engine.watch import COLLECTIVE, GRACE, HeadWatch
 from weft.kv.digest import SlotDigest
 from weft.parallel.control import HeadChannel, PeerGone
@@ -82,6 +83,7 @@ class GroupExecutor:
         if runner is not None:
             self.adopt(runner)
         self._peers = Peers(channel, self.ranks, settings, beats)
+        self._sizes = Sizes(self._peers.tell)
         self.epoch = -1
         """The one that runs, or ran last; -1 before the first."""
         self.step = -1
@@ -191,6 +193,7 @@ class GroupExecutor:
             self.watch.relax()
         self._mesh.abort()
         self._runner.close()
+        self._mesh.close()
         self._channel.close()
         self.on_close()
 
@@ -207,10 +210,22 @@ class GroupExecutor:
         if self.watch is not None:
             loading = [rank for rank in self.ranks if rank not in self._peers.ready]
             self.watch.expect(self._peers.ready, loading)
+        self._await(self._peers.ready if ready else self._peers, timeout, "come")
+
+    def size(self, kv: KVConfig, timeout: float) -> KVConfig:
+        """``kv`` with pools that every rank has room for; the ranks, which have been gathered, are told.
+
+        Waits until all have loaded their weights, ``timeout`` seconds for each. Raises GroupLost.
+        """
+        self._await(self._sizes, timeout, "load")
+        return self._sizes.agree(kv, self.ranks)
+
+    def _await(self, those: Container[int], timeout: float, what: str) -> None:
+        """Takes in frames until all ranks are among ``those``. Raises GroupLost."""
         until = self._clock.now() + timeout
-        while missing := [r for r in self.ranks if r not in (self._peers.ready if ready else self._peers)]:
+        while missing := [rank for rank in self.ranks if rank not in those]:
             if self._clock.now() >= until:
-                raise self._end(GroupLost(missing[0], f"it did not come within {timeout:g} s"))
+                raise self._end(GroupLost(missing[0], f"it did not {what} within {timeout:g} s"))
             self._check()
             self._pump(min(_TURN, timeout))
 
@@ -236,12 +251,7 @@ class GroupExecutor:
             of_epoch.clear()
         patience = COLLECTIVE * self._timeout
         self._guard(lambda: self._meet(epoch, store, patience))
-        until = self._clock.now() + self._timeout
-        while missing := [rank for rank in self.ranks if rank not in self._formed]:
-            if self._clock.now() >= until:
-                raise self._end(GroupLost(missing[0], f"it did not form within {self._timeout:g} s"))
-            self._check()
-            self._pump(_TURN)
+        self._await(self._formed, self._timeout, "form")
         self._peers.strict = False  # from now on a rank that differs is its own affair
 
     def _meet(self, epoch: int, address: str | None, patience: float) -> None:
@@ -356,6 +366,8 @@ class GroupExecutor:
             self._hello(peer, message)
         elif isinstance(message, f.Beat) or not self._peers.speaks(peer, message.rank):
             return  # a stranger's, or of a rank's life before
+        elif isinstance(message, f.Loaded):
+            self._sizes.take(message)
         elif isinstance(message, f.Ready):
             self._peers.ready[message.rank] = None
         elif isinstance(message, f.Failed) and message.epoch < 0:

@@ -29,7 +29,7 @@ class Peers:
         self.strict = True
         """Whether a rank that differs ends whoever waits for it; else it is refused, and nothing more."""
 
-    def __contains__(self, rank: int) -> bool:
+    def __contains__(self, rank: object) -> bool:
         """Whether its process said hello."""
         return rank in self._names
 

@@ -12,15 +12,17 @@ import torch
 from weft.common.errors import EngineDead, WeftError
 from weft.common.log import get_logger
 from weft.config.resolved import EngineConfig
-from weft.engine.build import build_runner
+from weft.engine.build import load, rank_mesh
 from weft.engine.executor import RankRunner
 from weft.engine.faults import Faults
 from weft.engine.ranks import threads_each
+from weft.engine.regroup import LOAD_S
+from weft.engine.sizes import ask
 from weft.engine.start import layout_of, mesh_host
 from weft.engine.watch import RankWatch
 from weft.engine.worker import Worker
 from weft.parallel.control import RankChannel
-from weft.parallel.mesh import Mesh, make_mesh
+from weft.parallel.mesh import Mesh
 from weft.types import frames as f
 
 log = get_logger(__name__)
@@ -40,14 +42,16 @@ def run_rank(
     if threads := threads_each(config, layout.tensor):
         torch.set_num_threads(threads)
     faults = Faults(config.faults, rank)
-    mesh = make_mesh(layout, rank, faults.launcher(), mesh_host(config))
+    mesh = faults.within(rank_mesh(config, rank, mesh_host(config)))
     life = _Life(rank, 2 * timeout)
     watch = None
     if beats is not None:  # from now on: who loads for minutes shows that it runs
         watch = RankWatch(beats(), timeout, life.beat, life.ended, life.orphaned)
         watch.start()
     try:
-        runner = _load(config, channel, rank, mesh, faults)
+        runner = _load(config, channel, rank, mesh, faults, lambda: life.orphan)
+        if runner is None:
+            return
         life.worker = worker = Worker(rank, runner, mesh, channel, rank_timeout=timeout)
         gc.collect()
         gc.freeze()  # the model and all modules live as long as the process: never look through them again
@@ -59,10 +63,23 @@ def run_rank(
             watch.close()
 
 
-def _load(config: EngineConfig, channel: RankChannel, rank: int, mesh: Mesh, faults: Faults) -> RankRunner:
+def _load(
+    config: EngineConfig,
+    channel: RankChannel,
+    rank: int,
+    mesh: Mesh,
+    faults: Faults,
+    orphan: Callable[[], bool],
+) -> RankRunner | None:
+    """The rank's runner, once the head said how large its caches are; None: the rank was told to end."""
     try:
         faults.reach("load")
-        return faults.around(build_runner(config, progress=False, mesh=mesh))
+        loaded = load(config, progress=False, mesh=mesh)
+        kv = ask(channel, rank, loaded.kv, LOAD_S, orphan)
+        if kv is None:
+            channel.close()
+            return None
+        return faults.around(loaded.runner(kv))
     except Exception as error:
         known = error if isinstance(error, WeftError) else EngineDead(f"{type(error).__name__}: {error}")
         channel.send(f.encode(f.Failed(rank=rank, epoch=-1, step=-1, error=known.info())))

@@ -12,6 +12,7 @@ import msgspec
 
 from weft.common import env
 from weft.common.log import get_logger
+from weft.config.gpus import gpu_environment
 from weft.config.resolved import EngineConfig
 
 log = get_logger(__name__)
@@ -25,7 +26,7 @@ class RankProcesses:
 
     def __init__(self, config: EngineConfig, address: str, log_level: str) -> None:
         """``address``: of the control channel that they say hello at."""
-        self._config = msgspec.msgpack.encode(config)
+        self._engine, self._config = config, msgspec.msgpack.encode(config)
         self._address, self._level = address, log_level
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         # The kernel ties a child's life to the thread that made it: to one that lives as long as this.
@@ -85,7 +86,8 @@ class RankProcesses:
     def _start(self, rank: int) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "weft.launch.rank_main"]
         command += [str(os.getpid()), self._address, str(rank), self._level]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, env=env.child_environment())
+        environment = env.child_environment(**gpu_environment(self._engine, rank))
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
         assert process.stdin is not None
         try:
             with process.stdin as pipe:

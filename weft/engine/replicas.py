@@ -22,6 +22,7 @@ from weft.common import env
 from weft.common.errors import EngineDead, Overloaded, WeftError
 from weft.common.folder import private_folder
 from weft.common.log import get_logger
+from weft.config.gpus import gpu_environment, head_rank
 from weft.config.hosts import uses_board
 from weft.config.resolved import EngineConfig
 from weft.engine.core import EngineCore
@@ -334,7 +335,8 @@ def _hello() -> m.Hello:
 def _spawn(config: EngineConfig, endpoint: str) -> subprocess.Popen[bytes]:
     level = logging.getLevelName(logging.getLogger("weft").getEffectiveLevel()).lower()
     command = [sys.executable, "-m", "weft.launch.head_main", str(os.getpid()), endpoint, level]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, env=env.child_environment())
+    environment = env.child_environment(**gpu_environment(config, head_rank(config)))
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
     assert process.stdin is not None
     try:
         with process.stdin as pipe:

@@ -14,7 +14,7 @@ from weft.common.folder import private_folder
 from weft.config.group import shared_settings
 from weft.config.hosts import domain_spans, meeting_place, ranks_on, replica_spans, uses_board
 from weft.config.resolved import EngineConfig
-from weft.engine.build import build_runner
+from weft.engine.build import build_runner, load, rank_mesh
 from weft.engine.domain import Domain, DomainExecutor
 from weft.engine.executor import Executor
 from weft.engine.faults import Faults
@@ -27,7 +27,6 @@ from weft.parallel.agreement import AgreementGroup, ZmqBell
 from weft.parallel.board import BoardClient, board_place
 from weft.parallel.control import ZmqHead
 from weft.parallel.meeting import BoardSeats, FolderSeats, Meeting, Seats
-from weft.parallel.mesh import make_mesh
 from weft.parallel.store import host_store
 from weft.types.board import control_key
 from weft.types.layout import Layout
@@ -75,7 +74,7 @@ def start_group(config: EngineConfig, *, progress: bool = True) -> GroupExecutor
         if threads := threads_each(config, layout.tensor):
             torch.set_num_threads(threads)
         faults = Faults(config.faults, head)
-        mesh = make_mesh(layout, head, faults.launcher(), host)
+        mesh = faults.within(rank_mesh(config, head, host))
         kind = DomainExecutor if layout.domain > layout.tensor else GroupExecutor
         group = kind(
             None,
@@ -95,7 +94,8 @@ def start_group(config: EngineConfig, *, progress: bool = True) -> GroupExecutor
         watch.start()
         group.gather(HELLO_S, ready=False)
         faults.reach("load")
-        group.adopt(faults.around(build_runner(config, progress=progress, mesh=mesh)))
+        loaded = load(config, progress=progress, mesh=mesh)
+        group.adopt(faults.around(loaded.runner(group.size(loaded.kv, LOAD_S))))
         group.gather(LOAD_S)
         if isinstance(group, DomainExecutor):
             group.enter(*_domain(config, layout, host))

@@ -82,6 +82,7 @@ class Worker:
         """Frees everything."""
         self._leave()
         self._runner.close()
+        self._mesh.close()
         self._channel.close()
 
     # ---- from the watch's thread

@@ -156,11 +156,11 @@ def moe_table(device: str, threads: int | None, json_file: str | None) -> int:
             bar.update()
 
         found = run.measure(device, tick)
-    run.save(found, table.user_file())
+    table.MEASUREMENTS.save(found)
     for line in run.summary(found):
         click.echo(line)
-    click.echo(f"written to {table.user_file()}")
-    write_json(json_file, table.as_json(found))
+    click.echo(f"written to {table.MEASUREMENTS.user_file()}")
+    write_json(json_file, table.MEASUREMENTS.as_json(found))
     return 0
 
 
@@ -186,11 +186,11 @@ def dispatch(ranks: tuple[int, ...], json_file: str | None) -> int:
 
     chosen = ranks or (2, 4)
     found = [run.collectives(count) for count in tqdm(chosen, desc="dispatch", unit="group", disable=None)]
-    run.save(found, cost.user_file())
+    cost.MEASUREMENTS.save(found)
     for line in run.summary(found):
         click.echo(line)
-    click.echo(f"written to {cost.user_file()}")
-    write_json(json_file, cost.as_json(found))
+    click.echo(f"written to {cost.MEASUREMENTS.user_file()}")
+    write_json(json_file, cost.MEASUREMENTS.as_json(found))
     return 0
 
 

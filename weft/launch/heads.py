@@ -13,6 +13,7 @@ import msgspec
 from weft.common import env, log
 from weft.common.clock import Clock, SystemClock
 from weft.common.restarts import RestartBudget
+from weft.config.gpus import gpu_environment, head_rank
 from weft.config.hosts import uses_board
 from weft.config.resolved import EngineConfig
 from weft.front.heads import Place
@@ -97,7 +98,8 @@ def start_head(config: EngineConfig, endpoint: str, log_level: str) -> subproces
     Must be called from the main thread: the kernel ties the child to the thread that made it.
     """
     command = [sys.executable, "-m", "weft.launch.head_main", str(os.getpid()), endpoint, log_level]
-    head = subprocess.Popen(command, stdin=subprocess.PIPE, env=env.child_environment())
+    environment = env.child_environment(**gpu_environment(config, head_rank(config)))
+    head = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
     assert head.stdin is not None
     try:
         with head.stdin as pipe:

@@ -27,6 +27,7 @@ class Model(nn.Module, ABC):
         """The model as this rank computes it (``weft.config.sharding``)."""
         self.ranks = build.mesh.layout.domain
         """That compute each step together."""
+        self.mesh = build.mesh
         self.dtype = build.dtype
         self.device = build.device
         self._ops = build.ops
@@ -45,7 +46,7 @@ class Model(nn.Module, ABC):
     def varying(self) -> tuple[str, ...]:
         """The ops whose rows can depend on what is computed beside them, each with its implementation."""
         found = {f"{op} ({made.name})" for (op, _), made in self._ops.items() if not made.invariant}
-        return tuple(sorted(found))
+        return tuple(sorted(found.union(self.mesh.varying)))
 
     @property
     def asking(self) -> tuple[str, ...]:

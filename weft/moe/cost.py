@@ -14,21 +14,14 @@ it gave of a sum. ``copy`` is memory written on one rank, which fills up and tak
 from __future__ import annotations
 
 import functools
-import json
 import math
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from weft.common import env
-from weft.common.log import get_logger
+from weft.common.measurements import Measurements
 from weft.types.layout import Layout
 
-_log = get_logger(__name__)
-
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "copy")
-VERSION = 1
-_PACKAGED = Path(__file__).with_name("collectives.json")
 
 
 class Shape(NamedTuple):
@@ -52,53 +45,29 @@ class Measured(NamedTuple):
     """Kind to bytes to microseconds."""
 
 
-def user_file() -> Path:
-    """Where this machine's own measurements are."""
-    folder = env.get("WEFT_OPS_CACHE")
-    return (Path(folder) if folder else Path.home() / ".cache" / "weft" / "ops") / "collectives.json"
-
-
-def read(path: Path) -> tuple[Measured, ...]:
-    """The measurements of a file. Raises OSError, and ValueError for a file that is not such a table."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if found["version"] != VERSION:
-            raise ValueError(f"{path} is of version {found['version']}, not {VERSION}")
-        return tuple(_measured(row) for row in found["measured"])
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is not a table of measurements: {error!r}") from error
-
-
-def _measured(row: dict[str, Any]) -> Measured:
+def _parse(row: dict[str, Any]) -> Measured:
     times = {kind: {int(size): float(us) for size, us in row["times"][kind].items()} for kind in KINDS}
     if not all(times.values()):
         raise ValueError("a row without times")
     return Measured(row["link"], row["machine"], int(row["ranks"]), times)
 
 
-def as_json(measured: Iterable[Measured]) -> dict[str, Any]:
-    """What ``read`` reads."""
-    rows = [
-        {**m._asdict(), "times": {kind: {str(n): us for n, us in by.items()} for kind, by in m.times.items()}}
-        for m in measured
-    ]
-    return {"version": VERSION, "measured": rows}
+def _form(m: Measured) -> dict[str, Any]:
+    return {
+        **m._asdict(),
+        "times": {kind: {str(n): us for n, us in by.items()} for kind, by in m.times.items()},
+    }
+
+
+MEASUREMENTS = Measurements(
+    "collectives", Path(__file__).with_name("collectives.json"), _parse, _form, of=lambda m: m.ranks
+)
 
 
 @functools.cache
 def table() -> tuple[Measured, ...]:
     """This machine's measurements, or else the package's. ``table.cache_clear()`` reads again."""
-    for path in (user_file(), _PACKAGED):
-        try:
-            found = read(path)
-        except FileNotFoundError:
-            continue
-        except (OSError, ValueError) as error:
-            _log.warning("measurements of collectives are left out: %s", error)
-            continue
-        if found:
-            return found
-    return ()
+    return next((rows for rows in MEASUREMENTS.found() if rows), ())
 
 
 def seconds(form: str, tokens: int, shape: Shape, layout: Layout, measured: Measured | None = None) -> float:

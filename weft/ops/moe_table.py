@@ -18,22 +18,15 @@ The C++ form of the CPU extension needs no table: what it does follows from the 
 from __future__ import annotations
 
 import functools
-import json
 import math
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from weft.common.log import get_logger
-from weft.ops.cpu.build import cache_folder
-
-_log = get_logger(__name__)
+from weft.common.measurements import Measurements
 
 FORMS = ("triton", "grouped", "loop", "gather")
 """triton: a grouped product of our own; grouped: ``torch._grouped_mm``; loop: expert after expert; gather:
 each token's matrices copied side by side."""
-VERSION = 1
-_PACKAGED = Path(__file__).with_name("moe_table.json")
 
 
 class Size(NamedTuple):
@@ -57,23 +50,7 @@ class Measured(NamedTuple):
     """Tokens to form to microseconds."""
 
 
-def user_file() -> Path:
-    """Where this machine's own measurements are."""
-    return cache_folder() / "moe_table.json"
-
-
-def read(path: Path) -> tuple[Measured, ...]:
-    """The measurements of a file. Raises OSError, and ValueError for a file that is not such a table."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if found["version"] != VERSION:
-            raise ValueError(f"{path} is of version {found['version']}, not {VERSION}")
-        return tuple(_measured(row) for row in found["measured"])
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is not a table of measurements: {error!r}") from error
-
-
-def _measured(row: dict[str, Any]) -> Measured:
+def _parse(row: dict[str, Any]) -> Measured:
     times = {int(n): {form: float(us) for form, us in by.items()} for n, by in row["times"].items()}
     if not times or not all(times.values()):
         raise ValueError("a row without times")
@@ -81,33 +58,25 @@ def _measured(row: dict[str, Any]) -> Measured:
     return Measured(row["device"], row["machine"], row["dtype"], size, times)
 
 
-def as_json(measured: Iterable[Measured]) -> dict[str, Any]:
-    """What ``read`` reads."""
-    rows = [
-        {
-            "device": m.device,
-            "machine": m.machine,
-            "dtype": m.dtype,
-            **m.size._asdict(),
-            "times": {str(n): by for n, by in m.times.items()},
-        }
-        for m in measured
-    ]
-    return {"version": VERSION, "measured": rows}
+def _form(m: Measured) -> dict[str, Any]:
+    return {
+        "device": m.device,
+        "machine": m.machine,
+        "dtype": m.dtype,
+        **m.size._asdict(),
+        "times": {str(n): by for n, by in m.times.items()},
+    }
+
+
+MEASUREMENTS = Measurements(
+    "routed blocks", Path(__file__).with_name("moe_table.json"), _parse, _form, of=lambda m: m.device
+)
 
 
 @functools.cache
 def tables() -> tuple[tuple[Measured, ...], ...]:
     """This machine's table, if there is one, and the package's. ``tables.cache_clear()`` reads again."""
-    found = []
-    for path in (user_file(), _PACKAGED):
-        try:
-            found.append(read(path))
-        except FileNotFoundError:
-            continue
-        except (OSError, ValueError) as error:
-            _log.warning("measurements of routed blocks are left out: %s", error)
-    return tuple(found)
+    return MEASUREMENTS.found()
 
 
 @functools.cache

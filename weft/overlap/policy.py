@@ -37,8 +37,13 @@ RETRY_FIRST, RETRY_LAST = 256, 8192
 """Whole steps of a kind between trials."""
 
 
-def mode_of(parallel: ParallelSection | None) -> str:
-    """The mode that ``parallel`` comes to: off without a configuration, and where no ranks communicate."""
+def mode_of(parallel: ParallelSection | None, device: str = "cpu") -> str:
+    """The mode that ``parallel`` comes to: off without a configuration, and where no ranks communicate.
+
+    So is ``auto`` on a GPU: it goes by times of the host, which launches there and does not compute.
+    """
+    if device == "cuda" and parallel is not None and parallel.overlap == "auto":
+        return "off"
     if parallel is None:
         return "off"
     ranks = parallel.tensor_parallel_size

@@ -33,6 +33,7 @@ class Comm(ABC):
 
     A tensor that is given belongs to the collective until its result was taken. Sums are taken in the order
     of ranks, in a wide dtype, and rounded once: all ranks get the same bits, whatever else is in the tensor.
+    (Where NCCL may choose its order, as a ``GroupComm`` of GPUs can let it, only the former holds.)
     """
 
     rank: int

@@ -1,5 +1,7 @@
-"""Communicators of several ranks: over shared memory for CPU tensors where all ranks are on one host and have
-the CPU extension, else over torch's gloo groups.
+"""Communicators of several ranks.
+
+CPU tensors    over memory that ranks share, where all are on one host and have the CPU extension; else gloo
+CUDA tensors   over NCCL, where each rank has a GPU of its own; else through host memory, as CPU tensors
 
 A ``GroupComm`` is there as long as its model, which holds it; the process group behind it is formed for an
 epoch, aborted when the epoch fails, and formed anew. No global state of ``torch.distributed`` is used, so
@@ -17,9 +19,10 @@ import torch
 import torch.distributed as dist
 
 from weft.common.log import get_logger
-from weft.parallel import shared
+from weft.parallel import nccl, shared
 from weft.parallel.comm import Comm, Pending
 from weft.parallel.launcher import CommLost, Launcher
+from weft.parallel.staging import HostStage
 
 __all__ = ["ONE_SHOT", "CommLost", "GroupComm", "Launcher"]
 
@@ -44,12 +47,20 @@ class GroupComm(Comm):
         launcher: Launcher,
         host: str | None = None,
         share: bool = True,
+        gpu: torch.device | None = None,
+        ordered: bool = True,
     ) -> None:
         """``host``: the address that this rank listens at; by default only this host reaches it. ``share``:
         whether to use shared memory where that works, the same on all ranks.
+
+        ``gpu``: this rank's own GPU, for NCCL. ``ordered``: whether NCCL's sums are taken in the order of
+        ranks, too, like all others; else as NCCL does.
         """
         self.name = name
         self._host, self._share = host, share
+        self._gpu, self._ordered = gpu, ordered
+        self._nccl: nccl.NcclGroup | None = None
+        self._stage = HostStage(0.0)
         self.rank, self.size = list(ranks).index(mine), len(ranks)
         self._launcher = launcher
         self._group: Any = None
@@ -67,21 +78,29 @@ class GroupComm(Comm):
 
         ``timeout``: seconds for this, and for each collective from now on.
         """
+        group = fast = None
         try:
             prefixed = dist.PrefixStore(f"{epoch}/{self.name}", store)
             group = self._make(prefixed, timedelta(seconds=timeout))
             ring = self._meet(prefixed, timeout) if self._share else None
+            if self._gpu is not None:
+                there = dist.PrefixStore("nccl", prefixed)
+                fast = nccl.connect(there, self.rank, self.size, self._gpu, timeout, self._host is None)
         except Exception as error:
+            if group is not None:
+                group.abort()
             raise CommLost(f"the {self.name} group could not form: {_first_line(error)}") from error
         with self._lock:
-            self._group, self._shared = group, ring
+            self._group, self._shared, self._nccl = group, ring, fast
+            self._stage = HostStage(timeout)
         if self.rank == 0:
             log.info("ranks of %s meet over %s", self.name, self.link)
 
     @property
     def link(self) -> str:
-        """What collectives of CPU tensors run over: ``gloo`` or ``shared memory``."""
-        return "gloo" if self._shared is None else "shared memory"
+        """What collectives run over: ``gloo`` or ``shared memory``, and for CUDA tensors ``NCCL``."""
+        link = "gloo" if self._shared is None else "shared memory"
+        return link if self._gpu is None else f"NCCL, for CPU tensors {link}"
 
     def _make(self, store: Any, timeout: timedelta) -> Any:
         gloo: Any = dist.ProcessGroupGloo  # stubs know nothing of its options
@@ -98,24 +117,48 @@ class GroupComm(Comm):
         with self._lock:
             group, self._group = self._group, None
             ring, self._shared = self._shared, None
+            fast = self._nccl  # kept until it has ended: see ``settle``
+        if fast is not None:
+            fast.abort()
         if ring is not None:
             ring.abort()
         if group is not None:
             group.abort()
 
+    def settle(self, timeout: float) -> None:
+        """Waits until an aborted group has ended on the device, too. Raises CommLost."""
+        fast = self._nccl
+        if fast is not None:
+            fast.settle(timeout)
+            self._nccl = None
+
     def all_reduce(self, partial: Tensor) -> Pending | None:
-        return self._launcher.launch(lambda: self._sum(partial))
+        return self._launcher.launch(lambda: self._run(self._sum, partial))
 
     def all_gather(self, x: Tensor) -> Pending:
-        return self._launcher.launch(lambda: self._gather(x))
+        return self._launcher.launch(lambda: self._run(self._gather, x))
 
     def reduce_scatter(self, x: Tensor) -> Pending:
-        return self._launcher.launch(lambda: self._scatter(x))
+        return self._launcher.launch(lambda: self._run(self._scatter, x))
 
     def all_to_all(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Pending:
-        return self._launcher.launch(lambda: self._exchange(x, list(sends), list(receives)))
+        return self._launcher.launch(
+            lambda: self._run(lambda given: self._exchange(given, list(sends), list(receives)), x)
+        )
 
     # ---- what runs in the launcher
+
+    def _run(self, work: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """``work(x)``, if need be in host memory."""
+        if not self._staged(x):
+            return work(x)
+        return self._stage.up(work(self._stage.down(x)), x.device)
+
+    def _staged(self, x: Tensor) -> bool:
+        return x.is_cuda and self._gpu is None
+
+    def _fast(self, x: Tensor) -> nccl.NcclGroup | None:
+        return self._nccl if self._gpu is not None and x.device.type == self._gpu.type else None
 
     def _gather(self, x: Tensor) -> Tensor:
         ring = self._ring(x)
@@ -123,7 +166,10 @@ class GroupComm(Comm):
             return self._guard(lambda: ring.gather(x))
         x = x.contiguous()
         made = x.new_empty(self.size, *x.shape)
-        if x.numel():
+        fast = self._fast(x)
+        if x.numel() and fast is not None:
+            self._guard(lambda: fast.gather(_bytes(made), _bytes(x)))
+        elif x.numel():
             self._wait(lambda group: group._allgather_base(_bytes(made), _bytes(x)))
         return made
 
@@ -134,6 +180,10 @@ class GroupComm(Comm):
         x = x.contiguous()
         made = x.new_empty(sum(receives), *x.shape[1:])
         flat_out, flat_in = _rows_of_bytes(made), _rows_of_bytes(x)
+        fast = self._fast(x)
+        if fast is not None:
+            self._guard(lambda: fast.exchange(flat_out, flat_in, receives, sends))
+            return made
         self._wait(lambda group: group.alltoall_base(flat_out, flat_in, receives, sends))
         return made
 
@@ -147,6 +197,12 @@ class GroupComm(Comm):
         ring = self._ring(x)
         if ring is not None and x.dtype in shared.SUMS:
             return self._guard(lambda: ring.sum(x))
+        fast = self._fast(x)
+        if fast is not None and not self._ordered:
+            total = x.clone(memory_format=torch.contiguous_format)  # the caller may look at x again
+            if total.numel():
+                self._guard(lambda: fast.sum(total))
+            return total
         if x.numel() * x.element_size() * self.size <= ONE_SHOT:
             return _ordered_sum(self._gather(x))
         share = -(-x.numel() // self.size)
@@ -166,6 +222,8 @@ class GroupComm(Comm):
     def _guard(self, work: Callable[[], R]) -> R:
         try:
             return work()
+        except CommLost:
+            raise
         except RuntimeError as error:
             raise CommLost(f"a collective of the {self.name} group failed: {_first_line(error)}") from error
 

@@ -1,7 +1,11 @@
-"""Where a rank's collectives run: at once on the caller's thread, or on one of their own, in order.
+"""Where a rank's collectives run: at once, where the caller computes, or beside it, in order.
 
-The order of launches is the same on all ranks, so one thread for all communicators of a rank cannot deadlock,
-and what it runs goes on while the caller computes.
+    Launcher          at once, on the caller's thread and stream
+    ThreadLauncher    on a CPU: steps in halves have them on a thread of their own
+    StreamLauncher    on a GPU, for NCCL: steps in halves have them on a stream of their own
+
+The order of launches is the same on all ranks, so one thread (or stream) for all communicators of a rank
+cannot deadlock, and what it runs goes on while the caller computes.
 """
 
 from __future__ import annotations
@@ -53,6 +57,11 @@ class Launcher:
         """Whether ``flights`` are kept; whoever asks for it calls ``take``."""
         self.flights: list[Flight] = []
         """Launched since ``take``."""
+        self.broken = False
+        """Whether the groups were aborted, and not formed anew: what the device computes may be garbage. Set
+        before the first of them is."""
+        self.before: Callable[[], None] | None = None
+        """Called before each launch: planted faults."""
 
     def launch(self, work: Callable[[], Tensor]) -> Pending:
         """Starts ``work``, a blocking collective."""
@@ -80,7 +89,14 @@ class Launcher:
     def close(self) -> None:
         """Ends what runs collectives."""
 
+    def check(self) -> None:
+        """Raises CommLost when results of the device cannot be trusted: see ``broken``."""
+        if self.broken:
+            raise CommLost("the group was aborted in the middle of a step")
+
     def _flight(self) -> Flight:
+        if self.before is not None:
+            self.before()
         flight = Flight(self.half, time.monotonic())
         if self.recording:
             self.flights.append(flight)
@@ -211,46 +227,83 @@ class DelayedLauncher(ThreadLauncher):
 
 
 class StreamLauncher(Launcher):
-    """On a GPU: collectives on a stream of their own, which the compute stream waits for at ``result``.
+    """On a GPU: collectives of steps in halves on a stream of their own, which the compute stream waits for
+    at ``result``; those of whole steps on the compute stream itself.
 
-    For communicators whose collectives are asynchronous on the current stream (NCCL). Fork and join are
-    events alone, so a step in halves can be captured in a CUDA graph. Times are of launches, not of what the
-    device does. Written for such communicators, which Weft has none of yet, and not run on a GPU.
+    For communicators whose collectives are queued on the current stream (NCCL). Fork and join are events
+    alone, so a step in halves can be captured in a CUDA graph. Times are of launches, not of what the device
+    does.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self._stream = torch.cuda.Stream(device)
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        self._beside = False
+
+    def threaded(self, wanted: bool) -> None:
+        self._beside = wanted
 
     def launch(self, work: Callable[[], Tensor]) -> Pending:
+        if not self._beside:
+            return super().launch(work)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
         flight = self._flight()
         flight.began = flight.launched
-        self._stream.wait_stream(torch.cuda.current_stream())
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             made = work()
             joined = self._stream.record_event()
         flight.ended = time.monotonic()
-        return _Streaming(work, made, joined)
+        return _Streaming(self._device, work, made, joined)
+
+    def settle(self, timeout: float) -> None:
+        if self._stream is None:
+            return
+        ended, until = self._stream.record_event(), time.monotonic() + timeout
+        while not ended.query():
+            if time.monotonic() > until:
+                raise CommLost("collectives of an epoch that has ended are still running on the GPU")
+            time.sleep(0.0001)
 
 
 class _Streaming(Pending):
-    """A collective on the stream of a ``StreamLauncher``."""
+    """A collective on the stream of a ``StreamLauncher``.
 
-    def __init__(self, work: Callable[[], Tensor], made: Tensor, joined: torch.cuda.Event) -> None:
+    Who may use which memory when:
+
+    * What was given lies in memory of the compute stream, and the other stream reads it. So it must not be
+      freed before the compute stream waits for ``joined``: until then ``_given`` keeps it. After that,
+      whatever gets its memory on the compute stream comes behind the collective.
+    * What was made lies in memory of the other stream, and the compute stream reads it. Freed, it could go to
+      the next collective at once; ``record_stream`` keeps it until the compute stream has come so far.
+    * What the collective itself allocated in between is of the other stream, and used there alone.
+
+    A collective whose result nobody takes breaks the first rule. That happens only in an epoch that ends, and
+    nothing is computed from then on until the device has come to rest (``Runner.reset``).
+    """
+
+    def __init__(
+        self, device: torch.device, work: Callable[[], Tensor], made: Tensor, joined: torch.cuda.Event
+    ) -> None:
+        self._device = device
         self._given: Callable[[], Tensor] | None = work
-        """Keeps what the collective reads from being given to somebody else on the compute stream."""
         self._made, self._joined = made, joined
 
     def result(self) -> Tensor:
-        here = torch.cuda.current_stream()
+        here = torch.cuda.current_stream(self._device)
         here.wait_event(self._joined)
-        self._made.record_stream(here)  # made on the other stream, whose memory must not be reused too early
+        self._made.record_stream(here)
         self._given = None
         return self._made
 
 
-def default_launcher() -> Launcher:
-    """The launcher of a rank. Raises ConfigError for a WEFT_LINK_DELAY_MS that is no number of ms."""
+def default_launcher(device: torch.device, queued: bool) -> Launcher:
+    """The launcher of a rank on ``device``, whose collectives are ``queued`` there or run on the host.
+
+    Raises ConfigError for a WEFT_LINK_DELAY_MS that is no number of ms, or that a GPU cannot have.
+    """
     text = env.get("WEFT_LINK_DELAY_MS", "0")
     try:
         delay = float(text) / 1e3
@@ -258,4 +311,9 @@ def default_launcher() -> Launcher:
         delay = -1.0
     if not 0.0 <= delay <= 60.0:
         raise ConfigError(f"WEFT_LINK_DELAY_MS must be a number from 0 to 60000, not {text!r}")
+    if device.type == "cuda":
+        if delay:
+            raise ConfigError("WEFT_LINK_DELAY_MS delays ranks on a CPU: unset it, or use --device cpu")
+        # Through host memory a collective has the host wait for the device: nothing could go on beside it.
+        return StreamLauncher(device) if queued else Launcher()
     return DelayedLauncher(delay) if delay else ThreadLauncher()

@@ -8,13 +8,22 @@ dp    the ranks at the same place in every replica of the domain
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
+from weft.common.log import get_logger
 from weft.parallel.comm import Comm, LocalComm
-from weft.parallel.group import GroupComm
+from weft.parallel.group import CommLost, GroupComm
 from weft.parallel.launcher import Launcher, default_launcher
+from weft.parallel.nccl import check_nccl
 from weft.types.layout import ALONE, Layout
+
+log = get_logger(__name__)
+
+CPU = torch.device("cpu")
+CLOSE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +39,26 @@ class Mesh:
     """Runs the collectives of all of them."""
     formed: list[Callable[[], None]] = field(default_factory=list)
     """What ranks do together whenever their groups have formed: models that were built for the mesh."""
+    nccl: bool = False
+    """Whether CUDA tensors go over NCCL."""
+    ordered: bool = True
+    """Whether sums are taken in the order of ranks, with NCCL too."""
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why a step in which ranks meet cannot be captured as a CUDA graph; None where it can, or alone."""
+        if self.layout.domain == 1:
+            return None
+        if not self.nccl:
+            return "ranks meet in the middle of a step, and not over NCCL"
+        if self.layout.expert:
+            return "ranks divide experts, and agree on what they exchange in each step"
+        return None
+
+    @property
+    def varying(self) -> tuple[str, ...]:
+        """What of the collectives can make a row's bits depend on what is computed beside it."""
+        return ("sums over ranks (nccl)",) if self.nccl and not self.ordered and self.connects else ()
 
     @property
     def connects(self) -> bool:
@@ -40,32 +69,63 @@ class Mesh:
         """Forms every group of more than one rank for ``epoch``; all ranks call it. Raises CommLost."""
         self.launcher.settle(timeout)
         for comm in self._groups():
+            comm.settle(timeout)
+        self.launcher.broken = False
+        for comm in self._groups():
             comm.connect(store, epoch, timeout)
         for agree in self.formed:
             agree()
 
     def abort(self) -> None:
-        """Ends every group: whoever waits in one gets CommLost."""
+        """Ends every group: whoever waits in one gets CommLost. From any thread; does not wait."""
+        self.launcher.broken = True
         for comm in self._groups():
             comm.abort()
         self.launcher.cancel()
+
+    def close(self) -> None:
+        """Waits a little for groups that were aborted: a process that ends before may crash at its end."""
+        try:
+            for comm in self._groups():
+                comm.settle(CLOSE_S)
+        except CommLost as error:
+            log.warning("while closing: %s", error.message)
 
     def _groups(self) -> list[GroupComm]:
         return [comm for comm in (self.tp, self.ep, self.dp) if isinstance(comm, GroupComm)]
 
 
-def make_mesh(layout: Layout, rank: int, launcher: Launcher | None = None, host: str | None = None) -> Mesh:
-    """The mesh of ``rank``, its groups not connected yet. ``host``: see ``GroupComm``."""
-    launcher = launcher or default_launcher()
+def make_mesh(
+    layout: Layout,
+    rank: int,
+    launcher: Launcher | None = None,
+    host: str | None = None,
+    *,
+    device: torch.device = CPU,
+    collectives: str = "auto",
+    ordered: bool = True,
+) -> Mesh:
+    """The mesh of ``rank``, its groups not connected yet. ``host``, ``ordered``: see ``GroupComm``.
+
+    ``collectives``: as ``ParallelSection.collectives``. Raises ConfigError where there is no NCCL to use.
+    """
     replica, place = layout.replica(rank), layout.place(rank)
+    nccl = device.type == "cuda" and collectives != "gloo" and layout.domain > 1
+    if nccl:
+        check_nccl()
+    launcher = launcher or default_launcher(device, nccl)
+    gpu, share = device if nccl else None, collectives != "gloo"
 
     def comm(name: str, ranks: range) -> Comm:
-        return GroupComm(name, ranks, rank, launcher, host) if len(ranks) > 1 else LocalComm()
+        if len(ranks) == 1:
+            return LocalComm()
+        return GroupComm(name, ranks, rank, launcher, host, share, gpu, ordered)
 
     first = replica * layout.tensor
     tp = comm(f"tp{replica}", range(first, first + layout.tensor))
+    made = Mesh(layout=layout, rank=rank, tp=tp, launcher=launcher, nccl=nccl, ordered=ordered)
     if not layout.expert:
-        return Mesh(layout=layout, rank=rank, tp=tp, launcher=launcher)
+        return made
     ep = comm("ep", range(layout.ranks))
     dp = comm(f"dp{place}", range(place, layout.ranks, layout.tensor))
-    return Mesh(layout=layout, rank=rank, tp=tp, ep=ep, dp=dp, launcher=launcher)
+    return replace(made, ep=ep, dp=dp)

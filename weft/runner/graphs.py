@@ -12,6 +12,9 @@ Everything is ordered by the stream: a replay follows the sampling of the step b
 at start for buckets of rows and of context (which bound the launches' grids); any other step, and any with a
 prompt in it, is launched op by op.
 
+Where ranks meet over NCCL, a graph holds the communicator of one epoch: it is captured when a step first
+needs it, by all ranks in the same step, and dropped with the epoch, before the communicator can end.
+
 On a CPU they are recorded calls (weft/runner/programs.py), each made when it is first needed.
 
 A spare row is at position 0 of a sequence without blocks: it reads and writes the null block, which nobody
@@ -34,6 +37,7 @@ from weft.common.log import get_logger
 from weft.models.base import Model
 from weft.overlap.drive import drive
 from weft.overlap.interleave import interleave
+from weft.parallel.launcher import Launcher
 from weft.runner.batch import BatchBuilder, StepRows
 from weft.runner.columns import even, most_each
 from weft.runner.programs import CannotRecord
@@ -77,8 +81,8 @@ def context_buckets(most: int) -> list[int]:
 
 def obstacle(model: Model, backends: Backends) -> str | None:
     """Why decode steps of this model cannot be captured, in words; None when they can."""
-    if model.ranks > 1:
-        return "ranks meet in the middle of a step"
+    if model.mesh.obstacle is not None:
+        return model.mesh.obstacle
     if model.asking:
         return f"{', '.join(model.asking)} asks the device for a value in the middle of a step"
     if not backends.capturable:
@@ -122,7 +126,9 @@ class GraphOptions:
     halves: bool = False
     """Capture steps in halves, too: the pair as one graph. For ranks whose collectives can be captured."""
     lazy: bool = False
-    """Capture when a step first needs it, for exactly its rows: ``capture`` then computes that step, too."""
+    """Capture when a step first needs it: ``capture`` then computes that step, too."""
+    exact: bool = False
+    """Capture for exactly a step's rows, not for the bucket that holds them."""
 
 
 class DecodeGraphs:
@@ -137,10 +143,11 @@ class DecodeGraphs:
         state: SlotState,
         max_len: int,
         options: GraphOptions,
+        launcher: Launcher | None = None,
     ) -> None:
         """Captures everything, unless lazy: runs each bucket on spare rows.
 
-        ``max_len``: a sequence's greatest length.
+        ``max_len``: a sequence's greatest length. ``launcher``: of the model's collectives.
         """
         self.replayed = 0
         """Steps that ran as a graph."""
@@ -148,7 +155,8 @@ class DecodeGraphs:
         """Whether a step like the last one will be replayed, which that was not."""
         self._model, self._cache, self._backends, self._builder = model, cache, backends, builder
         exact = list(range(1, min(options.max_rows, MOST_EXACT) + 1))
-        self._rows = exact if options.lazy else row_buckets(options.max_rows)
+        self._rows = exact if options.exact else row_buckets(options.max_rows)
+        self._launcher = launcher or Launcher()
         self._contexts = context_buckets(max_len)
         self._options = options
         most, device = self._rows[-1], model.device
@@ -205,7 +213,13 @@ class DecodeGraphs:
     def _hidden_of(self, steps: list[StepInput]) -> Tensor:
         """Of a step, or of two halves, whose collectives then go on under each other's compute."""
         parts = [self._model.hidden(step, self._cache, self._backends) for step in steps]
-        return drive(parts[0]) if len(parts) == 1 else torch.cat(interleave(parts[0], parts[1]))
+        if len(parts) == 1:
+            return drive(parts[0])
+        self._launcher.threaded(True)
+        try:
+            return torch.cat(interleave(parts[0], parts[1]))
+        finally:
+            self._launcher.threaded(False)
 
     def find(self, plan: StepPlan) -> Key | None:
         """The bucket that holds the plan's step; None when it must be launched op by op."""
@@ -252,6 +266,12 @@ class DecodeGraphs:
         """Launches the captured step of ``key`` on what its columns hold."""
         self._replays[key]()
         self.replayed += 1
+
+    def forget(self) -> None:
+        """Drops what was captured lazily. No replay may be under way."""
+        if self._options.lazy:
+            self._replays.clear()
+            self._met.clear()
 
     def _capture_now(self, key: Key) -> None:
         """Computes a step while capturing it. What cannot be captured is computed plainly, now and later."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -56,12 +57,30 @@ class HostCopy:
         """Whether the copies have arrived."""
         return self._event is None or self._event.query()
 
-    def wait(self, deadline: float) -> None:
-        """Returns when the copies are there. Raises EngineDead after ``deadline`` (monotonic seconds)."""
+    def wait(self, deadline: float, check: Callable[[], None] = lambda: None) -> None:
+        """Returns when the copies are there. Raises EngineDead after ``deadline`` (monotonic seconds).
+
+        ``check`` raises when the device computes garbage, and then so does this: a collective that was
+        aborted ends like any other. Of a CPU that needs no asking.
+        """
         while not self.there():
             if time.monotonic() > deadline:
                 raise EngineDead("a step's result did not reach the host in time")
+            check()
             time.sleep(0.00005)
+        if self._cuda:
+            check()
+
+
+def come_to_rest(device: torch.device, timeout: float) -> None:
+    """Waits until a GPU has done all that was launched. Raises EngineDead after ``timeout`` seconds."""
+    deadline = time.monotonic() + timeout
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    while not event.query():
+        if time.monotonic() > deadline:
+            raise EngineDead("the GPU did not come to rest: its process must be started anew")
+        time.sleep(0.0001)
 
 
 def to_result(plan: StepPlan, copy: HostCopy) -> StepResult:

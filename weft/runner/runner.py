@@ -33,7 +33,7 @@ from weft.runner.device_queue import DeviceQueue, result_of
 from weft.runner.graphs import MOST_EXACT, WORTH_CAPTURING, DecodeGraphs, GraphOptions, context_buckets
 from weft.runner.halves import HalvedSteps
 from weft.runner.kv_tensors import by_layer, stacked
-from weft.runner.result import HostCopy, to_result
+from weft.runner.result import HostCopy, come_to_rest, to_result
 from weft.runner.sampler import Sampler
 from weft.runner.slot_state import SlotState
 from weft.runner.staging import StagingBuffer, StagingRing
@@ -128,9 +128,8 @@ class Runner:
         """Proposes drafts; None without speculation."""
         self.graphs: DecodeGraphs | None = None
         if graphs is not None:
-            self.graphs = DecodeGraphs(
-                model, self._cache, backends, self._builder, self._state, kv.max_model_len, graphs
-            )
+            parts = (model, self._cache, backends, self._builder, self._state)
+            self.graphs = DecodeGraphs(*parts, kv.max_model_len, graphs, self._launcher)
 
     @property
     def cache(self) -> Sequence[LayerCache]:
@@ -171,7 +170,7 @@ class Runner:
         deadline = time.monotonic() + self._timeout
         result_of(handle.forwarded, deadline)
         copy: HostCopy = result_of(handle.sampled, deadline)
-        copy.wait(deadline)
+        copy.wait(deadline, self._launcher.check)
         result = to_result(handle.plan, copy)
         assert handle.buffer is not None
         self._ring.release(handle.buffer)
@@ -198,6 +197,10 @@ class Runner:
         result_of(self._queue.submit(self._clear), time.monotonic() + self._timeout)
 
     def _clear(self) -> None:
+        if self._device.type == "cuda":
+            come_to_rest(self._device, self._timeout)
+            if self.graphs is not None and self._launcher.recording:
+                self.graphs.forget()
         self._state.clear()
         self._sampler.clear()
         self._ring.clear()
@@ -209,6 +212,8 @@ class Runner:
         """Ends the device thread, the launcher's and the trace."""
         self._queue.close()
         self._launcher.close()
+        if self.graphs is not None and self._device.type == "cuda":
+            self.graphs.forget()  # their communicators end when they are gone
         if self._trace is not None:
             self._trace.close()
 
@@ -339,7 +344,7 @@ class Runner:
         if speculation is None or speculation.speculative_method == "none":
             return None
         recording = None
-        if graphs is not None and graphs.lazy:
+        if graphs is not None and graphs.lazy and self._device.type == "cpu":
             recording = Recording(
                 record=graphs.capture,
                 contexts=context_buckets(self.kv.max_model_len + self.kv.copies),

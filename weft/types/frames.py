@@ -3,7 +3,9 @@
     rank                       head
      │ RankHello ─────────────► │   version and settings; compared before anything is loaded
      │ ◄───── RankWelcome, or Refused, which names what differs and both values
-     │ Ready ─────────────────► │   weights are there
+     │ Loaded ────────────────► │   weights are there, and so much room for caches
+     │ ◄───────────────── Pools │   as many blocks as every rank has room for
+     │ Ready ─────────────────► │   caches are there
      │ ◄──────────────── Form   │   an epoch: meet at this store, all slots are empty
      │ Formed ────────────────► │
      │ ◄─────────── StepFrame   │   one a step, whatever is in it (then LateMasks, where rows are constrained)
@@ -26,7 +28,7 @@ import numpy as np
 from weft.common.errors import EngineDead, ErrorInfo
 from weft.types.plan import EMPTY, I32, Segment, StepPlan
 
-VERSION = 1
+VERSION = 2
 """Of these frames. All ranks of a group speak the same: unequal ones are refused by name."""
 
 
@@ -67,8 +69,22 @@ class Refused(_Frame, frozen=True, kw_only=True):
     error: ErrorInfo
 
 
+class Loaded(_Frame, frozen=True, kw_only=True):
+    """Rank to head: weights are loaded."""
+
+    rank: int
+    blocks: tuple[int, ...]
+    """Of each pool, that this rank has room for: as configured, or found out on its device."""
+
+
+class Pools(_Frame, frozen=True, kw_only=True):
+    """Head to rank: allocate pools of these sizes, equal on all ranks."""
+
+    blocks: tuple[int, ...]
+
+
 class Ready(_Frame, frozen=True, kw_only=True):
-    """Rank to head: weights are loaded, memory is there."""
+    """Rank to head: memory is there, too."""
 
     rank: int
 
@@ -154,8 +170,8 @@ class Beat(_Frame, frozen=True, kw_only=True):
     """Of a head: the last epoch that has ended; whoever waits in a collective of it, stops."""
 
 
-ToRank = RankWelcome | Refused | Form | StepFrame | LateMasks | Abort | Shutdown | Beat
-ToHead = RankHello | Ready | Formed | Outcome | Failed | Beat
+ToRank = RankWelcome | Refused | Pools | Form | StepFrame | LateMasks | Abort | Shutdown | Beat
+ToHead = RankHello | Loaded | Ready | Formed | Outcome | Failed | Beat
 
 _SMALL = 1 << 16
 MOST_BYTES: dict[type, int] = {RankHello: 1 << 20, StepFrame: 64 << 20, LateMasks: 256 << 20}

@@ -31,6 +31,7 @@ from pathlib import Path
 
 from weft.common import env
 from weft.common.errors import WeftError
+from weft.common.measurements import cache_folder
 
 SOURCES = Path(__file__).parent / "csrc"
 LIBRARY = "libweft_cpu.so"
@@ -75,11 +76,6 @@ class Compiler:
 
     path: str
     version: str
-
-
-def cache_folder() -> Path:
-    """Where builds are kept."""
-    return Path(env.get("WEFT_OPS_CACHE") or Path.home() / ".cache" / "weft" / "ops")
 
 
 def find() -> Path | None:

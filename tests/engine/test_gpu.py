@@ -1,0 +1,147 @@
+"""Groups of real processes on GPUs: what they answer is what one rank answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.test_ranks import GREEDY, PATIENCE, Run, prompt, sequence
+from tests.faults.rig import config_of, survive
+from weft.common.errors import ConfigError
+from weft.config import devices
+from weft.engine.group import GroupExecutor
+from weft.runner.graphs import DecodeGraphs, Key
+from weft.types.messages import Submit
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.timeout(1200),
+]
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+
+
+def settings(**more: Any) -> dict[str, Any]:
+    return {
+        "device": "cuda",
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 128,
+        "block_size": 16,
+        "rank_timeout": PATIENCE,
+        "gpu_memory_utilization": 0.5,
+        **more,
+    }
+
+
+def submits() -> list[Submit]:
+    lengths = [40, 9, 25, 60, 33, 120]
+    return [sequence(number, prompt(number, length), GREEDY) for number, length in enumerate(lengths)]
+
+
+def compare(alone: Run, group: Run, dtype: str) -> None:
+    """In float64 every token; in float32 rounding may decide some, and what follows them."""
+    assert isinstance(group.runner, GroupExecutor)
+    if dtype == "float64":
+        assert group.tokens == alone.tokens
+        return
+    pairs = [(a, b) for n in alone.tokens for a, b in zip(alone.tokens[n], group.tokens[n], strict=True)]
+    assert sum(a == b for a, b in pairs) > 0.9 * len(pairs)
+
+
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of however many there are, ranks see the first."""
+    first = devices.gpus()[:1]
+    monkeypatch.setattr(devices, "gpus", lambda: first)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_two_ranks_on_one_gpu_over_gloo_answer_as_one(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one_gpu(monkeypatch)
+    alone = Run(config_of(**settings(dtype=dtype)), submits(), late=1)
+    shared = settings(dtype=dtype, tensor_parallel_size=2, collectives="gloo")
+    group = Run(config_of(**shared), submits(), late=1)
+    compare(alone, group, dtype)
+    assert group.runner.graphs is None, "nothing may be captured that goes through the host"
+    halves = Run(config_of(**shared, overlap="all"), submits(), late=1)
+    compare(alone, halves, dtype)
+
+
+def test_two_ranks_on_one_gpu_are_refused_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    one_gpu(monkeypatch)
+    with pytest.raises(ConfigError, match="--collectives gloo"):
+        config_of(**settings(tensor_parallel_size=2))
+
+
+def test_a_group_on_one_gpu_survives_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one_gpu(monkeypatch)
+    config = config_of(**settings(dtype="float64", tensor_parallel_size=2, collectives="gloo"))
+    survive(config, tmp_path, [(1, "stage", "kill"), (1, "collective", "raise")])
+
+
+@needs_two
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("overlap", ["off", "all"])
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+def test_two_gpus_over_nccl_answer_as_one(
+    dtype: str, overlap: str, graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = Run(config_of(**settings(dtype=dtype)), submits(), late=1)
+    more = settings(dtype=dtype, overlap=overlap, decode_graphs=graphs, tensor_parallel_size=2)
+    keys: list[Key] = []
+    run = DecodeGraphs.run
+
+    def noted(self: DecodeGraphs, key: Key, *given: Any) -> Any:
+        keys.append(key)
+        return run(self, key, *given)
+
+    monkeypatch.setattr(DecodeGraphs, "run", noted)  # of the head
+    group = Run(config_of(**more), submits(), late=1)
+    compare(alone, group, dtype)
+    captured = group.runner.graphs
+    if dtype == "float32" and graphs:  # float64 has no attention that can be captured
+        assert captured is not None
+        assert captured.replayed > 0
+        assert any(key[3] == 2 for key in keys) == (overlap == "all")
+
+
+@needs_two
+def test_deterministic_sums_are_in_order() -> None:
+    config = config_of(**settings(dtype="float32", tensor_parallel_size=2, deterministic=True))
+    runs = [Run(config, submits(), late=1) for _ in range(2)]
+    assert runs[0].tokens == runs[1].tokens
+    assert runs[0].runner.varying == ()
+
+
+@needs_two
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+def test_a_group_over_nccl_survives_its_ranks(tmp_path: Path, graphs: bool) -> None:
+    """A rank that was killed, one that was stopped, and one that failed, each in the middle of something."""
+    config = config_of(
+        **settings(dtype="float32", tensor_parallel_size=2, decode_graphs=graphs, rank_timeout=20.0)
+    )
+    plans: Any = [
+        (1, "stage", "kill"),
+        (1, "collective", "raise"),
+        (1, "sample", "stop"),
+        (0, "sample", "raise"),
+    ]
+    survive(config, tmp_path, plans)
+
+
+@needs_two
+def test_each_rank_is_on_a_gpu_of_its_own() -> None:
+    from weft.engine.core import EngineCore
+
+    core = EngineCore(config_of(**settings(dtype="float32", tensor_parallel_size=2)), progress=False)
+    try:
+        group = core.runner
+        assert isinstance(group, GroupExecutor)
+        assert group.processes is not None
+        pid = group.processes.pid(1)
+        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        assert f"CUDA_VISIBLE_DEVICES={devices.gpus()[1]}".encode() in environment
+    finally:
+        core.close()

@@ -1,0 +1,85 @@
+"""Tables of measurements: one that comes with the package, and one of this machine that a command writes.
+
+    {"version": 1, "measured": [row, ...]}
+
+What a row says is its owner's business: ``weft/ops/moe_table.py``, ``weft/moe/cost.py``. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from weft.common import env
+from weft.common.log import get_logger
+
+_log = get_logger(__name__)
+
+VERSION = 1
+Row = TypeVar("Row")
+
+
+def cache_folder() -> Path:
+    """Where this user's builds and measurements are kept."""
+    return Path(env.get("WEFT_OPS_CACHE") or Path.home() / ".cache" / "weft" / "ops")
+
+
+@dataclass(frozen=True, slots=True)
+class Measurements(Generic[Row]):
+    """One kind of table."""
+
+    what: str
+    """Is measured, for the log."""
+    packaged: Path
+    parse: Callable[[dict[str, Any]], Row]
+    """Raises KeyError, TypeError, AttributeError or ValueError for what is no row."""
+    form: Callable[[Row], dict[str, Any]]
+    """What ``parse`` reads."""
+    of: Callable[[Row], object]
+    """Whose measurement a row is; new ones take the place of old ones of the same."""
+
+    def user_file(self) -> Path:
+        """Where this machine's own measurements are."""
+        return cache_folder() / self.packaged.name
+
+    def read(self, path: Path) -> tuple[Row, ...]:
+        """The rows of a file. Raises OSError, and ValueError for a file that is not such a table."""
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            if found["version"] != VERSION:
+                raise ValueError(f"{path} is of version {found['version']}, not {VERSION}")
+            return tuple(self.parse(row) for row in found["measured"])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} is not a table of measurements: {error!r}") from error
+
+    def as_json(self, rows: Iterable[Row]) -> dict[str, Any]:
+        """What ``read`` reads."""
+        return {"version": VERSION, "measured": [self.form(row) for row in rows]}
+
+    def found(self) -> tuple[tuple[Row, ...], ...]:
+        """This machine's table, if there is one, and the package's."""
+        tables = []
+        for path in (self.user_file(), self.packaged):
+            try:
+                tables.append(self.read(path))
+            except FileNotFoundError:
+                continue
+            except (OSError, ValueError) as error:
+                _log.warning("measurements of %s are left out: %s", self.what, error)
+        return tuple(tables)
+
+    def save(self, rows: list[Row]) -> None:
+        """Writes ``rows`` to this machine's table, in one step. What is there of others stays."""
+        path, new = self.user_file(), {self.of(row) for row in rows}
+        try:
+            kept = [row for row in self.read(path) if self.of(row) not in new]
+        except (OSError, ValueError):
+            kept = []
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}")
+        partial.write_text(json.dumps(self.as_json([*kept, *rows]), indent=1) + "\n", encoding="utf-8")
+        partial.replace(path)
