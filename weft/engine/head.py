@@ -20,6 +20,7 @@ from weft.common.log import get_logger
 from weft.config.resolved import EngineConfig
 from weft.engine.core import EngineCore
 from weft.engine.kept import KeptRanks
+from weft.engine.listener import Listener
 from weft.engine.start import start_group
 from weft.types import messages as m
 
@@ -29,29 +30,6 @@ HEARTBEAT_S = 0.5
 IDLE_POLL_MS = 100
 REPORT_S = 60.0
 """Seconds between two reports on drafts in the log, if there are any."""
-SEND_QUEUE = 10_000
-"""Messages a front may leave unread before it counts as gone."""
-
-
-class Listener:
-    """A head's socket. Once it is there, zmq's own thread answers pings, whatever the process does."""
-
-    def __init__(self, endpoint: str) -> None:
-        self._context = zmq.Context()
-        socket = self._context.socket(zmq.ROUTER)
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        socket.setsockopt(zmq.SNDHWM, SEND_QUEUE)
-        socket.setsockopt(zmq.MAXMSGSIZE, m.MAX_FRAME)
-        socket.setsockopt(zmq.LINGER, 1000)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
-        socket.bind(endpoint)
-        self.socket = socket
-
-    def close(self) -> None:
-        """What was sent is still delivered, if that takes no longer than a second."""
-        self.socket.close()
-        self._context.term()
 
 
 class Head:
@@ -221,13 +199,11 @@ class Head:
             self._send(front, m.HeadFailed(error=known.info()))
 
 
-def run_head(config: EngineConfig, endpoint: str, pipe: int | None = None) -> None:
-    """Loads the model and serves it at ``endpoint`` until told to stop. The entry of the head process.
+def run_head(config: EngineConfig, listener: Listener, pipe: int | None = None) -> None:
+    """Loads the model and serves it at ``listener`` until told to stop. The entry of the head process.
 
-    ``endpoint``: an ``ipc://`` path in a folder that only this user can enter, or loopback tcp. ``pipe``: the
-    descriptor of the pipe to whoever keeps the workers.
+    ``pipe``: the descriptor of the pipe to whoever keeps the workers.
     """
-    listener = Listener(endpoint)  # before the model is loaded: so fronts see that this process runs
     try:
         group = None if pipe is None else start_group(config, kept=KeptRanks(Connection(pipe)))
         core = EngineCore(config, runner=group)

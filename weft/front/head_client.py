@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeAlias
 import msgspec
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
 
 from weft.common.clock import Clock, SystemClock
 from weft.common.errors import EngineDead, ErrorInfo, Overloaded, Unavailable, WeftError
@@ -29,6 +30,8 @@ log = get_logger(__name__)
 
 START_TIMEOUT = 3600.0
 """Seconds a living head process may take to load its model."""
+LISTEN_TIMEOUT = 60.0
+"""Seconds it may take to listen, which it does first of all. From then on it answers pings."""
 POLL = 0.2
 """Seconds between two looks at the head's process and its progress."""
 HIGH_WATER = 10_000
@@ -75,6 +78,8 @@ class HeadClient:
         self._tasks: list[asyncio.Task[None]] = []
         self._welcomed = asyncio.Event()
         self._closing = False
+        self._linked = False
+        """Whether there was a connection."""
         self._context: zmq.asyncio.Context | None = None
         self.welcome: m.Welcome | None = None
         self.failure: WeftError | None = None
@@ -96,7 +101,7 @@ class HeadClient:
         # Answered by a thread of zmq itself, however busy the head is: no answer, no process.
         socket.setsockopt(zmq.HEARTBEAT_IVL, max(int(self._link_timeout * 200), 1))
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(int(self._link_timeout * 800), 1))
-        ends = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        ends = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         socket.connect(self._endpoint)
         self._send(m.Hello(versions=(m.VERSION, m.VERSION), front=secrets.token_hex(8)))
         for work in (self._receive(socket), self._transmit(socket), self._watch(), self._await_end(ends)):
@@ -256,13 +261,17 @@ class HeadClient:
         flow.push(event)
 
     async def _watch(self) -> None:
-        """Ends the link when the head's process has ended or shows no progress."""
+        """Ends the link when the head's process has ended, does not even listen, or shows no progress."""
+        listen = self._clock.now() + LISTEN_TIMEOUT
         while self.failure is None:
             await asyncio.sleep(POLL)
             status = self._process.poll()
             if status is not None and not self._closing:
                 log.error("the engine's process ended with status %s", status)
                 self._die(EngineDead("the engine's process ended"))
+            elif not self._linked and self._clock.now() > listen:
+                log.error("the engine's process does not listen")
+                self._die(EngineDead("the engine's process does not listen"))
             elif self.alive and (reason := self._progress.overdue(self._clock.now())) is not None:
                 log.error("%s", reason)
                 self._die(EngineDead(reason))
@@ -270,7 +279,10 @@ class HeadClient:
     async def _await_end(self, ends: zmq.asyncio.Socket) -> None:
         """Ends the link when its connection breaks: the head's process is gone, or does not run."""
         while True:
-            await ends.recv_multipart()
+            event = parse_monitor_message(await ends.recv_multipart())["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._linked = True
+                continue
             for _ in range(10):  # one that ends is told by its status, which says more
                 if self.failure is not None or self._process.poll() is not None:
                     return
