@@ -177,6 +177,24 @@ def test_a_worker_that_stops_with_its_head(outlive: Outlive) -> None:
 
 
 @pytest.mark.grid
+def test_a_head_that_stops_before_it_listens(outlive: Outlive) -> None:
+    """Nothing can be heard of it, and its process lives."""
+
+    def heads(server: int) -> list[int]:
+        return [pid for pid, what in processes_of(server).items() if what == "head"]
+
+    def strike(server: int) -> None:
+        (head,) = heads(server)
+        os.kill(head, KILL)
+        until = time.monotonic() + 60
+        while heads(server) in ([], [head]):
+            assert time.monotonic() < until, "no head follows"
+        os.kill(next(pid for pid in heads(server) if pid != head), signal.SIGSTOP)
+
+    outlive([], strike=strike, stay=[1], heads=2, tensor_parallel_size=2)
+
+
+@pytest.mark.grid
 def test_head_and_worker_fall_by_turns(outlive: Outlive) -> None:
     plans: list[Plan] = [
         (0, "collective", "kill"),
@@ -217,9 +235,10 @@ def test_every_form_of_dispatch(outlive: Outlive, form: str, layout: tuple[int, 
 
 @pytest.mark.grid
 @pytest.mark.parametrize("deed", ["kill", "stop", "raise"])
-def test_a_head_in_every_phase(outlive: Outlive, deed: str) -> None:
-    phases = ("stage", "collective", "sample", "read") if deed != "raise" else ("stage", "form", "collective")
-    outlive([(0, phase, deed) for phase in phases], tensor_parallel_size=2)
+@pytest.mark.parametrize("phases", [("stage", "collective"), ("sample", "read"), ("form", "stage")])
+def test_a_head_in_every_phase(outlive: Outlive, deed: str, phases: tuple[str, ...]) -> None:
+    """Two at a time: a request may lose three heads, and no more."""
+    outlive([(0, phase, deed) for phase in phases], stay=[1], tensor_parallel_size=2)
 
 
 @pytest.mark.grid

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import json
 import os
@@ -11,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from weft.common.errors import EngineDead
+from weft.front.head_client import HeadClient
 
 
 def text_of(answer: Any) -> str:
@@ -125,3 +129,20 @@ def test_heads_that_need_each_other(start_fake: Any, script: Any, sse: Any, live
             assert events[-1]["error"]["code"] == "engine_dead"
             assert other.result(60).status_code == 500
             assert server.process.wait(20) == 1
+
+
+def test_a_head_that_never_listens_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have been stopped as soon as it was started."""
+    monkeypatch.setattr("weft.front.head_client.LISTEN_TIMEOUT", 0.3)
+
+    class Stopped:
+        def poll(self) -> None:
+            return None
+
+    async def run() -> None:
+        client = HeadClient(f"ipc://{tmp_path}/nobody", Stopped(), engine_timeout=10.0)
+        with pytest.raises(EngineDead, match="does not listen"):
+            await asyncio.wait_for(client.start(), 30)
+        await client.close()
+
+    asyncio.run(run())

@@ -20,12 +20,9 @@ from weft.common.log import get_logger
 from weft.config.resolved import EngineConfig
 from weft.engine.core import EngineCore
 from weft.engine.kept import KeptRanks
-from weft.engine.regroup import HELLO_S
+from weft.engine.listener import Listener
 from weft.engine.start import start_group
-from weft.parallel.board import BoardClient, board_place
-from weft.parallel.secret import Keys, admit_ranks
 from weft.types import messages as m
-from weft.types.board import Listening, head_key
 
 log = get_logger(__name__)
 
@@ -33,36 +30,6 @@ HEARTBEAT_S = 0.5
 IDLE_POLL_MS = 100
 REPORT_S = 60.0
 """Seconds between two reports on drafts in the log, if there are any."""
-SEND_QUEUE = 10_000
-"""Messages a front may leave unread before it counts as gone."""
-
-
-class Listener:
-    """A head's socket. Once it is there, zmq's own thread answers pings, whatever the process does."""
-
-    def __init__(self, endpoint: str, keys: Keys | None = None) -> None:
-        """``keys``: fronts without them are refused."""
-        self._context = zmq.Context()
-        self._doorman = admit_ranks(self._context, keys) if keys is not None else None
-        socket = self._context.socket(zmq.ROUTER)
-        if keys is not None:
-            keys.guard_head(socket)
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        socket.setsockopt(zmq.SNDHWM, SEND_QUEUE)
-        socket.setsockopt(zmq.MAXMSGSIZE, m.MAX_FRAME)
-        socket.setsockopt(zmq.LINGER, 1000)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
-        socket.bind(endpoint)
-        self.socket = socket
-        self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-
-    def close(self) -> None:
-        """What was sent is still delivered, if that takes no longer than a second."""
-        self.socket.close()
-        if self._doorman is not None:
-            self._doorman.stop()
-        self._context.term()
 
 
 class Head:
@@ -232,14 +199,11 @@ class Head:
             self._send(front, m.HeadFailed(error=known.info()))
 
 
-def run_head(config: EngineConfig, endpoint: str, pipe: int | None = None) -> None:
-    """Loads the model and serves it at ``endpoint`` until told to stop. The entry of the head process.
+def run_head(config: EngineConfig, listener: Listener, pipe: int | None = None) -> None:
+    """Loads the model and serves it at ``listener`` until told to stop. The entry of the head process.
 
-    ``endpoint``: an ``ipc://`` path in a folder that only this user can enter, or loopback tcp; for a front
-    on another host, which finds it by the board, this host's address. ``pipe``: the descriptor of the pipe to
-    whoever keeps the workers.
+    ``pipe``: the descriptor of the pipe to whoever keeps the workers.
     """
-    listener = _listen(config, endpoint)  # before the model is loaded: so fronts see that this process runs
     try:
         group = None if pipe is None else start_group(config, kept=KeptRanks(Connection(pipe)))
         core = EngineCore(config, runner=group)
@@ -254,21 +218,3 @@ def run_head(config: EngineConfig, endpoint: str, pipe: int | None = None) -> No
     gc.collect()
     gc.freeze()  # the model and all modules live as long as the process: never look through them again
     Head(core, listener).run()
-
-
-def _listen(config: EngineConfig, endpoint: str) -> Listener:
-    """Raises ConfigError, and EngineDead when there is no board where there should be one."""
-    if not config.life:
-        return Listener(endpoint)
-    place, keys = board_place(config.parallel)
-    listener = Listener(endpoint, keys)
-    listening = Listening(life=config.life, address=listener.address)
-    board = BoardClient(place, keys)
-    try:
-        board.tell(head_key(config.replica), msgspec.msgpack.encode(listening), HELLO_S)
-    except BaseException:
-        listener.close()
-        raise
-    finally:
-        board.close()
-    return listener

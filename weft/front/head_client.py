@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import secrets
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
@@ -17,6 +18,7 @@ from typing import Any, Protocol, TypeAlias
 import msgspec
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
 
 from weft.common.clock import Clock, SystemClock
 from weft.common.errors import EngineDead, ErrorInfo, Overloaded, Unavailable, WeftError
@@ -30,6 +32,8 @@ log = get_logger(__name__)
 
 START_TIMEOUT = 3600.0
 """Seconds a living head process may take to load its model."""
+LISTEN_TIMEOUT = 60.0
+"""Seconds it may take to listen, which it does first of all. From then on it answers pings."""
 POLL = 0.2
 """Seconds between two looks at the head's process and its progress."""
 HIGH_WATER = 10_000
@@ -80,6 +84,10 @@ class HeadClient:
         self._tasks: list[asyncio.Task[None]] = []
         self._welcomed = asyncio.Event()
         self._closing = False
+        self._linked = False
+        """Whether there was a connection."""
+        self._listen_by = math.inf
+        """When there must have been one."""
         self._context: zmq.asyncio.Context | None = None
         self.welcome: m.Welcome | None = None
         self.failure: WeftError | None = None
@@ -193,8 +201,9 @@ class HeadClient:
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(int(self._link_timeout * 800), 1))
         if self._keys is not None:
             self._keys.guard_rank(socket)
-        ends = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        ends = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         socket.connect(endpoint)
+        self._listen_by = self._clock.now() + LISTEN_TIMEOUT
         self._send(m.Hello(versions=(m.VERSION, m.VERSION), front=secrets.token_hex(8)))
         for work in (self._receive(socket), self._transmit(socket), self._await_end(ends)):
             self._tasks.append(asyncio.create_task(self._guard(work)))
@@ -270,13 +279,16 @@ class HeadClient:
         flow.push(event)
 
     async def _watch(self) -> None:
-        """Ends the link when the head's process has ended or shows no progress."""
+        """Ends the link when the head's process has ended, does not even listen, or shows no progress."""
         while self.failure is None:
             await asyncio.sleep(POLL)
             status = self._process.poll()
             if status is not None and not self._closing:
                 log.error("the engine's process ended with status %s", status)
                 self._die(EngineDead("the engine's process ended"))
+            elif not self._linked and self._clock.now() > self._listen_by:
+                log.error("the engine's process does not listen")
+                self._die(EngineDead("the engine's process does not listen"))
             elif self.alive and (reason := self._progress.overdue(self._clock.now())) is not None:
                 log.error("%s", reason)
                 self._die(EngineDead(reason))
@@ -284,7 +296,10 @@ class HeadClient:
     async def _await_end(self, ends: zmq.asyncio.Socket) -> None:
         """Ends the link when its connection breaks: the head's process is gone, or does not run."""
         while True:
-            await ends.recv_multipart()
+            event = parse_monitor_message(await ends.recv_multipart())["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._linked = True
+                continue
             for _ in range(10):  # one that ends is told by its status, which says more
                 if self.failure is not None or self._process.poll() is not None:
                     return

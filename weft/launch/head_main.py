@@ -14,6 +14,7 @@ import msgspec
 from weft.common import log
 from weft.common.errors import WeftError
 from weft.config.resolved import EngineConfig
+from weft.engine.listener import listen
 from weft.launch import child
 
 
@@ -26,10 +27,11 @@ def run(arguments: list[str]) -> int:
     log.configure(level, "head")
     config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineConfig)
     sys.stdin.close()
-    from weft.engine.head import run_head
-
     try:
-        run_head(config, endpoint, int(pipe[0]) if pipe else None)
+        listener = listen(config, endpoint)
+        from weft.engine.head import run_head  # imports torch
+
+        run_head(config, listener, int(pipe[0]) if pipe else None)
     except WeftError as error:
         print(f"weft: {error.message}", file=sys.stderr, flush=True)
         return 2

@@ -62,7 +62,8 @@ class _Replica:
             pid = self.processes.pid(rank)
             if pid not in self._told:
                 self._told[pid] = None
-                log.warning("rank %d of replica %d: %s", rank, self.number, end_of(status))
+                if status:
+                    log.warning("rank %d of replica %d: %s", rank, self.number, end_of(status))
                 self._tell(kept.Ended(rank, pid, status))
 
     def _tell(self, message: kept.Runs | kept.Ended) -> None:
