@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -16,11 +17,13 @@ from tests.support.sharded import assert_parts
 from weft.common.errors import ConfigError
 from weft.config import sharding
 from weft.config.families import load_spec
+from weft.layers import build
 from weft.layers.build import ExpertOptions
 from weft.models.base import Model
 from weft.models.files import WeightFile
 from weft.models.loader import load_model
 from weft.moe.block import RoutedMLP
+from weft.ops import cpu, registry
 from weft.parallel.mesh import Mesh
 from weft.types.exchange import UNAGREED, Exchange
 from weft.types.layout import Layout
@@ -147,3 +150,32 @@ def test_each_rank_reads_its_experts_alone(
         each = [found.get(published, 0) for _, found in ranks]
         if ".experts." in published and name != "gpt-oss":  # whose rows are published in another order
             assert sum(each) == values.nbytes, published
+
+
+@pytest.mark.skipif(not cpu.load(), reason="the C++ operations are not built")
+def test_ranks_whose_experts_answer_in_other_dtypes_do_not_form(
+    checkpoints: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One expert's answer is float32 in C++, and in the model's dtype in torch."""
+    checkpoint, store, apart = checkpoints("qwen3-moe"), dist.HashStore(), threading.Barrier(2)
+    real = registry.choose
+
+    def choose(op: str, *given: Any, **more: Any) -> Any:
+        if op == "moe_pieces" and threading.current_thread() in without:
+            return next(one for one in registry._OPS[op] if one.name == "torch_tiled")
+        return real(op, *given, **more)
+
+    monkeypatch.setattr(build, "choose", choose)
+    without: list[threading.Thread] = []
+
+    def work(mesh: Mesh) -> str:
+        if mesh.rank:
+            without.append(threading.current_thread())
+        checkpoint.load(torch.bfloat16, mesh=mesh, invariant=True)
+        mesh.abort()
+        apart.wait(30.0)
+        with pytest.raises(ConfigError) as refused:
+            mesh.connect(store, 1, 30.0)
+        return refused.value.message
+
+    assert all("weft build-ops" in said for said in on_ranks(EP2, work))

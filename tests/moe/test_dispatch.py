@@ -141,12 +141,12 @@ def test_bits_are_those_of_one_rank_where_experts_answer_one_by_one(name: str, k
             assert torch.equal(found, alone(x, ids, weights)), form
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.grid), torch.bfloat16])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_cpp_has_the_bits_of_its_whole_block(name: str, dtype: torch.dtype, extension: None) -> None:
     """The same for the C++ operations, whose block on one rank is one call: also in bf16."""
     layout = LAYOUTS[name]
-    for kind in ("corrected", "biased", "gated_shared", "hashed"):
+    for kind in ("biased", "gated_shared"):
         weights, rows = routed(kind, dtype, seed=3), rows_of(layout, dtype)
         whole = cpu_moe.pack(weights)
         for form in forms(layout):

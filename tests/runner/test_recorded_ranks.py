@@ -184,7 +184,8 @@ def steps(engine: EngineCore) -> None:
 
 def test_an_abort_in_the_middle_of_a_replayed_step(folder: Any) -> None:
     """A rank waits in a replayed step for one that does not come: an abort frees it, with the error that a
-    step op by op has. Nothing runs until the reset. In the next epoch steps are recorded anew."""
+    step op by op has. Nothing runs until the reset. In the next epoch steps are recorded anew; in one over
+    gloo they are launched op by op."""
     where, store = folder("qwen3_moe"), dist.HashStore()
     waiting, formed = threading.Event(), threading.Barrier(2)
 
@@ -215,6 +216,15 @@ def test_an_abort_in_the_middle_of_a_replayed_step(folder: Any) -> None:
         runner.bits = {}
         after = Answers(EngineCore(engine.config, runner=runner), runner)
         assert after.replayed > before + 10
+        mesh.abort()
+        formed.wait(LONG)
+        runner.reset()
+        mesh.tp._share = False  # type: ignore[attr-defined]
+        mesh.connect(store, 2, LONG)
+        runner.bits = {}
+        sockets = Answers(EngineCore(engine.config, runner=runner), runner)
+        assert_same([sockets], [after])
+        assert sockets.replayed == after.replayed
         runner.close()
         return after, took, lost.value.message
 

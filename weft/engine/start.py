@@ -68,10 +68,7 @@ def start_group(
     layout = layout_of(config)
     head, *workers = ranks_of(config.replica, layout.tensor)
     timeout = config.parallel.rank_timeout
-    # A head that is killed leaves its files to whoever started it, in whose folder they are.
-    folder = (
-        Path(tempfile.mkdtemp(prefix="stores-", dir=config.domain)) if config.domain else private_folder()
-    )
+    folder = _folder(config)
     undo: list[Callable[[], None]] = [lambda: shutil.rmtree(folder, ignore_errors=True)]
     try:
         channel, beats = _channels(config, folder)
@@ -120,6 +117,11 @@ def start_group(
     except BaseException:
         _undo(undo)
         raise
+
+
+def _folder(config: EngineConfig) -> Path:
+    """For files of this head. One that is killed leaves them to whoever started it, in whose folder they are."""
+    return Path(tempfile.mkdtemp(prefix="stores-", dir=config.domain)) if config.domain else private_folder()
 
 
 def mesh_host(config: EngineConfig) -> str | None:

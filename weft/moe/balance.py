@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, Sequence
 
 import torch
 
+from weft.common.errors import ConfigError
 from weft.common.log import get_logger
 from weft.moe.parallel import DividedExperts
 from weft.moe.placement import Placement, in_order, moves, plan, rank_loads
@@ -80,11 +81,17 @@ class ExpertLayers:
         """All ranks take the first one's choice of forms, and the placements of who moved experts most often.
 
         A rank that has others reads its experts again. Where some rank lost experts on their way all go back
-        to the order of the checkpoint.
+        to the order of the checkpoint. Raises ConfigError where ranks' experts would answer in other dtypes.
         """
-        votes = torch.tensor([layer.chooser.votes() for layer in self._layers])
-        first = self._ep.all_gather(votes).result()[0].tolist()
-        for layer, vote in zip(self._layers, first, strict=True):
+        votes = torch.tensor([[layer.chooser.element, *layer.chooser.votes()] for layer in self._layers])
+        all_votes = self._ep.all_gather(votes).result()
+        if not (all_votes[:, :, 0] == all_votes[0, :, 0]).all():
+            raise ConfigError(
+                "some ranks compute experts with the C++ operations, and some without; with --deterministic "
+                "their answers differ in size: run `weft build-ops` on every host, or set "
+                "WEFT_DISABLE_CPU_OPS=1 for all ranks"
+            )
+        for layer, (_, *vote) in zip(self._layers, all_votes[0].tolist(), strict=True):
             layer.chooser.follow(vote)
         flat = [expert for placement in self.placements for mine in placement for expert in mine]
         own = torch.tensor([int(self._torn), self.rebalanced, *flat])

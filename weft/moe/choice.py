@@ -21,6 +21,11 @@ class Chooser:
         self._layout, self._setting, self._shape = layout, setting, shape
         self._known: dict[int, str] = {}
 
+    @property
+    def element(self) -> int:
+        """Bytes of what is exchanged."""
+        return self._shape.element
+
     def form(self, tokens: int) -> str:
         """For a step in which no replica has more than ``tokens``."""
         if self._setting == "low-latency" and tokens > MOST_PADDED:
