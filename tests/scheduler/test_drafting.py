@@ -163,7 +163,7 @@ def test_what_steps_cost_before_they_are_recorded_does_not_count() -> None:
 
 @dataclass
 class CountedWorld(ColdWorld):
-    """Keeps what was lost after each step: seconds beyond what plain steps would have taken for as many tokens."""
+    """Keeps what was lost after each step: seconds beyond those of plain steps for as many tokens."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

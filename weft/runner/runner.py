@@ -200,6 +200,8 @@ class Runner:
     def _clear(self) -> None:
         self._state.clear()
         self._sampler.clear()
+        if self.drafter is not None:
+            self.drafter.clear()
         self._ring.clear()
         self._halved.clear()
         self._launcher.take()
@@ -357,8 +359,9 @@ class Runner:
                 self._builder,
                 self._state.history,
                 self._vocab_size,
-                self.kv.block_size if self.kv.enable_prefix_caching else 0,
+                self.kv.block_size,
                 recording,
+                shared=self.kv.enable_prefix_caching,
                 defers=self._model.ranks == 1 and not any(pool.cache.window for pool in self.kv.pools),
             )
         return NgramDrafter(self._state.history, speculation.ngram_min_length, speculation.ngram_max_length)

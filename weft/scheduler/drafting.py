@@ -29,8 +29,8 @@ from weft.types.plan import StepPlan
 TRIALS = 4
 """Steps that each number of drafts is tried, for each size of batch."""
 PATIENCE = 32
-"""Plans of a size of batch before any of its steps drafts, but for the first size: a batch that ends passes the
-smaller ones in some steps each."""
+"""Plans of a size of batch before any of its steps drafts, but for the first size: a batch that ends passes
+the smaller ones in some steps each."""
 REPEATS = 12
 """Trials of a number of drafts, on average, that are made again as they said nothing of later steps."""
 FIRST_PROBE, LAST_PROBE = 32, 512

@@ -48,8 +48,8 @@ class CostFitter:
     def observe(self, shape: StepShape, seconds: float) -> None:
         """Takes in one step; ignores times <= 0.
 
-        The model is fitted again when the step is the first of its kind, within a few steps when the model was
-        far off, and now and then in any case.
+        The model is fitted again when the step is the first of its kind, within a few steps when the model
+        was far off, and now and then in any case.
         """
         if not seconds > 0.0 or not np.isfinite(seconds):
             return

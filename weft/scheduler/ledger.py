@@ -1,15 +1,16 @@
 """What drafts have cost beyond what the same tokens would have cost without, and how much more they may.
 
-Every step with drafts is set against plain steps: the tokens it made, at the price of a plain step of as many
-rows as measured here. What it took beyond that, op by op or recording included, is loss; what it saved makes
-up for loss. Drafts are allowed while the loss so far and what another try is expected to lose stay within a
-share of the time that steps took, or within a few tokens' worth, so that a first try is possible at once where
-steps are of few rows. That holds for all steps together, and for those of each size of batch. So whatever a
-cost model believes, and whatever a try costs, drafts make an engine slower by no more than that share, but for
-the few tokens and for a try that turned out worse than expected.
+Every step with drafts is set against plain steps: the tokens it made, at the price of a plain step of as
+many rows as measured here. What it took beyond that, op by op or recording included, is loss; what it saved
+makes up for loss. Drafts are allowed while the loss so far and what another try is expected to lose stay
+within a share of the time that steps took; that holds for all steps together, and for those of each size of
+batch. The first size may lose a few tokens' worth in any case, so that a first try is possible at once
+where steps are of few rows. So whatever a cost model believes, and whatever a try costs, drafts make an
+engine slower by no more than that share, but for the few tokens and for a try that turned out worse than
+expected.
 
-What was gained is no credit: it only ever makes up for loss before it. Sums fade, so that an hour does not pay
-for minutes of loss.
+What was gained is no credit: it only ever makes up for loss before it. Sums fade, so that an hour does not
+pay for minutes of loss.
 
 Pure: no clock, no randomness.
 """
@@ -26,7 +27,7 @@ from weft.types.plan import StepPlan
 SHARE = 0.02
 """Most of the time that drafts may lose."""
 GRANT = 32
-"""Tokens that may be lost in any case, at the price of plain steps."""
+"""Tokens that may be lost in any case with the first size of batch, at the price of plain steps."""
 GUESS = 2.0
 """Loss of a step with drafts before the first, in plain steps."""
 AHEAD = 2
@@ -64,6 +65,8 @@ class Ledger:
         """Seconds given to trials of what is not expected to be best."""
         self._sizes: dict[int, Account] = {}
         """By size of batch (powers of two)."""
+        self._first = 0
+        """The first size that was asked for."""
         self._plain: dict[int, deque[float]] = {}
         """By rows: the latest plain steps, in seconds."""
         self._prices: tuple[list[int], list[float]] | None = None
@@ -118,7 +121,9 @@ class Ledger:
         if not price:
             return False
         account = self.of(rows)
-        ahead, granted = AHEAD * max(account.expected, 0.0) * price, GRANT * price / rows
+        ahead = AHEAD * max(account.expected, 0.0) * price
+        self._first = self._first or rows.bit_length()
+        granted = GRANT * price / rows if rows.bit_length() == self._first else 0.0
         return all(of.loss + ahead <= max(SHARE * of.time, granted) for of in (account, self.all))
 
     def allows_trial(self, rows: int, drafts: int) -> bool:

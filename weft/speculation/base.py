@@ -79,6 +79,10 @@ class Drafter(ABC):
         """``slot`` has a new tenant."""
         return
 
+    def clear(self) -> None:
+        """All tenants are gone."""
+        return
+
     def prepare(self, ops: Sequence[Op]) -> None:
         """A step's ``ops`` are about to be carried out: tenants that leave, and that find others' blocks."""
         return

@@ -11,10 +11,10 @@ there and from the token at p + 1, so it can be made when that is sampled:
 The line of the last accepted position gives the first draft. For each further one the module runs on its own
 output and the last draft; those lines are guesses, and made again when their positions have been computed.
 
-A row that wants no drafts needs no lines yet: its hidden states wait, until the lines are drafted from, or
+A row that wants no drafts needs no lines yet: its hidden states wait until the lines are drafted from, or
 others may find its block. That is when the block is full; or, where a pass of the module concerns no other
-ranks, when somebody comes who found blocks, and when the sequence ends. So where nothing is drafted, the module
-costs little behind the prompts.
+ranks, when somebody comes who found blocks, and when the sequence ends. So where nothing is drafted, the
+module costs little behind the prompts.
 """
 
 from __future__ import annotations
@@ -75,22 +75,21 @@ class MtpDrafter(Drafter):
         block_size: int,
         recording: Recording | None = None,
         *,
+        shared: bool = True,
         defers: bool = False,
     ) -> None:
-        """history: int32 [slots + 1, longest]. ``block_size``: positions of a block that others may find; 0
-        where nobody finds any.
+        """history: int32 [slots + 1, longest]. ``block_size``: positions of a block. ``shared``: others may
+        find a full one.
 
-        ``defers``: lines of full blocks may wait, for ``prepare``. Not where other ranks have a part in a pass,
-        nor where blocks are given up while their sequence goes on.
+        ``defers``: lines of full blocks may wait, for ``prepare``. Not where other ranks have a part in a
+        pass, nor where blocks are given up while their sequence goes on.
         """
         self._chain = Chain(model, cache, backends, steps, history, vocab_size)
         self._steps = steps
-        self._block = block_size or history.shape[1]
+        self._block = block_size if shared or not defers else history.shape[1]
         self._defers = defers
         slots = history.shape[0]
-        self._most = most_waiting(
-            block_size, slots * model.spec.hidden * model.dtype.itemsize, defers or not block_size
-        )
+        self._most = most_waiting(block_size, slots * model.spec.hidden * model.dtype.itemsize, defers)
         self._waiting = np.zeros(slots, np.int64)
         """Of each slot, how many hidden states wait."""
         self._verified = np.zeros(slots, bool)
@@ -109,6 +108,10 @@ class MtpDrafter(Drafter):
     def enter(self, slot: int) -> None:
         self._waiting[slot] = 0
         self._verified[slot] = self._overdue[slot] = False
+
+    def clear(self) -> None:
+        for column_ in (self._waiting, self._verified, self._overdue):
+            column_.fill(0)
 
     def prepare(self, ops: Sequence[Op]) -> None:
         if not self._overdue.any():
@@ -217,7 +220,7 @@ class MtpDrafter(Drafter):
         return _Rows(rows, behind, counts, prefill.rows + int(chunk.sum()))
 
     def _can_wait(self, waiting: np.ndarray, full: np.ndarray) -> np.ndarray:
-        """bool [rows]: of rows that have ``waiting`` hidden states with this step's, whose need no lines yet."""
+        """bool [rows]: whose lines need not be made now. ``waiting``: hidden states, with this step's."""
         fits: np.ndarray = waiting < self._most
         if not self._defers:
             return fits & ~full
