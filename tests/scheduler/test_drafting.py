@@ -178,7 +178,7 @@ class CountedWorld(ColdWorld):
 @pytest.mark.parametrize("right", [0.0, 0.5, 0.9])
 @pytest.mark.parametrize("rows", [1, 8, 32])
 def test_the_first_steps_lose_little_where_drafts_do_not_pay(rows: int, right: float) -> None:
-    """Whatever trials cost: a share of the time, or a few tokens and the try that went over them."""
+    """Whatever trials cost: a share of the time, or what is granted, and the try that went over it."""
     world = CountedWorld(machine(COMPUTE), np.full(rows, right), times=8.0, noise=0.0)
     world.starts[:] = 1000
     world.run(3000)
@@ -186,7 +186,7 @@ def test_the_first_steps_lose_little_where_drafts_do_not_pay(rows: int, right: f
     dear = world.times * (1 + MOST) * rows * token
     for steps, lost in enumerate(world.lost, 1):
         assert lost <= max(0.02 * (steps * rows * token + lost), GRANT * token) + 2 * dear
-    assert world.lost[-1] <= 0.03 * world.seconds
+    assert world.lost[-1] <= 0.03 * world.seconds + GRANT * token
 
 
 def test_a_single_stream_gains_from_its_first_steps_on() -> None:
@@ -205,7 +205,7 @@ class Belief(CostFitter):
         return self._model
 
 
-@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("rows", [4, 8])
 def test_a_model_that_is_wrong_costs_little(rows: int) -> None:
     """It says for ever that drafts cost nothing, and they are dear."""
     world = CountedWorld(machine(COMPUTE), np.full(rows, 0.5), noise=0.0)

@@ -4,9 +4,9 @@ Every step with drafts is set against plain steps: the tokens it made, at the pr
 many rows as measured here. What it took beyond that, op by op or recording included, is loss; what it saved
 makes up for loss. Drafts are allowed while the loss so far and what another try is expected to lose stay
 within a share of the time that steps took; that holds for all steps together, and for those of each size of
-batch. The first size may lose a few tokens' worth in any case, so that a first try is possible at once
+batch. The first size may lose some steps' worth in any case, so that a first try is possible at once
 where steps are of few rows. So whatever a cost model believes, and whatever a try costs, drafts make an
-engine slower by no more than that share, but for the few tokens and for a try that turned out worse than
+engine slower by no more than that share, but for those steps and for a try that turned out worse than
 expected.
 
 What was gained is no credit: it only ever makes up for loss before it. Sums fade, so that an hour does not
@@ -26,8 +26,11 @@ from weft.types.plan import StepPlan
 
 SHARE = 0.02
 """Most of the time that drafts may lose."""
-GRANT = 32
-"""Tokens that may be lost in any case with the first size of batch, at the price of plain steps."""
+GRANT = 128
+"""Plain steps that may be lost in any case with the first size of batch, if that is one row. Of more rows
+less, by ``rows ** GRANT_FALLS``: the fewer, the likelier drafts pay, and the dearer is a recording beside a
+step."""
+GRANT_FALLS = 5 / 3
 GUESS = 2.0
 """Loss of a step with drafts before the first, in plain steps."""
 AHEAD = 2
@@ -92,7 +95,7 @@ class Ledger:
     def step(self, plan: StepPlan, seconds: float, accepted: int, cold: bool) -> None:
         """``plan`` took ``seconds``, and ``accepted`` of its drafts were right.
 
-        ``cold``: longer than others like it will. That is a loss all the same, but no price.
+        ``cold``: longer than others like it will. That is a loss all the same, but tells nothing of others.
         """
         decode, lost = plan.decode, 0.0
         rows = decode.rows
@@ -106,7 +109,8 @@ class Ledger:
                 self._prices = None
         elif price := self.plain(rows):
             lost = seconds - price * (1.0 + accepted / rows)
-            account.expected += _WEIGHT * (lost / price - account.expected)
+            if not cold:
+                account.expected += _WEIGHT * (lost / price - account.expected)
         account.spend(seconds, lost)
         self.all.spend(seconds, lost)
 
@@ -123,7 +127,7 @@ class Ledger:
         account = self.of(rows)
         ahead = AHEAD * max(account.expected, 0.0) * price
         self._first = self._first or rows.bit_length()
-        granted = GRANT * price / rows if rows.bit_length() == self._first else 0.0
+        granted = GRANT * price / rows**GRANT_FALLS if rows.bit_length() == self._first else 0.0
         return all(of.loss + ahead <= max(SHARE * of.time, granted) for of in (account, self.all))
 
     def allows_trial(self, rows: int, drafts: int) -> bool:
