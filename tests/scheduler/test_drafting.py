@@ -11,6 +11,7 @@ from weft.scheduler.columns import Columns
 from weft.scheduler.cost import NAMES, PRIOR, CostModel, shape_of
 from weft.scheduler.drafting import DraftPolicy
 from weft.scheduler.fit import CostFitter
+from weft.scheduler.ledger import GRANT
 from weft.types.plan import Segment, StepPlan, column
 
 MOST = 3
@@ -106,13 +107,16 @@ def fixed(cost: CostModel, right: np.ndarray, drafts: int) -> float:
 def test_it_is_about_as_fast_as_the_best_number_of_drafts(
     seconds: dict[str, float], rows: int, right: float
 ) -> None:
+    """Never slower than without; and where a tenth can be gained, most of that. Less may go unseen: whether
+    drafts are right is known from a few dozen of them."""
     cost, chances = machine(seconds), np.full(rows, right)
     world = World(cost, chances)
     world.run(100)  # it tries everything first
     got = world.run(1500)
     by_number = [fixed(cost, chances, drafts) for drafts in range(MOST + 1)]
     assert got >= 0.97 * by_number[0], "slower than without drafts"
-    assert got >= 0.94 * max(by_number)
+    if max(by_number) > 1.1 * by_number[0]:
+        assert got >= 0.94 * max(by_number)
 
 
 def test_whose_drafts_are_never_right_gets_none_beside_those_who_do() -> None:
@@ -127,9 +131,10 @@ def test_whose_drafts_are_never_right_gets_none_beside_those_who_do() -> None:
 
 @dataclass
 class ColdWorld(World):
-    """Steps of a kind take as long as many the first ``cold`` times they are met: then they are recorded."""
+    """Steps of a kind take as long as some the first ``cold`` times they are met: then they are recorded."""
 
-    cold: int = 4
+    cold: int = 2
+    times: float = 4.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -140,8 +145,8 @@ class ColdWorld(World):
             kind = (int(plan.decode.count.max()), int(plan.decode.next_k.max()))
             self.met[kind] = met = self.met.get(kind, 0) + 1
             if kind[0] + kind[1] > 1 and met <= self.cold:
-                self.seconds += 9 * seconds
-                self.policy.repeat(plan)
+                self.seconds += (self.times - 1) * seconds
+                observe(plan, self.times * seconds, fit, cold=True)
             else:
                 observe(plan, seconds, fit)
 
@@ -149,11 +154,86 @@ class ColdWorld(World):
 
 
 def test_what_steps_cost_before_they_are_recorded_does_not_count() -> None:
-    """Trials of them are made again; without that, drafts would seem to cost ten times as much."""
+    """Trials of them are made again; without that, drafts would seem to cost four times as much."""
     cost, chances = machine(MEMORY), np.full(1, 0.9)
     world = ColdWorld(cost, chances)
     world.run(150)
     assert world.run(600) >= 0.9 * max(fixed(cost, chances, drafts) for drafts in range(MOST + 1))
+
+
+@dataclass
+class CountedWorld(ColdWorld):
+    """Keeps what was lost after each step: seconds beyond those of plain steps for as many tokens."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.lost: list[float] = []
+
+    def _step(self, number: int) -> None:
+        super()._step(number)
+        plain = fixed(self.cost, self.right, 0)
+        self.lost.append(self.seconds - self.tokens / plain)
+
+
+@pytest.mark.parametrize("right", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize("rows", [1, 8, 32])
+def test_the_first_steps_lose_little_where_drafts_do_not_pay(rows: int, right: float) -> None:
+    """Whatever trials cost: a share of the time, or what is granted, and the try that went over it."""
+    world = CountedWorld(machine(COMPUTE), np.full(rows, right), times=8.0, noise=0.0)
+    world.starts[:] = 1000
+    world.run(3000)
+    token = 1.0 / fixed(world.cost, world.right, 0)
+    dear = world.times * (1 + MOST) * rows * token
+    for steps, lost in enumerate(world.lost, 1):
+        assert lost <= max(0.02 * (steps * rows * token + lost), GRANT * token) + 2 * dear
+    assert world.lost[-1] <= 0.03 * world.seconds + GRANT * token
+
+
+def test_a_single_stream_gains_from_its_first_steps_on() -> None:
+    world = CountedWorld(machine(MEMORY), np.full(1, 0.9), times=2.0)
+    world.run(200)
+    assert world.lost[-1] < -0.4 * world.seconds
+
+
+class Belief(CostFitter):
+    """A model that nothing changes."""
+
+    def __init__(self, model: CostModel) -> None:
+        super().__init__(model)
+
+    def fit(self) -> CostModel:
+        return self._model
+
+
+@pytest.mark.parametrize("rows", [4, 8])
+def test_a_model_that_is_wrong_costs_little(rows: int) -> None:
+    """It says for ever that drafts cost nothing, and they are dear."""
+    world = CountedWorld(machine(COMPUTE), np.full(rows, 0.5), noise=0.0)
+    world.policy.fitter = Belief(machine({"step": 8e-3}))
+    world.run(5000)
+    drafted = np.array([chosen.any() for chosen in world.chosen])
+    assert drafted[1000:].any(), "it was to be tried again and again"
+    assert world.lost[-1] <= 0.03 * world.seconds
+
+
+def test_a_model_may_say_that_a_step_costs_nothing() -> None:
+    """As one that has seen few steps can: then what plain steps took counts."""
+    world = World(machine(MEMORY), np.full(2, 0.9))
+    world.policy.fitter = Belief(machine({"verify": 1e-3, "prefill_row": 1e-2}))
+    world.run(100)
+    assert world.tokens > 200
+
+
+def test_what_was_gained_is_not_there_to_be_lost() -> None:
+    world = CountedWorld(machine(MEMORY), np.full(1, 0.95), noise=0.0)
+    world.policy.fitter = Belief(machine({"step": 8e-3}))
+    world.run(2000)
+    assert world.lost[-1] < -world.seconds
+    world.right[:] = 0.0
+    before = world.seconds
+    world.run(2000)
+    plain = 1.0 / fixed(world.cost, world.right, 0)
+    assert world.seconds - before <= (1.03 * 2000 + GRANT) * plain
 
 
 def test_trials_end_where_nothing_is_ever_recorded() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -19,6 +20,7 @@ from weft.common.errors import ConfigError
 from weft.config.families import load_spec
 from weft.config.sections import SpeculationSection
 from weft.engine.core import EngineCore
+from weft.scheduler.drafting import DraftPolicy
 from weft.speculation.mtp import MtpDrafter
 from weft.types.plan import StepPlan, StepResult
 from weft.types.sampling import TokenParams
@@ -84,15 +86,33 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
+def now_and_then() -> Any:
+    """``DraftPolicy.choose``: any number of drafts for anybody, and in half of the steps none."""
+    rng = np.random.default_rng(3)
+
+    def choose(self: DraftPolicy, slots: np.ndarray, starts: np.ndarray, room: np.ndarray) -> np.ndarray:
+        chosen: np.ndarray = np.minimum(room, rng.integers(0, self.most + 1, len(slots)))
+        return (chosen * (rng.random() < 0.5)).astype(np.int32)
+
+    return choose
+
+
 @pytest.mark.parametrize("name", ["random", "skilled"])
-@pytest.mark.parametrize(("chunk", "adaptive", "depth"), [(0, False, 1), (5, False, 2), (0, True, 1)])
+@pytest.mark.parametrize(("chunk", "whim", "depth"), [(0, False, 1), (5, False, 2), (0, True, 1)])
 def test_drafts_are_transformers(
-    name: str, chunk: int, adaptive: bool, depth: int, folders: dict[str, Path]
+    name: str,
+    chunk: int,
+    whim: bool,
+    depth: int,
+    folders: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Greedy and sampled sequences side by side, from chunks, and with steps without drafts in between."""
+    if whim:
+        monkeypatch.setattr(DraftPolicy, "choose", now_and_then())
     reference = Reference(folders[name])
     speculation = SpeculationSection(
-        speculative_method="mtp", num_speculative_tokens=3, speculative_adaptive=adaptive
+        speculative_method="mtp", num_speculative_tokens=3, speculative_adaptive=False
     )
     engine, runner = make_engine(folders[name], chunk=chunk, depth=depth, speculation=speculation)
     watch = Watch(runner, engine)
@@ -111,14 +131,16 @@ def test_drafts_are_transformers(
     assert len(seen) >= 20
     for known, drafts in seen:
         assert drafts == reference.drafts(known, len(drafts)), f"behind {len(known)} tokens"
-    if adaptive:
+    if whim:
         assert any(
             (plan.decode.count == 1).any() and not plan.decode.next_k.any() for plan in runner.plans
         ), "nobody went without"
 
 
-def test_drafts_after_a_prefix_hit(folders: dict[str, Path]) -> None:
-    """The module's lines of shared blocks are there, also when steps without drafts made them."""
+@pytest.mark.parametrize("beside", [False, True])
+def test_drafts_after_a_prefix_hit(beside: bool, folders: dict[str, Path]) -> None:
+    """The module's lines of shared blocks are there, also when steps without drafts made them; and when who
+    made them goes on ``beside``."""
     reference = Reference(folders["skilled"])
     speculation = SpeculationSection(
         speculative_method="mtp", num_speculative_tokens=2, speculative_adaptive=False
@@ -127,13 +149,27 @@ def test_drafts_after_a_prefix_hit(folders: dict[str, Path]) -> None:
     watch = Watch(runner, engine)
     policy = engine.scheduler.drafts
     assert policy is not None
+    asked = submit(1, PROMPTS[0], TokenParams(temperature=0.0, max_tokens=70), request=1)
+
+    def wake(number: int) -> list[Any]:
+        policy.most = 2 * (number >= 50)
+        return []
+
     try:
         policy.most = 0  # the first one drafts nothing
-        first = run(engine, [[submit(1, PROMPTS[0], TokenParams(temperature=0.0, max_tokens=40), request=1)]])
+        if beside:
+            other, _ = make_engine(folders["skilled"])
+            longer = PROMPTS[0] + run(other, [[asked]])[1].tokens[:40]
+            other.close()
+        else:
+            longer = PROMPTS[0] + run(engine, [[asked]])[1].tokens
         assert not watch.seen
-        policy.most = 2
-        longer = PROMPTS[0] + first[1].tokens
-        answer = run(engine, [[submit(2, longer, TokenParams(temperature=0.0, max_tokens=12), request=2)]])
+        again = submit(2, longer, TokenParams(temperature=0.0, max_tokens=12), request=2)
+        if beside:
+            answer = run(engine, [[asked], *[[] for _ in range(49)], [again]], wake)
+        else:
+            policy.most = 2
+            answer = run(engine, [[again]])
     finally:
         engine.close()
     assert answer[2].num_cached >= 40
@@ -142,7 +178,8 @@ def test_drafts_after_a_prefix_hit(folders: dict[str, Path]) -> None:
         assert drafts == reference.drafts(known, len(drafts))
 
 
-def test_hidden_states_wait_and_are_not_many(folders: dict[str, Path]) -> None:
+@pytest.mark.parametrize("defers", [False, True])
+def test_hidden_states_wait_and_are_not_many(defers: bool, folders: dict[str, Path]) -> None:
     speculation = SpeculationSection(
         speculative_method="mtp", num_speculative_tokens=2, speculative_adaptive=False
     )
@@ -160,12 +197,16 @@ def test_hidden_states_wait_and_are_not_many(folders: dict[str, Path]) -> None:
     runner._model.ahead = counting  # type: ignore[method-assign]
     try:
         policy.most = 0
+        drafter._defers = defers
         run(engine, [[submit(1, PROMPTS[0], TokenParams(temperature=0.0, max_tokens=33), request=1)]])
+        run(engine, [[submit(2, PROMPTS[1][:3], TokenParams(temperature=0.0, max_tokens=80), request=2)]])
     finally:
         del runner._model.ahead
         engine.close()
-    # The prompt of 11, then whenever a block of 8 is full.
-    assert runs == [11, 5, 8, 8, 8]
+    if defers:  # the prompt of 11; the rest when the sequence is gone; the prompt of 3; when 64 wait
+        assert runs == [11, 32, 3, 64]
+    else:  # the prompt of 11, then whenever a block of 8 is full
+        assert runs == [11, 5, 8, 8, 8, 3, 5, *[8] * 9]
 
 
 def test_a_checkpoint_without_the_module_is_refused(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def start_group(
 
 
 def _folder(config: EngineConfig) -> Path:
-    """For this head's files. One that is killed leaves them to whoever started it, in whose folder they are."""
+    """Of this head. One that is killed leaves it to whoever started it, in whose folder it is."""
     return Path(tempfile.mkdtemp(prefix="stores-", dir=config.domain)) if config.domain else private_folder()
 
 

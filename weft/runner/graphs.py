@@ -63,9 +63,9 @@ MOST_ROWS = 512
 """Steps of more rows are launched op by op: launching costs them little."""
 MOST_EXACT = 64
 """The same for lazy captures, of which there is one for each number of rows."""
-WORTH_CAPTURING = 4
+WORTH_CAPTURING = 2
 """Steps of a bucket after which a lazy capture is made, where there are many buckets: as rows with drafts
-come and go, most are met once or twice, and to capture takes as long as some steps."""
+come and go, some are met once, and to capture takes about what two steps op by op take more than replayed."""
 FIRST_CONTEXT = 2048
 
 

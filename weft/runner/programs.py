@@ -57,20 +57,16 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = dict(kwargs or {})
-        arguments = []
-        for number, argument in enumerate(func._schema.arguments):
-            if number < len(args):
-                arguments.append(args[number])
-            elif argument.name in given:
-                arguments.append(given[argument.name])
-            else:
-                arguments.append(argument.default_value)
+        given = kwargs or {}
+        signature = _signature(func)
+        arguments = list(args)
+        for name, default in signature.named[len(args) :]:
+            arguments.append(given.get(name, default))
         made = func(*args, **given)
         results = list(made) if isinstance(made, tuple | list) else [made]
         if not any(isinstance(value, Tensor) for value in (*results, *tree_leaves(arguments))):
             return made  # a fact of types, say: the same each time
-        if func._schema.returns and str(func._schema.returns[0].type) == "List[Tensor]":
+        if signature.makes_list:
             self.obstacle = self.obstacle or CannotRecord(f"{func} makes a list of tensors")
         if any(result is not None and not isinstance(result, Tensor) for result in results):
             self.obstacle = self.obstacle or CannotRecord(f"{func} gives the host a value")
@@ -109,10 +105,51 @@ def _replay(program: Any, launcher: Launcher) -> None:
             launcher.flew(times(False).tolist())
 
 
+@dataclass(frozen=True, slots=True)
+class _Signature:
+    """An operator's schema, whose every attribute takes torch as long to give as a small operator takes."""
+
+    named: tuple[tuple[str, Any], ...]
+    """Name and default of each argument."""
+    kinds: tuple[str, ...]
+    """Type of each."""
+    makes_list: bool
+
+
 @functools.cache
-def _kinds(op: torch._ops.OpOverload) -> tuple[str, ...]:
-    """Of an operator's arguments, in the order of its schema."""
-    return tuple(str(argument.type) for argument in op._schema.arguments)
+def _signature(op: torch._ops.OpOverload) -> _Signature:
+    arguments, returns = op._schema.arguments, op._schema.returns
+    return _Signature(
+        named=tuple((argument.name, argument.default_value) for argument in arguments),
+        kinds=tuple(str(argument.type) for argument in arguments),
+        makes_list=bool(returns) and str(returns[0].type) == "List[Tensor]",
+    )
+
+
+class _Code:
+    """A program written down: ``Code`` in csrc/program.cpp has the same numbers."""
+
+    NONE, TENSOR, READ, INT, FLOAT, BOOL, STRING, INTS, TYPE, DEVICE, OBJECT, TENSORS = range(12)
+
+    def __init__(self) -> None:
+        self.operators: dict[str, int] = {}
+        self.numbers: list[int] = []
+        self.tensors: list[Tensor] = []
+        self.floats: list[float] = []
+        self.strings: list[str] = []
+        self.objects: list[torch.ScriptObject] = []
+
+    def tensor(self, kind: int, value: Tensor) -> None:
+        self.numbers += (kind, len(self.tensors))
+        self.tensors.append(value)
+
+    def program(self) -> Any:
+        """A ``Program`` of it."""
+        made: Any = torch.classes.weft_cpu.Program()
+        for value in self.objects:
+            made.object(value)
+        made.load(list(self.operators), self.numbers, self.tensors, self.floats, self.strings)
+        return made
 
 
 class _Builder:
@@ -122,7 +159,7 @@ class _Builder:
         self._calls = calls
         self._register: dict[int, int] = {}
         """By identity of the tensor that a call made."""
-        self._program: Any = torch.classes.weft_cpu.Program() if cpu.load() else None
+        self._code = _Code()
 
     def program(self) -> Any:
         """The program. Raises CannotRecord for an argument of a kind that is not known."""
@@ -131,13 +168,19 @@ class _Builder:
         for number, (call, made) in enumerate(zip(self._calls, results, strict=True)):
             for register in (*self._reads(call.arguments), *made):
                 last[register] = number
-        for number, (call, made) in enumerate(zip(self._calls, results, strict=True)):
-            for kind, value in zip(_kinds(call.op), call.arguments, strict=True):
+        dead: list[list[int]] = [[] for _ in self._calls]
+        for register, at in last.items():
+            if register >= 0:
+                dead[at].append(register)
+        code = self._code
+        for call, made, over in zip(self._calls, results, dead, strict=True):
+            place = code.operators.setdefault(_name(call.op), len(code.operators))
+            code.numbers += (place, len(call.arguments))
+            for kind, value in zip(_signature(call.op).kinds, call.arguments, strict=True):
                 self._argument(call, kind, value)
-            dead = sorted(register for register, at in last.items() if at == number and register >= 0)
-            name, _, overload = call.op.name().partition(".")
-            self._program.call(name, overload, made, dead)
-        return self._program
+            code.numbers += (len(made), *made, len(over), *over)
+        cpu.load()
+        return code.program()
 
     def _results(self, call: _Call) -> list[int]:
         """A register for each tensor that is new; -1 for an argument that was written in place."""
@@ -159,41 +202,65 @@ class _Builder:
         return found
 
     def _argument(self, call: _Call, kind: str, value: Any) -> None:
-        program = self._program
+        code, numbers = self._code, self._code.numbers
         if value is None:
-            program.constant_none()
+            numbers.append(code.NONE)
         elif isinstance(value, Tensor):
             register = self._register.get(id(value))
-            program.constant_tensor(value) if register is None else program.read(register)
+            if register is None:
+                code.tensor(code.TENSOR, value)
+            else:
+                numbers += (code.READ, register)
         elif isinstance(value, bool | int | float) and kind == "Tensor":
-            program.constant_tensor(torch.tensor(value))  # without dims, it promotes types as a number does
-        elif isinstance(value, torch.dtype):
-            program.constant_dtype(torch.empty(0, dtype=value))
-        elif isinstance(value, torch.device):
-            program.constant_device(torch.empty(0, device=value))
+            code.tensor(code.TENSOR, torch.tensor(value))  # without dims, it promotes types as a number does
         elif isinstance(value, bool):
-            program.constant_bool(value)
+            numbers += (code.BOOL, int(value))
         elif isinstance(value, float) or (isinstance(value, int) and "float" in kind):
-            program.constant_float(float(value))
+            numbers += (code.FLOAT, len(code.floats))
+            code.floats.append(float(value))
         elif isinstance(value, int):
-            program.constant_int(value)
-        elif isinstance(value, str):
-            program.constant_str(value)
-        elif isinstance(value, list | tuple) and "Tensor" in kind:
-            program.begin_list("Optional[Tensor]" in kind)
+            numbers += (code.INT, value)
+        elif isinstance(value, list | tuple):
+            self._list(call, kind, value)
+        else:
+            self._thing(call, value)
+
+    def _list(self, call: _Call, kind: str, value: Sequence[Any]) -> None:
+        code = self._code
+        if "Tensor" in kind:
+            code.numbers += (code.TENSORS, int("Optional[Tensor]" in kind), len(value))
             for entry in value:
                 self._argument(call, "Tensor", entry)
-            program.end_list()
-        elif isinstance(value, list | tuple) and all(isinstance(entry, int) for entry in value):
-            program.constant_ints(list(value))
-        elif isinstance(value, torch.ScriptObject):
-            program.constant_any(value)
-        elif isinstance(value, torch.memory_format):
-            program.constant_int(_MEMORY_FORMATS[value])
-        elif isinstance(value, torch.layout) and value is torch.strided:
-            program.constant_int(0)
+        elif all(isinstance(entry, int) for entry in value):
+            code.numbers += (code.INTS, len(value), *value)
         else:
             raise CannotRecord(f"{call.op} takes {value!r}")
+
+    def _thing(self, call: _Call, value: Any) -> None:
+        """What is neither a tensor nor a number."""
+        code = self._code
+        if isinstance(value, torch.dtype):
+            code.tensor(code.TYPE, torch.empty(0, dtype=value))
+        elif isinstance(value, torch.device):
+            code.tensor(code.DEVICE, torch.empty(0, device=value))
+        elif isinstance(value, str):
+            code.numbers += (code.STRING, len(code.strings))
+            code.strings.append(value)
+        elif isinstance(value, torch.ScriptObject):
+            code.numbers += (code.OBJECT, len(code.objects))
+            code.objects.append(value)
+        elif isinstance(value, torch.memory_format):
+            code.numbers += (code.INT, _MEMORY_FORMATS[value])
+        elif isinstance(value, torch.layout) and value is torch.strided:
+            code.numbers += (code.INT, 0)
+        else:
+            raise CannotRecord(f"{call.op} takes {value!r}")
+
+
+@functools.cache
+def _name(op: torch._ops.OpOverload) -> str:
+    """``namespace::name.overload``."""
+    return str(op.name())
 
 
 #: c10's numbers.

@@ -236,6 +236,8 @@ class Runner:
         if self._next_step is not None and plan.step != self._next_step:
             raise EngineDead(f"step {plan.step} follows step {self._next_step - 1}")
         self._next_step = plan.step + 1
+        if self.drafter is not None:
+            self.drafter.prepare(plan.ops)
         for op in plan.ops:
             self._state.apply(op)
             if isinstance(op, AllocSlot):
@@ -364,5 +366,7 @@ class Runner:
                 self._vocab_size,
                 self.kv.block_size,
                 recording,
+                shared=self.kv.enable_prefix_caching,
+                defers=self._model.ranks == 1 and not any(pool.cache.window for pool in self.kv.pools),
             )
         return NgramDrafter(self._state.history, speculation.ngram_min_length, speculation.ngram_max_length)

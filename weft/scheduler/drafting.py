@@ -8,9 +8,10 @@ they ran. Drafts are then given out in the order of their chance to be accepted,
 expected tokens a second more. So a sequence whose drafts are never right gets none, and none gets any where a
 step is bound by arithmetic.
 
-To know what it rejects the policy has to try: at first, for every size of batch that lasts, each number of
-drafts a few times; later steps without drafts now and then, and drafts where they do not pay, less and less
-often.
+To know what it rejects the policy has to try: for every size of batch that lasts, a few steps without drafts,
+then the most drafts a few times, later fewer; steps without drafts now and then, and drafts where they do not
+pay, less and less often. All of that, and all that drafts lose where a model was wrong, is bounded: a ledger
+sets every step with drafts against what its tokens would have taken without (``weft/scheduler/ledger.py``).
 
 Pure: no clock, no randomness.
 """
@@ -22,22 +23,25 @@ import numpy as np
 from weft.scheduler.columns import Columns
 from weft.scheduler.cost import CostModel, StepShape, decode_shape, shape_of
 from weft.scheduler.fit import CostFitter
+from weft.scheduler.ledger import Ledger
 from weft.types.plan import StepPlan
 
 TRIALS = 4
-"""Steps that each number of drafts is tried at first, for each size of batch."""
+"""Steps that each number of drafts is tried, for each size of batch."""
 PATIENCE = 32
-"""Plans of a size of batch before its trials, but for the first size: a batch that ends passes the smaller
-ones in some steps each, for which what was learned from others will do."""
+"""Plans of a size of batch before any of its steps drafts, but for the first size: a batch that ends passes
+the smaller ones in some steps each."""
 REPEATS = 12
 """Trials of a number of drafts, on average, that are made again as they said nothing of later steps."""
 FIRST_PROBE, LAST_PROBE = 32, 512
 """Steps between two probes while nothing is drafted: at first, and at most."""
 PLAIN_EVERY = 400
 """Steps after which ``PLAIN_STEPS`` have no drafts, to see again what they cost."""
-PLAIN_STEPS = 2
+PLAIN_STEPS = 4
 HOLD = 8
 """Steps for which a sequence keeps its number of drafts: to reckon takes as long as a small op."""
+MAX_IN_FLIGHT = 4
+"""Plans that may be under way, and more."""
 REST = 24
 """Plans for which nothing is reckoned once there are no drafts: where they do not pay nor must the policy."""
 WORTH = 1.01
@@ -51,7 +55,7 @@ class DraftPolicy:
     """Chooses ``next_k`` for the rows of one plan after another.
 
     For each plan: ``choose`` for its decode rows, then ``first`` for each prefill row that samples;
-    ``verified`` when its result commits, ``observe`` when its time is known.
+    ``verified`` when its result commits, then ``observe`` when its time is known.
     """
 
     def __init__(self, most: int, adaptive: bool, columns: Columns, fitter: CostFitter) -> None:
@@ -59,6 +63,7 @@ class DraftPolicy:
         self.most = most
         self.adaptive = adaptive
         self.fitter = fitter
+        self.ledger = Ledger()
         self._columns = columns
         self._expected = EXPECTED
         """Share of first drafts accepted, over all sequences."""
@@ -66,8 +71,10 @@ class DraftPolicy:
         """Share of drafts 2, 3, .. accepted where the one before was."""
         self._beside = StepShape()
         """The last step that was looked at."""
-        self._least = 0.0
-        """Chance of the last draft that was worth its cost."""
+        self._least = np.inf
+        """Chance of the last draft that was worth its cost; infinite where none is."""
+        self._accepted = 0
+        """Drafts that were right in the step that was committed last."""
         self._tried: dict[int, np.ndarray] = {}
         """By size of batch: trials of each number of drafts, [most + 1]."""
         self._met: dict[int, int] = {}
@@ -108,6 +115,10 @@ class DraftPolicy:
         if not self.adaptive or not len(slots):
             return most
         self._steps += 1
+        if not self._opened(len(slots)):
+            self._least = np.inf
+            self._rest = REST * (len(slots).bit_length() in self._tried)
+            return np.zeros(len(slots), np.int32)
         self._forced = self._trial(len(slots))
         if self._forced >= 0:
             most = np.minimum(most, self._forced)
@@ -144,6 +155,7 @@ class DraftPolicy:
         share[slots] += _SLOT_WEIGHT * (hit - share[slots])
         if hit.mean() > self._expected:  # better than it was: look again soon
             self._probe = FIRST_PROBE
+        self._accepted = int(accepted.sum())
         self._expected += _weight(len(hit)) * (float(hit.mean()) - self._expected)
         for place in range(1, self.most):
             seen = (drafts > place) & (accepted >= place)
@@ -151,39 +163,57 @@ class DraftPolicy:
                 right = float((accepted[seen] > place).mean())
                 self._later[place - 1] += _weight(int(seen.sum())) * (right - self._later[place - 1])
 
-    def observe(self, plan: StepPlan, seconds: float, fit: bool) -> None:
+    def observe(self, plan: StepPlan, seconds: float, fit: bool, cold: bool = False) -> None:
         """``plan`` took ``seconds``. ``fit``: the cost model should learn from it; else it does already.
 
-        While nothing is drafted, one step in ``REST`` is looked at.
+        ``cold``: longer than later ones like it will, so the model learns nothing; a trial is made again.
+        While nothing is drafted, the model learns from one step in ``REST``.
         """
-        if not self.adaptive or self._rest:
+        if not self.adaptive:
             return
-        self._beside = shape_of(plan)
-        if fit:
-            self.fitter.observe(self._beside, seconds)
+        if 0 < self._rest < REST - MAX_IN_FLIGHT:  # there were none in flight when the rest began
+            self.ledger.rest(plan.decode.rows, seconds)
+            return
+        self.ledger.step(plan, seconds, self._accepted, cold)
+        self._accepted = 0
+        if cold:
+            self._repeat(plan)
+        elif not self._rest:
+            self._beside = shape_of(plan)
+            if fit:
+                self.fitter.observe(self._beside, seconds)
 
-    def repeat(self, plan: StepPlan) -> None:
-        """``plan`` ran, but not as later ones like it will: if it was a trial, there is another."""
+    def _repeat(self, plan: StepPlan) -> None:
+        """If the plan was a trial, there is another."""
+        drafts = int(plan.decode.next_k.max(initial=0))
         size = plan.decode.rows.bit_length()
         tried = self._tried.get(size)
-        if tried is None or tried.min() >= TRIALS:
+        if not drafts or tried is None or not 0 < tried[drafts] <= TRIALS:
             return
-        drafts, left = int(plan.decode.next_k.max()), self._repeats.get(size, REPEATS * (self.most + 1))
-        if tried[drafts] and left:
+        left = self._repeats.get(size, REPEATS * self.most)
+        if left:
             tried[drafts] -= 1
             self._repeats[size] = left - 1
 
-    def _trial(self, rows: int) -> int:
-        """Drafts to try with that many rows; -1 when everything was tried often enough."""
+    def _opened(self, rows: int) -> bool:
+        """Whether plans of that many rows may have drafts at all, as far as losses go."""
         size = rows.bit_length()
         if self._tried and size not in self._tried:
             self._met[size] = met = self._met.get(size, 0) + 1
             if met < PATIENCE:
-                return -1
+                return False
         tried = self._tried.setdefault(size, np.zeros(self.most + 1, np.int64))
-        if tried.min() >= TRIALS:
-            return 0 if self._steps % PLAIN_EVERY < PLAIN_STEPS else -1
-        drafts = self.most - int(np.argmin(tried[::-1] // TRIALS > 0))
+        return bool(tried[0] < TRIALS) or self.ledger.allows(rows)
+
+    def _trial(self, rows: int) -> int:
+        """Drafts to try with that many rows; -1 when there is nothing to try now."""
+        tried, drafts = self._tried[rows.bit_length()], 0
+        if tried[0] >= TRIALS:
+            if self._steps % PLAIN_EVERY < PLAIN_STEPS:
+                return 0
+            drafts = int(np.flatnonzero(tried < TRIALS).max(initial=0))
+            if not drafts or (drafts < self.most and not self.ledger.allows_trial(rows, drafts)):
+                return -1
         tried[drafts] += 1
         return drafts
 
@@ -235,7 +265,9 @@ class DraftPolicy:
         tokens = model.token_seconds(np.concatenate([[0], count]) + float(shape.tokens))
         extra = tokens[1:] - tokens[0] + model.coefficient("decode_pair") * pairs
         extra += model.coefficient("verify") + model.coefficient("draft_pass") * deepest
-        return model.predict(shape), extra + model.coefficient("draft") * count
+        # A model that has seen few steps may say that one costs nothing.
+        plain = max(model.predict(shape), 0.5 * self.ledger.plain(shape.decode_rows))
+        return plain, extra + model.coefficient("draft") * count
 
 
 def _weight(count: int) -> float:

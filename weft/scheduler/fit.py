@@ -28,13 +28,15 @@ _TINY = 1e-9
 
 
 class CostFitter:
-    """Takes observations, gives the model that fits them. ``model`` is the prior before the first one."""
+    """Takes observations, gives the model that fits them."""
 
     def __init__(self, prior: CostModel = PRIOR) -> None:
-        self.model = prior
+        self._model = prior
         self.observations = 0
         self._since = 0
         """Observations since the last fit, which takes a millisecond or two."""
+        self._due = False
+        """Whether the next who asks for the model gets a new one: a fit that nobody asks for is not made."""
         self._prior = np.array(prior.coefficients)
         self._rows: OrderedDict[tuple[int, ...], int] = OrderedDict()
         self._x = np.zeros((KINDS, LATEST, len(NAMES)))
@@ -46,8 +48,8 @@ class CostFitter:
     def observe(self, shape: StepShape, seconds: float) -> None:
         """Takes in one step; ignores times <= 0.
 
-        Fits again at once when the step is the first of its kind, within a few steps when the model was far
-        off, and now and then in any case.
+        The model is fitted again when the step is the first of its kind, within a few steps when the model
+        was far off, and now and then in any case.
         """
         if not seconds > 0.0 or not np.isfinite(seconds):
             return
@@ -60,16 +62,22 @@ class CostFitter:
         self._filled[kind] = min(self._filled[kind] + 1, LATEST)
         self.observations += 1
         self._since += 1
-        surprised = abs(self.model.predict(shape) / seconds - 1.0) > _SURPRISE
-        if self._filled[kind] == 1 or self._since >= (_SOON if surprised else _AT_LEAST):
-            self.fit()
+        if self._due:
+            return
+        surprised = abs(self._model.predict(shape) / seconds - 1.0) > _SURPRISE
+        self._due = bool(self._filled[kind] == 1) or self._since >= (_SOON if surprised else _AT_LEAST)
+
+    @property
+    def model(self) -> CostModel:
+        """What fits the observations; the prior before the first one."""
+        return self.fit() if self._due else self._model
 
     def fit(self) -> CostModel:
         """Fits ``model`` to what was observed, and returns it."""
         used = np.arange(LATEST) < self._filled[:, None]
         if not used.any():
-            return self.model
-        self._since = 0
+            return self._model
+        self._since, self._due = 0, False
         kinds = self._filled > 0
         middle = np.zeros(KINDS)
         middle[kinds] = np.nanmedian(np.where(used[kinds], self._y[kinds], np.nan), axis=1)
@@ -78,8 +86,8 @@ class CostFitter:
         coefficients = fit_relative(
             self._x[used], self._y[used], typical, np.exp2(-age / _HALF_LIFE), self._prior
         )
-        self.model = CostModel(tuple(coefficients.tolist()), f"fitted to {self.observations} steps")
-        return self.model
+        self._model = CostModel(tuple(coefficients.tolist()), f"fitted to {self.observations} steps")
+        return self._model
 
     def _kind(self, shape: StepShape) -> int:
         key = (

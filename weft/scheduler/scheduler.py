@@ -170,14 +170,10 @@ class Scheduler:
         """
         if not plan.rows:
             return
-        if cold:
-            if self.drafts is not None:
-                self.drafts.repeat(plan)
-            return
-        if self.chunks is not None:
+        if self.chunks is not None and not cold:
             self.chunks.observe(plan, seconds)
         if self.drafts is not None:
-            self.drafts.observe(plan, seconds, fit=self.chunks is None)
+            self.drafts.observe(plan, seconds, fit=self.chunks is None, cold=cold)
 
     @property
     def steps(self) -> int:

@@ -10,13 +10,14 @@ token. They come from a drafter, which the runner asks when a step's tokens are 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 import torch
 
-from weft.types.plan import StepPlan
+from weft.types.plan import Op, StepPlan
 
 Tensor = torch.Tensor
 
@@ -80,6 +81,10 @@ class Drafter(ABC):
 
     def reset(self) -> None:
         """An epoch has ended: all slots are free."""
+        return
+
+    def prepare(self, ops: Sequence[Op]) -> None:
+        """A step's ``ops`` are about to be carried out: tenants that leave, and that find others' blocks."""
         return
 
     @abstractmethod

@@ -11,8 +11,10 @@ there and from the token at p + 1, so it can be made when that is sampled:
 The line of the last accepted position gives the first draft. For each further one the module runs on its own
 output and the last draft; those lines are guesses, and made again when their positions have been computed.
 
-A row that wants no drafts needs no lines yet: its hidden states wait, at most until its block is full, when
-others may find it. So where nothing is drafted, the module costs next to nothing.
+A row that wants no drafts needs no lines yet: its hidden states wait until the lines are drafted from, or
+others may find its block. That is when the block is full; or, where a pass of the module concerns no other
+ranks, when somebody comes who found blocks, and when the sequence ends. So where nothing is drafted, the
+module costs little behind the prompts.
 """
 
 from __future__ import annotations
@@ -28,12 +30,14 @@ from weft.models.base import Model
 from weft.ops.upload import upload
 from weft.speculation.base import Drafter, Sampled
 from weft.speculation.chain import Chain, RecordedChains, Recording, Steps
-from weft.types.plan import Segment, column
+from weft.types.plan import EMPTY_SEGMENT, AllocSlot, FreeSlot, Op, Segment, column
 
 Tensor = torch.Tensor
 
 MOST_WAITING = 64
 """Hidden states of a slot that wait for their lines."""
+WAITING_BYTES = 64 << 20
+"""Of those of all slots, but that each slot's fill a block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +74,32 @@ class MtpDrafter(Drafter):
         vocab_size: int,
         block_size: int,
         recording: Recording | None = None,
+        *,
+        shared: bool = True,
+        defers: bool = False,
     ) -> None:
-        """history: int32 [slots + 1, longest]. ``block_size``: positions of a block that others may find."""
+        """history: int32 [slots + 1, longest]. ``block_size``: positions of a block. ``shared``: others may
+        find a full one.
+
+        ``defers``: lines of full blocks may wait, for ``prepare``. Not where other ranks have a part in a
+        pass, nor where blocks are given up while their sequence goes on.
+        """
         self._chain = Chain(model, cache, backends, steps, history, vocab_size)
         self._steps = steps
-        self._block = block_size
-        self._most = min(block_size, MOST_WAITING)
+        self._block = block_size if shared or not defers else history.shape[1]
+        self._defers = defers
         slots = history.shape[0]
+        self._most = most_waiting(block_size, slots * model.spec.hidden * model.dtype.itemsize, defers)
         self._waiting = np.zeros(slots, np.int64)
         """Of each slot, how many hidden states wait."""
         self._verified = np.zeros(slots, bool)
         """Whether the slot's last row had drafts: then nobody here knows where the next one starts."""
+        self._overdue = np.zeros(slots, bool)
+        """Whether lines of a full block wait."""
+        self._ends = np.zeros(slots, np.int64)
+        """Of slots that wait: upper bound of the positions computed."""
+        self._computed: Tensor | None = None
+        """``Sampled.num_computed``."""
         self._kept: Tensor | None = None
         """[slots, most waiting, hidden], by position modulo the most."""
         self.recorded = None if recording is None else RecordedChains(self._chain, recording)
@@ -88,9 +107,39 @@ class MtpDrafter(Drafter):
 
     def enter(self, slot: int) -> None:
         self._waiting[slot] = 0
-        self._verified[slot] = False
+        self._verified[slot] = self._overdue[slot] = False
+
+    def prepare(self, ops: Sequence[Op]) -> None:
+        if not self._overdue.any():
+            return
+        if any(isinstance(op, AllocSlot) and op.num_cached for op in ops):
+            slots = np.flatnonzero(self._overdue)
+        else:
+            freed = [op.slot for op in ops if isinstance(op, FreeSlot)]
+            slots = np.array([slot for slot in freed if self._overdue[slot]], np.int64)
+        if len(slots):
+            self._settle(slots)
+
+    def _settle(self, slots: np.ndarray) -> None:
+        """Makes all lines of ``slots`` (int64 [rows]) that wait."""
+        assert self._kept is not None
+        assert self._computed is not None
+        waiting = self._waiting[slots]
+        segment = Segment(
+            slot=column(slots), start=column(self._ends[slots] - waiting), count=column(waiting)
+        )
+        device = self._kept.device
+        at, behind = upload(np.stack([slots, waiting]), device)
+        owner = upload(np.repeat(slots, waiting), device)
+        none = np.zeros(0, np.int64)
+        step = self._steps.follow(segment, EMPTY_SEGMENT, self._computed[at] - behind, none, 1)
+        self._chain.ahead(step, self._kept[owner, step.positions % self._most], at[:0])
+        self._waiting[slots] = 0
+        self._overdue[slots] = False
 
     def reset(self) -> None:
+        for column_ in (self._waiting, self._verified, self._overdue):
+            column_.fill(0)
         if self.recorded is not None:
             self.recorded.reset()
 
@@ -106,6 +155,7 @@ class MtpDrafter(Drafter):
     def _propose(self, step: Sampled) -> Tensor | None:
         assert step.hidden is not None, "hidden states that nobody kept"
         self.cold = False
+        self._computed = step.num_computed
         if self._rests(step):
             self._keep(step.slots, step.starts, step.hidden)
             return None
@@ -135,11 +185,16 @@ class MtpDrafter(Drafter):
         if step.plan.prefill.rows or decode.next_k.any() or self._verified[slots].any():
             return False
         waiting = self._waiting[slots] + 1
-        full = (decode.start + 1) % self._block == 0
         assert step.hidden is not None
-        if len(step.hidden) != len(slots) or full.any() or waiting.max() >= self._most:
+        if len(step.hidden) != len(slots) or waiting.max() >= self._most:
             return False
+        full = (decode.start + 1) % self._block == 0
+        if full.any():
+            if not self._defers:
+                return False
+            self._overdue[slots[full]] = True
         self._waiting[slots] = waiting
+        self._ends[slots] = decode.start + 1
         return True
 
     def _due(self, step: Sampled, drafting: bool) -> _Rows:
@@ -148,8 +203,10 @@ class MtpDrafter(Drafter):
         slots, plain = decode.slot, decode.count == 1
         waiting = self._waiting[slots]
         full = (decode.start + 1) % self._block == 0
-        keep = plain & ~self._verified[slots] & ~full & (waiting + 1 < self._most) & (not drafting)
+        keep = plain & ~self._verified[slots] & self._can_wait(waiting + 1, full) & (not drafting)
         self._verified[slots] = ~plain
+        self._overdue[slots] = keep & (full | self._overdue[slots])
+        self._ends[slots] = decode.start + 1
         if keep.any():
             rows = prefill.rows + np.flatnonzero(keep)
             at, source = upload(np.stack([rows, step.begins()[rows]]), step.slots.device)
@@ -163,6 +220,15 @@ class MtpDrafter(Drafter):
         counts = np.concatenate([prefill.count, decode.count[order] + waiting[order]]).astype(np.int64)
         rows = np.concatenate([np.arange(prefill.rows), prefill.rows + order])
         return _Rows(rows, behind, counts, prefill.rows + int(chunk.sum()))
+
+    def _can_wait(self, waiting: np.ndarray, full: np.ndarray) -> np.ndarray:
+        """bool [rows]: whose lines need not be made now. ``waiting``: hidden states, with this step's."""
+        fits: np.ndarray = waiting < self._most
+        if not self._defers:
+            return fits & ~full
+        if not fits.all():  # one pass for all of which many wait
+            fits = waiting < self._most // 2
+        return fits
 
     def _keep(self, slots: Tensor, positions: Tensor, hidden: Tensor) -> None:
         """Keeps hidden [rows, hidden] of one position (int64 [rows]) of each of ``slots``."""
@@ -203,6 +269,12 @@ class MtpDrafter(Drafter):
         hidden[into] = step.hidden[from_]
         hidden[token] = self._kept[slots, own.positions[token] % self._most]
         return hidden
+
+
+def most_waiting(block: int, position: int, defers: bool) -> int:
+    """Hidden states of a slot that may wait. ``position``: bytes that one of every slot takes."""
+    fits = WAITING_BYTES // position if defers else 0
+    return min(max(block, fits), MOST_WAITING)
 
 
 def _segments(step: Sampled, made: _Rows) -> tuple[Segment, Segment]:

@@ -3,16 +3,17 @@
 //   registers  values that calls made; a register is emptied by the last call that reads it
 //   call       operator, arguments (constants and registers, in the order of its schema), registers for its results
 //
-// Built by weft/runner/programs.py, argument by argument: `constant_*` and `read` append to the arguments of the
-// next `call`; `begin_list` and `end_list` make the ones between them one list of tensors. A program is one
-// thread's: `run` may not be called by two at a time. If a call throws, the registers are emptied and the exception
-// passes; the program can run again.
+// Built by weft/runner/programs.py, which writes it down as numbers (`Code` says which): a call across the boundary
+// to Python takes as long as a small operator, and a program has a thousand arguments. A program is one thread's:
+// `run` may not be called by two at a time. If a call throws, the registers are emptied and the exception passes;
+// the program can run again.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/core/stack.h>
 #include <torch/custom_class.h>
 
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -38,43 +39,59 @@ struct Call {
   std::vector<int64_t> dead;     // registers that nobody reads after this call
 };
 
+// Kinds of arguments, each with the numbers that follow it. Where a number is a place, it is one in the lists of
+// values that come with the code.
+enum Code : int64_t {
+  kNone = 0,
+  kTensor = 1,  // place
+  kRead = 2,    // register
+  kInt = 3,     // value
+  kFloat = 4,   // place
+  kBool = 5,    // value
+  kString = 6,  // place
+  kInts = 7,    // how many, values
+  kType = 8,    // place of a tensor of that type
+  kDevice = 9,  // place of a tensor there
+  kObject = 10,  // place
+  kTensors = 11,  // whether they are optional, how many, arguments
+};
+
+struct Values {
+  std::vector<Tensor> tensors;
+  std::vector<double> floats;
+  std::vector<std::string> strings;
+};
+
 class Program : public torch::CustomClassHolder {
  public:
-  void read(int64_t source) { add({source}); }
-  void constant_none() { add({kConstant}); }
-  void constant_tensor(Tensor value) { add({kConstant, std::move(value)}); }
-  void constant_int(int64_t value) { add({kConstant, value}); }
-  void constant_float(double value) { add({kConstant, value}); }
-  void constant_bool(bool value) { add({kConstant, value}); }
-  void constant_str(std::string value) { add({kConstant, std::move(value)}); }
-  void constant_any(c10::IValue value) { add({kConstant, std::move(value)}); }  // objects of ours
-  void constant_ints(std::vector<int64_t> value) { add({kConstant, c10::IValue(value)}); }
-  void constant_dtype(Tensor of) { add({kConstant, static_cast<int64_t>(of.scalar_type())}); }
-  void constant_device(Tensor of) { add({kConstant, of.device()}); }
+  // An object of ours, for kObject: before `load`, in the order of their places.
+  void object(c10::IValue value) { objects_.push_back(std::move(value)); }
 
-  void begin_list(bool optional_entries) {
-    TORCH_CHECK(!list_, "a list is open");
-    list_.emplace();
-    list_->source = kList;
-    list_->optional_entries = optional_entries;
-  }
-
-  void end_list() {
-    TORCH_CHECK(list_.has_value(), "no list is open");
-    Argument made = std::move(*list_);
-    list_.reset();
-    add(std::move(made));
-  }
-
-  void call(const std::string& name, const std::string& overload, std::vector<int64_t> results,
-            std::vector<int64_t> dead) {
-    const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
-    TORCH_CHECK(pending_.size() == op.schema().arguments().size(), name, " takes ", op.schema().arguments().size(),
-                " arguments, not ", pending_.size());
-    for (const auto& registers : {results, dead})
-      for (int64_t number : registers)
-        if (number >= int64_t(registers_.size())) registers_.resize(number + 1);
-    calls_.push_back({op, std::exchange(pending_, {}), std::move(results), std::move(dead)});
+  // operators: "name.overload" of each that is called. code: for each call its operator's place there, how many
+  // arguments and those, how many results and the register of each (-1: nobody's), how many registers nobody reads
+  // after it and those.
+  void load(std::vector<std::string> operators, std::vector<int64_t> code, std::vector<Tensor> tensors,
+            std::vector<double> floats, std::vector<std::string> strings) {
+    const Values values{std::move(tensors), std::move(floats), std::move(strings)};
+    std::vector<c10::OperatorHandle> handles;
+    handles.reserve(operators.size());
+    for (const std::string& full : operators) {
+      const size_t dot = full.find('.');
+      const std::string overload = dot == std::string::npos ? "" : full.substr(dot + 1);
+      handles.push_back(c10::Dispatcher::singleton().findSchemaOrThrow(full.substr(0, dot).c_str(), overload.c_str()));
+    }
+    code_ = code;
+    while (!code_.empty()) {
+      const auto& op = handles.at(next());
+      Call call{op, {}, {}, {}};
+      call.arguments.resize(next());
+      TORCH_CHECK(call.arguments.size() == op.schema().arguments().size(), op.schema().name(), " takes ",
+                  op.schema().arguments().size(), " arguments, not ", call.arguments.size());
+      for (Argument& argument : call.arguments) argument = read(values);
+      call.results = registers();
+      call.dead = registers();
+      calls_.push_back(std::move(call));
+    }
   }
 
   void run() {
@@ -89,11 +106,60 @@ class Program : public torch::CustomClassHolder {
   int64_t size() const { return int64_t(calls_.size()); }
 
  private:
-  void add(Argument argument) {
-    if (list_)
-      list_->entries.push_back(std::move(argument));
-    else
-      pending_.push_back(std::move(argument));
+  int64_t next() {
+    TORCH_CHECK(!code_.empty(), "the program ends in the middle of a call");
+    const int64_t number = code_.front();
+    code_ = code_.subspan(1);
+    return number;
+  }
+
+  std::vector<int64_t> registers() {
+    std::vector<int64_t> made(next());
+    for (int64_t& number : made) {
+      number = next();
+      if (number >= int64_t(registers_.size())) registers_.resize(number + 1);
+    }
+    return made;
+  }
+
+  Argument read(const Values& values) {
+    const int64_t kind = next();
+    switch (kind) {
+      case kNone:
+        return {};
+      case kTensor:
+        return {kConstant, values.tensors.at(next())};
+      case kRead:
+        return {next()};
+      case kInt:
+        return {kConstant, next()};
+      case kFloat:
+        return {kConstant, values.floats.at(next())};
+      case kBool:
+        return {kConstant, next() != 0};
+      case kString:
+        return {kConstant, values.strings.at(next())};
+      case kInts: {
+        std::vector<int64_t> ints(next());
+        for (int64_t& number : ints) number = next();
+        return {kConstant, c10::IValue(ints)};
+      }
+      case kType:
+        return {kConstant, static_cast<int64_t>(values.tensors.at(next()).scalar_type())};
+      case kDevice:
+        return {kConstant, values.tensors.at(next()).device()};
+      case kObject:
+        return {kConstant, objects_.at(next())};
+      case kTensors: {
+        Argument list{kList};
+        list.optional_entries = next() != 0;
+        list.entries.resize(next());
+        for (Argument& entry : list.entries) entry = read(values);
+        return list;
+      }
+      default:
+        TORCH_CHECK(false, "an argument of kind ", kind);
+    }
   }
 
   const c10::IValue& value_of(const Argument& argument) const {
@@ -125,8 +191,8 @@ class Program : public torch::CustomClassHolder {
   }
 
   std::vector<Call> calls_;
-  std::vector<Argument> pending_;
-  std::optional<Argument> list_;
+  std::vector<c10::IValue> objects_;
+  std::span<const int64_t> code_;  // what is left of it, in `load`
   std::vector<c10::IValue> registers_;
   torch::jit::Stack stack_;
 };
@@ -136,20 +202,8 @@ class Program : public torch::CustomClassHolder {
 TORCH_LIBRARY_FRAGMENT(weft_cpu, m) {
   m.class_<Program>("Program")
       .def(torch::init<>())
-      .def("read", &Program::read)
-      .def("constant_none", &Program::constant_none)
-      .def("constant_tensor", &Program::constant_tensor)
-      .def("constant_int", &Program::constant_int)
-      .def("constant_float", &Program::constant_float)
-      .def("constant_bool", &Program::constant_bool)
-      .def("constant_str", &Program::constant_str)
-      .def("constant_any", &Program::constant_any)
-      .def("constant_ints", &Program::constant_ints)
-      .def("constant_dtype", &Program::constant_dtype)
-      .def("constant_device", &Program::constant_device)
-      .def("begin_list", &Program::begin_list)
-      .def("end_list", &Program::end_list)
-      .def("call", &Program::call)
+      .def("object", &Program::object)
+      .def("load", &Program::load)
       .def("run", &Program::run)
       .def("size", &Program::size);
 }
