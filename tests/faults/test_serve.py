@@ -235,7 +235,7 @@ def test_every_form_of_dispatch(outlive: Outlive, form: str, layout: tuple[int, 
 
 @pytest.mark.grid
 @pytest.mark.parametrize("deed", ["kill", "stop", "raise"])
-@pytest.mark.parametrize("phases", [("stage", "collective"), ("sample", "read"), ("form", "stage")])
+@pytest.mark.parametrize("phases", [("stage", "collective"), ("sample", "read"), ("stage", "form")])
 def test_a_head_in_every_phase(outlive: Outlive, deed: str, phases: tuple[str, ...]) -> None:
     """Two at a time: a request may lose three heads, and no more."""
     outlive([(0, phase, deed) for phase in phases], stay=[1], tensor_parallel_size=2)
