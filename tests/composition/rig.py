@@ -87,7 +87,7 @@ def _sparse(folder: Path) -> None:
     transformers = _transformers()
     _, settings = SHAPES["deepseek_v4"]()
     torch.manual_seed(3)
-    changes = {"vocab_size": VOCAB, "max_position_embeddings": 192}
+    changes = {"vocab_size": VOCAB, "max_position_embeddings": 192, "o_groups": 2}
     model = transformers.DeepseekV4ForCausalLM(transformers.DeepseekV4Config(**{**settings, **changes}))
     spread(model)
     model.to(torch.float64).save_pretrained(folder)

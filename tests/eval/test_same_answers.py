@@ -23,11 +23,20 @@ WAYS: dict[str, dict[str, Any]] = {
     "two steps in flight": {"steps_in_flight": 2, "step_policy": "mixed"},
     "prefix hits": {"enable_prefix_caching": True, "step_policy": "mixed", "block_size": 16},
     "preemption": {"kv_cache_memory": "tight", "step_policy": "mixed", "block_size": 16},
-    "n-gram drafts": {"speculative_method": "ngram", "num_speculative_tokens": 3},
-    "1 draft of its own": {"speculative_method": "mtp", "num_speculative_tokens": 1},
+    "n-gram drafts": {
+        "speculative_method": "ngram",
+        "num_speculative_tokens": 3,
+        "speculative_adaptive": False,
+    },
+    "1 draft of its own": {
+        "speculative_method": "mtp",
+        "num_speculative_tokens": 1,
+        "speculative_adaptive": False,
+    },
     "3 drafts of its own, everything": {
         "speculative_method": "mtp",
         "num_speculative_tokens": 3,
+        "speculative_adaptive": False,
         "long_prefill_token_threshold": 16,
         "steps_in_flight": 2,
         "enable_prefix_caching": True,

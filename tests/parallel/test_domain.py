@@ -62,6 +62,7 @@ class Replica:
         divided: dict[str, Any] = {} if experts is None else {"mesh": mesh, "experts": experts}
         model = load_model(str(folder), spec, torch.float64, rig.CPU, progress=False, **divided)
         self.layers = [] if divided else spread_out(model, mesh.ep)  # type: ignore[arg-type]
+        model.mesh = mesh
         overlap = options.pop("overlap", "off")
         made = rig.make_engine(folder, model=model, launcher=mesh.launcher, **options)  # type: ignore[arg-type]
         self.engine, self.runner = made

@@ -367,6 +367,7 @@ class Runner:
                 self.kv.block_size,
                 recording,
                 shared=self.kv.enable_prefix_caching,
-                defers=self._model.mesh.layout.domain == 1 and not any(pool.cache.window for pool in self.kv.pools),
+                defers=self._model.mesh.layout.domain == 1
+                and not any(pool.cache.window for pool in self.kv.pools),
             )
         return NgramDrafter(self._state.history, speculation.ngram_min_length, speculation.ngram_max_length)
