@@ -107,6 +107,16 @@ def test_auto_stays_whole_where_there_is_nothing_to_hide() -> None:
     assert halved == 0
 
 
+def test_no_more_is_expected_than_there_is_communication() -> None:
+    """Steps of a kind take longer than the model says: that is no reason to expect less of its halves."""
+    policy = OverlapPolicy("auto")
+    for count in range(1, 40):
+        others = StepPlan(step=1, prefill=segment([prompt(0, 8 * count)]))
+        policy.observe(others, Machine(1e-3, 1e-4, 1e-4).run(others))
+    halved, _ = many(policy, PROMPTS, Machine(1e-3, 1.5e-4, 1e-4), 400)
+    assert halved == 0
+
+
 def test_auto_stays_whole_where_halves_read_all_weights_twice() -> None:
     """A decode step of few rows is all fixed cost: two halves are two steps."""
     halved, _ = many(OverlapPolicy("auto"), DECODES, Machine(10e-3, 1e-6, 8e-3), 400)

@@ -92,6 +92,11 @@ class HalvesCost:
         """Seconds."""
         return self._compute.model.predict(shape_of(plan)) + self._link.predict(plan.tokens)
 
+    def share(self, plan: StepPlan) -> float:
+        """Of communication in a step computed whole: no more than this can be hidden."""
+        whole = self.whole(plan)
+        return self._link.predict(plan.tokens) / whole if whole > 0.0 else 0.0
+
     def halved(self, halves: Halves) -> float:
         """Seconds."""
         parts = (halves.first, halves.second)

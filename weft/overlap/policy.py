@@ -132,13 +132,17 @@ class OverlapPolicy:
         )
 
     def saves(self, plan: StepPlan) -> float:
-        """Predicted: what share of the step's time halves save; negative where they cost."""
+        """Predicted: what share of the step's time halves save; negative where they cost. Never more than
+        the share of its communication, whatever a model of compute that is off says."""
         halves = split(plan)
         if halves is None or not self._cost.ready:
             return 0.0
         kind = self._kind(plan)
         whole = self._cost.whole(plan) * kind.whole.factor
-        return 1.0 - self._cost.halved(halves) * kind.halved.factor / whole if whole > 0.0 else 0.0
+        if whole <= 0.0:
+            return 0.0
+        saved = 1.0 - self._cost.halved(halves) * kind.halved.factor / whole
+        return min(saved, self._cost.share(plan))
 
     def _pays(self, plan: StepPlan) -> bool:
         """``auto``: as the module's docstring says. A prediction takes a part of a millisecond, so what is

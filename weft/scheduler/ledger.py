@@ -38,7 +38,7 @@ AHEAD = 2
 HALF_LIFE = 120.0
 """Seconds of steps after which sums count half."""
 LATEST = 5
-"""Plain steps of as many rows, whose median is their price."""
+"""Plain steps of as many rows behind other plain ones, whose median is their price."""
 _WEIGHT = 0.3
 
 
@@ -72,6 +72,8 @@ class Ledger:
         """The first size that was asked for."""
         self._plain: dict[int, deque[float]] = {}
         """By rows: the latest plain steps, in seconds."""
+        self._settled = False
+        """Whether the step before had no drafts: the first one behind some still makes up for its drafter."""
         self._prices: tuple[list[int], list[float]] | None = None
         """Rows, increasing, and the median of each; None when they are to be made again."""
 
@@ -103,8 +105,10 @@ class Ledger:
             self.all.spend(seconds)
             return
         account = self.of(rows)
-        if int(decode.count.max()) == 1 and not decode.next_k.any():
-            if not cold:
+        plain = int(decode.count.max()) == 1 and not decode.next_k.any()
+        settled, self._settled = self._settled, plain
+        if plain:
+            if settled and not cold:
                 self._plain.setdefault(rows, deque(maxlen=LATEST)).append(seconds)
                 self._prices = None
         elif price := self.plain(rows):
