@@ -37,7 +37,7 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-u
 
 def test_the_packaged_table_is_there(table) -> None:  # type: ignore[no-untyped-def]
     assert {row.ranks for row in cost.table()} >= {2, 4}
-    assert all("busy" in row.machine for row in cost.table())
+    assert all(row.machine for row in cost.table())
 
 
 def test_latency_decides_for_few_tokens_and_bytes_for_many(table) -> None:  # type: ignore[no-untyped-def]
