@@ -14,13 +14,16 @@ from tests.engine.group_rig import SETTINGS, TIMEOUT, GroupRig, Ranks, TableRunn
 from tests.scheduler.fake_runner import BAD_SEED, kv_config, submit
 from weft.common.errors import ConfigError, EngineDead
 from weft.common.folder import private_folder
+from weft.engine.domain import DomainExecutor
 from weft.engine.executor import GroupLost
-from weft.engine.regroup import recall
+from weft.engine.regroup import recall, size
 from weft.engine.watch import HeadWatch, Liveness, RankWatch
 from weft.engine.worker import GivenUp
 from weft.parallel.control import ZmqHead, ZmqRank
 from weft.parallel.group import CommLost
-from weft.parallel.loopback import LinkFault, lose, repeat
+from weft.parallel.loopback import LinkFault, Loopback, lose, repeat
+from weft.parallel.mesh import Mesh
+from weft.sim.clock import VirtualClock
 from weft.types import frames as f
 from weft.types.plan import AllocSlot, FreeSlot, StepPlan
 
@@ -539,3 +542,49 @@ def test_a_rank_notices_that_another_head_answers() -> None:
 def test_an_alloc_op_is_named_by_its_slot_alone() -> None:
     assert {"slot", "gen"} <= set(AllocSlot.__struct_fields__)
     assert not [name for name in AllocSlot.__struct_fields__ if "sequence" in name or "request" in name]
+
+
+# ---- a domain of several replicas
+
+
+def test_a_domain_can_lose_a_rank_before_it_was_entered() -> None:
+    """While ranks say hello and load: who did not come is named, so that it can be started again."""
+    clock = VirtualClock()
+    group = DomainExecutor(
+        None, Mesh(), Loopback(clock).head(), (1,), settings=SETTINGS, rank_timeout=TIMEOUT, clock=clock
+    )
+    with pytest.raises(GroupLost, match="rank 1 of the group is lost: it did not come") as lost:
+        group.gather(TIMEOUT, ready=False)
+    assert lost.value.rank == 1
+    group.lose(1, "its process ended")  # by the watch's thread
+    with pytest.raises(GroupLost, match="rank 1"):
+        group.check()
+
+
+def test_ranks_that_are_lost_again_while_they_come_are_tried_again() -> None:
+    """Before caches are sized: as often as when a group is formed anew."""
+
+    class Unlucky:
+        processes = None
+        calls: list[str]
+
+        def at_fault(self, lost: GroupLost) -> None: ...
+
+        def gather(self, timeout: float, ready: bool = True, ranks: Any = None) -> None:
+            self.calls.append("gather")
+            if len(self.calls) in (1, 3):
+                raise GroupLost(1, "it ended")
+
+        def size(self, kv: Any, timeout: float) -> Any:
+            self.calls.append("size")
+            return kv
+
+    for tries, calls in ((1, 1), (2, 3), (4, 3)):
+        group: Any = Unlucky()
+        group.calls = []
+        if tries == 1:
+            with pytest.raises(GroupLost, match="it ended"):
+                size(group, kv_config(), tries)
+        else:
+            assert size(group, kv_config(), tries) == kv_config()
+        assert len(group.calls) == calls

@@ -94,12 +94,19 @@ def vote_of(plan: StepPlan | None, unfinished: bool) -> Vote:
 class DomainExecutor(GroupExecutor):
     """A group whose epochs begin when the heads of all replicas have met, and end for all of them."""
 
-    domain: Domain
     meeting: Meeting
+    _entered: Domain | None = None
+    """None while ranks load: they can be lost already."""
+
+    @property
+    def domain(self) -> Domain:
+        """Which was entered."""
+        assert self._entered is not None
+        return self._entered
 
     def enter(self, domain: Domain, meeting: Meeting) -> None:
         """Before the first ``form``."""
-        self.domain, self.meeting = domain, meeting
+        self._entered, self.meeting = domain, meeting
 
     def form(self, epoch: int, store: str | None = None) -> None:
         """Begins the epoch that the heads agree on, ``epoch`` or a later one. Raises GroupLost."""
@@ -121,9 +128,13 @@ class DomainExecutor(GroupExecutor):
         super().recover(lost)
 
     def _end(self, lost: GroupLost) -> GroupLost:
-        self.domain.abort()
+        self._abort_domain()
         return super()._end(lost)
 
     def lose(self, rank: int | None, reason: str) -> None:
         super().lose(rank, reason)
-        self.domain.abort()
+        self._abort_domain()
+
+    def _abort_domain(self) -> None:
+        if self._entered is not None:
+            self._entered.abort()

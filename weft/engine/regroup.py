@@ -65,15 +65,17 @@ def regroup(group: Group, lost: GroupLost) -> None:
 
 def size(group: Group, kv: KVConfig, tries: int) -> KVConfig:
     """``group.size``, ``tries`` times: ranks that are lost while they load are started again."""
-    while True:
-        try:
-            return group.size(kv, LOAD_S)
-        except GroupLost as lost:
-            tries -= 1
-            if not tries:
-                raise
+    lost: GroupLost | None = None
+    for _ in range(tries):
+        if lost is not None:
             _replace(group, lost)
+        try:
             group.gather(HELLO_S, ready=False)
+            return group.size(kv, LOAD_S)
+        except GroupLost as again:
+            lost = again
+    assert lost is not None, "tries are at least 1"
+    raise lost
 
 
 def recall(group: Group, held: Sequence[int], patience: float) -> None:

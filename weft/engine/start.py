@@ -110,7 +110,7 @@ def start_group(
             group.gather(LOAD_S)
             group.form(group.next_epoch)
         except GroupLost as lost:
-            if first:
+            if first and group.epoch <= 0:  # a replica without workers may follow one that worked
                 raise
             group.recover(lost)
         return group

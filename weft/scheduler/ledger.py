@@ -1,13 +1,13 @@
 """What drafts have cost beyond what the same tokens would have cost without, and how much more they may.
 
-Every step with drafts is set against plain steps: the tokens it made, at the price of a plain step of as
-many rows as measured here. What it took beyond that, op by op or recording included, is loss; what it saved
-makes up for loss. Drafts are allowed while the loss so far and what another try is expected to lose stay
-within a share of the time that steps took; that holds for all steps together, and for those of each size of
-batch. The first size may lose some steps' worth in any case, so that a first try is possible at once
-where steps are of few rows. So whatever a cost model believes, and whatever a try costs, drafts make an
-engine slower by no more than that share, but for those steps and for a try that turned out worse than
-expected.
+Every step with drafts and no prompts is set against plain steps: the tokens it made, at the price of a
+plain step of as many rows as measured here. What it took beyond that, op by op or recording included, is
+loss; what it saved makes up for loss. Drafts are allowed while the loss so far and what another try is
+expected to lose stay within a share of the time that steps took; that holds for all steps together, and for
+those of each size of batch. The first size may lose some steps' worth in any case, so that a first try is
+possible at once where steps are of few rows. So whatever a cost model believes, and whatever a try costs,
+drafts make an engine slower by no more than that share, but for those steps and for a try that turned out
+worse than expected.
 
 What was gained is no credit: it only ever makes up for loss before it. Sums fade, so that an hour does not
 pay for minutes of loss.
@@ -50,11 +50,19 @@ class Account:
     """Seconds."""
     loss: float = 0.0
     """Seconds lost by drafts; never below 0."""
+    rested: float = 0.0
+    """Of ``time``, what sums have not faded by yet."""
     expected: float = GUESS
     """Loss of a step with drafts, in plain steps; below 0 it gains."""
 
+    def rest(self, seconds: float) -> None:
+        """``spend`` without a loss, for the least time."""
+        self.time += seconds
+        self.rested += seconds
+
     def spend(self, seconds: float, lost: float = 0.0) -> None:
-        keep = 0.5 ** (seconds / HALF_LIFE)
+        keep = 0.5 ** ((seconds + self.rested) / HALF_LIFE)
+        self.rested = 0.0
         self.time = keep * self.time + seconds
         self.loss = max(keep * self.loss + lost, 0.0)
 
@@ -102,6 +110,8 @@ class Ledger:
         decode, lost = plan.decode, 0.0
         rows = decode.rows
         if not rows or plan.prefill.rows:
+            if plan.prefill.next_k.any() or (rows and (decode.count.max() > 1 or decode.next_k.any())):
+                self._settled = False
             self.all.spend(seconds)
             return
         account = self.of(rows)
@@ -120,8 +130,8 @@ class Ledger:
 
     def rest(self, rows: int, seconds: float) -> None:
         """``step`` of ``rows`` without drafts, for the least time: no price is taken from it."""
-        self.all.time += seconds
-        self.of(rows).time += seconds
+        self.all.rest(seconds)
+        self.of(rows).rest(seconds)
 
     def allows(self, rows: int) -> bool:
         """Whether a step of ``rows`` may draft: as it is expected to go, no more is lost than may be."""

@@ -36,6 +36,8 @@ Tensor = torch.Tensor
 
 MOST_WAITING = 64
 """Hidden states of a slot that wait for their lines."""
+PASS_TOKENS = 2048
+"""Most tokens of a pass over lines that waited: it comes on top of a step."""
 WAITING_BYTES = 64 << 20
 """Of those of all slots, but that each slot's fill a block."""
 
@@ -117,8 +119,9 @@ class MtpDrafter(Drafter):
         else:
             freed = [op.slot for op in ops if isinstance(op, FreeSlot)]
             slots = np.array([slot for slot in freed if self._overdue[slot]], np.int64)
-        if len(slots):
-            self._settle(slots)
+        each = max(PASS_TOKENS // self._most, 1)
+        for first in range(0, len(slots), each):
+            self._settle(slots[first : first + each])
 
     def _settle(self, slots: np.ndarray) -> None:
         """Makes all lines of ``slots`` (int64 [rows]) that wait."""
@@ -254,7 +257,8 @@ class MtpDrafter(Drafter):
     def _gather(self, step: Sampled, made: _Rows, own: StepInput) -> Tensor:
         """[tokens of ``made``, hidden]: what waited, and what this step made. ``own``: the drafter's step."""
         assert step.hidden is not None
-        if len(made.rows) == step.plan.rows and len(step.hidden) == int(made.counts.sum()):
+        whole = len(made.rows) == step.plan.rows and not made.waiting.any()
+        if whole and len(step.hidden) == int(made.counts.sum()):
             return step.hidden
         count = made.counts - made.waiting
         source, to = _ranges(step.begins()[made.rows], made.begins() + made.waiting, count)

@@ -1,0 +1,37 @@
+"""What drafts may lose: prices, fading, steps that tell nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from weft.scheduler.ledger import HALF_LIFE, Account, Ledger
+from weft.types.plan import Segment, StepPlan, column
+
+
+def plan(count: int = 1, next_k: int = 0, prompt: bool = False) -> StepPlan:
+    """One row of ``count`` tokens, which leaves ``next_k`` drafts; perhaps beside a prompt."""
+    one = {"slot": column([0]), "gen": column([0]), "start": column([9])}
+    decode = Segment(**one, count=column([count]), next_k=column([next_k]))
+    return StepPlan(step=0, decode=decode, prefill=decode if prompt else Segment())
+
+
+def test_a_price_is_of_a_plain_step_behind_another() -> None:
+    """The first one behind drafts makes up for the drafter; so does one behind a prompt beside drafts."""
+    ledger = Ledger()
+    for before in (plan(next_k=2), plan(count=3), plan(count=3, prompt=True)):
+        ledger.step(before, 9.0, 0, cold=False)
+        ledger.step(plan(), 5.0, 0, cold=False)
+        ledger.step(plan(), 1.0, 0, cold=False)
+    assert ledger.plain(1) == 1.0
+
+
+def test_sums_fade_by_the_time_that_passed_at_rest_too() -> None:
+    steady, resting = Account(), Account()
+    for account in (steady, resting):
+        account.spend(1.0, lost=1.0)
+    steady.spend(HALF_LIFE)
+    for _ in range(10):
+        resting.rest(HALF_LIFE / 11)
+    resting.spend(HALF_LIFE / 11)
+    assert resting.loss == pytest.approx(steady.loss)
+    assert resting.loss == pytest.approx(0.5)
