@@ -12,6 +12,7 @@ from weft.common.restarts import RestartBudget
 from weft.config.hosts import meeting_place, ranks_on
 from weft.config.resolved import EngineConfig
 from weft.engine.ranks import RankProcesses
+from weft.launch.rank_main import NO_HEAD, WELCOME_S
 from weft.parallel.address import own_address, tcp
 from weft.parallel.secret import read_keys
 
@@ -19,6 +20,8 @@ logger = log.get_logger(__name__)
 
 RESTARTS, WINDOW = 20, 600.0
 """Ranks that are started anew in so many seconds, before the host gives up."""
+AWAY_S = 3600.0
+"""Seconds without any head, after which it gives up, too."""
 _LOOK = 0.2
 
 
@@ -77,6 +80,9 @@ class Ranks:
         """Starts them. ``budget``: of how often they may be started again."""
         self._processes, self._timeout, self._budget = processes, rank_timeout, budget
         self._stopped: dict[int, float] = {}
+        self._alone: dict[int, tuple[float, float]] = {}
+        """Of ranks that no head answered again and again: when the first of them began to wait, and the last
+        end of one."""
         self.left = len(mine)
         """Those that have not been shut down by their head."""
         for rank in mine:
@@ -90,6 +96,8 @@ class Ranks:
             self._stopped.pop(rank, None)
             if status == 0:
                 self.left -= 1
+            elif status == NO_HEAD and self._may_wait(rank, time.monotonic()):
+                processes.spawn(rank)
             elif not self._budget.grant(time.monotonic()):
                 logger.error("%d ranks ended in %g minutes", RESTARTS + 1, WINDOW / 60)
                 return False
@@ -99,6 +107,14 @@ class Ranks:
         for rank in processes.ranks():
             _end_stopped(processes, rank, self._stopped, self._timeout)
         return True
+
+    def _may_wait(self, rank: int, now: float) -> bool:
+        """Whether ``rank``, which no head answered, may say hello again: for ``AWAY_S`` in a row."""
+        began, last = self._alone.get(rank, (now - WELCOME_S, now))
+        if now - last > 2 * WELCOME_S:  # it had a head in between
+            began = now - WELCOME_S
+        self._alone[rank] = began, now
+        return now - began < AWAY_S
 
     def close(self) -> None:
         """Ends them at once."""

@@ -25,8 +25,14 @@ from weft.types import frames as f
 
 WELCOME_S = 120.0
 """Seconds that a rank waits for a head's welcome: for the first one's, and for that of each that follows."""
+NO_HEAD = 4
+"""Exit status of a rank that no head answered: nothing is wrong with it."""
 AGAIN_S = 1.0
 """Seconds between two hellos: a head may die when it has heard one and not yet answered."""
+
+
+class NoHead(f.FrameError):
+    """No head answered in time."""
 
 
 def run(arguments: list[str]) -> int:
@@ -40,6 +46,9 @@ def run(arguments: list[str]) -> int:
     sys.stdin.close()
     try:
         serve(config, address, int(rank))
+    except NoHead as error:
+        print(f"weft: rank {rank}: {error.message}", file=sys.stderr, flush=True)
+        return NO_HEAD
     except WeftError as error:
         print(f"weft: rank {rank}: {error.message}", file=sys.stderr, flush=True)
         return 2
@@ -92,7 +101,7 @@ def say_hello(channel: RankChannel, config: EngineConfig, rank: int, epoch: int 
             return answer
         if isinstance(answer, f.Refused):
             raise f.FrameError(f"refused by the head: {answer.error.message}")
-    raise f.FrameError(f"the head did not answer within {WELCOME_S:g} s")
+    raise NoHead(f"the head did not answer within {WELCOME_S:g} s")
 
 
 if __name__ == "__main__":
