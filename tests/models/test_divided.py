@@ -13,14 +13,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.support.ranks import on_ranks
-from tests.support.sharded import assert_parts
+from tests.support.sharded import assert_parts, note_reads
 from weft.common.errors import ConfigError
 from weft.config import sharding
 from weft.config.families import load_spec
 from weft.layers import build
 from weft.layers.build import ExpertOptions
 from weft.models.base import Model
-from weft.models.files import WeightFile
 from weft.models.loader import load_model
 from weft.moe.block import RoutedMLP
 from weft.ops import cpu, registry
@@ -125,19 +124,7 @@ def test_each_rank_reads_its_experts_alone(
     checkpoint = checkpoints(name)
     spec = load_spec(checkpoint.folder, None)
     assert spec.moe is not None
-    read = dict[int, dict[str, int]]()
-    tensor, part = WeightFile.tensor, WeightFile.part
-
-    def note(name: str, found: Tensor) -> Tensor:
-        of_rank = read.setdefault(threading.get_ident(), {})
-        of_rank[name] = of_rank.get(name, 0) + found.nbytes
-        return found
-
-    def noted(self: WeightFile, name: str, place: tuple[slice, ...]) -> Tensor:
-        return note(name, part(self, name, place)) if place else self.tensor(name)
-
-    monkeypatch.setattr(WeightFile, "tensor", lambda self, name: note(name, tensor(self, name)))
-    monkeypatch.setattr(WeightFile, "part", noted)
+    read = note_reads(monkeypatch)
 
     def load(mesh: Mesh | None = None) -> tuple[dict[str, torch.nn.Parameter], dict[str, int]]:
         model = load_model(checkpoint.folder, spec, torch.float32, CPU, progress=False, mesh=mesh, pack=False)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.support.ranks import on_ranks
-from tests.support.sharded import assert_parts
+from tests.support.sharded import assert_parts, note_reads
 from weft.attention.registry import choose
 from weft.common.errors import ConfigError
 from weft.config import sharding
@@ -21,7 +21,6 @@ from weft.layers.build import Build
 from weft.layers.held import cut, held_by, largest_of
 from weft.layers.linear import Embedding, Head
 from weft.models.base import Model
-from weft.models.files import WeightFile
 from weft.models.loader import load_model
 from weft.models.registry import WEIGHTS
 from weft.ops import cpu
@@ -126,19 +125,7 @@ def test_each_rank_reads_its_slices_alone(
     """Of what ranks divide each reads its part, and of nothing more than it holds."""
     checkpoint = checkpoints(name)
     spec = load_spec(checkpoint.folder, None)
-    read = dict[int, dict[str, int]]()
-    tensor, part = WeightFile.tensor, WeightFile.part
-
-    def note(name: str, found: Tensor) -> Tensor:
-        of_rank = read.setdefault(threading.get_ident(), {})
-        of_rank[name] = of_rank.get(name, 0) + found.nbytes
-        return found
-
-    def noted(self: WeightFile, name: str, place: tuple[slice, ...]) -> Tensor:
-        return note(name, part(self, name, place)) if place else self.tensor(name)
-
-    monkeypatch.setattr(WeightFile, "tensor", lambda self, name: note(name, tensor(self, name)))
-    monkeypatch.setattr(WeightFile, "part", noted)
+    read = note_reads(monkeypatch)
 
     def work(mesh: Mesh) -> tuple[dict[str, int], Model]:
         model = load_model(checkpoint.folder, spec, torch.float32, CPU, progress=False, mesh=mesh, pack=False)

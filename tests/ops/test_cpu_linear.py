@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
-from weft.ops import cpu, torch_ops
+from weft.ops import torch_ops
 from weft.ops.cpu import linear as ops
 
 Tensor = torch.Tensor
@@ -20,23 +18,6 @@ ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 HALF_ULP = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
 
 pytestmark = pytest.mark.usefixtures("extension")
-
-
-@pytest.fixture(params=["tiles", "brgemm"])
-def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Both ways to bf16 sums, whichever this machine would choose."""
-    if request.param == "brgemm" and "brgemm" not in cpu.capabilities():
-        pytest.skip("ATen's brgemm does not take bf16 on this CPU")
-    before = torch.ops.weft_cpu.set_brgemm.default(request.param == "brgemm")
-    yield request.param
-    torch.ops.weft_cpu.set_brgemm.default(before)
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def case(rows: int, shape: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

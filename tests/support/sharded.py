@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 
+import pytest
 import torch
 
 from weft.layers.held import cut, held_by
+from weft.models.files import WeightFile
 
 Parameters = Mapping[str, torch.nn.Parameter]
 
@@ -31,3 +34,21 @@ def assert_parts(whole: Parameters, ranks: Sequence[Parameters]) -> None:
             divided += values.numel()
     assert divided > 0.5 * sum(values.numel() for values in whole.values())
     assert all(parts.keys() == whole.keys() for parts in ranks)
+
+
+def note_reads(monkeypatch: pytest.MonkeyPatch) -> dict[int, dict[str, int]]:
+    """By thread, which is a rank, and tensor: the bytes that are read of checkpoints from now on."""
+    read = dict[int, dict[str, int]]()
+    tensor, part = WeightFile.tensor, WeightFile.part
+
+    def note(name: str, found: torch.Tensor) -> torch.Tensor:
+        of_rank = read.setdefault(threading.get_ident(), {})
+        of_rank[name] = of_rank.get(name, 0) + found.nbytes
+        return found
+
+    def noted(self: WeightFile, name: str, place: tuple[slice, ...]) -> torch.Tensor:
+        return note(name, part(self, name, place)) if place else self.tensor(name)
+
+    monkeypatch.setattr(WeightFile, "tensor", lambda self, name: note(name, tensor(self, name)))
+    monkeypatch.setattr(WeightFile, "part", noted)
+    return read
