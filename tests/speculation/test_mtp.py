@@ -21,6 +21,7 @@ from weft.config.families import load_spec
 from weft.config.sections import SpeculationSection
 from weft.engine.core import EngineCore
 from weft.scheduler.drafting import DraftPolicy
+from weft.speculation import mtp, waiting
 from weft.speculation.mtp import MtpDrafter
 from weft.types.plan import StepPlan, StepResult
 from weft.types.sampling import TokenParams
@@ -179,7 +180,11 @@ def test_drafts_after_a_prefix_hit(beside: bool, folders: dict[str, Path]) -> No
 
 
 @pytest.mark.parametrize("defers", [False, True])
-def test_hidden_states_wait_and_are_not_many(defers: bool, folders: dict[str, Path]) -> None:
+def test_hidden_states_wait_and_are_not_many(
+    defers: bool, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "MOST_DEFERRED", 64)
+    monkeypatch.setattr(mtp, "PASS_TOKENS", 80)
     speculation = SpeculationSection(
         speculative_method="mtp", num_speculative_tokens=2, speculative_adaptive=False
     )
@@ -200,12 +205,17 @@ def test_hidden_states_wait_and_are_not_many(defers: bool, folders: dict[str, Pa
         drafter._defers = defers
         run(engine, [[submit(1, PROMPTS[0], TokenParams(temperature=0.0, max_tokens=33), request=1)]])
         run(engine, [[submit(2, PROMPTS[1][:3], TokenParams(temperature=0.0, max_tokens=80), request=2)]])
+        if defers:  # 11 + 32 once the sequence is gone; when 64 wait, and the rest
+            assert runs == [43, 64]
+            run(engine, [[submit(3, PROMPTS[2] * 3 + [1], TokenParams(temperature=0.0, max_tokens=1), request=3)]])
+            assert runs == [43, 64, 18, 64]  # a prompt as long does not wait
+            both = [PROMPTS[3] + [1] * 20, PROMPTS[3] + [2] * 20]
+            run(engine, [[submit(4 + i, ids, TokenParams(max_tokens=1), request=4 + i) for i, ids in enumerate(both)]])
+            assert runs == [43, 64, 18, 64, 92]  # nor two that are more than a pass
     finally:
         del runner._model.ahead
         engine.close()
-    if defers:  # the prompt of 11; the rest when the sequence is gone; the prompt of 3; when 64 wait
-        assert runs == [11, 32, 3, 64]
-    else:  # the prompt of 11, then whenever a block of 8 is full
+    if not defers:  # the prompt of 11, then whenever a block of 8 is full
         assert runs == [11, 5, 8, 8, 8, 3, 5, *[8] * 9]
 
 

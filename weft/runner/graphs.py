@@ -154,11 +154,16 @@ class DecodeGraphs:
         max_len: int,
         options: GraphOptions,
         launcher: Launcher | None = None,
+        keeper: Callable[[Tensor, Tensor, Tensor], None] | None = None,
     ) -> None:
         """Captures everything, unless lazy: runs each bucket on spare rows.
 
-        ``max_len``: a sequence's greatest length. ``launcher``: of the model's collectives.
+        ``max_len``: a sequence's greatest length. ``launcher``: of the model's collectives. ``keeper``: called
+        at the end of steps of one token a row, see ``Drafter.keeper``.
         """
+        self.keeps = keeper is not None
+        """Whether it is called."""
+        self._keeper = keeper
         self.replayed = 0
         """Steps that ran as a graph."""
         self.cold = False
@@ -218,6 +223,8 @@ class DecodeGraphs:
                 ids.copy_(torch.cat([step.ids for step in steps]))
             logits.copy_(drive(self._model.logits(made)))
             positions.copy_(torch.cat([step.positions for step in steps]))
+            if self._keeper is not None and each == 1:
+                self._keeper(slots, positions, made)
 
         return run
 

@@ -129,7 +129,8 @@ class Runner:
         self.graphs: DecodeGraphs | None = None
         if graphs is not None:
             parts = (model, self._cache, backends, self._builder, self._state)
-            self.graphs = DecodeGraphs(*parts, kv.max_model_len, graphs, self._launcher)
+            keeper = self.drafter.keeper() if self.drafter is not None and device.type == "cpu" else None
+            self.graphs = DecodeGraphs(*parts, kv.max_model_len, graphs, self._launcher, keeper)
 
     @property
     def cache(self) -> Sequence[LayerCache]:
@@ -334,6 +335,7 @@ class Runner:
             num_computed=state.num_computed,
             hidden=handle.hidden,
             each=handle.each,
+            kept=handle.each == 1 and self.graphs is not None and self.graphs.keeps,
         )
         drafts = drafter.propose(sampled)
         handle.cold = handle.cold or drafter.cold

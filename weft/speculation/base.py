@@ -10,7 +10,7 @@ token. They come from a drafter, which the runner asks when a step's tokens are 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -37,6 +37,8 @@ class Sampled:
     """[T, hidden] of the merged tokens, for a drafter that ``reads_hidden``."""
     each: int = 0
     """Tokens that every row takes up in ``hidden``; 0: as many as it has."""
+    kept: bool = False
+    """Whether ``Drafter.keeper`` got the step's hidden states already."""
 
     @cached_property
     def next_k(self) -> np.ndarray:
@@ -82,6 +84,11 @@ class Drafter(ABC):
     def reset(self) -> None:
         """An epoch has ended: all slots are free."""
         return
+
+    def keeper(self) -> Callable[[Tensor, Tensor, Tensor], None] | None:
+        """What a replayed step of one token a row ends with: a function of slots, positions (int64 [rows])
+        and hidden [rows, hidden], that may be recorded. None: there is nothing to do."""
+        return None
 
     def prepare(self, ops: Sequence[Op]) -> None:
         """A step's ``ops`` are about to be carried out: tenants that leave, and that find others' blocks."""

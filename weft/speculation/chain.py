@@ -134,7 +134,8 @@ class Recording:
 
 
 class RecordedChains:
-    """Drafting behind steps of decode rows that take up equally many tokens each: a function of
+    """Drafting behind steps of decode rows that take up equally many tokens each, and what is left of it behind
+    any step once the module ran: functions of
 
     slots, starts, ends [rows]; hidden [rows * each, hidden]
 
@@ -166,20 +167,44 @@ class RecordedChains:
     def propose(self, step: Sampled) -> Tensor | None:
         """int64 [rows, most ``next_k``], of all rows; None where there is no recording of such steps."""
         assert step.hidden is not None
-        self.cold = False
         rows, count = step.plan.rows, int(step.next_k.max())
         each, odd = divmod(len(step.hidden), rows)
         even = step.each or (step.plan.decode.count == each).all()
-        if odd or not even or rows > self._recording.most_rows or not self._chain.records(rows * each, rows):
+        if odd or not even:
+            self.cold = False
             return None
-        longest = int(step.bounds().max()) + each + count
+        return self._replayed(step.hidden, step.slots, step.ends, step.bounds(), count, each, step.starts)
+
+    def go_on(
+        self, hidden: Tensor, slots: Tensor, ends: Tensor, bounds: np.ndarray, count: int
+    ) -> Tensor | None:
+        """``Chain.go_on``; None where there is no recording of it."""
+        return self._replayed(hidden, slots, ends, bounds, count) if count > 1 else None
+
+    def _replayed(
+        self,
+        hidden: Tensor,
+        slots: Tensor,
+        ends: Tensor,
+        bounds: np.ndarray,
+        count: int,
+        each: int = 0,
+        starts: Tensor | None = None,
+    ) -> Tensor | None:
+        """``each``: tokens of every row in ``hidden``, from ``starts`` on; 0: it is the module's already."""
+        self.cold = False
+        rows = len(slots)
+        longest = int(bounds.max()) + each + count
         context = next((bound for bound in self._recording.contexts if bound >= longest), None)
-        if context is None or each > self._recording.most_each:
+        if context is None or rows > self._recording.most_rows or each > self._recording.most_each:
             return None
-        self._slots[:rows].copy_(step.slots)
-        self._starts[:rows].copy_(step.starts)
-        self._ends[:rows].copy_(step.ends)
-        self._hidden[: rows * each].copy_(step.hidden)
+        if not self._chain.records(*([rows * each, rows] if each else [rows])):
+            return None
+        self._slots[:rows].copy_(slots)
+        self._ends[:rows].copy_(ends)
+        self._hidden[: len(hidden)].copy_(hidden)
+        if starts is not None:
+            self._starts[:rows].copy_(starts)
         key = (rows, each, count, context)
         self._met[key] = met = self._met.get(key, 0) + 1
         works = self._works and self._chain.direct
@@ -206,11 +231,14 @@ class RecordedChains:
     def _closure(self, key: tuple[int, int, int, int]) -> Callable[[], None]:
         rows, each, count, context = key
         slots, starts, ends = self._slots[:rows], self._starts[:rows], self._ends[:rows]
-        hidden, drafts = self._hidden[: rows * each], self._drafts[:rows, :count]
+        hidden, drafts = self._hidden[: rows * max(each, 1)], self._drafts[:rows, :count]
         order, chain = self._order[:rows], self._chain
         first, bounds = _rows(np.full(rows, context - each - count), each), np.full(rows, context - count)
 
         def run() -> None:
+            if not each:
+                drafts.copy_(chain.go_on(hidden, slots, ends, bounds, count))
+                return
             step = chain.steps.decode(slots, first, starts, 1)
             keep = order * each + (ends - starts - 1)
             own = chain.ahead(step, hidden, keep)

@@ -13,13 +13,13 @@ output and the last draft; those lines are guesses, and made again when their po
 
 A row that wants no drafts needs no lines yet: its hidden states wait until the lines are drafted from, or
 others may find its block. That is when the block is full; or, where a pass of the module concerns no other
-ranks, when somebody comes who found blocks, and when the sequence ends. So where nothing is drafted, the
-module costs little behind the prompts.
+ranks, when somebody comes who found blocks, and when the sequence ends. There the states of prompts wait,
+too, as long as they are few. So where nothing is drafted, the module costs little.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,16 +30,14 @@ from weft.models.base import Model
 from weft.ops.upload import upload
 from weft.speculation.base import Drafter, Sampled
 from weft.speculation.chain import Chain, RecordedChains, Recording, Steps
+from weft.speculation.waiting import Waiting, most_waiting
 from weft.types.plan import EMPTY_SEGMENT, AllocSlot, FreeSlot, Op, Segment, column
 
 Tensor = torch.Tensor
 
-MOST_WAITING = 64
-"""Hidden states of a slot that wait for their lines."""
 PASS_TOKENS = 2048
-"""Most tokens of a pass over lines that waited: it comes on top of a step."""
-WAITING_BYTES = 64 << 20
-"""Of those of all slots, but that each slot's fill a block."""
+"""Most tokens of a pass over lines that waited: it comes on top of a step. Prompts wait only while all slots'
+states are no more, as a step that drafts anew makes the lines of all its rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,58 +89,57 @@ class MtpDrafter(Drafter):
         self._block = block_size if shared or not defers else history.shape[1]
         self._defers = defers
         slots = history.shape[0]
-        self._most = most_waiting(block_size, slots * model.spec.hidden * model.dtype.itemsize, defers)
-        self._waiting = np.zeros(slots, np.int64)
-        """Of each slot, how many hidden states wait."""
+        hidden, dtype, device = self._chain.sizes
+        most = most_waiting(block_size, slots * hidden * dtype.itemsize, defers)
+        self.waiting = Waiting(slots, most, hidden, dtype, device)
+        """Hidden states whose lines are still to be made."""
         self._verified = np.zeros(slots, bool)
         """Whether the slot's last row had drafts: then nobody here knows where the next one starts."""
-        self._overdue = np.zeros(slots, bool)
-        """Whether lines of a full block wait."""
-        self._ends = np.zeros(slots, np.int64)
-        """Of slots that wait: upper bound of the positions computed."""
+        self._any_verified = False
+        """Whether one of ``_verified`` may be."""
         self._computed: Tensor | None = None
         """``Sampled.num_computed``."""
-        self._kept: Tensor | None = None
-        """[slots, most waiting, hidden], by position modulo the most."""
         self.recorded = None if recording is None else RecordedChains(self._chain, recording)
         """Drafting that is replayed."""
 
     def enter(self, slot: int) -> None:
-        self._waiting[slot] = 0
-        self._verified[slot] = self._overdue[slot] = False
+        self.waiting.forget(slot)
+        self._verified[slot] = False
+
+    def keeper(self) -> Callable[[Tensor, Tensor, Tensor], None]:
+        self.waiting.make()
+        return self.waiting.keep
 
     def prepare(self, ops: Sequence[Op]) -> None:
-        if not self._overdue.any():
+        freed = [op.slot for op in ops if isinstance(op, FreeSlot)]
+        shown = any(isinstance(op, AllocSlot) and op.num_cached for op in ops)
+        if not freed and not shown:
             return
-        if any(isinstance(op, AllocSlot) and op.num_cached for op in ops):
-            slots = np.flatnonzero(self._overdue)
-        else:
-            freed = [op.slot for op in ops if isinstance(op, FreeSlot)]
-            slots = np.array([slot for slot in freed if self._overdue[slot]], np.int64)
-        each = max(PASS_TOKENS // self._most, 1)
+        slots = self.waiting.overdue(self._block)
+        if not shown:
+            slots = slots[np.isin(slots, freed)]
+        each = max(PASS_TOKENS // self.waiting.most, 1)
         for first in range(0, len(slots), each):
             self._settle(slots[first : first + each])
+        for slot in freed:
+            self.waiting.forget(slot)
 
     def _settle(self, slots: np.ndarray) -> None:
         """Makes all lines of ``slots`` (int64 [rows]) that wait."""
-        assert self._kept is not None
         assert self._computed is not None
-        waiting = self._waiting[slots]
-        segment = Segment(
-            slot=column(slots), start=column(self._ends[slots] - waiting), count=column(waiting)
-        )
-        device = self._kept.device
-        at, behind = upload(np.stack([slots, waiting]), device)
-        owner = upload(np.repeat(slots, waiting), device)
+        counts, ends = self.waiting.counts[slots], self.waiting.ends[slots]
+        segment = Segment(slot=column(slots), start=column(ends - counts), count=column(counts))
+        device = self._computed.device
+        at, behind = upload(np.stack([slots, counts]), device)
+        owner = upload(np.repeat(slots, counts), device)
         none = np.zeros(0, np.int64)
         step = self._steps.follow(segment, EMPTY_SEGMENT, self._computed[at] - behind, none, 1)
-        self._chain.ahead(step, self._kept[owner, step.positions % self._most], at[:0])
-        self._waiting[slots] = 0
-        self._overdue[slots] = False
+        self._chain.ahead(step, self.waiting.take(owner, step.positions), at[:0])
+        self.waiting.set(slots, np.zeros(len(slots), np.int64), ends)
 
     def reset(self) -> None:
-        for column_ in (self._waiting, self._verified, self._overdue):
-            column_.fill(0)
+        self.waiting.clear()
+        self._verified.fill(False)
         if self.recorded is not None:
             self.recorded.reset()
 
@@ -160,16 +157,17 @@ class MtpDrafter(Drafter):
         self.cold = False
         self._computed = step.num_computed
         if self._rests(step):
-            self._keep(step.slots, step.starts, step.hidden)
+            if not step.kept:
+                self.waiting.keep(step.slots, step.starts, step.hidden)
             return None
         wanted = step.wanted()
         made = self._due(step, len(wanted) > 0)
         if not len(made.rows):
             return None
-        alike = step.plan.agreed is None and not step.plan.prefill.rows and not made.chunks
-        if len(wanted) and self.recorded is not None and alike:
-            drafts = self.recorded.propose(step)
-            self.cold = self.recorded.cold
+        recorded = self.recorded if step.plan.agreed is None else None
+        if len(wanted) and recorded is not None and not step.plan.prefill.rows and not made.chunks:
+            drafts = recorded.propose(step)
+            self.cold = recorded.cold
             if drafts is not None:
                 return drafts if len(wanted) == len(drafts) else drafts[upload(wanted, drafts.device)]
         hidden = self._first(step, made, wanted)
@@ -179,65 +177,67 @@ class MtpDrafter(Drafter):
         if len(wanted) < len(step.next_k):
             at = upload(wanted, slots.device)
             ends, slots = ends[at], slots[at]
-        return self._chain.go_on(hidden, slots, ends, step.bounds()[wanted], int(step.next_k.max()))
+        rest = hidden, slots, ends, step.bounds()[wanted], int(step.next_k.max())
+        drafts = None if recorded is None else recorded.go_on(*rest)
+        return self._chain.go_on(*rest) if drafts is None else drafts
 
     def _rests(self, step: Sampled) -> bool:
         """Whether only the hidden states of all rows are to be kept; if so, notes that they wait."""
         decode = step.plan.decode
         slots = decode.slot
-        if step.plan.prefill.rows or decode.next_k.any() or self._verified[slots].any():
-            return False
-        waiting = self._waiting[slots] + 1
         assert step.hidden is not None
-        if len(step.hidden) != len(slots) or waiting.max() >= self._most:
+        if step.plan.prefill.rows or len(step.hidden) != len(slots) or decode.next_k.any():
             return False
-        full = (decode.start + 1) % self._block == 0
-        if full.any():
-            if not self._defers:
-                return False
-            self._overdue[slots[full]] = True
-        self._waiting[slots] = waiting
-        self._ends[slots] = decode.start + 1
+        if self._any_verified and self._verified[slots].any():
+            return False
+        if self.waiting.full(slots) or (not self._defers and ((decode.start + 1) % self._block == 0).any()):
+            return False
+        self.waiting.add(slots, decode.start)
         return True
 
     def _due(self, step: Sampled, drafting: bool) -> _Rows:
         """The rows whose lines are made now: all, if any drafts. Of others the hidden states are kept."""
         prefill, decode = step.plan.prefill, step.plan.decode
-        slots, plain = decode.slot, decode.count == 1
-        waiting = self._waiting[slots]
-        full = (decode.start + 1) % self._block == 0
-        keep = plain & ~self._verified[slots] & self._can_wait(waiting + 1, full) & (not drafting)
-        self._verified[slots] = ~plain
-        self._overdue[slots] = keep & (full | self._overdue[slots])
-        self._ends[slots] = decode.start + 1
+        both, first = (prefill, decode), prefill.rows
+        slots = np.concatenate([s.slot for s in both])
+        counts = np.concatenate([s.count for s in both]).astype(np.int64)
+        ends = np.concatenate([s.start for s in both]) + counts
+        waiting = self.waiting.counts[slots]
+        keep = ~self._verified[slots] & (not drafting)
+        keep[first:] &= decode.count == 1
+        keep &= self._can_wait(waiting, counts, ends, first)
+        self._verified[decode.slot] = decode.count != 1
+        self._any_verified = bool(self._verified.any())
+        self.waiting.set(slots, np.where(keep, waiting + counts, 0), ends)
         if keep.any():
-            rows = prefill.rows + np.flatnonzero(keep)
-            at, source = upload(np.stack([rows, step.begins()[rows]]), step.slots.device)
-            assert step.hidden is not None
-            self._keep(step.slots[at], step.starts[at], step.hidden[source])
-        self._waiting[slots] = np.where(keep, waiting + 1, 0)
+            self._keep(step, np.flatnonzero(keep), counts)
         chunk = ~keep & (waiting > 0)
-        order = np.concatenate([np.flatnonzero(chunk), np.flatnonzero(~keep & ~chunk)])
-        none = np.zeros(prefill.rows, np.int64)
-        behind = np.concatenate([none, waiting[order]])
-        counts = np.concatenate([prefill.count, decode.count[order] + waiting[order]]).astype(np.int64)
-        rows = np.concatenate([np.arange(prefill.rows), prefill.rows + order])
-        return _Rows(rows, behind, counts, prefill.rows + int(chunk.sum()))
+        chunk[:first] = ~keep[:first]
+        rows = np.concatenate([np.flatnonzero(chunk), np.flatnonzero(~keep & ~chunk)])
+        return _Rows(rows, waiting[rows], counts[rows] + waiting[rows], int(chunk.sum()))
 
-    def _can_wait(self, waiting: np.ndarray, full: np.ndarray) -> np.ndarray:
-        """bool [rows]: whose lines need not be made now. ``waiting``: hidden states, with this step's."""
-        fits: np.ndarray = waiting < self._most
+    def _can_wait(self, waiting: np.ndarray, counts: np.ndarray, ends: np.ndarray, chunks: int) -> np.ndarray:
+        """bool [rows]: whose lines need not be made now. Of rows, the first ``chunks`` of them of prompts:
+        states that wait, tokens of the step, and where they end."""
+        most = self.waiting.most
+        fits: np.ndarray = waiting + counts < most
         if not self._defers:
-            return fits & ~full
-        if not fits.all():  # one pass for all of which many wait
-            fits = waiting < self._most // 2
+            fits &= ends % self._block != 0
+            fits[:chunks] = False
+        elif int(self.waiting.counts.sum() + counts.sum()) > PASS_TOKENS:
+            fits[:chunks] = False
+        if self._defers and not fits[chunks:].all():  # one pass for all of which many wait
+            fits = fits & (waiting + counts < most // 2)
         return fits
 
-    def _keep(self, slots: Tensor, positions: Tensor, hidden: Tensor) -> None:
-        """Keeps hidden [rows, hidden] of one position (int64 [rows]) of each of ``slots``."""
-        if self._kept is None:
-            self._kept = hidden.new_empty(len(self._waiting), self._most, hidden.shape[1])
-        self._kept[slots, positions % self._most] = hidden
+    def _keep(self, step: Sampled, rows: np.ndarray, counts: np.ndarray) -> None:
+        """Keeps the hidden states of ``rows`` of the plan, each of ``counts`` (int64 [all rows]) tokens."""
+        assert step.hidden is not None
+        device, counts = step.slots.device, counts[rows]
+        within, source = _ranges(np.zeros(len(rows), np.int64), step.begins()[rows], counts)
+        owner, place, source_ = upload(np.stack([np.repeat(rows, counts), within, source]), device)
+        hidden = step.hidden if len(source) == len(step.hidden) else step.hidden[source_]
+        self.waiting.keep(step.slots[owner], step.starts[owner] + place, hidden)
 
     def _first(self, step: Sampled, made: _Rows, wanted: np.ndarray) -> Tensor:
         """Makes the lines of ``made``: [wanted rows, hidden] at their last accepted positions."""
@@ -262,7 +262,7 @@ class MtpDrafter(Drafter):
             return step.hidden
         count = made.counts - made.waiting
         source, to = _ranges(step.begins()[made.rows], made.begins() + made.waiting, count)
-        if self._kept is None or not made.waiting.any():
+        if not made.waiting.any():
             return step.hidden[upload(source, step.hidden.device)]
         slot = np.concatenate([step.plan.prefill.slot, step.plan.decode.slot])[made.rows]
         kept, _ = _ranges(made.begins(), made.begins(), made.waiting)
@@ -271,14 +271,8 @@ class MtpDrafter(Drafter):
         from_, into = upload(np.stack([source, to]), step.hidden.device)
         hidden = step.hidden.new_empty(len(source) + len(kept), step.hidden.shape[1])
         hidden[into] = step.hidden[from_]
-        hidden[token] = self._kept[slots, own.positions[token] % self._most]
+        hidden[token] = self.waiting.take(slots, own.positions[token])
         return hidden
-
-
-def most_waiting(block: int, position: int, defers: bool) -> int:
-    """Hidden states of a slot that may wait. ``position``: bytes that one of every slot takes."""
-    fits = WAITING_BYTES // position if defers else 0
-    return min(max(block, fits), MOST_WAITING)
 
 
 def _segments(step: Sampled, made: _Rows) -> tuple[Segment, Segment]:
