@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from weft.scheduler.acceptance import Acceptance
 from weft.scheduler.columns import Columns
 from weft.scheduler.cost import CostModel, StepShape, decode_shape, shape_of
 from weft.scheduler.fit import CostFitter
@@ -38,17 +39,17 @@ FIRST_PROBE, LAST_PROBE = 32, 512
 PLAIN_EVERY = 400
 """Steps after which ``PLAIN_STEPS`` have no drafts, to see again what they cost."""
 PLAIN_STEPS = 4
-HOLD = 8
-"""Steps for which a sequence keeps its number of drafts: to reckon takes as long as a small op."""
+HOLD, LONGEST_HOLD = 8, 32
+"""Steps for which a sequence keeps its number of drafts: to reckon takes as long as a small op. Twice as many
+each time that nothing changed."""
+LEARN_EVERY = 4
+"""Steps of which one is learned from, while nothing changes."""
 MAX_IN_FLIGHT = 4
 """Plans that may be under way, and more."""
 REST = 24
 """Plans for which nothing is reckoned once there are no drafts: where they do not pay nor must the policy."""
 WORTH = 1.01
 """Expected tokens a second with drafts over those without from which on there are drafts."""
-EXPECTED = 0.7
-"""Share of drafts accepted, before the first."""
-_SLOT_WEIGHT, _ALL_WEIGHT = 0.1, 0.02
 
 
 class DraftPolicy:
@@ -65,11 +66,8 @@ class DraftPolicy:
         self.fitter = fitter
         self.ledger = Ledger()
         self._columns = columns
-        self._expected = EXPECTED
-        """Share of first drafts accepted, over all sequences."""
-        self._later = np.full(most - 1, EXPECTED)
-        """Share of drafts 2, 3, .. accepted where the one before was."""
-        self._beside = StepShape()
+        self._shares = Acceptance(most, columns)
+        self._beside: StepPlan | None = None
         """The last step that was looked at."""
         self._least = np.inf
         """Chance of the last draft that was worth its cost; infinite where none is."""
@@ -85,6 +83,8 @@ class DraftPolicy:
         """Steps chosen for, and since one had drafts."""
         self._next = self._size = 0
         """When the numbers are reckoned again, and for what size of batch they were."""
+        self._hold, self._total = HOLD, 0
+        """Steps for which they are kept; and the drafts of all rows."""
         self._probe = FIRST_PROBE
         self._forced = -1
         """Drafts of every row of this plan; -1: as reckoned."""
@@ -93,7 +93,7 @@ class DraftPolicy:
 
     def enter(self, slot: int) -> None:
         """A new tenant."""
-        self._columns.acceptance[slot] = self._expected
+        self._shares.enter(slot)
         self._columns.wanted[slot] = self._wants()
 
     def resting(self) -> bool:
@@ -125,8 +125,8 @@ class DraftPolicy:
             return most
         wanted = self._columns.wanted
         if self._steps >= self._next or len(slots).bit_length() != self._size:
-            wanted[slots] = self._best(slots, starts)
-            self._next, self._size = self._steps + HOLD, len(slots).bit_length()
+            wanted[slots] = best = self._best(slots, starts)
+            self._keep(len(slots).bit_length(), int(best.sum()))
         chosen: np.ndarray = np.minimum(wanted[slots], most)
         drafting = bool(chosen.any())
         if self._probing(drafting):
@@ -134,6 +134,12 @@ class DraftPolicy:
             return chosen
         self._rest = 0 if drafting else REST
         return chosen
+
+    def _keep(self, size: int, total: int) -> None:
+        """Numbers were reckoned for batches of ``size``, in all ``total``."""
+        alike = size == self._size and total == self._total
+        self._hold = min(2 * self._hold, LONGEST_HOLD) if alike else HOLD
+        self._next, self._size, self._total = self._steps + self._hold, size, total
 
     def first(self, room: int) -> int:
         """Drafts that a sequence proposes after its prompt."""
@@ -143,25 +149,18 @@ class DraftPolicy:
 
     def _wants(self) -> int:
         """Drafts that were worth their cost lately, of a sequence of which nothing is known."""
-        chances = self._expected * np.cumprod(np.concatenate([[1.0], self._later]))
-        return int((chances >= self._least).sum())
+        if self._least == np.inf:
+            return 0
+        return int((self._shares.expected * self._shares.chain() >= self._least).sum())
 
     def verified(self, slots: np.ndarray, drafts: np.ndarray, accepted: np.ndarray) -> None:
         """What became of the drafts of rows that had some: integers [rows], ``accepted <= drafts``."""
         if not self.adaptive or not len(slots):
             return
-        hit = (accepted > 0).astype(np.float64)
-        share = self._columns.acceptance
-        share[slots] += _SLOT_WEIGHT * (hit - share[slots])
-        if hit.mean() > self._expected:  # better than it was: look again soon
-            self._probe = FIRST_PROBE
         self._accepted = int(accepted.sum())
-        self._expected += _weight(len(hit)) * (float(hit.mean()) - self._expected)
-        for place in range(1, self.most):
-            seen = (drafts > place) & (accepted >= place)
-            if seen.any():
-                right = float((accepted[seen] > place).mean())
-                self._later[place - 1] += _weight(int(seen.sum())) * (right - self._later[place - 1])
+        self._shares.see(slots, drafts, accepted)
+        if self._shares.rose:  # better than it was: look again soon
+            self._shares.rose, self._probe = False, FIRST_PROBE
 
     def observe(self, plan: StepPlan, seconds: float, fit: bool, cold: bool = False) -> None:
         """``plan`` took ``seconds``. ``fit``: the cost model should learn from it; else it does already.
@@ -179,9 +178,9 @@ class DraftPolicy:
         if cold:
             self._repeat(plan)
         elif not self._rest:
-            self._beside = shape_of(plan)
-            if fit:
-                self.fitter.observe(self._beside, seconds)
+            self._beside = plan
+            if fit and (self._hold == HOLD or self._forced >= 0 or self._steps % LEARN_EVERY == 0):
+                self.fitter.observe(shape_of(plan), seconds)
 
     def _repeat(self, plan: StepPlan) -> None:
         """If the plan was a trial, there is another."""
@@ -232,8 +231,8 @@ class DraftPolicy:
     def _best(self, slots: np.ndarray, starts: np.ndarray) -> np.ndarray:
         """int32 [rows]: the drafts that make the expected tokens a second the most."""
         places = np.arange(1, self.most + 1)
-        chain = np.cumprod(np.concatenate([[1.0], self._later]))
-        chances = self._columns.acceptance[slots][:, None] * chain
+        self._shares.learn()
+        chances = self._columns.acceptance[slots][:, None] * self._shares.chain()
         # Of equal chances the earlier place goes first: a row's drafts are always its first ones.
         order = np.argsort(-chances, axis=None, kind="stable")
         gains = np.cumsum(chances.ravel()[order])
@@ -254,7 +253,7 @@ class DraftPolicy:
         """(seconds of a step without drafts, what 1, 2, .. drafts in all add to it)."""
         model: CostModel = self.fitter.model
         rows = decode_shape(starts, np.ones(len(starts), np.int64))
-        beside = self._beside
+        beside = StepShape() if self._beside is None else shape_of(self._beside)
         shape = rows._replace(
             prefill_rows=beside.prefill_rows,
             prefill_tokens=beside.prefill_tokens,
@@ -268,8 +267,3 @@ class DraftPolicy:
         # A model that has seen few steps may say that one costs nothing.
         plain = max(model.predict(shape), 0.5 * self.ledger.plain(shape.decode_rows))
         return plain, extra + model.coefficient("draft") * count
-
-
-def _weight(count: int) -> float:
-    """Of the mean of ``count`` observations against all before them."""
-    return float(1.0 - (1.0 - _ALL_WEIGHT) ** count)

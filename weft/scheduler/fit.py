@@ -35,6 +35,8 @@ class CostFitter:
         self.observations = 0
         self._since = 0
         """Observations since the last fit, which takes a millisecond or two."""
+        self._soon = _SOON
+        """Of those, how many there must be when the model was far off; more while new fits do not help."""
         self._due = False
         """Whether the next who asks for the model gets a new one: a fit that nobody asks for is not made."""
         self._prior = np.array(prior.coefficients)
@@ -64,8 +66,11 @@ class CostFitter:
         self._since += 1
         if self._due:
             return
+        new = bool(self._filled[kind] == 1)
         surprised = abs(self._model.predict(shape) / seconds - 1.0) > _SURPRISE
-        self._due = bool(self._filled[kind] == 1) or self._since >= (_SOON if surprised else _AT_LEAST)
+        self._due = new or self._since >= (self._soon if surprised else _AT_LEAST)
+        if self._due:
+            self._soon = min(2 * self._soon, _AT_LEAST) if surprised and not new else _SOON
 
     @property
     def model(self) -> CostModel:
