@@ -207,10 +207,11 @@ def test_hidden_states_wait_and_are_not_many(
         run(engine, [[submit(2, PROMPTS[1][:3], TokenParams(temperature=0.0, max_tokens=80), request=2)]])
         if defers:  # 11 + 32 once the sequence is gone; when 64 wait, and the rest
             assert runs == [43, 64]
-            run(engine, [[submit(3, PROMPTS[2] * 3 + [1], TokenParams(temperature=0.0, max_tokens=1), request=3)]])
+            once = TokenParams(max_tokens=1)
+            run(engine, [[submit(3, PROMPTS[2] * 3 + [1], once, request=3)]])
             assert runs == [43, 64, 18, 64]  # a prompt as long does not wait
             both = [PROMPTS[3] + [1] * 20, PROMPTS[3] + [2] * 20]
-            run(engine, [[submit(4 + i, ids, TokenParams(max_tokens=1), request=4 + i) for i, ids in enumerate(both)]])
+            run(engine, [[submit(4 + i, ids, once, request=4 + i) for i, ids in enumerate(both)]])
             assert runs == [43, 64, 18, 64, 92]  # nor two that are more than a pass
     finally:
         del runner._model.ahead

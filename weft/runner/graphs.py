@@ -158,8 +158,8 @@ class DecodeGraphs:
     ) -> None:
         """Captures everything, unless lazy: runs each bucket on spare rows.
 
-        ``max_len``: a sequence's greatest length. ``launcher``: of the model's collectives. ``keeper``: called
-        at the end of steps of one token a row, see ``Drafter.keeper``.
+        ``max_len``: a sequence's greatest length. ``launcher``: of the model's collectives. ``keeper``:
+        called at the end of steps of one token a row, see ``Drafter.keeper``.
         """
         self.keeps = keeper is not None
         """Whether it is called."""

@@ -33,7 +33,7 @@ class Acceptance:
         self._columns.acceptance[slot] = self.expected
 
     def see(self, slots: np.ndarray, drafts: np.ndarray, accepted: np.ndarray) -> None:
-        """Rows of a step that had some: integers [rows], ``accepted <= drafts``. Owned by this from now on."""
+        """Rows of a step that had some: integers [rows], ``accepted <= drafts``. They are kept."""
         self._seen.append((slots, drafts, accepted))
         if len(self._seen) >= AT_ONCE:
             self.learn()

@@ -134,8 +134,8 @@ class Recording:
 
 
 class RecordedChains:
-    """Drafting behind steps of decode rows that take up equally many tokens each, and what is left of it behind
-    any step once the module ran: functions of
+    """Drafting behind steps of decode rows that take up equally many tokens each, and what is left of it
+    behind any step once the module ran: functions of
 
     slots, starts, ends [rows]; hidden [rows * each, hidden]
 
