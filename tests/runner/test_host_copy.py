@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
 import pytest
 import torch
 
 from weft.common.errors import EngineDead
 from weft.parallel.launcher import CommLost, Launcher
-from weft.runner.result import HostCopy
+from weft.runner import result
+from weft.runner.result import HostCopy, to_result
 from weft.runner.sampler import SampleOutput
+from weft.types.plan import Segment, StepPlan
 
 
 class Event:
@@ -51,3 +54,22 @@ def test_an_abort_frees_who_waits_for_a_result() -> None:
 def test_a_result_that_does_not_come_is_an_error_at_the_deadline() -> None:
     with pytest.raises(EngineDead, match="in time"):
         copy_of(Event()).wait(time.monotonic() + 0.02, Launcher().check)
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_plain_step_has_the_result_of_any_other(drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = 5
+    one = np.ones(rows, np.int32)
+    next_k = np.array([0, 2, 1, 0, 2], np.int32) * drafts
+    segment = Segment(slot=one, gen=one, start=one, count=one, logits=one, sample=one, next_k=next_k)
+    plan = StepPlan(step=7, decode=segment)
+    error = torch.tensor([False, True, False, False, True])
+    output = SampleOutput(tokens=torch.arange(3, 3 + rows), error=error, logprobs=None, prompt_logprobs=None)
+    proposed = torch.arange(6).view(3, 2) if drafts else None
+    plain = to_result(plan, HostCopy(output, drafts=proposed))
+    monkeypatch.setattr(result, "most_each", lambda plan: 0)
+    whole = to_result(plan, HostCopy(output, drafts=proposed))
+    assert plain.rows.tolist() == list(range(rows))
+    assert [row for row, _ in plain.row_error] == [1, 4]
+    assert plain.drafts.tolist() == ([0, 1, 2, 4, 5] if drafts else [])
+    assert repr(plain) == repr(whole)  # columns and their types

@@ -62,6 +62,6 @@ def _carry_out(future: Future[Any], work: Callable[..., Any], args: tuple[Any, .
 
 def result_of(future: Future[Any], deadline: float) -> Any:
     """The future's result, or its exception. Raises EngineDead after ``deadline`` (monotonic seconds)."""
-    if not wait((future,), max(deadline - time.monotonic(), 0.0)).done:
+    if not future.done() and not wait((future,), max(deadline - time.monotonic(), 0.0)).done:
         raise EngineDead("a step did not finish in time")
     return future.result()

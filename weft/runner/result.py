@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from weft.common.errors import EngineDead, ErrorInfo, RowError
-from weft.runner.columns import offsets_of
+from weft.runner.columns import most_each, offsets_of
 from weft.runner.sampler import LogprobTensors, SampleOutput
 from weft.types.plan import EMPTY, LogprobRows, StepPlan, StepResult, column
 
@@ -85,6 +85,8 @@ def come_to_rest(device: torch.device, timeout: float) -> None:
 
 def to_result(plan: StepPlan, copy: HostCopy) -> StepResult:
     """The result of ``plan``: rows with logits, in plan order."""
+    if most_each(plan) == 1 and copy.logprobs is None:
+        return _plain(plan, copy)
     both = (plan.prefill, plan.decode)
     logits = np.concatenate([s.logits for s in both]).astype(np.int64)
     sample = np.concatenate([s.sample for s in both]).astype(np.int64)
@@ -110,6 +112,21 @@ def to_result(plan: StepPlan, copy: HostCopy) -> StepResult:
         row_error=_errors(np.concatenate(wrong)),
         logprobs=_rows(copy.logprobs, owner, len(rows)),
         prompt_logprobs=_rows(copy.prompt_logprobs, prompt_owner, len(rows)),
+    )
+
+
+def _plain(plan: StepPlan, copy: HostCopy) -> StepResult:
+    """The same of one token a row and nothing else, as most steps are: their rows and offsets are counts."""
+    rows = plan.decode.rows
+    counted = column(np.arange(rows + 1))
+    return StepResult(
+        step=plan.step,
+        rows=counted[:-1],
+        offsets=counted,
+        tokens=column(copy.tokens.numpy()),
+        accepted=column(np.zeros(rows)),
+        drafts=_drafts(plan, copy.drafts),
+        row_error=_errors(np.flatnonzero(copy.error.numpy())),
     )
 
 
