@@ -90,6 +90,7 @@ def test_bits_do_not_depend_on_company(folder: Any, layout: str, model: str, ove
     ("layout", "model"),
     [
         ("ep2", "qwen3_moe"),
+        ("dp2ep2", "qwen3_moe"),
         pytest.param("tp2", "qwen3_moe", marks=pytest.mark.grid),
         pytest.param("ep2", "deepseek_v3", marks=pytest.mark.grid),
         pytest.param("tp2dp2", "deepseek_v3", marks=pytest.mark.grid),
@@ -97,11 +98,12 @@ def test_bits_do_not_depend_on_company(folder: Any, layout: str, model: str, ove
     ],
 )
 def test_nor_with_the_cpp_operations_and_replayed_steps(folder: Any, layout: str, model: str) -> None:
-    """What runs alone is launched op by op, what runs in company is replayed where it can be."""
+    """What runs alone is launched op by op, what runs in company is replayed."""
     replicas = _check(folder(model), LAYOUTS[layout], "off", "cpp", replay=True)
     for replica in replicas:
         graphs = replica.runner.graphs
-        assert (graphs is not None and graphs.replayed > 10) == (LAYOUTS[layout].data == 1)
+        assert graphs is not None
+        assert graphs.replayed > 5
 
 
 def _check(where: Path, shape: Layout, overlap: str, form: str, **more: Any) -> list[Replica]:

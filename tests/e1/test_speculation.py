@@ -162,4 +162,4 @@ def test_bits_do_not_depend_on_drafts(
     if replay and runner.graphs is not None:
         assert any(key[1] > 1 for key in runner.graphs._replays)
         assert runner.graphs.replayed > 0
-    assert not replay or runner.graphs is not None or model == "qwen3_next", "nothing was replayed"
+    assert not replay or runner.graphs is not None, "nothing was replayed"

@@ -46,8 +46,8 @@ def test_one_plan_that_does_not_split_decides_for_all() -> None:
     """C2: MIN of the votes; those of idle replicas do not count."""
     assert decided(BUSY, BUSY, IDLE).agreed.halves
     assert not decided(BUSY, changed(BUSY, halves=False)).agreed.halves
-    assert decided(BUSY, changed(BUSY, half=5), IDLE).agreed.padded_tokens == 5
-    assert decided(BUSY, changed(BUSY, halves=False, half=0)).agreed.padded_tokens == 7
+    assert decided(BUSY, changed(BUSY, half=5), IDLE).agreed.padded_tokens == 8
+    assert decided(BUSY, changed(BUSY, halves=False, half=0)).agreed.padded_tokens == 8
     assert decided(BUSY, changed(IDLE, halves=False)).agreed.halves
     assert not decided(IDLE, IDLE).agreed.halves
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -22,9 +23,17 @@ from weft.attention.triton_backend import TritonAttention
 from weft.engine.core import EngineCore
 from weft.parallel.mesh import Mesh
 from weft.runner import graphs
-from weft.runner.graphs import Capture, DecodeGraphs, GraphOptions, context_buckets, obstacle, row_buckets
+from weft.runner.graphs import (
+    Capture,
+    DecodeGraphs,
+    GraphOptions,
+    Key,
+    context_buckets,
+    obstacle,
+    row_buckets,
+)
 from weft.types.layout import Layout
-from weft.types.plan import Segment, StepPlan, column
+from weft.types.plan import Agreement, Segment, StepPlan, column
 from weft.types.sampling import TokenParams
 
 
@@ -190,24 +199,48 @@ def test_which_steps_are_replayed(folder: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(graphs, "FIRST_CONTEXT", 16)
     engine, runner = with_graphs(folder, 6)
     found = runner.graphs.find  # type: ignore[union-attr]
-    assert found(plan_of(slot=[0], start=[15])) == (1, 1, 16, 1)
-    assert found(plan_of(slot=[0, 1, 2], start=[3, 16, 4])) == (4, 1, 64, 1)
-    assert found(plan_of(slot=[0] * 5, start=[95] * 5)) == (6, 1, 96, 1)
+    assert found(plan_of(slot=[0], start=[15])) == Key(1, 1, 16)
+    assert found(plan_of(slot=[0, 1, 2], start=[3, 16, 4])) == Key(4, 1, 64)
+    assert found(plan_of(slot=[0] * 5, start=[95] * 5)) == Key(6, 1, 96)
     assert found(plan_of(slot=[0] * 7, start=[5] * 7)) is None
     pair = {"slot": [0, 1], "count": [1, 2], "logits": [1, 2], "sample": [1, 2]}
     assert found(plan_of(**pair, start=[5, 15])) is None
     engine.close()
     engine, runner = with_graphs(folder, 6, most_each=2)
     found = runner.graphs.find  # type: ignore[union-attr]
-    assert found(plan_of(slot=[0], start=[15])) == (1, 1, 16, 1)
-    assert found(plan_of(**pair, start=[5, 14])) == (2, 2, 16, 1)
-    assert found(plan_of(**pair, start=[5, 15])) == (2, 2, 64, 1)
+    assert found(plan_of(slot=[0], start=[15])) == Key(1, 1, 16)
+    assert found(plan_of(**pair, start=[5, 14])) == Key(2, 2, 16)
+    assert found(plan_of(**pair, start=[5, 15])) == Key(2, 2, 64)
     assert (
         found(plan_of(**{**pair, "count": [1, 3], "logits": [1, 3], "sample": [1, 3]}, start=[5, 5])) is None
     )
     assert found(plan_of(slot=[0, 1], start=[5, 5], logits=[1, 0], sample=[1, 0])) is None
     assert found(plan_of(slot=[], start=[])) is None
     assert found(StepPlan(step=0, prefill=plan_of(slot=[0], start=[3]).decode)) is None
+    engine.close()
+
+
+def test_which_steps_of_replicas_are_replayed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those in which nobody has more than the largest pad, once such a step was met before."""
+    monkeypatch.setattr(graphs, "FIRST_CONTEXT", 16)
+    engine, runner = with_graphs(folder, 6, most_each=2, lazy=True)
+    one = plan_of(slot=[0], start=[5])
+    pair = plan_of(slot=[0, 1], count=[1, 2], logits=[1, 2], sample=[1, 2], start=[5, 6])
+
+    def found(plan: StepPlan, padded: int) -> Key | None:
+        agreed = Agreement(wave=1, padded_tokens=padded)
+        return runner.graphs.find(msgspec.structs.replace(plan, agreed=agreed))  # type: ignore[union-attr]
+
+    assert found(one, 8) is None, "the first of its kind"
+    assert found(one, 8) == Key(1, 1, 16, 1, 8)
+    assert found(one, 16) is None, "padded to another size"
+    assert [found(one, 72) for _ in range(3)] == [None] * 3, "somebody computes a prompt"
+    assert [found(pair, 4) for _ in range(2)] == [None, Key(2, 2, 16, 1, 4)]
+    assert [found(pair, 3) for _ in range(2)] == [None, None], (
+        "filled up it has more rows than were agreed on"
+    )
+    idle = plan_of(slot=[], start=[])
+    assert [found(idle, 4) for _ in range(2)] == [None, Key(0, 1, 16, 1, 4)]
     engine.close()
 
 

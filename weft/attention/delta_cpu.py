@@ -25,6 +25,7 @@ class CpuDelta(DeltaBackend):
     """Heads of multiples of 16 up to 256 dims. Stateless; any number of threads may share it."""
 
     invariant = True
+    capturable = True
 
     def check(
         self, cache: CacheSpec, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device

@@ -258,7 +258,7 @@ class BatchBuilder:
         ``staged``: see ``stage_decode``.
         """
         slots, rows = staged[0], len(staged[0])
-        each = len(positions) // rows
+        each = len(positions) // rows if rows else 1
         row = self._order[: rows * each]
         verify = None
         if len(staged) > 1:
@@ -300,7 +300,7 @@ class BatchBuilder:
         all of one count, and its largest start bounds the context of all. ``starts``, ``shift``: as for
         ``follow``. A position beyond the longest sequence stands for the last one.
         """
-        rows, each = len(slots), int(bound.count[0])
+        rows, each = len(slots), int(bound.count.max(initial=1))
         if starts is None:
             starts = self._state.num_computed[slots]
         positions, token_slots, offsets = starts, slots, self._offsets[: rows + 1]

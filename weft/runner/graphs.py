@@ -32,8 +32,8 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeAlias
 
 import torch
 from tqdm import tqdm
@@ -49,20 +49,38 @@ from weft.runner.columns import even, most_each
 from weft.runner.programs import CannotRecord
 from weft.runner.slot_state import SlotState
 from weft.runner.staging import StagingBuffer
+from weft.types.exchange import PADS, UNAGREED, Exchange
 from weft.types.plan import Segment, StepPlan, column
 
 log = get_logger(__name__)
 
 Tensor = torch.Tensor
+
+
+class Key(NamedTuple):
+    """A bucket of steps."""
+
+    rows: int
+    each: int
+    """Tokens of a row."""
+    context: int
+    """Positions, at most."""
+    halves: int = 1
+    """2 for a step in halves."""
+    padded: int = 0
+    """What replicas agreed on: ``Agreement.padded_tokens``; 0: nothing."""
+
+
 Capture: TypeAlias = Callable[[Callable[[], None]], Callable[[], None]]
 """From a function of fixed tensors to one that does the same again. Tests pass the identity."""
-Key: TypeAlias = tuple[int, int, int, int]
-"""Bucket: rows, tokens of each, positions of context; and 2 for a step in halves, else 1."""
 
 MOST_ROWS = 512
 """Steps of more rows are launched op by op: launching costs them little."""
 MOST_EXACT = 64
 """The same for lazy captures, of which there is one for each number of rows."""
+MOST_PADDED = PADS[-1]
+"""Most tokens of a replica in a step that others have a part in: there is a capture for each number that they
+may agree on. In a step with more somebody computes a prompt."""
 WORTH_CAPTURING = 2
 """Steps of a bucket after which a lazy capture is made, where there are many buckets: as rows with drafts
 come and go, some are met once, and to capture takes about what two steps op by op take more than replayed."""
@@ -88,7 +106,7 @@ def context_buckets(most: int) -> list[int]:
 def obstacle(model: Model, backends: Backends) -> str | None:
     """Why decode steps of this model cannot be captured, in words; None when they can."""
     layout = model.mesh.layout
-    if layout.expert and layout.data > 1:
+    if layout.expert and layout.data > 1 and model.device.type != "cpu":
         return "replicas agree on how rows travel in each step"
     if model.device.type != "cpu" and model.mesh.obstacle is not None:
         return model.mesh.obstacle
@@ -195,7 +213,7 @@ class DecodeGraphs:
         each = reversed(range(1, options.most_each + 1))
         halves = (1, 2) if options.halves else (1,)
         buckets = itertools.product(reversed(self._rows), each, reversed(self._contexts), halves)
-        keys = [key for key in buckets if key[0] >= key[3]]
+        keys = [Key(*key) for key in buckets if key[0] >= key[3]]
         for key in tqdm(keys, desc="capturing decode", unit="graph", disable=not options.progress):
             self._replays[key] = options.capture(self._closure(key))
         log.info(
@@ -207,15 +225,19 @@ class DecodeGraphs:
         )
 
     def _closure(self, key: Key) -> Callable[[], None]:
-        rows, each, context, halves = key
+        rows, each, context, halves, padded = key
         tokens = slice(rows * each)
         slots, logits, positions = self._slots[:rows], self._logits[tokens], self._positions[tokens]
         hidden, ids = self._hidden[tokens], self._ids[tokens]
         parts = slots.chunk(halves)  # as with ``split``, rows by their number; those that fill up are last
         bounds = [_bound(len(part), each, context) for part in parts]
+        exchange = Exchange(rows=padded) if padded else UNAGREED
 
         def run() -> None:
-            steps = [self._builder.decode(part, of) for part, of in zip(parts, bounds, strict=True)]
+            steps = [
+                replace(self._builder.decode(part, of), exchange=exchange)
+                for part, of in zip(parts, bounds, strict=True)
+            ]
             made = self._hidden_of(steps)
             if self._options.keeps_hidden:
                 hidden.copy_(made)
@@ -242,20 +264,25 @@ class DecodeGraphs:
     def find(self, plan: StepPlan) -> Key | None:
         """The bucket that holds the plan's step; None when it must be launched op by op. Once a step."""
         self.cold = False
-        rows, each = plan.decode, most_each(plan)
+        rows, padded = plan.decode, 0 if plan.agreed is None else plan.agreed.padded_tokens
+        each = 1 if padded and not plan.rows else most_each(plan)  # without rows: other replicas have some
         if rows.rows > self._rows[-1] or not 1 <= each <= self._options.most_each:
             return None
-        longest = int(rows.start.max()) + each
-        if longest > self._contexts[-1]:
+        longest = int(rows.start.max(initial=0)) + each
+        if longest > self._contexts[-1] or padded > MOST_PADDED:
             return None
-        key = _bucket(self._rows, rows.rows), each, _bucket(self._contexts, longest), plan.halves
+        bucket = _bucket(self._rows, rows.rows) if rows.rows else 0
+        key = Key(bucket, each, _bucket(self._contexts, longest), plan.halves, padded)
         if plan.halves > 1 and not self._options.halves:
             return None
         if not self._options.lazy:
             return key
-        if self._options.exact and not self._model.records(key[0] * each):
+        if padded:  # rows that are filled up may be more than were agreed on
+            if bucket * each > padded or not self._model.records(padded):
+                return None
+        elif self._options.exact and not self._model.records(bucket * each):
             return None
-        if each > 1:
+        if each > 1 or padded:
             self._met[key] = met = self._met.get(key, 0) + 1
             if met < WORTH_CAPTURING:
                 self.cold = self._records
@@ -267,10 +294,10 @@ class DecodeGraphs:
 
         Rows of fewer tokens than others are filled up; what is computed of the filling is nobody's.
         """
-        rows, each = plan.decode.rows, key[1]
+        rows, each = plan.decode.rows, key.each
         staged = self._builder.stage_decode(plan, 0 if even(plan, each) else each, buffer)
         self._slots[:rows].copy_(staged[0])
-        self._slots[rows : key[0]] = self._spare
+        self._slots[rows : key.rows] = self._spare
         if key in self._replays:
             self.replay(key)
         elif self._records and self._model.mesh.launcher.direct:
@@ -284,7 +311,7 @@ class DecodeGraphs:
 
     def hidden(self, key: Key, rows: int) -> Tensor:
         """[rows * tokens of each, hidden] of the step replayed last, valid until the next."""
-        return self._hidden[: rows * key[1]]
+        return self._hidden[: rows * key.each]
 
     def replay(self, key: Key) -> None:
         """Launches the captured step of ``key`` on what its columns hold."""

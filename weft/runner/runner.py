@@ -279,7 +279,7 @@ class Runner:
             handle.cold = self.graphs.cold
             return None
         rows, logits = self.graphs.run(key, plan, handle.buffer)
-        handle.hidden, handle.each = self.graphs.hidden(key, plan.rows), key[1]
+        handle.hidden, handle.each = self.graphs.hidden(key, plan.rows), key.each
         handle.cold = self.graphs.cold
         return rows, logits
 

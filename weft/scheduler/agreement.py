@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from weft.common.errors import EngineDead
+from weft.types.exchange import padded
 from weft.types.plan import Agreement, StepPlan
 
 VERSION = 1
@@ -82,7 +83,7 @@ def decide(table: np.ndarray) -> Decision:
     halves = launch and all(yes or not own for yes, own in zip(columns["halves"], rows, strict=True))
     agreed = Agreement(
         wave=columns["wave"][0],
-        padded_tokens=max(columns["half" if halves else "tokens"]),
+        padded_tokens=padded(max(columns["half" if halves else "tokens"])),
         tokens=tuple(columns["tokens"]),
         halves=halves,
         drafts=max(columns["drafts"]),

@@ -169,7 +169,7 @@ class Agreement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     wave: int
     """Number of the domain's present time awake."""
     padded_tokens: int
-    """Most tokens that a replica has at once: in the step or, with ``halves``, in a half of it."""
+    """No replica has more tokens at once: in the step or, with ``halves``, in a half of it."""
     tokens: tuple[int, ...] = ()
     """Of each replica. After the last attention fewer may be left: these are upper bounds."""
     halves: bool = False
