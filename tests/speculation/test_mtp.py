@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from weft.common.errors import ConfigError
 from weft.config.families import load_spec
 from weft.config.sections import SpeculationSection
 from weft.engine.core import EngineCore
+from weft.runner import graphs
+from weft.runner import runner as runner_module
+from weft.runner.graphs import GraphOptions
 from weft.scheduler.drafting import DraftPolicy
 from weft.speculation import mtp, waiting
 from weft.speculation.mtp import MtpDrafter
@@ -87,6 +91,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
+def called_again(run: Callable[[], None]) -> Callable[[], None]:
+    """As a capture: computes the step."""
+    run()
+    return run
+
+
 def now_and_then() -> Any:
     """``DraftPolicy.choose``: any number of drafts for anybody, and in half of the steps none."""
     rng = np.random.default_rng(3)
@@ -99,23 +109,36 @@ def now_and_then() -> Any:
 
 
 @pytest.mark.parametrize("name", ["random", "skilled"])
-@pytest.mark.parametrize(("chunk", "whim", "depth"), [(0, False, 1), (5, False, 2), (0, True, 1)])
+@pytest.mark.parametrize(
+    ("chunk", "whim", "depth", "replayed"),
+    [(0, False, 1, False), (5, False, 2, True), (0, True, 1, False), (0, True, 1, True)],
+)
 def test_drafts_are_transformers(
     name: str,
     chunk: int,
     whim: bool,
     depth: int,
+    replayed: bool,
     folders: dict[str, Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Greedy and sampled sequences side by side, from chunks, and with steps without drafts in between."""
+    """Greedy and sampled sequences side by side, from chunks, and with steps without drafts in between; op by
+    op, or through the fixed tensors of captures."""
     if whim:
         monkeypatch.setattr(DraftPolicy, "choose", now_and_then())
     reference = Reference(folders[name])
     speculation = SpeculationSection(
         speculative_method="mtp", num_speculative_tokens=3, speculative_adaptive=False
     )
-    engine, runner = make_engine(folders[name], chunk=chunk, depth=depth, speculation=speculation)
+    monkeypatch.setattr(graphs, "WORTH_CAPTURING", 1)
+    monkeypatch.setattr(runner_module, "WORTH_CAPTURING", 1)
+    engine, runner = make_engine(
+        folders[name],
+        chunk=chunk,
+        depth=depth,
+        speculation=speculation,
+        graphs=GraphOptions(max_rows=8, capture=called_again, lazy=True, most_each=4) if replayed else None,
+    )
     watch = Watch(runner, engine)
     try:
         submits = [
@@ -132,6 +155,14 @@ def test_drafts_are_transformers(
     assert len(seen) >= 20
     for known, drafts in seen:
         assert drafts == reference.drafts(known, len(drafts)), f"behind {len(known)} tokens"
+    drafter = runner.drafter
+    assert isinstance(drafter, MtpDrafter)
+    if replayed:
+        assert runner.graphs is not None
+        assert any(key.each == 1 for key in runner.graphs._replays), "states are kept by captures"
+        assert drafter.recorded is not None
+        kinds = {bool(each) for _, each, *_ in drafter.recorded._replays}
+        assert kinds == {False, True}, "behind prompts, and behind other steps"
     if whim:
         assert any(
             (plan.decode.count == 1).any() and not plan.decode.next_k.any() for plan in runner.plans
