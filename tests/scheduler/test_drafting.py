@@ -251,6 +251,17 @@ def test_it_comes_back_when_drafts_become_right() -> None:
     assert np.mean(world.chosen[-200:]) > 2.0
 
 
+@pytest.mark.parametrize("rows", [1, 4])
+def test_it_comes_back_soon(rows: int) -> None:
+    """Also after a long rest: within some of the longest pauses between two probes."""
+    world = World(machine(MEMORY), np.zeros(rows))
+    world.run(3000)
+    assert not any(chosen.any() for chosen in world.chosen[-20:])
+    world.right = np.full(rows, 0.95)
+    world.run(900)
+    assert np.mean(world.chosen[-100:]) > 2
+
+
 def test_what_it_costs_to_look_is_little() -> None:
     """Nothing is ever right: the drafts that are tried all the same are few, and fewer with time."""
     world = World(machine(MEMORY), np.full(2, 0.0))

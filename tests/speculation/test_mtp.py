@@ -210,6 +210,64 @@ def test_drafts_after_a_prefix_hit(beside: bool, folders: dict[str, Path]) -> No
         assert drafts == reference.drafts(known, len(drafts))
 
 
+def test_siblings_draft_behind_a_prompt_whose_states_waited(folders: dict[str, Path]) -> None:
+    """Without prefix caching, too, they have the blocks of the first of them, which may be gone by then."""
+    reference = Reference(folders["skilled"])
+    speculation = SpeculationSection(
+        speculative_method="mtp", num_speculative_tokens=2, speculative_adaptive=False
+    )
+    engine, runner = make_engine(folders["skilled"], speculation=speculation, caching=False)
+    watch = Watch(runner, engine)
+    policy = engine.scheduler.drafts
+    assert policy is not None
+    policy.most = 0
+
+    def wake(number: int) -> list[Any]:
+        policy.most = 2 * (number >= 3)
+        return []
+
+    siblings = [
+        submit(1 + i, PROMPTS[3], TokenParams(temperature=0.9, max_tokens=most), request=1, choice=i)
+        for i, most in enumerate((2, 30))
+    ]
+    try:
+        answers = run(engine, [siblings], wake)
+    finally:
+        engine.close()
+    assert answers[2].num_cached >= 24
+    assert len(watch.seen) > 3
+    for known, drafts in watch.seen:
+        assert drafts == reference.drafts(known, len(drafts))
+
+
+def test_all_states_that_wait_are_no_more_than_a_pass(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mtp, "PASS_TOKENS", 60)
+    speculation = SpeculationSection(
+        speculative_method="mtp", num_speculative_tokens=2, speculative_adaptive=False
+    )
+    engine, runner = make_engine(folders["skilled"], speculation=speculation)
+    policy, drafter = engine.scheduler.drafts, runner.drafter
+    assert policy is not None
+    assert isinstance(drafter, MtpDrafter)
+    policy.most, most, passes = 0, 0, 0
+
+    def watch(number: int) -> list[Any]:
+        nonlocal most, passes
+        most, passes = max(most, drafter.waiting.total), drafter._chain.passes
+        assert drafter.waiting.total == drafter.waiting.counts.sum()
+        return []
+
+    try:
+        submits = [submit(i, PROMPTS[i][:4], TokenParams(max_tokens=40), request=i) for i in range(4)]
+        run(engine, [submits], watch)
+    finally:
+        engine.close()
+    assert 30 < most <= 60
+    assert 3 <= passes <= 8  # of 160 lines; each makes those of the rows with the most
+
+
 @pytest.mark.parametrize("defers", [False, True])
 def test_hidden_states_wait_and_are_not_many(
     defers: bool, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch

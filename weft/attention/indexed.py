@@ -102,6 +102,8 @@ class IndexedAttention(LatentAttention):
         cache.view(-1, cache.shape[2]).index_copy_(
             0, step.writes[self._kind], torch.cat(line, dim=1).to(cache.dtype)
         )
+        if keep is not None and not len(keep):  # its lines were all that was wanted
+            return self.out(x.new_empty(0, self._heads * mla.v))
         nope, turned = self.q_up(low).unflatten(1, (self._heads, -1)).split((mla.nope, mla.rope), dim=-1)
         turned = rotate_pairs(turned, *shared.angles, mla.interleaved)
         up = self.kv_up.matrices

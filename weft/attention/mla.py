@@ -107,6 +107,8 @@ class LatentAttention(Layer):
             *cache,
             step.writes[self._kind],
         )
+        if keep is not None and not len(keep):  # its lines were all that was wanted
+            return self.out(x.new_empty(0, self._heads * mla.v))
         if self.q_up is not None:
             q = self.q_up(q)
         q = q.unflatten(1, (self._heads, -1))

@@ -30,6 +30,7 @@ else reads, and its logits are dropped.
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -40,6 +41,7 @@ from tqdm import tqdm
 
 from weft.attention.base import Backends, LayerCache, StepInput
 from weft.common.log import get_logger
+from weft.common.recent import Recent
 from weft.models.base import Model
 from weft.overlap.drive import drive
 from weft.overlap.interleave import interleave
@@ -84,6 +86,8 @@ may agree on. In a step with more somebody computes a prompt."""
 WORTH_CAPTURING = 2
 """Steps of a bucket after which a lazy capture is made, where there are many buckets: as rows with drafts
 come and go, some are met once, and to capture takes about what two steps op by op take more than replayed."""
+MOST_KEPT = 512
+"""Recordings of a runner. Each takes half a kilobyte a call, or tens to hundreds in all."""
 FIRST_CONTEXT = 2048
 
 
@@ -200,7 +204,10 @@ class DecodeGraphs:
         self._hidden = torch.empty((tokens, model.spec.hidden), dtype=model.dtype, device=device)
         self._ids = torch.zeros(tokens, dtype=torch.int64, device=device)
         self._positions = torch.zeros(tokens, dtype=torch.int64, device=device)
-        self._replays: dict[Key, Callable[[], None]] = {}
+        # Behind a GPU's graph there may be work of its own under way: none is dropped but with its epoch.
+        self._replays: Recent[Key, Callable[[], None]] = Recent(
+            MOST_KEPT if device.type == "cpu" else sys.maxsize
+        )
         self._met: dict[Key, int] = {}
         self._records = True
         if not options.lazy:
@@ -215,7 +222,7 @@ class DecodeGraphs:
         buckets = itertools.product(reversed(self._rows), each, reversed(self._contexts), halves)
         keys = [Key(*key) for key in buckets if key[0] >= key[3]]
         for key in tqdm(keys, desc="capturing decode", unit="graph", disable=not options.progress):
-            self._replays[key] = options.capture(self._closure(key))
+            self._replays.put(key, options.capture(self._closure(key)))
         log.info(
             "%d CUDA graphs for decode, up to %d rows, captured in %.1f s; they take %d MiB",
             len(keys),
@@ -315,7 +322,9 @@ class DecodeGraphs:
 
     def replay(self, key: Key) -> None:
         """Launches the captured step of ``key`` on what its columns hold."""
-        self._replays[key]()
+        replay = self._replays.get(key)
+        assert replay is not None, f"no capture of {key}"
+        replay()
         self.replayed += 1
 
     def forget(self) -> None:
@@ -330,7 +339,7 @@ class DecodeGraphs:
     def _capture_now(self, key: Key) -> None:
         """Computes a step while capturing it. What cannot be captured was computed all the same."""
         try:
-            self._replays[key] = self._options.capture(self._closure(key))
+            self._replays.put(key, self._options.capture(self._closure(key)))
         except CannotRecord as error:
             log.warning("decode steps are launched op by op, and not replayed: %s", error)
             self._records = self.cold = False

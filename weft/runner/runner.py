@@ -30,7 +30,14 @@ from weft.parallel.launcher import Launcher
 from weft.runner.batch import BatchBuilder, StepRows
 from weft.runner.columns import even, most_each
 from weft.runner.device_queue import DeviceQueue, result_of
-from weft.runner.graphs import MOST_EXACT, WORTH_CAPTURING, DecodeGraphs, GraphOptions, context_buckets
+from weft.runner.graphs import (
+    MOST_EXACT,
+    MOST_KEPT,
+    WORTH_CAPTURING,
+    DecodeGraphs,
+    GraphOptions,
+    context_buckets,
+)
 from weft.runner.halves import HalvedSteps
 from weft.runner.kv_tensors import by_layer, stacked
 from weft.runner.result import HostCopy, come_to_rest, to_result
@@ -357,6 +364,7 @@ class Runner:
                 most_rows=min(graphs.max_rows, MOST_EXACT),
                 most_each=graphs.most_each,
                 after=WORTH_CAPTURING,
+                most_kept=MOST_KEPT,
             )
         if speculation.speculative_method == "mtp":
             return MtpDrafter(
@@ -368,7 +376,6 @@ class Runner:
                 self._vocab_size,
                 self.kv.block_size,
                 recording,
-                shared=self.kv.enable_prefix_caching,
                 defers=self._model.mesh.layout.domain == 1
                 and not any(pool.cache.window for pool in self.kv.pools),
             )

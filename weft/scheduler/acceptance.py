@@ -32,10 +32,11 @@ class Acceptance:
         self.learn()
         self._columns.acceptance[slot] = self.expected
 
-    def see(self, slots: np.ndarray, drafts: np.ndarray, accepted: np.ndarray) -> None:
-        """Rows of a step that had some: integers [rows], ``accepted <= drafts``. They are kept."""
+    def see(self, slots: np.ndarray, drafts: np.ndarray, accepted: np.ndarray, *, now: bool = False) -> None:
+        """Rows of a step that had some: integers [rows], ``accepted <= drafts``. They are kept; ``now``: and
+        taken in at once."""
         self._seen.append((slots, drafts, accepted))
-        if len(self._seen) >= AT_ONCE:
+        if now or len(self._seen) >= AT_ONCE:
             self.learn()
 
     def learn(self) -> None:

@@ -20,7 +20,7 @@ from weft.common.errors import EngineDead
 from weft.types.exchange import padded
 from weft.types.plan import Agreement, StepPlan
 
-VERSION = 1
+VERSION = 2
 
 
 class Vote(msgspec.Struct, frozen=True, kw_only=True):

@@ -42,8 +42,8 @@ PLAIN_STEPS = 4
 HOLD, LONGEST_HOLD = 8, 32
 """Steps for which a sequence keeps its number of drafts: to reckon takes as long as a small op. Twice as many
 each time that nothing changed."""
-LEARN_EVERY = 4
-"""Steps of which one is learned from, while nothing changes."""
+LEARN_EVERY = 5
+"""Steps of which one is learned from, while nothing changes. Nothing else comes every so many."""
 MAX_IN_FLIGHT = 4
 """Plans that may be under way, and more."""
 REST = 24
@@ -88,6 +88,8 @@ class DraftPolicy:
         self._probe = FIRST_PROBE
         self._forced = -1
         """Drafts of every row of this plan; -1: as reckoned."""
+        self._observed = 0
+        """Steps that could have been learned from."""
         self._rest = self._rested = 0
         """Plans that need not ask, as nothing is drafted; and those that did not."""
 
@@ -137,7 +139,7 @@ class DraftPolicy:
 
     def _keep(self, size: int, total: int) -> None:
         """Numbers were reckoned for batches of ``size``, in all ``total``."""
-        alike = size == self._size and total == self._total
+        alike = size == self._size and total == self._total > 0
         self._hold = min(2 * self._hold, LONGEST_HOLD) if alike else HOLD
         self._next, self._size, self._total = self._steps + self._hold, size, total
 
@@ -158,9 +160,11 @@ class DraftPolicy:
         if not self.adaptive or not len(slots):
             return
         self._accepted = int(accepted.sum())
-        self._shares.see(slots, drafts, accepted)
+        self._shares.see(slots, drafts, accepted, now=self._least == np.inf)
         if self._shares.rose:  # better than it was: look again soon
             self._shares.rose, self._probe = False, FIRST_PROBE
+            if self._least == np.inf:
+                self._next = self._steps
 
     def observe(self, plan: StepPlan, seconds: float, fit: bool, cold: bool = False) -> None:
         """``plan`` took ``seconds``. ``fit``: the cost model should learn from it; else it does already.
@@ -179,7 +183,8 @@ class DraftPolicy:
             self._repeat(plan)
         elif not self._rest:
             self._beside = plan
-            if fit and (self._hold == HOLD or self._forced >= 0 or self._steps % LEARN_EVERY == 0):
+            self._observed += 1
+            if fit and (self._hold == HOLD or self._forced >= 0 or self._observed % LEARN_EVERY == 0):
                 self.fitter.observe(shape_of(plan), seconds)
 
     def _repeat(self, plan: StepPlan) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from weft.attention.base import Backends, LayerCache, StepInput
 from weft.common.log import get_logger
+from weft.common.recent import Recent
 from weft.models.base import Model
 from weft.ops import sampling as ops
 from weft.ops.cpu import CannotRecord
@@ -131,6 +132,8 @@ class Recording:
     most_each: int
     after: int
     """Steps alike after which one is recorded."""
+    most_kept: int
+    """Recordings."""
 
 
 class RecordedChains:
@@ -155,7 +158,7 @@ class RecordedChains:
         self._hidden = torch.zeros(rows * recording.most_each, hidden, dtype=dtype, device=device)
         self._drafts = torch.zeros(rows, recording.most_each, dtype=torch.int64, device=device)
         self._order = torch.arange(rows, device=device)
-        self._replays: dict[tuple[int, int, int, int], Callable[[], None]] = {}
+        self._replays: Recent[tuple[int, int, int, int], Callable[[], None]] = Recent(recording.most_kept)
         self._met: dict[tuple[int, int, int, int], int] = {}
         self._works = True
 
@@ -223,7 +226,7 @@ class RecordedChains:
 
     def _record(self, key: tuple[int, int, int, int]) -> None:
         try:
-            self._replays[key] = self._recording.record(self._closure(key))
+            self._replays.put(key, self._recording.record(self._closure(key)))
         except CannotRecord as error:
             log.warning("drafts are made op by op, and not replayed: %s", error)
             self._works = self.cold = False

@@ -36,8 +36,8 @@ from weft.types.plan import EMPTY_SEGMENT, AllocSlot, FreeSlot, Op, Segment, col
 Tensor = torch.Tensor
 
 PASS_TOKENS = 2048
-"""Most tokens of a pass over lines that waited: it comes on top of a step. Prompts wait only while all slots'
-states are no more, as a step that drafts anew makes the lines of all its rows."""
+"""Most tokens of a pass over lines that waited: it comes on top of a step. Nor do more states wait, of all
+slots, as a step that drafts anew makes the lines of all its rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,18 +75,17 @@ class MtpDrafter(Drafter):
         block_size: int,
         recording: Recording | None = None,
         *,
-        shared: bool = True,
         defers: bool = False,
     ) -> None:
-        """history: int32 [slots + 1, longest]. ``block_size``: positions of a block. ``shared``: others may
-        find a full one.
+        """history: int32 [slots + 1, longest]. ``block_size``: positions of a block, which others may find
+        once it is full: with prefix caching anybody, without it the sequences of the same prompt.
 
         ``defers``: lines of full blocks may wait, for ``prepare``. Not where other ranks have a part in a
         pass, nor where blocks are given up while their sequence goes on.
         """
         self._chain = Chain(model, cache, backends, steps, history, vocab_size)
         self._steps = steps
-        self._block = block_size if shared or not defers else history.shape[1]
+        self._block = block_size
         self._defers = defers
         slots = history.shape[0]
         hidden, dtype, device = self._chain.sizes
@@ -190,10 +189,16 @@ class MtpDrafter(Drafter):
             return False
         if self._any_verified and self._verified[slots].any():
             return False
-        if self.waiting.full(slots) or (not self._defers and ((decode.start + 1) % self._block == 0).any()):
+        if self.waiting.full(slots) or self._is_late(decode):
             return False
         self.waiting.add(slots, decode.start)
         return True
+
+    def _is_late(self, decode: Segment) -> bool:
+        """Whether lines of decode rows must be made, not as a slot is full, but because of all of them."""
+        if self._defers:
+            return self.waiting.total + decode.rows > PASS_TOKENS
+        return bool(((decode.start + 1) % self._block == 0).any())
 
     def _due(self, step: Sampled, drafting: bool) -> _Rows:
         """The rows whose lines are made now: all, if any drafts. Of others the hidden states are kept."""
@@ -219,15 +224,18 @@ class MtpDrafter(Drafter):
     def _can_wait(self, waiting: np.ndarray, counts: np.ndarray, ends: np.ndarray, chunks: int) -> np.ndarray:
         """bool [rows]: whose lines need not be made now. Of rows, the first ``chunks`` of them of prompts:
         states that wait, tokens of the step, and where they end."""
-        most = self.waiting.most
-        fits: np.ndarray = waiting + counts < most
+        most, after = self.waiting.most, waiting + counts
+        fits: np.ndarray = after < most
         if not self._defers:
             fits &= ends % self._block != 0
             fits[:chunks] = False
-        elif int(self.waiting.counts.sum() + counts.sum()) > PASS_TOKENS:
-            fits[:chunks] = False
-        if self._defers and not fits[chunks:].all():  # one pass for all of which many wait
-            fits = fits & (waiting + counts < most // 2)
+            return fits
+        if not fits[chunks:].all():  # one pass for all of which many wait
+            fits &= after < most // 2
+        if self.waiting.total + int(counts.sum()) > PASS_TOKENS:  # those with the most, until half is left
+            order = np.argsort(-after, kind="stable")
+            left = self.waiting.total + int(counts.sum()) - np.cumsum(after[order])
+            fits[order[: 1 + int(np.searchsorted(-left, -(PASS_TOKENS // 2)))]] = False
         return fits
 
     def _keep(self, step: Sampled, rows: np.ndarray, counts: np.ndarray) -> None:
@@ -248,8 +256,8 @@ class MtpDrafter(Drafter):
         # Nothing but its line is wanted of any other token; of a step where nobody wants drafts, of none.
         first = np.zeros(step.plan.rows, np.int64)
         first[made.rows] = made.begins() + made.waiting
-        at = upload(np.stack([wanted, first[wanted]]) if len(wanted) else np.zeros((2, 1), np.int64), device)
-        keep = at[1] + (step.ends - step.starts - 1)[at[0]] if len(wanted) else at[1]
+        at = upload(np.stack([wanted, first[wanted]]), device)
+        keep = at[1] + (step.ends - step.starts - 1)[at[0]]
         own = self._steps.follow(*parts, starts, np.zeros(0, np.int64), 1)
         hidden = self._gather(step, made, own)
         return self._chain.ahead(own, hidden, keep)

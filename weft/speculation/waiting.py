@@ -29,6 +29,8 @@ class Waiting:
         self._shape, self._dtype, self._device = (slots, most, hidden), dtype, device
         self._states: Tensor | None = None
         """[slots, most, hidden], by position modulo the most; see ``make``."""
+        self.total = 0
+        """Of all slots."""
         self._bound = 0
         """No slot has more."""
 
@@ -40,11 +42,13 @@ class Waiting:
 
     def forget(self, slot: int) -> None:
         """None wait of ``slot``."""
+        self.total -= int(self.counts[slot])
         self.counts[slot] = 0
 
     def clear(self) -> None:
         """None wait at all."""
         self.counts.fill(0)
+        self.total = 0
 
     def keep(self, slots: Tensor, positions: Tensor, hidden: Tensor) -> None:
         """Keeps hidden [n, hidden] of ``positions`` (int64 [n]) of ``slots`` (int64 [n])."""
@@ -64,11 +68,13 @@ class Waiting:
 
     def add(self, slots: np.ndarray, starts: np.ndarray) -> None:
         """One more of each of ``slots``, at ``starts``."""
+        self.total += len(slots)
         self.counts[slots] += 1
         self.ends[slots] = starts + 1
 
     def set(self, slots: np.ndarray, counts: np.ndarray, ends: np.ndarray) -> None:
         """``counts`` of ``slots`` wait, up to ``ends``."""
+        self.total += int(counts.sum() - self.counts[slots].sum())
         self.counts[slots] = counts
         self.ends[slots] = ends
         self._bound = max(self._bound, int(counts.max(initial=0)))

@@ -1,0 +1,44 @@
+"""A mapping that forgets what was used longest ago."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class Recent(Generic[K, V]):
+    """At most ``most`` entries. To get one, or to put it, is to use it; to look for one is not."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._entries: dict[K, V] = {}
+        """The one that was used longest ago first."""
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._entries
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, key: K) -> V | None:
+        """None where there is none."""
+        value = self._entries.pop(key, None)
+        if value is not None:
+            self._entries[key] = value
+        return value
+
+    def put(self, key: K, value: V) -> None:
+        """Forgets another one where there is no room. ``value``: not None."""
+        self._entries.pop(key, None)
+        self._entries[key] = value
+        if len(self._entries) > self._most:
+            del self._entries[next(iter(self._entries))]
+
+    def clear(self) -> None:
+        self._entries.clear()
