@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -127,6 +128,16 @@ def outlive(servers: Servers, tmp_path: Path) -> Iterator[Outlive]:  # noqa: F81
 
     yield run
     shutil.rmtree(folder)
+
+
+def test_a_group_that_never_forms_is_no_mistake_of_who_asked(tmp_path: Path) -> None:
+    """A rank is killed as it loads, and nothing is wrong with the command line: status 1, not 2."""
+    (tmp_path / "go").touch()
+    plans, settings = json.dumps([(1, "load", "kill")]), json.dumps({"tensor_parallel_size": 2})
+    script = [sys.executable, "-m", "tests.faults.faulty_server", str(tmp_path), plans, "[]", settings]
+    made = subprocess.run(script, capture_output=True, text=True, timeout=ANSWER)
+    assert "weft: rank 1 of the group is lost" in made.stderr
+    assert made.returncode == 1
 
 
 def test_workers_outlive_their_head(outlive: Outlive) -> None:
