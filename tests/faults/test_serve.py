@@ -172,18 +172,31 @@ def test_experts_that_moved(outlive: Outlive) -> None:
 
 
 @pytest.mark.grid
-def test_a_worker_that_stops_with_its_head(outlive: Outlive) -> None:
-    """The next head hears nothing of it, and has it started again."""
+@pytest.mark.parametrize("layout", [(2, 1), (1, 2), (2, 2)])
+def test_ranks_that_are_killed_while_experts_move(outlive: Outlive, layout: tuple[int, int]) -> None:
+    """Some have come, others are on their way, and copies among them: heads and workers by turns."""
+    tensor, data = layout
+    last = tensor * data - 1
+    plans: list[Plan] = [(last, "rebalance", "kill"), (0, "rebalance", "kill"), (last, "rebalance", "stop")]
+    moving: dict[str, Any] = {"enable_expert_parallel": True, "eplb_interval": 1, "redundant_experts": 2}
+    outlive(plans, heads=1, tensor_parallel_size=tensor, data_parallel_size=data, **moving)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("shared", [False, True], ids=["alone", "domain"])
+def test_a_worker_that_stops_with_its_head(outlive: Outlive, shared: bool) -> None:
+    """The next head hears nothing of it, and has it started again. A domain's other workers stay."""
 
     def strike(server: int) -> None:
         worker = rank_of(server, 1)
         os.kill(worker, signal.SIGSTOP)
-        (head,) = (pid for pid, what in processes_of(server).items() if what == "head")
-        os.kill(head, KILL)
+        # The first replica's was started first.
+        os.kill(min(pid for pid, what in processes_of(server).items() if what == "head"), KILL)
         stopped.append(worker)
 
     stopped: list[int] = []
-    outlive([], strike=strike, heads=1, tensor_parallel_size=2)
+    domain = {"data_parallel_size": 2, "enable_expert_parallel": True} if shared else {}
+    outlive([], strike=strike, stay=[3] if shared else [], heads=1, tensor_parallel_size=2, **domain)
     assert not lives(stopped[0])
 
 
