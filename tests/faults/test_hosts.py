@@ -13,13 +13,14 @@ import pytest
 from tests.faults.asker import TIMES
 from tests.faults.cluster import SETTINGS, Cluster
 from tests.faults.host_zero import PROMPTS
-from tests.faults.netns import child_of
+from tests.faults.netns import child_of, children_of
 from tests.faults.rig import config_of
 from weft import LLM, SamplingParams
 from weft.common.errors import ConfigError
 from weft.config import hosts as over
 from weft.config.group import compare, shared_settings
 from weft.config.sections import ParallelSection
+from weft.launch.host import LISTEN_S
 
 KILL, STOP, CABLE = "it is killed", "it is stopped", "the cable is cut"
 ZERO = "head 0 is killed"
@@ -158,6 +159,31 @@ def test_what_befalls_heads_of_another_host(cluster: Cluster, alone: Alone, shar
     assert counted["engine_restarts_total"] == 4
     server.ask()
     assert server.told() == wanted
+    server.stop()
+
+
+@pytest.mark.grid
+def test_a_head_of_another_host_that_stops_before_it_listens(cluster: Cluster, alone: Alone) -> None:
+    """Its host gives it up after ``LISTEN_S``; nobody else can tell that it is there."""
+    server = cluster.start(data_parallel_size=2)
+    host = server.others[0]
+    killed = child_of(host, "head_main")
+    os.kill(killed, signal.SIGKILL)
+    server.ask()
+    until = time.monotonic() + 60
+    while (found := children_of(host, "head_main")) in ([], [killed]):
+        assert time.monotonic() < until, "no head follows"
+    os.kill(found[0], signal.SIGSTOP)
+    assert server.told() == alone.texts
+    stopped = time.monotonic()
+    while found[0] in children_of(host, "head_main"):
+        assert time.monotonic() < stopped + LISTEN_S + 10, "it is still there"
+        time.sleep(0.5)
+    server.until_whole()
+    assert time.monotonic() > stopped + LISTEN_S / 2, "it was to be stopped before it listened"
+    server.ask()
+    assert server.told() == alone.texts
+    assert server.metrics()["engine_restarts_total"] == 2
     server.stop()
 
 

@@ -85,6 +85,8 @@ def outlive(servers: Servers, tmp_path: Path) -> Iterator[Outlive]:  # noqa: F81
         server = servers.start(script, 200, HF_HUB_OFFLINE="1", TMPDIR=str(folder))
         server.http.timeout = ANSWER
         server.chat(max_tokens=2)  # the front's own pools have been used once
+        server.wait(lambda: server.metric("num_requests_running") == 0)
+        idle = [server.metric(name) for name in ("free_slots", "free_blocks")]
         before = [rank_of(server.process.pid, rank) for rank in stay]
 
         def ask(number: int) -> Any:
@@ -120,7 +122,8 @@ def outlive(servers: Servers, tmp_path: Path) -> Iterator[Outlive]:  # noqa: F81
         server.wait(
             lambda: server.metric("num_requests_running") == server.metric("front_sequences") == 0, 10
         )
-        assert server.metric("free_slots") == 4 * settings.get("data_parallel_size", 1)
+        server.wait(lambda: [server.metric(name) for name in ("free_slots", "free_blocks")] == idle, 10)
+        assert idle[0] == 4 * settings.get("data_parallel_size", 1)
         assert [rank_of(server.process.pid, rank) for rank in stay] == before
         assert server.metric("engine_restarts_total") >= heads
         assert fallen(tmp_path) == [], "a rank loaded its weights again"
