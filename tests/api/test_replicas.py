@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from weft import LLM, AsyncLLM, SamplingParams
-from weft.common.errors import EngineDead, InvalidRequest
+from weft.common.errors import ConfigError, EngineDead, InvalidRequest
 
 COMMON: dict[str, Any] = {
     "dtype": "float64",
@@ -79,6 +79,11 @@ def test_independent_replicas(expected: Any) -> None:
     assert all(process.poll() is not None for process in processes)
     with pytest.raises(EngineDead):
         llm.stats()
+
+
+def test_what_only_the_replicas_can_refuse_is_still_a_mistake_of_who_asked() -> None:
+    with pytest.raises(ConfigError, match="status 2 before it was ready"):
+        LLM("spool-text", data_parallel_size=2, attention_backend="no-such-backend", **COMMON)
 
 
 def kill_when(kill: Any, busy: Any) -> None:

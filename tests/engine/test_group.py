@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from tests.engine.group_rig import SETTINGS, TIMEOUT, GroupRig, Ranks, TableRunner
 from tests.scheduler.fake_runner import BAD_SEED, kv_config, submit
-from weft.common.errors import ConfigError, EngineDead
+from weft.common.errors import ConfigError, EngineDead, WeftError
 from weft.common.folder import private_folder
 from weft.engine.domain import DomainExecutor
 from weft.engine.executor import GroupLost
@@ -93,6 +93,21 @@ def test_a_rank_that_never_loads_is_named() -> None:
     rig.ranks.net.plant(LinkFault(peer=rig.ranks.peer(3), to_rank=False, at=1, deed=lose))
     with pytest.raises(GroupLost, match=r"rank 3 .* did not load within"):
         rig.ranks.up()
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"), [(ConfigError("no room"), ConfigError), (EngineDead("no room"), GroupLost)]
+)
+def test_a_rank_that_cannot_load_as_it_is_told_is_a_mistake_of_who_told_it(
+    error: WeftError, kind: type[WeftError]
+) -> None:
+    rig = make_rig(up=False)
+    rig.ranks.net.plant(LinkFault(peer=rig.ranks.peer(3), to_rank=False, at=1, deed=lose))
+    told = f.Failed(rank=3, epoch=-1, step=-1, error=error.info())
+    rig.ranks.head.gather(TIMEOUT, ready=False)
+    rig.ranks.net.put(rig.ranks.peer(3), False, f.encode(told))
+    with pytest.raises(kind, match=r"rank 3 of the group is lost: no room"):
+        size(rig.ranks.head, rig.kv, 1)
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
+import threading
 import time
 from pathlib import Path
 from typing import Any, ClassVar
@@ -163,6 +165,21 @@ def test_ranks_end_with_their_head_however_it_ends() -> None:
 
 @pytest.mark.grid
 @pytest.mark.timeout(1800)
+def test_a_head_waits_for_the_port_of_the_one_before_it(tmp_path: Path) -> None:
+    """One that was killed may hold it until it has ended, and the next one is started at once."""
+    (tmp_path / "secret").write_text("a secret of enough bytes")
+    dying = socket.create_server(("127.0.0.1", 0))
+    port = dying.getsockname()[1]
+    hosts = {"nnodes": 2, "rdzv": f"127.0.0.1:{port}", "group_secret": str(tmp_path / "secret")}
+    late = threading.Timer(0.5, dying.close)
+    late.start()
+    channel, beats = start._channels(config_of(tensor_parallel_size=2, **hosts), tmp_path)
+    late.join()
+    assert channel.address == f"tcp://127.0.0.1:{port}"
+    channel.close()
+    beats.close()
+
+
 def test_deep_contexts_over_divided_experts(tmp_path: Path) -> None:
     """Four contexts of 8k, with drafts, one of them prefilled while the others decode."""
     folder = make_checkpoint(tmp_path, "qwen3_moe")

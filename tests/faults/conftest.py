@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from tests.faults.cluster import Cluster
 from tests.faults.netns import Hosts
 
 
@@ -20,3 +22,8 @@ def hosts() -> Iterator[Hosts]:
         pytest.skip(f"this machine makes no network namespaces: {error}")
     yield made
     made.down()
+
+
+@pytest.fixture
+def cluster(hosts: Hosts, tmp_path: Path) -> Cluster:
+    return Cluster(hosts, tmp_path)

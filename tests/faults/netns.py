@@ -89,12 +89,23 @@ class Lines:
         self.process.stdin.flush()
 
 
+def command_lines(parent: int) -> dict[int, list[str]]:
+    """The words that started each child of a process, whichever thread made it. One that has ended, and was
+    not asked how, has none.
+    """
+    found = {}
+    for task in Path(f"/proc/{parent}/task").iterdir():
+        with contextlib.suppress(OSError):  # it ends meanwhile
+            for pid in map(int, (task / "children").read_text().split()):
+                with contextlib.suppress(OSError):
+                    found[pid] = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+    return found
+
+
 def children_of(process: subprocess.Popen[str], module: str = "") -> list[int]:
     """The children of a host's process; those that run ``python -m MODULE``."""
-    found = []
-    for task in Path(f"/proc/{process.pid}/task").iterdir():
-        found += [int(pid) for pid in (task / "children").read_text().split()]
-    return sorted(pid for pid in found if module in Path(f"/proc/{pid}/cmdline").read_text())
+    found = command_lines(process.pid)
+    return sorted(pid for pid, words in found.items() if module in " ".join(words))
 
 
 def child_of(process: subprocess.Popen[str], module: str = "") -> int:

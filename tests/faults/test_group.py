@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.rig import Plan, config_of, survive
+from weft.types.faults import Deed
 
 STEP_PHASES = ("stage", "collective", "sample", "read")
 WORKER: list[Plan] = [(1, phase, deed) for phase in STEP_PHASES for deed in ("kill", "stop", "raise")]  # type: ignore[misc]
@@ -25,6 +26,8 @@ SECOND: list[Plan] = [
     if rank or (phase, deed) == ("form", "raise")  # the head does not load again, and dies with its engine
 ]
 """What befalls a group that is being formed anew."""
+MOVING = {"enable_expert_parallel": True, "eplb_interval": 1, "redundant_experts": 2}
+"""Experts that move whenever they can."""
 
 
 @pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.grid), 2])
@@ -35,6 +38,16 @@ def test_a_sample_of_everything(tmp_path: Path, depth: int) -> None:
     }
     core = survive(config_of(tensor_parallel_size=2, steps_in_flight=depth), tmp_path, plans[depth])
     assert core.stats().requeued > 0
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_rank_that_falls_while_experts_move(tmp_path: Path, depth: int, rank: int) -> None:
+    """They move with every other step, copies of them too: all go back to the checkpoint's order."""
+    deeds: tuple[Deed, ...] = ("kill", "stop", "raise") if rank else ("raise",)  # it dies with its engine
+    plans: list[Plan] = [(rank, "rebalance", deed) for deed in (*deeds, "raise")]
+    survive(config_of(**MOVING, tensor_parallel_size=2, steps_in_flight=depth), tmp_path, plans)
 
 
 @pytest.mark.grid

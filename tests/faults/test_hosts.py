@@ -2,49 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import os
-import secrets
 import signal
-import subprocess
 import time
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import pytest
 
 from tests.faults.asker import TIMES
+from tests.faults.cluster import SETTINGS, Cluster
 from tests.faults.host_zero import PROMPTS
-from tests.faults.netns import ANSWER, Hosts, Lines, child_of
+from tests.faults.netns import child_of, children_of
 from tests.faults.rig import config_of
 from weft import LLM, SamplingParams
 from weft.common.errors import ConfigError
 from weft.config import hosts as over
 from weft.config.group import compare, shared_settings
 from weft.config.sections import ParallelSection
-
-SETTINGS: dict[str, Any] = {
-    "dtype": "float64",
-    "max_model_len": 256,
-    "max_num_seqs": 4,
-    "kv_cache_memory": "8MiB",
-    "rank_timeout": 8.0,
-}
-
-
-class Zero(Lines):
-    """Host 0's script."""
-
-    def ask(self, tokens: int = 60) -> None:
-        self.send(str(tokens))
-
-    def told(self) -> tuple[list[list[int]], int]:
-        """(tokens, recoveries so far)."""
-        tokens, _, recoveries = self.line().rpartition(" ")
-        return json.loads(tokens), int(recoveries)
-
+from weft.launch.host import LISTEN_S
 
 KILL, STOP, CABLE = "it is killed", "it is stopped", "the cable is cut"
 ZERO = "head 0 is killed"
@@ -70,103 +46,35 @@ def alone() -> Alone:
     "deeds", [(), pytest.param((KILL, STOP, CABLE), marks=pytest.mark.grid)], ids=["quiet", "faults"]
 )
 def test_two_hosts_and_what_befalls_the_second(
-    hosts: Hosts, tmp_path: Path, alone: Alone, deeds: tuple[str, ...]
+    cluster: Cluster, alone: Alone, deeds: tuple[str, ...]
 ) -> None:
     wanted = alone.tokens
-    parallel = {**several(hosts, tmp_path), "tensor_parallel_size": 2}
-    other = serve(hosts, 1, parallel, 1)
-    zero = Zero(hosts.run(0, "-m", "tests.faults.host_zero", json.dumps({**SETTINGS, **parallel})))
-    assert zero.line() == "ready"
+    zero = cluster.program(tensor_parallel_size=2)
     zero.ask()
     assert zero.told() == (wanted, 0)
 
     for deed in deeds:
-        kept = child_of(other)
+        kept = child_of(zero.other)
         if deed == CABLE:
-            hosts.cable("down")
+            cluster.hosts.cable("down")
         zero.ask()
         if deed == CABLE:
             time.sleep(12)
-            hosts.cable("up")
+            cluster.hosts.cable("up")
         else:
             time.sleep(0.3)
-            os.kill(child_of(other), signal.SIGKILL if deed == KILL else signal.SIGSTOP)
+            os.kill(child_of(zero.other), signal.SIGKILL if deed == KILL else signal.SIGSTOP)
         assert zero.told()[0] == wanted
         if deed == CABLE:
-            assert child_of(other) == kept, "a rank that lost its head keeps its weights"
+            assert child_of(zero.other) == kept, "a rank that lost its head keeps its weights"
     zero.ask()
     told, recoveries = zero.told()
     assert told == wanted
     assert recoveries >= (2 if deeds else 0)  # what comes between two questions is found with the next one
-    assert zero.process.stdin is not None
-    zero.process.stdin.close()
-    assert zero.process.wait(60) == 0
-    assert other.wait(60) == 0
+    zero.stop()
 
 
 # ---- several replicas
-
-
-@dataclass
-class Server:
-    """``weft serve`` on host 0, and a client beside it."""
-
-    process: subprocess.Popen[str]
-    others: list[subprocess.Popen[str]]
-    client: Lines
-
-    def ask(self, tokens: int = 60) -> None:
-        self.client.send(str(tokens))
-
-    def told(self) -> list[str]:
-        return list(json.loads(self.client.line()))
-
-    def metrics(self) -> dict[str, float]:
-        self.client.send("metrics")
-        return dict(json.loads(self.client.line()))
-
-    def until_whole(self) -> dict[str, float]:
-        """The metrics when both heads are there."""
-        until = time.monotonic() + ANSWER
-        while (counted := self.metrics())["engine_up:0"] + counted["engine_up:1"] < 2:
-            assert time.monotonic() < until, "a head does not come back"
-            time.sleep(0.2)
-        return counted
-
-    def stop(self) -> None:
-        """All processes end in order."""
-        assert self.client.process.stdin is not None
-        self.client.process.stdin.close()
-        self.process.terminate()
-        assert self.process.wait(60) == 0
-        assert [other.wait(60) for other in self.others] == [0] * len(self.others)
-
-
-def several(hosts: Hosts, folder: Path) -> dict[str, Any]:
-    """Settings of two hosts."""
-    secret = folder / "secret"
-    secret.write_text(secrets.token_hex(32))
-    return {"nnodes": 2, "rdzv": f"{hosts.addresses[0]}:5799", "group_secret": str(secret)}
-
-
-def serve(hosts: Hosts, host: int, parallel: dict[str, Any], number: int) -> subprocess.Popen[str]:
-    """``weft serve`` with ``--node-rank NUMBER`` in the namespace ``host``."""
-    settings = {**SETTINGS, **parallel, "node_rank": number, "port": "0"}
-    settings = {name.replace("_", "-"): value for name, value in settings.items()}
-    flags = [
-        f"--{name}" if value is True else f"--{name}={value}" for name, value in settings.items() if value
-    ]
-    return hosts.run(host, "-m", "weft", "serve", "spool-text", *flags)
-
-
-def start(hosts: Hosts, parallel: dict[str, Any]) -> Server:
-    """Of more hosts than two, each second pair lies the other way round: neighbours are apart."""
-    others = [serve(hosts, (0, 1, 1, 0)[n], parallel, n) for n in range(1, parallel["nnodes"])]
-    zero = Lines(serve(hosts, 0, parallel, 0))
-    ready = zero.line()
-    assert ready.startswith("weft is ready: "), ready
-    client = Lines(hosts.run(0, "-m", "tests.faults.asker", ready.split()[3]))
-    return Server(zero.process, others, client)
 
 
 @pytest.mark.parametrize(
@@ -183,10 +91,10 @@ def start(hosts: Hosts, parallel: dict[str, Any]) -> Server:
     ],
     ids=lambda layout: "-".join(layout) or "independent",
 )
-def test_replicas_over_hosts(hosts: Hosts, tmp_path: Path, alone: Alone, layout: dict[str, Any]) -> None:
+def test_replicas_over_hosts(cluster: Cluster, alone: Alone, layout: dict[str, Any]) -> None:
     """With four hosts each replica lies over two of them."""
     wanted = alone.texts
-    server = start(hosts, {**several(hosts, tmp_path), "data_parallel_size": 2, **layout})
+    server = cluster.start(data_parallel_size=2, **layout)
     server.ask()
     assert server.told() == wanted
     counted = server.metrics()
@@ -196,9 +104,9 @@ def test_replicas_over_hosts(hosts: Hosts, tmp_path: Path, alone: Alone, layout:
 
 
 @pytest.mark.grid
-def test_ranks_of_another_host_outlive_their_head(hosts: Hosts, tmp_path: Path, alone: Alone) -> None:
+def test_ranks_of_another_host_outlive_their_head(cluster: Cluster, alone: Alone) -> None:
     """The head of ``weft serve`` is killed, stopped, and killed as soon as it is back."""
-    server = start(hosts, {**several(hosts, tmp_path), "tensor_parallel_size": 2})
+    server = cluster.start(tensor_parallel_size=2)
     kept = child_of(server.others[0])
     for number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGKILL):
         server.ask()
@@ -211,11 +119,8 @@ def test_ranks_of_another_host_outlive_their_head(hosts: Hosts, tmp_path: Path, 
 
 @pytest.mark.grid
 @pytest.mark.parametrize("shared", [False, True], ids=["independent", "domain"])
-def test_workers_outlive_their_head_on_its_host(
-    hosts: Hosts, tmp_path: Path, alone: Alone, shared: bool
-) -> None:
-    parallel = {"data_parallel_size": 2, "tensor_parallel_size": 2, "enable_expert_parallel": shared}
-    server = start(hosts, {**several(hosts, tmp_path), **parallel})
+def test_workers_outlive_their_head_on_its_host(cluster: Cluster, alone: Alone, shared: bool) -> None:
+    server = cluster.start(data_parallel_size=2, tensor_parallel_size=2, enable_expert_parallel=shared)
     kept = child_of(server.others[0], "rank_main")
     for number in (signal.SIGKILL, signal.SIGSTOP):
         server.ask()
@@ -231,10 +136,9 @@ def test_workers_outlive_their_head_on_its_host(
 
 @pytest.mark.grid
 @pytest.mark.parametrize("shared", [False, True], ids=["independent", "domain"])
-def test_what_befalls_heads_of_another_host(hosts: Hosts, tmp_path: Path, alone: Alone, shared: bool) -> None:
+def test_what_befalls_heads_of_another_host(cluster: Cluster, alone: Alone, shared: bool) -> None:
     wanted = alone.texts
-    parallel = {**several(hosts, tmp_path), "data_parallel_size": 2, "enable_expert_parallel": shared}
-    server = start(hosts, parallel)
+    server = cluster.start(data_parallel_size=2, enable_expert_parallel=shared)
     server.ask()
     assert server.told() == wanted
     failovers = 0.0
@@ -242,9 +146,9 @@ def test_what_befalls_heads_of_another_host(hosts: Hosts, tmp_path: Path, alone:
         server.ask()
         time.sleep(0.3)
         if deed == CABLE:
-            hosts.cable("down")
+            cluster.hosts.cable("down")
             time.sleep(12)
-            hosts.cable("up")
+            cluster.hosts.cable("up")
         else:
             host = server.process if deed == ZERO else server.others[0]
             os.kill(child_of(host), signal.SIGSTOP if deed == STOP else signal.SIGKILL)
@@ -259,12 +163,36 @@ def test_what_befalls_heads_of_another_host(hosts: Hosts, tmp_path: Path, alone:
 
 
 @pytest.mark.grid
+def test_a_head_of_another_host_that_stops_before_it_listens(cluster: Cluster, alone: Alone) -> None:
+    """Its host gives it up after ``LISTEN_S``; nobody else can tell that it is there."""
+    server = cluster.start(data_parallel_size=2)
+    host = server.others[0]
+    killed = child_of(host, "head_main")
+    os.kill(killed, signal.SIGKILL)
+    server.ask()
+    until = time.monotonic() + 60
+    while (found := children_of(host, "head_main")) in ([], [killed]):
+        assert time.monotonic() < until, "no head follows"
+    os.kill(found[0], signal.SIGSTOP)
+    assert server.told() == alone.texts
+    stopped = time.monotonic()
+    while found[0] in children_of(host, "head_main"):
+        assert time.monotonic() < stopped + LISTEN_S + 10, "it is still there"
+        time.sleep(0.5)
+    server.until_whole()
+    assert time.monotonic() > stopped + LISTEN_S / 2, "it was to be stopped before it listened"
+    server.ask()
+    assert server.told() == alone.texts
+    assert server.metrics()["engine_restarts_total"] == 2
+    server.stop()
+
+
+@pytest.mark.grid
 @pytest.mark.parametrize("shared", [False, True], ids=["independent", "domain"])
-def test_a_host_that_dies_and_returns(hosts: Hosts, tmp_path: Path, alone: Alone, shared: bool) -> None:
+def test_a_host_that_dies_and_returns(cluster: Cluster, alone: Alone, shared: bool) -> None:
     """Others serve meanwhile or, where they need its experts, wait for it."""
     wanted = alone.texts
-    parallel = {**several(hosts, tmp_path), "data_parallel_size": 2, "enable_expert_parallel": shared}
-    server = start(hosts, parallel)
+    server = cluster.start(data_parallel_size=2, enable_expert_parallel=shared)
     server.ask()
     time.sleep(0.3)
     server.others[0].kill()
@@ -272,11 +200,11 @@ def test_a_host_that_dies_and_returns(hosts: Hosts, tmp_path: Path, alone: Alone
     if not shared:
         assert server.told() == wanted
         assert server.metrics()["engine_up:1"] == 0
-    server.others[0] = serve(hosts, 1, parallel, 1)
+    server.others[0] = cluster.serve(1)
     if shared:
         assert server.told() == wanted
     server.until_whole()
-    twin = serve(hosts, 1, parallel, 1)  # as somebody who forgot to change --node-rank
+    twin = cluster.serve(1)  # as somebody who forgot to change --node-rank
     assert twin.wait(60) == 2
     server.ask()
     assert server.told() == wanted
@@ -285,39 +213,28 @@ def test_a_host_that_dies_and_returns(hosts: Hosts, tmp_path: Path, alone: Alone
 
 
 @pytest.mark.grid
-def test_a_front_that_is_started_again(hosts: Hosts, tmp_path: Path, alone: Alone) -> None:
+def test_a_front_that_is_started_again(cluster: Cluster, alone: Alone) -> None:
     """Other hosts stay, and work for the next one."""
     wanted = alone.texts
-    parallel = {**several(hosts, tmp_path), "data_parallel_size": 2}
-    server = start(hosts, parallel)
+    server = cluster.start(data_parallel_size=2)
     server.process.kill()
-    zero = Lines(serve(hosts, 0, parallel, 0))
-    ready = zero.line()
-    again = Server(
-        zero.process, server.others, Lines(hosts.run(0, "-m", "tests.faults.asker", ready.split()[3]))
-    )
+    again = cluster.front(server.others)
     again.ask()
     assert again.told() == wanted
     again.stop()
 
 
 @pytest.mark.grid
-def test_replicas_over_hosts_behind_a_program(hosts: Hosts, tmp_path: Path, alone: Alone) -> None:
+def test_replicas_over_hosts_behind_a_program(cluster: Cluster, alone: Alone) -> None:
     """``LLM`` on host 0; and a host whose settings differ, before anything is served."""
     wanted = alone.tokens
-    parallel = {**several(hosts, tmp_path), "data_parallel_size": 2, "enable_expert_parallel": True}
-    other = serve(hosts, 1, parallel, 1)
-    zero = Zero(hosts.run(0, "-m", "tests.faults.host_zero", json.dumps({**SETTINGS, **parallel})))
-    assert zero.line() == "ready"
+    zero = cluster.program(data_parallel_size=2, enable_expert_parallel=True)
     zero.ask()
     assert zero.told() == (wanted, 0)
-    assert zero.process.stdin is not None
-    zero.process.stdin.close()
-    assert zero.process.wait(60) == 0
-    assert other.wait(60) == 0
+    zero.stop()
 
-    differs = serve(hosts, 1, {**parallel, "max_num_seqs": 5}, 1)
-    assert serve(hosts, 0, parallel, 0).wait(60) == 2
+    differs = cluster.serve(1, max_num_seqs=5)
+    assert cluster.serve(0).wait(60) == 2
     assert differs.wait(60) == 2
 
 

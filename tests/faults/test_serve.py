@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import concurrent.futures
+import itertools
 import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -16,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from tests.faults.netns import command_lines
 from tests.faults.rig import Plan, fallen
 from tests.front.conftest import Running, Servers, events, servers  # noqa: F401  (a fixture)
 from weft.engine.recovery import MOST
@@ -27,14 +30,13 @@ Outlive = Callable[..., None]
 
 
 def processes_of(server: int) -> dict[int, str]:
-    """The children of a server's process, whichever thread made them: id -> what they are (``rank 1``)."""
-    found = {}
-    for task in Path(f"/proc/{server}/task").iterdir():
-        for pid in map(int, (task / "children").read_text().split()):
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
-            if len(words) > 5:  # else it has ended, and nobody has asked how
-                found[pid] = f"rank {words[5]}" if words[2].endswith("rank_main") else "head"
-    return found
+    """The children of a server's process that have not ended: id -> what they are (``rank 1``)."""
+    found = command_lines(server).items()
+    return {
+        pid: f"rank {words[5]}" if words[2].endswith("rank_main") else "head"
+        for pid, words in found
+        if len(words) > 5
+    }
 
 
 def rank_of(server: int, rank: int) -> int:
@@ -84,6 +86,8 @@ def outlive(servers: Servers, tmp_path: Path) -> Iterator[Outlive]:  # noqa: F81
         server = servers.start(script, 200, HF_HUB_OFFLINE="1", TMPDIR=str(folder))
         server.http.timeout = ANSWER
         server.chat(max_tokens=2)  # the front's own pools have been used once
+        server.wait(lambda: server.metric("num_requests_running") == 0)
+        idle = [server.metric(name) for name in ("free_slots", "free_blocks")]
         before = [rank_of(server.process.pid, rank) for rank in stay]
 
         def ask(number: int) -> Any:
@@ -119,7 +123,8 @@ def outlive(servers: Servers, tmp_path: Path) -> Iterator[Outlive]:  # noqa: F81
         server.wait(
             lambda: server.metric("num_requests_running") == server.metric("front_sequences") == 0, 10
         )
-        assert server.metric("free_slots") == 4 * settings.get("data_parallel_size", 1)
+        server.wait(lambda: [server.metric(name) for name in ("free_slots", "free_blocks")] == idle, 10)
+        assert idle[0] == 4 * settings.get("data_parallel_size", 1)
         assert [rank_of(server.process.pid, rank) for rank in stay] == before
         assert server.metric("engine_restarts_total") >= heads
         assert fallen(tmp_path) == [], "a rank loaded its weights again"
@@ -127,6 +132,16 @@ def outlive(servers: Servers, tmp_path: Path) -> Iterator[Outlive]:  # noqa: F81
 
     yield run
     shutil.rmtree(folder)
+
+
+def test_a_group_that_never_forms_is_no_mistake_of_who_asked(tmp_path: Path) -> None:
+    """A rank is killed as it loads, and nothing is wrong with the command line: status 1, not 2."""
+    (tmp_path / "go").touch()
+    plans, settings = json.dumps([(1, "load", "kill")]), json.dumps({"tensor_parallel_size": 2})
+    script = [sys.executable, "-m", "tests.faults.faulty_server", str(tmp_path), plans, "[]", settings]
+    made = subprocess.run(script, capture_output=True, text=True, timeout=ANSWER)
+    assert "weft: rank 1 of the group is lost" in made.stderr
+    assert made.returncode == 1
 
 
 def test_workers_outlive_their_head(outlive: Outlive) -> None:
@@ -161,18 +176,31 @@ def test_experts_that_moved(outlive: Outlive) -> None:
 
 
 @pytest.mark.grid
-def test_a_worker_that_stops_with_its_head(outlive: Outlive) -> None:
-    """The next head hears nothing of it, and has it started again."""
+@pytest.mark.parametrize("layout", [(2, 1), (1, 2), (2, 2)])
+def test_ranks_that_are_killed_while_experts_move(outlive: Outlive, layout: tuple[int, int]) -> None:
+    """Some have come, others are on their way, and copies among them: heads and workers by turns."""
+    tensor, data = layout
+    last = tensor * data - 1
+    plans: list[Plan] = [(last, "rebalance", "kill"), (0, "rebalance", "kill"), (last, "rebalance", "stop")]
+    moving: dict[str, Any] = {"enable_expert_parallel": True, "eplb_interval": 1, "redundant_experts": 2}
+    outlive(plans, heads=1, tensor_parallel_size=tensor, data_parallel_size=data, **moving)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("shared", [False, True], ids=["alone", "domain"])
+def test_a_worker_that_stops_with_its_head(outlive: Outlive, shared: bool) -> None:
+    """The next head hears nothing of it, and has it started again. A domain's other workers stay."""
 
     def strike(server: int) -> None:
         worker = rank_of(server, 1)
         os.kill(worker, signal.SIGSTOP)
-        (head,) = (pid for pid, what in processes_of(server).items() if what == "head")
-        os.kill(head, KILL)
+        # The first replica's was started first.
+        os.kill(min(pid for pid, what in processes_of(server).items() if what == "head"), KILL)
         stopped.append(worker)
 
     stopped: list[int] = []
-    outlive([], strike=strike, heads=1, tensor_parallel_size=2)
+    domain = {"data_parallel_size": 2, "enable_expert_parallel": True} if shared else {}
+    outlive([], strike=strike, stay=[3] if shared else [], heads=1, tensor_parallel_size=2, **domain)
     assert not lives(stopped[0])
 
 
@@ -214,8 +242,13 @@ def test_replicas_that_share_experts(outlive: Outlive) -> None:
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("form", ["reduce", "throughput", "low-latency", "gather"])
-@pytest.mark.parametrize("layout", [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(
+    ("form", "layout"),
+    [
+        ("reduce", (2, 1)),  # of the tokens of one replica
+        *itertools.product(["throughput", "low-latency", "gather"], [(2, 1), (1, 2), (2, 2)]),
+    ],
+)
 def test_every_form_of_dispatch(outlive: Outlive, form: str, layout: tuple[int, int]) -> None:
     tensor, data = layout
     last = tensor * data - 1

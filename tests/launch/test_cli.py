@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from weft import __version__
+from weft.common.errors import ConfigError, EngineDead, WeftError
 from weft.config.flags import SETTINGS
 from weft.config.sections import Config
 from weft.launch import main as cli
@@ -134,6 +135,20 @@ def test_errors_are_one_line_and_status_2(
     arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert told in failed(capsys, *arguments)
+
+
+@pytest.mark.parametrize(("error", "status"), [(EngineDead("it died"), 1), (ConfigError("it died"), 2)])
+def test_a_failure_in_running_is_no_mistake_of_who_asked(
+    error: WeftError, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli.cli, "main", fail)
+    with pytest.raises(SystemExit) as ended:
+        cli.main([])
+    assert ended.value.code == status
+    assert capsys.readouterr().err == "weft: it died\n"
 
 
 def test_an_error_in_a_real_process_has_no_traceback() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -130,6 +131,42 @@ def test_frames_over_the_limit_end_the_connection_and_nothing_else() -> None:
     finally:
         for end in (rank, other, head):
             end.close()
+
+
+def test_a_port_that_is_still_held_is_waited_for() -> None:
+    """By a head that was killed and has not ended yet."""
+    dying = ZmqHead(endpoint("tcp"))
+    late = threading.Timer(0.5, dying.close)
+    late.start()
+    try:
+        head = ZmqHead(dying.address, patience=SECONDS)
+    finally:
+        late.join()
+    assert joins(head, lambda: ZmqRank(head.address, 1), SECONDS)
+    head.close()
+
+
+def test_a_port_that_stays_taken_is_named_with_its_flag() -> None:
+    holder = ZmqHead(endpoint("tcp"))
+    keys = derive(b"a secret of enough bytes")
+    began = time.monotonic()
+    try:
+        with pytest.raises(ConfigError) as refused:
+            ZmqHead(holder.address, keys, 0.4)
+        assert refused.value.param == "--rdzv"
+        why = f"can't listen at {holder.address} (Address already in use) for 0.4 s: give another port"
+        assert refused.value.message == f"--rdzv: {why}"
+    finally:
+        holder.close()
+    assert time.monotonic() - began > 0.4
+    ZmqHead(holder.address, keys).close()
+
+
+def test_an_address_that_can_never_be_had_is_not_waited_for() -> None:
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=r"--rdzv: can't listen at tcp://192\.0\.2\.1:5799"):
+        ZmqHead("tcp://192.0.2.1:5799", patience=SECONDS)
+    assert time.monotonic() - began < SECONDS / 2
 
 
 # ---- loopback

@@ -17,12 +17,13 @@ class GroupLost(EngineDead):
     """A group cannot go on as it is. Its ranks that still run have stopped, with weights kept.
 
     ``rank``: who is at fault; None when it cannot be told, or nobody is (a link that broke).
+    ``refused``: whether that rank cannot load as it is configured.
     """
 
-    def __init__(self, rank: int | None, reason: str) -> None:
+    def __init__(self, rank: int | None, reason: str, refused: bool = False) -> None:
         who = "a rank" if rank is None else f"rank {rank}"
         super().__init__(f"{who} of the group is lost: {reason}")
-        self.rank, self.reason = rank, reason
+        self.rank, self.reason, self.refused = rank, reason, refused
 
 
 class Executor(Protocol):

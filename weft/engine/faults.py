@@ -44,8 +44,13 @@ class Faults:
     def within(self, mesh: Mesh) -> Mesh:
         """``mesh``, with the faults of collectives in what runs them."""
         if self:
-            mesh.launcher.before = lambda: self.reach("collective")
+            mesh.launcher.before = lambda: self._launches(mesh.launcher.moving)
         return mesh
+
+    def _launches(self, moving: bool) -> None:
+        self.reach("collective")
+        if moving:
+            self.reach("rebalance")
 
     def around(self, runner: RankRunner) -> RankRunner:
         """``runner``, with the faults on its way."""

@@ -368,7 +368,8 @@ class GroupExecutor(OfRunner):
         elif isinstance(message, f.Ready):
             self._peers.ready[message.rank] = None
         elif isinstance(message, f.Failed) and message.epoch < 0:
-            raise self._end(GroupLost(message.rank, message.error.message))  # it could not load
+            refused = message.error.blame == "client"
+            raise self._end(GroupLost(message.rank, message.error.message, refused))  # it could not load
         elif message.epoch != self.epoch:
             return
         elif isinstance(message, f.Formed):

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
+from weft.common.errors import ConfigError
 from weft.common.log import get_logger
 from weft.config.resolved import KVConfig
 from weft.engine.executor import GroupLost
@@ -64,7 +65,10 @@ def regroup(group: Group, lost: GroupLost) -> None:
 
 
 def size(group: Group, kv: KVConfig, tries: int) -> KVConfig:
-    """``group.size``, ``tries`` times: ranks that are lost while they load are started again."""
+    """``group.size``, ``tries`` times: ranks that are lost while they load are started again.
+
+    Raises GroupLost; ConfigError when it is the configuration that a rank cannot load with.
+    """
     lost: GroupLost | None = None
     for _ in range(tries):
         if lost is not None:
@@ -75,7 +79,7 @@ def size(group: Group, kv: KVConfig, tries: int) -> KVConfig:
         except GroupLost as again:
             lost = again
     assert lost is not None, "tries are at least 1"
-    raise lost
+    raise ConfigError(lost.message) if lost.refused else lost
 
 
 def recall(group: Group, held: Sequence[int], patience: float) -> None:

@@ -19,14 +19,14 @@ import msgspec
 import zmq
 
 from weft.common import env
-from weft.common.errors import EngineDead, Overloaded, WeftError
+from weft.common.errors import ConfigError, EngineDead, Overloaded, WeftError
 from weft.common.folder import private_folder
 from weft.common.log import get_logger
 from weft.config.gpus import gpu_environment, head_rank
 from weft.config.hosts import uses_board
 from weft.config.resolved import EngineConfig
 from weft.engine.core import EngineCore
-from weft.parallel.remote import RemoteHead, RemoteHeads
+from weft.parallel.remote import REFUSED, RemoteHead, RemoteHeads
 from weft.routing.ledger import Ledger
 from weft.routing.policy import Policy, PrefixAffinity
 from weft.routing.registry import Registry
@@ -94,7 +94,7 @@ class Replicas:
     """
 
     def __init__(self, config: EngineConfig, policy: Policy | None = None) -> None:
-        """Starts all heads and waits until they have loaded. Raises EngineDead."""
+        """Starts all heads and waits until they have loaded. Raises ConfigError, and EngineDead."""
         count = config.parallel.data_parallel_size
         self.config = config
         self._shared = config.parallel.enable_expert_parallel
@@ -238,7 +238,8 @@ class Replicas:
                 if isinstance(head.process, RemoteHead):
                     head.reach(head.process.endpoint())
                 if (reason := head.dead()) is not None:
-                    raise EngineDead(f"{reason} before it was ready; see its log")
+                    why = f"{reason} before it was ready; see its log"
+                    raise ConfigError(why) if head.process.poll() == REFUSED else EngineDead(why)
             if time.monotonic() > until:
                 raise EngineDead("a replica did not start in time")
         for instance in self._registry.instances:

@@ -34,6 +34,8 @@ from weft.types.board import control_key
 from weft.types.layout import Layout
 
 CLOSE_S = 5.0
+PORT_S = 30.0
+"""Seconds that the port of ``--rdzv`` may be held by the head before this one, which was killed."""
 STORE_S = 30.0
 """Seconds of whatever is done with the store that a first head hosts; those who join say their own."""
 
@@ -141,7 +143,7 @@ def _channels(config: EngineConfig, folder: Path) -> tuple[ZmqHead, ZmqHead]:
     where, port = meeting_place(parallel)
     host = own_address(where, port)
     if not uses_board(parallel):  # the only head: everybody knows where it is
-        return ZmqHead(rank_address(config), keys), ZmqHead(tcp(host, "*"), keys)
+        return ZmqHead(rank_address(config), keys, PORT_S), ZmqHead(tcp(host, "*"), keys)
     channel, beats = ZmqHead(tcp(host, "*"), keys), ZmqHead(tcp(host, "*"), keys)
     board = BoardClient(place, keys)
     try:

@@ -2,7 +2,8 @@
 
 PIPE is the descriptor of a pipe to whoever keeps the head's workers; without it the head starts its own.
 
-Its EngineConfig comes on standard input, as msgpack. Ends with status 2 after a configuration error.
+Its EngineConfig comes on standard input, as msgpack. Ends with status 2 after a configuration error,
+and with 1 when it cannot go on.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 import msgspec
 
 from weft.common import log
-from weft.common.errors import WeftError
+from weft.common.errors import ConfigError, WeftError
 from weft.config.resolved import EngineConfig
 from weft.engine.listener import listen
 from weft.launch import child
@@ -34,7 +35,7 @@ def run(arguments: list[str]) -> int:
         run_head(config, listener, int(pipe[0]) if pipe else None)
     except WeftError as error:
         print(f"weft: {error.message}", file=sys.stderr, flush=True)
-        return 2
+        return 2 if isinstance(error, ConfigError) else 1
     return 0
 
 

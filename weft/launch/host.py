@@ -23,7 +23,9 @@ from weft.common.folder import private_folder
 from weft.common.restarts import RestartBudget
 from weft.config.hosts import head_of, heads_on, meeting_place, workers_on
 from weft.config.resolved import EngineConfig
+from weft.engine.listener import TELL_S
 from weft.engine.ranks import RankProcesses
+from weft.front.head_client import LISTEN_TIMEOUT
 from weft.launch.heads import LocalHeads
 from weft.launch.node import RESTARTS, WINDOW, Ranks, until_stopped
 from weft.parallel.address import own_address, tcp
@@ -35,6 +37,10 @@ logger = log.get_logger(__name__)
 
 PATIENCE = 3600.0
 """Seconds without a word of host 0 after which this host gives up."""
+LISTEN_S = LISTEN_TIMEOUT + TELL_S
+"""Seconds from starting a head until the board says where it listens. One that cannot tell the board ends by
+itself before; one that was stopped, or hangs, does not, and neither does its front see it.
+"""
 _LOOK = 0.2
 
 
@@ -83,6 +89,8 @@ class _Host:
         self._started: dict[int, int] = {}
         """Replica -> the life that its head was started in last."""
         self._heads: dict[int, subprocess.Popen[bytes]] = {}
+        self._unheard: dict[int, float] = {}
+        """Replica -> when its head was started, until the board says that it listens."""
         self._ranks: dict[int, tuple[bytes, Ranks]] = {}
         """Replica -> where its head's ranks find it, and its ranks here."""
         self._budget = RestartBudget(RESTARTS, WINDOW)
@@ -145,6 +153,7 @@ class _Host:
             if (status := head.poll()) is not None:
                 del self._heads[replica]
                 self._tell_end(replica, status)
+        self._end_unheard()
         wanted = self._wanted()
         for replica in due(wanted, self._started):
             if replica in self._heads:
@@ -160,7 +169,25 @@ class _Host:
 
     def _start(self, replica: int, life: int) -> None:
         self._heads[replica] = self._local.start(replica, self._endpoint, life)
+        self._unheard[replica] = time.monotonic()
         logger.info("head %d is started", replica)
+
+    def _end_unheard(self) -> None:
+        """Ends heads that were to listen by now. One that was heard once is its front's affair."""
+        for replica, since in list(self._unheard.items()):
+            if replica not in self._heads or self._listens(replica):
+                del self._unheard[replica]
+            elif time.monotonic() - since > LISTEN_S:
+                del self._unheard[replica]
+                logger.error("head %d did not listen within %g s and is ended", replica, LISTEN_S)
+                _kill(self._heads.pop(replica))
+                self._tell_end(replica, -signal.SIGKILL)
+
+    def _listens(self, replica: int) -> bool:
+        """Whether the board says where the head listens, in the life that runs here."""
+        data = self._client.entries.get(b.head_key(replica))
+        life = None if data is None else msgspec.msgpack.decode(data, type=b.Listening).life
+        return life == self._started[replica]
 
     def _tell_end(self, replica: int, status: int) -> None:
         life = self._started[replica]

@@ -11,7 +11,7 @@ import click
 
 from weft import __version__
 from weft.common import env
-from weft.common.errors import WeftError
+from weft.common.errors import EngineDead, WeftError
 from weft.config.flags import suggest
 
 #: command -> where it is.
@@ -61,14 +61,15 @@ def cli() -> None:
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Runs a command line (this process's by default) and ends the process.
 
-    The status is the command's, or 2 after a usage or configuration error, which is one line on stderr.
+    The status is the command's; 1 when the engine failed, 2 after a usage or configuration error, each of
+    which is one line on stderr.
     """
     env.spin_briefly()
     try:
         status = cli.main(arguments, prog_name="weft", standalone_mode=False)
     except WeftError as error:
         click.echo(f"weft: {error.message}", err=True)
-        status = 2
+        status = 1 if isinstance(error, EngineDead) else 2
     except click.ClickException as error:
         sign = "" if isinstance(error, _HELP) else "weft: "
         click.echo(f"{sign}{error.format_message()}", err=True)

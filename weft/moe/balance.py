@@ -29,7 +29,7 @@ class ExpertLayers:
 
     def __init__(self, layers: Sequence[DividedExperts]) -> None:
         self._layers = layers
-        self._ep = layers[0].mesh.ep
+        self._ep, self._launcher = layers[0].mesh.ep, layers[0].mesh.launcher
         self.moved = 0
         """Experts that came to this rank."""
         self.rebalanced = 0
@@ -65,7 +65,7 @@ class ExpertLayers:
                 new = plan(load, old)
                 before, after = before + max(rank_loads(old, load)), after + max(rank_loads(new, load))
                 if new != old:
-                    self.moved += yield from _move(self._ep, layer, new)
+                    self.moved += yield from self._move(layer, new)
             if self._ep.rank == 0 and after < before:
                 share = loads.sum() / self._ep.size
                 log.info(
@@ -76,6 +76,13 @@ class ExpertLayers:
             if count is not None:
                 count.zero_()
         self._torn = False
+
+    def _move(self, layer: DividedExperts, new: Placement) -> Generator[Pending, None, int]:
+        self._launcher.moving = True
+        try:
+            return (yield from _move(self._ep, layer, new))
+        finally:
+            self._launcher.moving = False
 
     def agree(self) -> None:
         """All ranks take the first one's choice of forms, and the placements of who moved experts most often.

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import socket
+import time
+from typing import Any
+
+import zmq
 
 from weft.common.errors import ConfigError
+from weft.common.log import get_logger
+
+log = get_logger(__name__)
+
+_AGAIN = 0.1
 
 
 def own_address(host: str, port: int) -> str:
@@ -24,3 +34,34 @@ def own_address(host: str, port: int) -> str:
 def tcp(host: str, port: int | str) -> str:
     """A zmq address."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def listen_at(socket: zmq.Socket[Any], address: str, patience: float) -> None:
+    """Binds ``socket`` to ``address``, the one of ``--rdzv``.
+
+    A port that is taken is waited for ``patience`` seconds: a process that was killed holds its ports until
+    it has ended, and may be followed before. Raises ConfigError.
+    """
+    until = time.monotonic() + patience
+    waits = False
+    while (number := _bind(socket, address)) != 0:
+        if number != errno.EADDRINUSE or time.monotonic() >= until:
+            hint = f" for {patience:g} s" if waits else ""
+            hint += ": give another port" if number == errno.EADDRINUSE else ""
+            why = f"--rdzv: can't listen at {address} ({zmq.strerror(number)}){hint}"
+            raise ConfigError(why, param="--rdzv")
+        if not waits:
+            log.warning("%s is taken: waiting for it, for %g s", address, patience)
+        waits = True
+        time.sleep(_AGAIN)
+
+
+def _bind(socket: zmq.Socket[Any], address: str) -> int:
+    """0, or the number of the error."""
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        if error.errno is None:
+            raise
+        return error.errno
+    return 0

@@ -14,11 +14,11 @@ import time
 import msgspec
 import zmq
 
-from weft.common.errors import ConfigError, EngineDead
+from weft.common.errors import EngineDead
 from weft.common.log import get_logger
 from weft.config.hosts import meeting_place
 from weft.config.sections import ParallelSection
-from weft.parallel.address import own_address, tcp
+from weft.parallel.address import listen_at, own_address, tcp
 from weft.parallel.secret import Keys, admit_ranks, read_keys
 from weft.types.board import MOST_BYTES, Ask, Table
 
@@ -41,12 +41,10 @@ class Board:
         _configure(self._socket)
         keys.guard_head(self._socket)
         try:
-            self._socket.bind(address)
-        except zmq.ZMQError as error:
+            listen_at(self._socket, address, 0.0)
+        except BaseException:
             self._end()
-            raise ConfigError(
-                f"--rdzv: can't listen at {address} ({error.strerror})", param="--rdzv"
-            ) from None
+            raise
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._lock = threading.Lock()
         self._entries: dict[str, bytes] = {}

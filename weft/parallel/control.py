@@ -17,6 +17,7 @@ from typing import NamedTuple
 import zmq
 
 from weft.common.errors import EngineDead
+from weft.parallel.address import listen_at
 from weft.parallel.secret import Keys, admit_ranks
 from weft.types.frames import MAX_FRAME
 
@@ -77,9 +78,10 @@ class HeadLink(NamedTuple):
 class ZmqHead(HeadChannel):
     """A ROUTER, listening."""
 
-    def __init__(self, endpoint: str, keys: Keys | None = None) -> None:
+    def __init__(self, endpoint: str, keys: Keys | None = None, patience: float = 0.0) -> None:
         """``endpoint``: ``ipc://path`` in a folder that only this user can enter, or ``tcp://address:port``
         (port ``*`` takes a free one). Beyond loopback ``keys`` must be given: ranks without them are refused.
+        ``patience``: seconds for whoever holds the port of ``--rdzv`` to end; then it raises ConfigError.
         """
         self._context = zmq.Context()
         self._doorman = admit_ranks(self._context, keys) if keys is not None else None
@@ -87,8 +89,15 @@ class ZmqHead(HeadChannel):
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         if keys is not None:
             keys.guard_head(socket)
-        socket.bind(endpoint)
         self._socket, self._inbox = socket, _Inbox(socket)
+        try:
+            if patience:
+                listen_at(socket, endpoint, patience)
+            else:
+                socket.bind(endpoint)
+        except BaseException:
+            self.close()
+            raise
         self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def send(self, peer: bytes, data: bytes) -> None:

@@ -60,6 +60,8 @@ class Launcher:
         self.broken = False
         """Whether the groups were aborted, and not formed anew: what the device computes may be garbage. Set
         before the first of them is."""
+        self.moving = False
+        """Whether what is launched moves experts, for whoever plants faults."""
         self.before: Callable[[], None] | None = None
         """Called before each launch: planted faults."""
 

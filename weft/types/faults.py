@@ -6,13 +6,14 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-Phase: TypeAlias = Literal["load", "form", "stage", "collective", "sample", "read"]
+Phase: TypeAlias = Literal["load", "form", "stage", "collective", "rebalance", "sample", "read"]
 """Where in its life a rank is.
 
 load        before its weights are read
 form        its slots are empty, and it is about to meet the others
 stage       a step came, and nothing of it was launched
 collective  in the middle of a step's forward pass, as a collective is launched: the others are in it
+rebalance   as a collective is launched that moves experts: some have come, others are on their way
 sample      the step was launched, its sampling was not
 read        the step is done, nobody has heard of it
 """
