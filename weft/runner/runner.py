@@ -335,6 +335,10 @@ class Runner:
     def _propose(self, drafter: Drafter, handle: StepHandle, step: StepRows) -> Tensor | None:
         """New drafts, which are in history when this returns."""
         state = self._state
+        kept = handle.each == 1 and self.graphs is not None and self.graphs.keeps
+        if kept and drafter.rests(handle.plan):
+            handle.hidden = None
+            return None
         sampled = Sampled(
             plan=handle.plan,
             slots=step.slots,
@@ -342,7 +346,7 @@ class Runner:
             num_computed=state.num_computed,
             hidden=handle.hidden,
             each=handle.each,
-            kept=handle.each == 1 and self.graphs is not None and self.graphs.keeps,
+            kept=kept,
         )
         drafts = drafter.propose(sampled)
         handle.cold = handle.cold or drafter.cold

@@ -94,6 +94,11 @@ class Drafter(ABC):
         """A step's ``ops`` are about to be carried out: tenants that leave, and that find others' blocks."""
         return
 
+    def rests(self, plan: StepPlan) -> bool:
+        """Behind a step whose states ``keeper`` got: whether there is nothing else to do. If not, ``propose``
+        is called, and else it is not."""
+        return False
+
     @abstractmethod
     def propose(self, step: Sampled) -> Tensor | None:
         """int64 [wanted rows, most ``next_k``]: drafts, of the vocabulary; None when no row wants any.

@@ -31,7 +31,7 @@ from weft.ops.upload import upload
 from weft.speculation.base import Drafter, Sampled
 from weft.speculation.chain import Chain, RecordedChains, Recording, Steps
 from weft.speculation.waiting import Waiting, most_waiting
-from weft.types.plan import EMPTY_SEGMENT, AllocSlot, FreeSlot, Op, Segment, column
+from weft.types.plan import EMPTY_SEGMENT, AllocSlot, FreeSlot, Op, Segment, StepPlan, column
 
 Tensor = torch.Tensor
 
@@ -155,7 +155,8 @@ class MtpDrafter(Drafter):
         assert step.hidden is not None, "hidden states that nobody kept"
         self.cold = False
         self._computed = step.num_computed
-        if self._rests(step):
+        alone = step.plan.agreed is None
+        if (not step.kept or not alone) and len(step.hidden) == step.plan.rows and self._rests(step.plan):
             if not step.kept:
                 self.waiting.keep(step.slots, step.starts, step.hidden)
             return None
@@ -163,7 +164,7 @@ class MtpDrafter(Drafter):
         made = self._due(step, len(wanted) > 0)
         if not len(made.rows):
             return None
-        recorded = self.recorded if step.plan.agreed is None else None
+        recorded = self.recorded if alone else None
         if len(wanted) and recorded is not None and not step.plan.prefill.rows and not made.chunks:
             drafts = recorded.propose(step)
             self.cold = recorded.cold
@@ -180,12 +181,15 @@ class MtpDrafter(Drafter):
         drafts = None if recorded is None else recorded.go_on(*rest)
         return self._chain.go_on(*rest) if drafts is None else drafts
 
-    def _rests(self, step: Sampled) -> bool:
-        """Whether only the hidden states of all rows are to be kept; if so, notes that they wait."""
-        decode = step.plan.decode
+    def rests(self, plan: StepPlan) -> bool:
+        return plan.agreed is None and self._rests(plan)
+
+    def _rests(self, plan: StepPlan) -> bool:
+        """Whether only the hidden states of all rows, of one token each, are to be kept; if so, notes that
+        they wait."""
+        decode = plan.decode
         slots = decode.slot
-        assert step.hidden is not None
-        if step.plan.prefill.rows or len(step.hidden) != len(slots) or decode.next_k.any():
+        if plan.prefill.rows or decode.next_k.any():
             return False
         if self._any_verified and self._verified[slots].any():
             return False

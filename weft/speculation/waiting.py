@@ -26,9 +26,9 @@ class Waiting:
         """Of each slot, how many wait."""
         self.ends = np.zeros(slots, np.int64)
         """Of slots where some do: the position behind the last one."""
-        self._shape, self._dtype, self._device = (slots, most, hidden), dtype, device
+        self._shape, self._dtype, self._device = (slots * most, hidden), dtype, device
         self._states: Tensor | None = None
-        """[slots, most, hidden], by position modulo the most; see ``make``."""
+        """[slots * most, hidden], by slot and position modulo the most; see ``make``."""
         self.total = 0
         """Of all slots."""
         self._bound = 0
@@ -52,11 +52,14 @@ class Waiting:
 
     def keep(self, slots: Tensor, positions: Tensor, hidden: Tensor) -> None:
         """Keeps hidden [n, hidden] of ``positions`` (int64 [n]) of ``slots`` (int64 [n])."""
-        self.make()[slots, positions % self.most] = hidden
+        self.make().index_copy_(0, self._lines(slots, positions), hidden)
 
     def take(self, slots: Tensor, positions: Tensor) -> Tensor:
         """[n, hidden]: what was kept."""
-        return self.make()[slots, positions % self.most]
+        return self.make()[self._lines(slots, positions)]
+
+    def _lines(self, slots: Tensor, positions: Tensor) -> Tensor:
+        return torch.add(positions % self.most, slots, alpha=self.most)
 
     def full(self, slots: np.ndarray) -> bool:
         """Whether no more fits for one of ``slots``. To be asked once a step."""
