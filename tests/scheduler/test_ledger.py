@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weft.scheduler.ledger import HALF_LIFE, Account, Ledger
+from weft.scheduler.ledger import HALF_LIFE, SETTLED, Account, Ledger
 from weft.types.plan import Segment, StepPlan, column
 
 
@@ -16,12 +16,15 @@ def plan(count: int = 1, next_k: int = 0, prompt: bool = False) -> StepPlan:
 
 
 def test_a_price_is_of_a_plain_step_behind_another() -> None:
-    """The first one behind drafts makes up for the drafter; so does one behind a prompt beside drafts."""
+    """The first ones behind drafts take longer; so do those behind a prompt beside drafts."""
     ledger = Ledger()
     for before in (plan(next_k=2), plan(count=3), plan(count=3, prompt=True)):
         ledger.step(before, 9.0, 0, cold=False)
-        ledger.step(plan(), 5.0, 0, cold=False)
+        for _ in range(SETTLED):
+            ledger.step(plan(), 5.0, 0, cold=False)
+            assert not ledger.settled
         ledger.step(plan(), 1.0, 0, cold=False)
+        assert ledger.settled
     assert ledger.plain(1) == 1.0
 
 

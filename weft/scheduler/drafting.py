@@ -24,7 +24,7 @@ from weft.scheduler.acceptance import Acceptance
 from weft.scheduler.columns import Columns
 from weft.scheduler.cost import CostModel, StepShape, decode_shape, shape_of
 from weft.scheduler.fit import CostFitter
-from weft.scheduler.ledger import Ledger
+from weft.scheduler.ledger import Ledger, has_drafts
 from weft.types.plan import StepPlan
 
 TRIALS = 4
@@ -38,7 +38,7 @@ FIRST_PROBE, LAST_PROBE = 32, 512
 """Steps between two probes while nothing is drafted: at first, and at most."""
 PLAIN_EVERY = 400
 """Steps after which ``PLAIN_STEPS`` have no drafts, to see again what they cost."""
-PLAIN_STEPS = 4
+PLAIN_STEPS = 12
 HOLD, LONGEST_HOLD = 8, 32
 """Steps for which a sequence keeps its number of drafts: to reckon takes as long as a small op. Twice as many
 each time that nothing changed."""
@@ -181,7 +181,7 @@ class DraftPolicy:
         self._accepted = 0
         if cold:
             self._repeat(plan)
-        elif not self._rest:
+        elif not self._rest and (self.ledger.settled or plan.prefill.rows or has_drafts(plan)):
             self._beside = plan
             self._observed += 1
             if fit and (self._hold == HOLD or self._forced >= 0 or self._observed % LEARN_EVERY == 0):
@@ -213,7 +213,7 @@ class DraftPolicy:
         """Drafts to try with that many rows; -1 when there is nothing to try now."""
         tried, drafts = self._tried[rows.bit_length()], 0
         if tried[0] >= TRIALS:
-            if self._steps % PLAIN_EVERY < PLAIN_STEPS:
+            if self._steps % PLAIN_EVERY >= PLAIN_EVERY - PLAIN_STEPS:
                 return 0
             drafts = int(np.flatnonzero(tried < TRIALS).max(initial=0))
             if not drafts or (drafts < self.most and not self.ledger.allows_trial(rows, drafts)):

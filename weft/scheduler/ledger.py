@@ -37,8 +37,11 @@ AHEAD = 2
 """Steps that a try takes: one that drafts, one that verifies."""
 HALF_LIFE = 120.0
 """Seconds of steps after which sums count half."""
-LATEST = 5
+LATEST = 8
 """Plain steps of as many rows behind other plain ones, whose median is their price."""
+SETTLED = 4
+"""Plain steps behind drafts that are no price: the first makes up for the drafter's lines, and until caches
+hold what plain steps read they take up to twice as long."""
 _WEIGHT = 0.3
 
 
@@ -67,6 +70,12 @@ class Account:
         self.loss = max(keep * self.loss + lost, 0.0)
 
 
+def has_drafts(plan: StepPlan) -> bool:
+    """Whether decode rows of the plan verify or propose any."""
+    decode = plan.decode
+    return bool(decode.rows and (decode.count.max() > 1 or decode.next_k.any()))
+
+
 class Ledger:
     """Loss and allowance. For each step in order: ``step``; ``allows`` before each that would draft."""
 
@@ -80,8 +89,8 @@ class Ledger:
         """The first size that was asked for."""
         self._plain: dict[int, deque[float]] = {}
         """By rows: the latest plain steps, in seconds."""
-        self._settled = False
-        """Whether the step before had no drafts: the first one behind some still makes up for its drafter."""
+        self._behind = SETTLED
+        """Steps without drafts in a row, so far. Before the first there were none to settle from."""
         self._prices: tuple[list[int], list[float]] | None = None
         """Rows, increasing, and the median of each; None when they are to be made again."""
 
@@ -93,6 +102,11 @@ class Ledger:
             sizes = sorted(self._plain)
             self._prices = sizes, [float(np.median(self._plain[size])) for size in sizes]
         return float(np.interp(rows, *self._prices))
+
+    @property
+    def settled(self) -> bool:
+        """Whether the last step, if it was plain, tells what plain steps take."""
+        return self._behind > SETTLED
 
     def of(self, rows: int) -> Account:
         """The account of steps of ``rows``."""
@@ -110,15 +124,15 @@ class Ledger:
         decode, lost = plan.decode, 0.0
         rows = decode.rows
         if not rows or plan.prefill.rows:
-            if plan.prefill.next_k.any() or (rows and (decode.count.max() > 1 or decode.next_k.any())):
-                self._settled = False
+            if plan.prefill.next_k.any() or has_drafts(plan):
+                self._behind = 0
             self.all.spend(seconds)
             return
         account = self.of(rows)
-        plain = int(decode.count.max()) == 1 and not decode.next_k.any()
-        settled, self._settled = self._settled, plain
+        plain = not has_drafts(plan)
+        self._behind = self._behind + 1 if plain else 0
         if plain:
-            if settled and not cold:
+            if self.settled and not cold:
                 self._plain.setdefault(rows, deque(maxlen=LATEST)).append(seconds)
                 self._prices = None
         elif price := self.plain(rows):
