@@ -229,7 +229,8 @@ def test_a_vocabulary_smaller_than_its_shares() -> None:
 
 @pytest.mark.skipif(not cpu.load(), reason="the C++ operations are not built")
 def test_which_steps_that_meet_are_recorded(checkpoints: Any) -> None:
-    """Those of ranks with one plan. Replicas of a domain have a plan each, and agree on what travels."""
+    """On a CPU all of them; on a GPU those of ranks with one plan. Replicas of a domain have a plan each, and
+    agree on what travels."""
 
     def why(mesh: Mesh) -> str | None:
         model = checkpoints("deepseek-v3-sixteens").load(mesh=mesh)
@@ -240,4 +241,11 @@ def test_which_steps_that_meet_are_recorded(checkpoints: Any) -> None:
     assert on_ranks(Layout(tensor=2), why) == [None, None]
     assert on_ranks(Layout(tensor=2, data=2), why) == [None] * 4
     shared = Layout(data=2, expert=True)
-    assert on_ranks(shared, why) == ["replicas agree on how rows travel in each step"] * 2
+    assert on_ranks(shared, why) == [None, None]
+
+    def why_on_a_gpu(mesh: Mesh) -> str | None:
+        model = checkpoints("deepseek-v3-sixteens").load(mesh=mesh)
+        model.device = torch.device("cuda")
+        return obstacle(model, choose("cpu", model.spec, torch.float32, CPU, 16))
+
+    assert on_ranks(shared, why_on_a_gpu) == ["replicas agree on how rows travel in each step"] * 2
