@@ -6,7 +6,6 @@ rejected wherever they are compared.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.e0.margins import MARGIN, smallest_margin
-from tests.e0.rig import Answer, make_engine, run, submit
+from tests.e0.rig import Answer, make_engine, replaying, run, submit
 from tests.e0.test_grid import FILLER, PROMPTS
 from tests.support.checkpoints import VOCAB, make_checkpoint
 from tests.support.mtp_models import make_mtp_checkpoint
@@ -23,7 +22,6 @@ from tests.support.pairwise import covering, name
 from weft.config.sections import SpeculationSection
 from weft.runner import graphs
 from weft.runner import runner as runner_module
-from weft.runner.graphs import GraphOptions
 from weft.scheduler.drafting import DraftPolicy
 from weft.scheduler.fit import CostFitter
 from weft.scheduler.scheduler import Scheduler
@@ -163,16 +161,6 @@ class Whim(DraftPolicy):
 def _capture_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "WORTH_CAPTURING", 1)
     monkeypatch.setattr(runner_module, "WORTH_CAPTURING", 1)
-
-
-def replaying(drafts: int) -> GraphOptions:
-    """Steps and drafting go through the fixed tensors of a capture, whose function is then called again."""
-
-    def capture(run: Callable[[], None]) -> Callable[[], None]:
-        run()
-        return run
-
-    return GraphOptions(max_rows=48, capture=capture, lazy=True, most_each=1 + drafts)
 
 
 def check_same(answer: Answer, expected: Answer, what: str) -> None:

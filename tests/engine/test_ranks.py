@@ -163,8 +163,6 @@ def test_ranks_end_with_their_head_however_it_ends() -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.grid
-@pytest.mark.timeout(1800)
 def test_a_head_waits_for_the_port_of_the_one_before_it(tmp_path: Path) -> None:
     """One that was killed may hold it until it has ended, and the next one is started at once."""
     (tmp_path / "secret").write_text("a secret of enough bytes")
@@ -180,6 +178,8 @@ def test_a_head_waits_for_the_port_of_the_one_before_it(tmp_path: Path) -> None:
     beats.close()
 
 
+@pytest.mark.grid
+@pytest.mark.timeout(1800)
 def test_deep_contexts_over_divided_experts(tmp_path: Path) -> None:
     """Four contexts of 8k, with drafts, one of them prefilled while the others decode."""
     folder = make_checkpoint(tmp_path, "qwen3_moe")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 from transformers.utils import logging
 
-from tests.e0.rig import Recorder, make_engine, run, submit
+from tests.e0.rig import Recorder, make_engine, replaying, run, submit
 from tests.support.checkpoints import VOCAB
 from tests.support.mtp_models import make_mtp_checkpoint
 from weft.common.errors import ConfigError
@@ -23,7 +22,6 @@ from weft.config.sections import SpeculationSection
 from weft.engine.core import EngineCore
 from weft.runner import graphs
 from weft.runner import runner as runner_module
-from weft.runner.graphs import GraphOptions
 from weft.scheduler.drafting import DraftPolicy
 from weft.speculation import mtp, waiting
 from weft.speculation.mtp import MtpDrafter
@@ -91,10 +89,21 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def called_again(run: Callable[[], None]) -> Callable[[], None]:
-    """As a capture: computes the step."""
-    run()
-    return run
+def fixed(drafts: int) -> SpeculationSection:
+    """Always as many, or as a test says."""
+    return SpeculationSection(
+        speculative_method="mtp", num_speculative_tokens=drafts, speculative_adaptive=False
+    )
+
+
+def at_rest(folder: Path) -> tuple[EngineCore, Recorder, MtpDrafter]:
+    """An engine whose policy wants no drafts until told otherwise."""
+    engine, runner = make_engine(folder, speculation=fixed(2))
+    policy, drafter = engine.scheduler.drafts, runner.drafter
+    assert policy is not None
+    assert isinstance(drafter, MtpDrafter)
+    policy.most = 0
+    return engine, runner, drafter
 
 
 def now_and_then() -> Any:
@@ -127,9 +136,7 @@ def test_drafts_are_transformers(
     if whim:
         monkeypatch.setattr(DraftPolicy, "choose", now_and_then())
     reference = Reference(folders[name])
-    speculation = SpeculationSection(
-        speculative_method="mtp", num_speculative_tokens=3, speculative_adaptive=False
-    )
+    speculation = fixed(3)
     monkeypatch.setattr(graphs, "WORTH_CAPTURING", 1)
     monkeypatch.setattr(runner_module, "WORTH_CAPTURING", 1)
     engine, runner = make_engine(
@@ -137,7 +144,7 @@ def test_drafts_are_transformers(
         chunk=chunk,
         depth=depth,
         speculation=speculation,
-        graphs=GraphOptions(max_rows=8, capture=called_again, lazy=True, most_each=4) if replayed else None,
+        graphs=replaying(3) if replayed else None,
     )
     watch = Watch(runner, engine)
     try:
@@ -174,9 +181,7 @@ def test_drafts_after_a_prefix_hit(beside: bool, folders: dict[str, Path]) -> No
     """The module's lines of shared blocks are there, also when steps without drafts made them; and when who
     made them goes on ``beside``."""
     reference = Reference(folders["skilled"])
-    speculation = SpeculationSection(
-        speculative_method="mtp", num_speculative_tokens=2, speculative_adaptive=False
-    )
+    speculation = fixed(2)
     engine, runner = make_engine(folders["skilled"], speculation=speculation)
     watch = Watch(runner, engine)
     policy = engine.scheduler.drafts
@@ -213,9 +218,7 @@ def test_drafts_after_a_prefix_hit(beside: bool, folders: dict[str, Path]) -> No
 def test_siblings_draft_behind_a_prompt_whose_states_waited(folders: dict[str, Path]) -> None:
     """Without prefix caching, too, they have the blocks of the first of them, which may be gone by then."""
     reference = Reference(folders["skilled"])
-    speculation = SpeculationSection(
-        speculative_method="mtp", num_speculative_tokens=2, speculative_adaptive=False
-    )
+    speculation = fixed(2)
     engine, runner = make_engine(folders["skilled"], speculation=speculation, caching=False)
     watch = Watch(runner, engine)
     policy = engine.scheduler.drafts
@@ -244,14 +247,8 @@ def test_all_states_that_wait_are_no_more_than_a_pass(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mtp, "PASS_TOKENS", 60)
-    speculation = SpeculationSection(
-        speculative_method="mtp", num_speculative_tokens=2, speculative_adaptive=False
-    )
-    engine, runner = make_engine(folders["skilled"], speculation=speculation)
-    policy, drafter = engine.scheduler.drafts, runner.drafter
-    assert policy is not None
-    assert isinstance(drafter, MtpDrafter)
-    policy.most, most, passes = 0, 0, 0
+    engine, _, drafter = at_rest(folders["skilled"])
+    most = passes = 0
 
     def watch(number: int) -> list[Any]:
         nonlocal most, passes
@@ -274,13 +271,7 @@ def test_hidden_states_wait_and_are_not_many(
 ) -> None:
     monkeypatch.setattr(waiting, "MOST_DEFERRED", 64)
     monkeypatch.setattr(mtp, "PASS_TOKENS", 80)
-    speculation = SpeculationSection(
-        speculative_method="mtp", num_speculative_tokens=2, speculative_adaptive=False
-    )
-    engine, runner = make_engine(folders["skilled"], speculation=speculation)
-    policy, drafter = engine.scheduler.drafts, runner.drafter
-    assert policy is not None
-    assert isinstance(drafter, MtpDrafter)
+    engine, runner, drafter = at_rest(folders["skilled"])
     runs: list[int] = []
     ahead = runner._model.ahead
 
@@ -290,7 +281,6 @@ def test_hidden_states_wait_and_are_not_many(
 
     runner._model.ahead = counting  # type: ignore[method-assign]
     try:
-        policy.most = 0
         drafter._defers = defers
         run(engine, [[submit(1, PROMPTS[0], TokenParams(temperature=0.0, max_tokens=33), request=1)]])
         run(engine, [[submit(2, PROMPTS[1][:3], TokenParams(temperature=0.0, max_tokens=80), request=2)]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
@@ -14,7 +15,7 @@ class Recent(Generic[K, V]):
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._entries: dict[K, V] = {}
+        self._entries: OrderedDict[K, V] = OrderedDict()
         """The one that was used longest ago first."""
 
     def __contains__(self, key: K) -> bool:
@@ -28,17 +29,17 @@ class Recent(Generic[K, V]):
 
     def get(self, key: K) -> V | None:
         """None where there is none."""
-        value = self._entries.pop(key, None)
+        value = self._entries.get(key)
         if value is not None:
-            self._entries[key] = value
+            self._entries.move_to_end(key)
         return value
 
     def put(self, key: K, value: V) -> None:
         """Forgets another one where there is no room. ``value``: not None."""
-        self._entries.pop(key, None)
         self._entries[key] = value
+        self._entries.move_to_end(key)
         if len(self._entries) > self._most:
-            del self._entries[next(iter(self._entries))]
+            self._entries.popitem(last=False)
 
     def clear(self) -> None:
         self._entries.clear()

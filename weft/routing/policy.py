@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Protocol
 
+from weft.common.recent import Recent
 from weft.routing.registry import PROMPT_TOKENS, Instance
 
 CHUNK = 64
@@ -36,7 +36,7 @@ class PrefixAffinity:
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, OrderedDict[bytes, None]] = {}
+        self._known: dict[int, Recent[bytes, bool]] = {}
 
     def choose(self, instances: Sequence[Instance], prompt: bytes, salt: str, count: int) -> Instance:
         chunks = chain(prompt, salt)
@@ -57,12 +57,9 @@ class PrefixAffinity:
         return instance.load - hit * CHUNK / PROMPT_TOKENS
 
     def _remember(self, number: int, chunks: list[bytes]) -> None:
-        known = self._known.setdefault(number, OrderedDict())
+        known = self._known.setdefault(number, Recent(MOST_CHUNKS))
         for chunk in reversed(chunks):  # so that a prefix outlives what follows it
-            known[chunk] = None
-            known.move_to_end(chunk)
-        while len(known) > MOST_CHUNKS:
-            known.popitem(last=False)
+            known.put(chunk, True)
 
 
 def chain(prompt: bytes, salt: str) -> list[bytes]:

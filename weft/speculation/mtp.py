@@ -155,8 +155,7 @@ class MtpDrafter(Drafter):
         assert step.hidden is not None, "hidden states that nobody kept"
         self.cold = False
         self._computed = step.num_computed
-        alone = step.plan.agreed is None
-        if (not step.kept or not alone) and len(step.hidden) == step.plan.rows and self._rests(step.plan):
+        if len(step.hidden) == step.plan.rows and self._rests(step.plan):
             if not step.kept:
                 self.waiting.keep(step.slots, step.starts, step.hidden)
             return None
@@ -164,7 +163,7 @@ class MtpDrafter(Drafter):
         made = self._due(step, len(wanted) > 0)
         if not len(made.rows):
             return None
-        recorded = self.recorded if alone else None
+        recorded = self.recorded if step.plan.agreed is None else None
         if len(wanted) and recorded is not None and not step.plan.prefill.rows and not made.chunks:
             drafts = recorded.propose(step)
             self.cold = recorded.cold
@@ -236,9 +235,10 @@ class MtpDrafter(Drafter):
             return fits
         if not fits[chunks:].all():  # one pass for all of which many wait
             fits &= after < most // 2
-        if self.waiting.total + int(counts.sum()) > PASS_TOKENS:  # those with the most, until half is left
+        total = self.waiting.total + int(counts.sum())
+        if total > PASS_TOKENS:  # those with the most, until half is left
             order = np.argsort(-after, kind="stable")
-            left = self.waiting.total + int(counts.sum()) - np.cumsum(after[order])
+            left = total - np.cumsum(after[order])
             fits[order[: 1 + int(np.searchsorted(-left, -(PASS_TOKENS // 2)))]] = False
         return fits
 
