@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from weft.common.errors import ContextLength, InvalidRequest
-from weft.text.submit import IdMint, ModelLimits, SeedMint, build_submits, minted_seed, resolve_params
+from weft.text.submit import IdMint, ModelLimits, SeedMint, build_submits, minted_seed
 from weft.text.tokenizer import Tokenizer
 from weft.types.messages import Submit, decode_to_head, encode, ids_from_bytes
 from weft.types.sampling import SamplingParams
@@ -119,5 +119,4 @@ def test_context_errors_say_the_numbers(tokenizer: Tokenizer) -> None:
     with pytest.raises(ContextLength, match=r"32 tokens.*40.*30.*10"):
         build(tokenizer, [5] * 30, max_tokens=10)
     assert build(tokenizer, [5] * 30, max_tokens=2)[0].params.max_tokens == 2
-    params = resolve_params(31, SamplingParams(), LIMITS, tokenizer)
-    assert params.max_tokens == 1
+    assert build(tokenizer, [5] * 31)[0].params.max_tokens == 1

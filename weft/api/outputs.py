@@ -52,7 +52,7 @@ def completion_of(choice: Choice) -> CompletionOutput:
         index=choice.index,
         text=choice.text,
         token_ids=list(choice.token_ids),
-        logprobs=None if choice.logprobs is None else list(choice.logprobs),
+        logprobs=None if choice.logprobs is None else list(choice.logprobs.read()),
         finish_reason=choice.finish_reason,
         stop_reason=choice.stop_reason,
         error=choice.error,

@@ -10,7 +10,9 @@ import numpy as np
 from weft.api.outputs import RequestOutput, completion_of
 from weft.common.errors import ErrorInfo, InvalidRequest, WeftError
 from weft.text.choice import Choice
+from weft.text.logprobs import PositionLogprobs
 from weft.text.model import TextModel
+from weft.text.stop import Stops
 from weft.text.submit import IdMint, ModelLimits, SeedMint, build_submits
 from weft.types.messages import Submit
 from weft.types.sampling import SamplingParams
@@ -42,15 +44,16 @@ class Request:
     def output(self) -> RequestOutput:
         """Everything so far."""
         first = self.choices[0]
+        logprobs: list[PositionLogprobs | None] | None = None
         wanted = self.submits[0].params.prompt_logprobs >= 0
-        logprobs = first.prompt_logprobs
-        if wanted and logprobs is None and first.token_ids:  # a prompt of one token has only the first entry
-            logprobs = [None]
+        # a prompt of one token has only the first entry
+        if wanted and (first.prompt_logprobs is not None or first.token_ids):
+            logprobs = [None, *([] if first.prompt_logprobs is None else first.prompt_logprobs.read())]
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=list(self.prompt_ids),
-            prompt_logprobs=list(logprobs) if wanted and logprobs is not None else None,
+            prompt_logprobs=logprobs,
             outputs=[completion_of(choice) for choice in self.choices],
             finished=self.finished,
             num_cached_tokens=first.num_cached,
@@ -118,8 +121,16 @@ class RequestMaker:
         submits = build_submits(
             ids, params, self._limits, tokenizer, ids=self.ids, seed=seed, prompt_param=param
         )
+        stops = Stops(params.stop)
         choices = [
-            Choice(tokenizer, params, sequence=submit.sequence, index=submit.choice, continues=continues)
+            Choice(
+                tokenizer,
+                params,
+                sequence=submit.sequence,
+                index=submit.choice,
+                continues=continues,
+                stops=stops,
+            )
             for submit in submits
         ]
         return Request(request_id or f"{submits[0].request:016x}", prompt, ids, submits, choices)

@@ -162,3 +162,14 @@ class ConfigError(WeftError):
     """A setting, or a pair of settings, that cannot work. Raised before anything starts; names the flags."""
 
     code, blame, http_status = "config_error", "client", 400
+
+
+class ReportedError(WeftError):
+    """An error that another process reported, with its own code, blame and status."""
+
+    def __init__(self, reported: ErrorInfo) -> None:
+        super().__init__(reported.message, param=reported.param, code=reported.code)
+        self._reported = reported
+
+    def info(self) -> ErrorInfo:
+        return self._reported

@@ -280,6 +280,13 @@ class FrontSection(_Section, frozen=True, kw_only=True):
         str | None, Meta(description="File with a chat template to use instead of the model's.")
     ] = None
     max_request_bytes: Annotated[int, Meta(ge=1024, description="Largest request body.")] = 8 << 20
+    max_response_bytes: Annotated[
+        int,
+        Meta(
+            ge=1024,
+            description="Logprobs and repeated prompts that one answer may hold; more must be streamed.",
+        ),
+    ] = 64 << 20
     drain_timeout: Annotated[
         float, Meta(ge=0, description="Seconds that running requests get to finish after SIGTERM.")
     ] = 30.0

@@ -2,83 +2,53 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 
-import msgspec
 from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
 from weft.front import responses as r
 from weft.front.context import Front
-from weft.front.generation import Generation, Prompt
-from weft.front.logprobs import bounded, prompt_logprobs
-from weft.front.protocol import DEFAULT_COMPLETION_TOKENS, CompletionRequest, parse
-from weft.front.serving import Job, handle
+from weft.front.generation import Generation
+from weft.front.logprobs import completion_logprobs, prompt_logprobs
+from weft.front.serving import handle
 from weft.text.choice import Choice, Delta
 from weft.text.detokenizer import Detokenizer
 from weft.text.logprobs import PositionLogprobs
-from weft.text.tokenizer import Tokenizer, check_text
-from weft.types.sampling import SamplingParams
+from weft.text.tokenizer import Tokenizer
 
 
 async def completions(front: Front, request: Request) -> Response:
     """Continues a text, as a whole or as a stream."""
-    return await handle(front, request, prepare)
-
-
-def prepare(front: Front, body: bytes) -> Job:
-    """Reads and tokenizes; runs in a text thread. Raises WeftError."""
-    asked = parse(body, CompletionRequest)
-    front.check_model(asked.model)
-    tokenizer = front.text.tokenizer
-    params = asked.sampling()
-    prompts = [_prompt(tokenizer, prompt, bool(asked.echo)) for prompt in asked.prompts()]
-    return Job(
-        prompts=prompts,
-        params=_with_default_length(params, prompts, front.limits.max_model_len),
-        stream=bool(asked.stream),
-        continues=True,
-        param="prompt",
-        shape=functools.partial(CompletionShape, tokenizer, asked),
-    )
-
-
-def _prompt(tokenizer: Tokenizer, prompt: str | list[int], echo: bool) -> Prompt:
-    if isinstance(prompt, str):
-        check_text(prompt, "prompt")
-        return Prompt(ids=tokenizer.encode(prompt), text=prompt)
-    return Prompt(ids=prompt, text=tokenizer.decode(prompt) if echo else "")
-
-
-def _with_default_length(params: SamplingParams, prompts: Sequence[Prompt], context: int) -> SamplingParams:
-    """OpenAI's default length, cut to what the context leaves to the longest prompt."""
-    if params.max_tokens is not None:
-        return params
-    room = context - max(len(prompt.ids) for prompt in prompts)
-    return msgspec.structs.replace(params, max_tokens=min(DEFAULT_COMPLETION_TOKENS, max(room, 1)))
+    return await handle(front, request, "completions", CompletionShape)
 
 
 class CompletionShape:
     """Answers of one completions request: one id, time and model throughout."""
 
-    def __init__(self, tokenizer: Tokenizer, asked: CompletionRequest, generation: Generation) -> None:
-        self._tokenizer = tokenizer
-        self._asked = asked
+    def __init__(self, generation: Generation) -> None:
         self._generation = generation
+        self._asked = generation.job.asked
+        self._tokenizer = generation.tokenizer
         self._id = "cmpl-" + secrets.token_hex(12)
         self._created = int(time.time())
         self._echoed: set[int] = set()
-        self._offsets = {
-            choice.index: _Offsets(tokenizer, asked.skip_special_tokens is not False, bool(asked.echo))
-            for choice in generation.choices
-        }
+        self._offsets: dict[int, _Offsets] = {}
+        """Of choices that have shown logprobs."""
 
     def opening(self) -> list[r.Completion]:
         return []
+
+    def weight(self, delta: Delta) -> int:
+        own = 0 if delta.logprobs is None else delta.logprobs.candidates
+        if delta.index in self._echoed or not self._asked.echo:
+            return own
+        echoed = self._first_of(delta.index).prompt_logprobs
+        return own + (0 if echoed is None else echoed.candidates)
 
     def chunks(self, delta: Delta) -> list[r.Completion]:
         chunks = []
@@ -90,7 +60,7 @@ class CompletionShape:
         if delta.text or delta.finish_reason or (shown and delta.token_ids):
             made = r.CompletionChoice(index=delta.index, text=delta.text, finish_reason=delta.finish_reason)
             if delta.logprobs:
-                made.logprobs = self._logprobs(delta.index, delta.token_ids, delta.logprobs)
+                made.logprobs = self._logprobs(self._entries(delta.index, delta.token_ids, delta.logprobs))
             if self._asked.return_token_ids:
                 made.token_ids = list(delta.token_ids)
             chunks.append(self._answer([made]))
@@ -103,10 +73,10 @@ class CompletionShape:
         chunk.usage = usage
         return [chunk]
 
-    def whole(self, usage: r.Usage) -> r.Completion:
-        answer = self._answer([self._choice(choice) for choice in self._generation.choices])
+    def whole(self, usage: r.Usage) -> Iterator[bytes]:
+        answer = self._answer([])
         answer.usage = usage
-        return answer
+        yield from r.with_choices(answer, map(self._choice, self._generation.choices))
 
     def _answer(self, choices: list[r.CompletionChoice]) -> r.Completion:
         return r.Completion(
@@ -118,48 +88,63 @@ class CompletionShape:
         )
 
     def _choice(self, choice: Choice) -> r.CompletionChoice:
-        made = self._echo(choice.index)
-        made.text += choice.text
+        prompt = self._generation.prompt_of(choice.index)
+        made = r.CompletionChoice(index=choice.index, text=prompt.text + choice.text)
         made.finish_reason = choice.finish_reason
         if choice.logprobs is not None:
-            own = self._logprobs(choice.index, choice.token_ids, choice.logprobs)
-            made.logprobs = own if made.logprobs is None else _joined(made.logprobs, own)
-        if self._asked.prompt_logprobs is not None:
+            made.logprobs = self._logprobs(self._all_entries(choice))
+        if self._asked.prompt_logprobs:
             made.prompt_logprobs = prompt_logprobs(self._first_of(choice.index).prompt_logprobs)
         if self._asked.return_token_ids:
             made.token_ids = choice.token_ids
+            made.prompt_token_ids = prompt.ids
         return made
 
     def _echo(self, index: int) -> r.CompletionChoice:
         """The prompt's part of a choice: its text and logprobs with ``echo``, its ids where asked for."""
-        prompt = self._generation.prompts[index // self._generation.params.n]
-        made = r.CompletionChoice(index=index, text="")
+        prompt = self._generation.prompt_of(index)
+        made = r.CompletionChoice(index=index, text=prompt.text)
         if self._asked.return_token_ids:
             made.prompt_token_ids = prompt.ids
-        if self._asked.echo:
-            made.text = prompt.text
-            if self._asked.logprobs is not None:
-                positions = self._first_of(index).prompt_logprobs or [None]
-                made.logprobs = self._logprobs(index, prompt.ids, positions)
-            self._offsets[index].end_prompt(len(prompt.text))
+        if self._asked.echo and self._asked.top is not None:
+            made.logprobs = self._logprobs(self._prompt_entries(index))
         return made
+
+    def _all_entries(self, choice: Choice) -> Iterator[_Entry]:
+        if self._asked.echo:
+            yield from self._prompt_entries(choice.index)
+        yield from self._entries(choice.index, choice.token_ids, choice.logprobs or ())
+
+    def _prompt_entries(self, index: int) -> Iterator[_Entry]:
+        """Those of the prompt's tokens; the first, which nothing predicts, has no logprobs."""
+        prompt = self._generation.prompt_of(index)
+        positions = self._first_of(index).prompt_logprobs or ()
+        yield from self._entries(index, prompt.ids, itertools.chain((None,), positions))
+        self._offsets_of(index).end_prompt(len(prompt.text))
+
+    def _entries(
+        self, index: int, ids: Iterable[int], positions: Iterable[PositionLogprobs | None]
+    ) -> Iterator[_Entry]:
+        offsets = self._offsets_of(index)
+        for token, position in zip(ids, positions, strict=True):
+            yield token, position, offsets.next(token)
+
+    def _logprobs(self, entries: Iterable[_Entry]) -> r.CompletionLogprobs:
+        return completion_logprobs(self._tokenizer, entries, self._asked.top or 0)
 
     def _first_of(self, index: int) -> Choice:
         """Choice 0 of the same prompt, the one whose prompt logprobs are computed."""
-        return self._generation.choices[index - index % self._generation.params.n]
+        return self._generation.choices[index - index % self._generation.job.params.n]
 
-    def _logprobs(
-        self, index: int, ids: Sequence[int], positions: Iterable[PositionLogprobs | None]
-    ) -> r.CompletionLogprobs:
-        made = r.CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
-        tops: list[dict[str, float] | None] = []
-        for token, position in zip(ids, positions, strict=True):
-            made.tokens.append(self._tokenizer.token_text(token))
-            made.text_offset.append(self._offsets[index].next(token))
-            made.token_logprobs.append(None if position is None else bounded(position[token].logprob))
-            tops.append(None if position is None else _top(position))
-        made.top_logprobs = tops if self._asked.logprobs else None
-        return made
+    def _offsets_of(self, index: int) -> _Offsets:
+        if index not in self._offsets:
+            skip = self._asked.skip_special_tokens
+            self._offsets[index] = _Offsets(self._tokenizer, skip, self._asked.echo)
+        return self._offsets[index]
+
+
+_Entry = tuple[int, PositionLogprobs | None, int]
+"""A token, its candidates, and where its text begins."""
 
 
 class _Offsets:
@@ -180,23 +165,3 @@ class _Offsets:
         at = self._at
         self._at += len(self._detokenizer.push(token))
         return at
-
-
-def _top(position: PositionLogprobs) -> dict[str, float]:
-    """Candidates by their text; of several with the same text the likeliest."""
-    made: dict[str, float] = {}
-    for found in position.values():
-        made[found.decoded_token] = max(bounded(found.logprob), made.get(found.decoded_token, float("-inf")))
-    return made
-
-
-def _joined(prompt: r.CompletionLogprobs, own: r.CompletionLogprobs) -> r.CompletionLogprobs:
-    tops = None
-    if prompt.top_logprobs is not None and own.top_logprobs is not None:
-        tops = prompt.top_logprobs + own.top_logprobs
-    return r.CompletionLogprobs(
-        tokens=prompt.tokens + own.tokens,
-        token_logprobs=prompt.token_logprobs + own.token_logprobs,
-        top_logprobs=tops,
-        text_offset=prompt.text_offset + own.text_offset,
-    )

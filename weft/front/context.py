@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
-from weft.common.errors import NotFound, Overloaded, Unavailable
+from weft.common.errors import Overloaded, ReportedError, Unavailable
 from weft.config.resolved import EngineConfig
 from weft.config.sections import FrontSection
 from weft.front.heads import Heads, Place, Respawn
 from weft.front.lifecycle import Lifecycle
 from weft.front.metrics import Metrics
-from weft.front.protocol import printable
+from weft.front.read_worker import Setup, decode_answer, encode_setup, payload_of
+from weft.front.reading import KINDS, Job, Reader, check_model
 from weft.front.responses import ModelCard
+from weft.front.workers import WorkerPool
 from weft.text.model import TextModel
 from weft.text.submit import IdMint, ModelLimits, SeedMint
 
@@ -26,6 +29,12 @@ T = TypeVar("T")
 TEXT_THREADS = 2
 TEXT_QUEUE = 1024
 """Requests that may wait for a text thread; beyond it they get 429."""
+SMALL_BODY = 64 << 10
+"""Bytes of a body that is read in a thread. A larger one could hold Python's lock for long while it is
+parsed: it is read in a process of its own."""
+READ_PROCESSES = 2
+READ_SECONDS = 120.0
+"""For one large body."""
 
 
 class Front:
@@ -55,7 +64,8 @@ class Front:
         self.lifecycle = Lifecycle(each * len(places))
         self._pool = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="weft-text")
         self._pooled = 0
-        self._text: TextModel | None = None
+        self._reader: Reader | None = None
+        self._workers: WorkerPool | None = None
         self.ids = IdMint()
         self.seeds = SeedMint(config.model.seed)
 
@@ -70,18 +80,53 @@ class Front:
         self.limits = ModelLimits(
             vocab_size=welcome.vocab_size, max_model_len=welcome.max_model_len, end_ids=ends
         )
-        self._text = text
+        section = self.section
+        setup = Setup(
+            tokenizer=str(self.config.tokenizer_path),
+            chat_template=section.chat_template,
+            names=tuple(self.names),
+            limits=self.limits,
+            max_response_bytes=section.max_response_bytes,
+        )
+        command = (sys.executable, "-m", "weft.front.read_worker")
+        self._workers = WorkerPool(command, encode_setup(setup), READ_PROCESSES, READ_SECONDS)
+        self._reader = Reader(text, self.names, self.limits, section.max_response_bytes)
 
     async def close(self) -> None:
         """Ends the link; every request that is still open fails."""
         await self.client.close()
+        if self._workers is not None:
+            await self._workers.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     @property
     def text(self) -> TextModel:
-        if self._text is None:
+        return self._ready_reader().text
+
+    def _ready_reader(self) -> Reader:
+        if self._reader is None:
             raise Unavailable("the server is still starting")
-        return self._text
+        return self._reader
+
+    async def read(self, kind: str, body: bytes, then: Callable[[Job], T]) -> T:
+        """Reads a request's body off the event loop, and calls ``then`` with it in a thread.
+
+        ``kind`` is one of ``KINDS``. Raises the WeftError of a request that can't be read.
+        """
+        reader = self._ready_reader()
+        if len(body) <= SMALL_BODY:
+            return await self.in_thread(lambda: then(KINDS[kind](reader, body)))
+        assert self._workers is not None
+        data = await self._workers.call(payload_of(kind, body))
+
+        def finish() -> T:
+            answer = decode_answer(data)
+            if answer.error is not None:
+                raise ReportedError(answer.error)
+            assert answer.job is not None
+            return then(answer.job)
+
+        return await self.in_thread(finish)
 
     async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Runs text work off the event loop. Raises Overloaded when too much of it waits."""
@@ -96,9 +141,7 @@ class Front:
 
     def check_model(self, name: str) -> None:
         """Raises NotFound unless ``name`` is served."""
-        if name not in self.names:
-            shown = printable(name, 64)
-            raise NotFound(f"the model {shown} does not exist here", param="model", code="model_not_found")
+        check_model(name, self.names)
 
     def card(self, name: str) -> ModelCard:
         """A served model, as /v1/models shows it."""

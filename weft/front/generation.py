@@ -3,99 +3,118 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import threading
 
 import msgspec
 
-from weft.common.errors import EngineDead, InvalidRequest, Overloaded
+from weft.common.errors import EngineDead, InvalidRequest, Overloaded, ReportedError
 from weft.front.context import Front
-from weft.front.head_client import HeadError
+from weft.front.flow import Flow
 from weft.front.metrics import RequestTimes
+from weft.front.reading import Job, Prompt
 from weft.front.responses import Usage, make_usage
 from weft.front.streaming import within
 from weft.text.choice import Choice, Delta
-from weft.text.submit import build_submits, minted_seed
+from weft.text.stop import Stops
+from weft.text.submit import minted_seed, submits_of
 from weft.types.messages import Submit, ids_to_bytes
-from weft.types.sampling import SamplingParams, TokenParams
+from weft.types.sampling import SEED_MASK, TokenParams
 
 PROBE_SALT = "weft readiness"
-
-
-class Prompt(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt, read: made in a text thread."""
-
-    ids: list[int]
-    text: str = ""
-    """As ``echo`` shows it."""
+MAX_SUBMITTED = 128 << 20
+"""Bytes of prompts that one request may send to the engine, each choice with its own."""
 
 
 class Generation:
     """Choices of all prompts of one request. Choice ``i`` belongs to prompt ``i // n``.
 
-    Owns its sequences: whoever makes one calls ``close``, however the request ended. Used from the event
-    loop only.
+    Owns its sequences: whoever makes one calls ``close``, however the request ended. ``build`` runs in a
+    thread, everything else on the event loop.
     """
 
-    def __init__(
-        self,
-        front: Front,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        *,
-        continues: bool,
-        times: RequestTimes,
-        deadline: float,
-        param: str,
-        seed: int,
-    ) -> None:
-        """Checks and submits. Raises WeftError, naming ``param`` for the prompt; then nothing was submitted.
+    job: Job
 
-        ``deadline``: time of the event loop's clock. ``continues``: see ``Choice``. ``seed``: minted for the
-        request, in case it brings none.
+    def __init__(self, front: Front, *, times: RequestTimes, deadline: float, seed: int) -> None:
+        """``deadline``: time of the event loop's clock. ``seed``: minted for the request, in case it brings
+        none.
         """
-        self.prompts = prompts
-        self.params = params
         self.choices: list[Choice] = []
+        self.tokenizer = front.text.tokenizer
         self._front = front
         self._times = times
         self._deadline = deadline
+        self._seed = seed
         self._ids: list[int] = []
+        self._submits: list[Submit] = []
+        self._flow: Flow | None = None
         self._open = True
-        try:
-            submits = self._build(param, seed)
-            for index, submit in enumerate(submits):
-                made = Choice(
-                    front.text.tokenizer, params, sequence=submit.sequence, index=index, continues=continues
-                )
-                self.choices.append(made)
-            self._by_sequence = {choice.sequence: choice for choice in self.choices}
-            self.flow = front.client.submit(submits, times.event)
-        except BaseException:
-            self._release_ids()
-            raise
+        self._lock = threading.Lock()
+        """Held to build, and to close: a request may be given up while its thread still builds."""
+        self._held_bytes = 0
+        """Of logprobs that wait for the end of an answer that is not streamed."""
 
-    def _build(self, param: str, seed: int) -> list[Submit]:
-        front = self._front
-        wanted = len(self.prompts) * self.params.n
+    def build(self, job: Job) -> None:
+        """Makes the sequences. Raises WeftError when there are too many; then there are none."""
+        most = self._front.config.scheduler.max_queued_requests
         # All of them reach the queue before the next step takes any out of it: more would get 429 for ever.
-        if wanted > (most := front.config.scheduler.max_queued_requests):
+        if len(job.prompts) * job.params.n > most:
             raise InvalidRequest(f"prompts times n must be at most {most} on this server", param="n")
-        if front.client.open_sequences + wanted > front.lifecycle.capacity:
-            raise Overloaded("the server's queue is full; try again later")
-        submits: list[Submit] = []
-        for number, prompt in enumerate(self.prompts):
-            made = build_submits(
-                prompt.ids,
-                self.params,
-                front.limits,
-                front.text.tokenizer,
-                ids=front.ids,
-                seed=minted_seed(seed, number) if number else seed,
-                prompt_param=param,
+        size = sum(prompt.count for prompt in job.prompts) * 4 * job.params.n
+        if size > MAX_SUBMITTED:
+            raise InvalidRequest(
+                f"the prompts' tokens times n must be at most {MAX_SUBMITTED // 4}; ask for fewer choices a "
+                "request",
+                param="n",
+            )
+        with self._lock:
+            if self._open:
+                self.job = job
+                self._build(job)
+
+    def _build(self, job: Job) -> None:
+        given = job.params.seed
+        seed = self._seed if given is None else given & SEED_MASK
+        stops = Stops(job.params.stop)
+        for number, prompt in enumerate(job.prompts):
+            made = submits_of(
+                prompt.data,
+                msgspec.structs.replace(job.token_params, max_tokens=prompt.max_tokens),
+                job.params.n,
+                ids=self._front.ids,
+                seed=minted_seed(seed, number) if number and given is None else seed,
             )
             self._ids += [made[0].request, *(submit.sequence for submit in made)]
-            submits += made
-        return submits
+            self._submits += made
+        for index, submit in enumerate(self._submits):
+            choice = Choice(
+                self.tokenizer,
+                job.params,
+                sequence=submit.sequence,
+                index=index,
+                continues=job.continues,
+                stops=stops,
+                keep_logprobs=not job.asked.stream,
+            )
+            self.choices.append(choice)
+        self._by_sequence = {choice.sequence: choice for choice in self.choices}
+
+    def submit(self) -> None:
+        """Sends the sequences to the engine. Raises WeftError; then none of them runs."""
+        client = self._front.client
+        submits, self._submits = self._submits, []
+        if client.open_sequences + len(submits) > self._front.lifecycle.capacity:
+            raise Overloaded("the server's queue is full; try again later")
+        self._flow = client.submit(submits, self._times.event)
+
+    @property
+    def flow(self) -> Flow:
+        """Events of what ``submit`` sent."""
+        assert self._flow is not None
+        return self._flow
+
+    def prompt_of(self, index: int) -> Prompt:
+        """The prompt of choice ``index``."""
+        return self.job.prompts[index // self.job.params.n]
 
     @property
     def done(self) -> bool:
@@ -115,20 +134,34 @@ class Generation:
             if delta.send_finish:
                 self._front.client.finish(self.flow, choice.sequence)
             if delta.finish_reason == "error" and delta.error is not None:
-                raise HeadError(delta.error)
+                raise ReportedError(delta.error)
             if delta.finish_reason == "abort":
                 raise EngineDead("the engine gave the request up")
+            self._hold(delta)
             deltas.append(delta)
         return deltas
 
+    def _hold(self, delta: Delta) -> None:
+        """Bounds the logprobs that an answer collects. Raises InvalidRequest."""
+        if delta.logprobs is None or self.job.asked.stream:
+            return
+        self._held_bytes += delta.logprobs.nbytes
+        if self._held_bytes > (most := self._front.section.max_response_bytes):
+            raise InvalidRequest(
+                f"the answer's logprobs have more than {most} bytes (--max-response-bytes); ask for fewer "
+                "tokens or alternatives, or stream the answer",
+                param="logprobs",
+                code="response_too_large",
+            )
+
     def usage(self) -> Usage:
         """Tokens so far. A prompt counts once, whatever ``n``."""
-        n = self.params.n
+        n = self.job.params.n
         drafts = None
         if self._front.config.speculation.drafts:
             drafts = (sum(c.accepted for c in self.choices), sum(c.rejected for c in self.choices))
         return make_usage(
-            prompt=sum(len(prompt.ids) for prompt in self.prompts),
+            prompt=sum(prompt.count for prompt in self.job.prompts),
             completion=sum(len(choice.token_ids) for choice in self.choices),
             cached=sum(choice.num_cached for choice in self.choices[::n]),
             drafts=drafts,
@@ -142,15 +175,14 @@ class Generation:
 
     def close(self) -> None:
         """Gives everything back: open sequences are finished at the head. Idempotent."""
-        if self._open:
+        with self._lock:
+            if not self._open:
+                return
             self._open = False
-            self._front.client.release(self.flow)
-            self._release_ids()
-
-    def _release_ids(self) -> None:
+        if self._flow is not None:
+            self._front.client.release(self._flow)
         for made in self._ids:
             self._front.ids.release(made)
-        self._ids = []
 
 
 async def probe(front: Front) -> None:
@@ -173,7 +205,7 @@ async def probe(front: Front) -> None:
             while flow.open:
                 for event in await flow.next():
                     if event.error is not None:
-                        raise HeadError(event.error)
+                        raise ReportedError(event.error)
     except TimeoutError:
         raise EngineDead("the engine did not make a first token in time") from None
     finally:

@@ -21,7 +21,7 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from weft.common.clock import Clock, SystemClock
-from weft.common.errors import EngineDead, ErrorInfo, Overloaded, Unavailable, WeftError
+from weft.common.errors import EngineDead, Overloaded, ReportedError, Unavailable, WeftError
 from weft.common.log import get_logger
 from weft.front.flow import Flow, Observer
 from weft.front.progress import Progress
@@ -40,6 +40,10 @@ HIGH_WATER = 10_000
 """Messages zmq may hold in each direction."""
 OUTBOX_LIMIT = 20_000
 """Messages that may wait here for zmq; a Submit beyond it is refused."""
+SENT_AT_ONCE = 256 << 10
+"""Bytes that are sent before the event loop's other tasks get their turn."""
+MESSAGE_COST = 4 << 10
+"""Bytes whose sending takes as long as a message's own handling."""
 
 
 class Process(Protocol):
@@ -213,6 +217,7 @@ class HeadClient:
         self._out.set()
 
     async def _transmit(self, socket: zmq.asyncio.Socket) -> None:
+        sent = 0
         while True:
             await self._out.wait()
             self._out.clear()
@@ -222,8 +227,12 @@ class HeadClient:
                     frame = m.encode(message)
                 except WeftError as error:
                     self._refuse(message, error)
-                else:
-                    await socket.send(frame)
+                    continue
+                await socket.send(frame)
+                sent += len(frame) + MESSAGE_COST
+                if sent > SENT_AT_ONCE:  # a send that need not wait does not let others run
+                    sent = 0
+                    await asyncio.sleep(0)
 
     def _refuse(self, message: m.ToHead, error: WeftError) -> None:
         """A Submit that can't be sent fails its request."""
@@ -254,7 +263,7 @@ class HeadClient:
             self._greet(message)
         else:
             log.error("the engine failed: %s", message.error.message)
-            self._die(HeadError(message.error))
+            self._die(ReportedError(message.error))
 
     def _greet(self, welcome: m.Welcome) -> None:
         low, high = welcome.versions
@@ -337,14 +346,3 @@ def fail_flows(flows: Iterable[Flow], error: WeftError) -> None:
     """Fails each of ``flows`` once with ``error``."""
     for flow in list({id(flow): flow for flow in flows}.values()):
         flow.fail(error)
-
-
-class HeadError(WeftError):
-    """An error that a head reported, with the head's own code, blame and status."""
-
-    def __init__(self, reported: ErrorInfo) -> None:
-        super().__init__(reported.message, param=reported.param, code=reported.code)
-        self._reported = reported
-
-    def info(self) -> ErrorInfo:
-        return self._reported

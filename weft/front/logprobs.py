@@ -1,28 +1,108 @@
-"""Logprobs in the shapes that more than one route uses."""
+"""Logprobs as JSON, written in slices: no step of the writing holds Python's lock for long."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, cast
 
-from weft.front.responses import MIN_LOGPROB, PromptLogprob, PromptLogprobs
-from weft.text.logprobs import PositionLogprobs
+import msgspec
+
+from weft.front import responses as r
+from weft.text.logprobs import Logprobs, PositionLogprobs
+from weft.text.tokenizer import Tokenizer
+
+SLICE = 64
+"""Positions that are encoded in one call."""
 
 
 def bounded(logprob: float) -> float:
     """``logprob``, or the number that stands for minus infinity."""
-    return max(logprob, MIN_LOGPROB)
+    return max(logprob, r.MIN_LOGPROB)
 
 
-def prompt_logprobs(positions: Sequence[PositionLogprobs | None] | None) -> PromptLogprobs:
+class JsonArray:
+    """A JSON array that grows by slices of its items."""
+
+    def __init__(self) -> None:
+        self._slices: list[bytes] = []
+
+    def extend(self, items: Sequence[Any]) -> None:
+        if items:
+            self._slices.append(r.to_json(items)[1:-1])
+
+    def raw(self) -> Any:
+        """The array, to be put into a struct in the place of a list: it is written as it is."""
+        return msgspec.Raw(b"[" + b",".join(self._slices) + b"]")
+
+
+def json_array(items: Iterable[Any]) -> Any:
+    """``items`` as a JSON array, see ``JsonArray.raw``."""
+    made = JsonArray()
+    source = iter(items)
+    while batch := list(itertools.islice(source, SLICE)):
+        made.extend(batch)
+    return made.raw()
+
+
+def prompt_logprobs(positions: Logprobs | None) -> r.PromptLogprobs:
     """One entry a prompt token, candidates by token id. A prompt of one token has only the first, null."""
-    return [
-        None
-        if position is None
-        else {
-            str(token): PromptLogprob(
-                logprob=bounded(found.logprob), rank=found.rank, decoded_token=found.decoded_token
-            )
-            for token, found in position.items()
-        }
-        for position in positions or [None]
-    ]
+
+    def entries() -> Iterator[dict[str, r.PromptLogprob] | None]:
+        yield None
+        for position in positions or ():
+            yield {
+                str(token): r.PromptLogprob(
+                    logprob=bounded(found.logprob), rank=found.rank, decoded_token=found.decoded_token
+                )
+                for token, found in position.items()
+            }
+
+    return cast(r.PromptLogprobs, json_array(entries()))
+
+
+def chat_logprobs(
+    tokenizer: Tokenizer, ids: Sequence[int], positions: Iterable[PositionLogprobs], top: int
+) -> r.ChatLogprobs:
+    """Those of output tokens, each with its ``top`` likeliest candidates in order."""
+
+    def token(number: int, logprob: float) -> dict[str, Any]:
+        data = tokenizer.token_bytes(number)
+        return {"token": data.decode("utf-8", "replace"), "logprob": bounded(logprob), "bytes": list(data)}
+
+    def entries() -> Iterator[r.TokenLogprob]:
+        for number, found in zip(ids, positions, strict=True):
+            ranked = sorted(found.items(), key=lambda item: item[1].rank)
+            likeliest = [r.TopLogprob(**token(i, lp.logprob)) for i, lp in ranked if lp.rank <= top]
+            yield r.TokenLogprob(**token(number, found[number].logprob), top_logprobs=likeliest)
+
+    return r.ChatLogprobs(content=json_array(entries()))
+
+
+def completion_logprobs(
+    tokenizer: Tokenizer,
+    entries: Iterable[tuple[int, PositionLogprobs | None, int]],
+    top: int,
+) -> r.CompletionLogprobs:
+    """Parallel arrays of (token, candidates or None, offset of its text)."""
+    texts, own, tops, offsets = JsonArray(), JsonArray(), JsonArray(), JsonArray()
+    source = iter(entries)
+    while batch := list(itertools.islice(source, SLICE)):
+        texts.extend([tokenizer.token_text(token) for token, _, _ in batch])
+        own.extend([None if found is None else bounded(found[token].logprob) for token, found, _ in batch])
+        tops.extend([None if found is None else _top(found) for _, found, _ in batch])
+        offsets.extend([offset for _, _, offset in batch])
+    return r.CompletionLogprobs(
+        tokens=texts.raw(),
+        token_logprobs=own.raw(),
+        top_logprobs=tops.raw() if top else None,
+        text_offset=offsets.raw(),
+    )
+
+
+def _top(position: PositionLogprobs) -> dict[str, float]:
+    """Candidates by their text; of several with the same text the likeliest."""
+    made: dict[str, float] = {}
+    for found in position.values():
+        made[found.decoded_token] = max(bounded(found.logprob), made.get(found.decoded_token, float("-inf")))
+    return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import msgspec
@@ -213,6 +214,19 @@ def to_json(value: Any) -> bytes:
 def event(value: Any) -> bytes:
     """``value`` as one server-sent event."""
     return b"data: " + _encoder.encode(value) + b"\n\n"
+
+
+def with_choices(answer: ChatCompletion | Completion, choices: Iterable[Any]) -> Iterator[bytes]:
+    """The JSON of ``answer``, whose choices are empty, with ``choices`` in it: a piece for each of them."""
+    before, after = to_json(answer).split(_NO_CHOICES, 1)
+    yield before + _NO_CHOICES[:-1]
+    for number, choice in enumerate(choices):
+        yield (b"," if number else b"") + to_json(choice)
+    yield _NO_CHOICES[-1:] + after
+
+
+_NO_CHOICES = b'"choices":[]'
+"""Stands in no text of an answer: quotation marks in a JSON string are escaped."""
 
 
 DONE = b"data: [DONE]\n\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -18,6 +19,7 @@ import uvloop
 
 from weft.common import log as weft_log
 from weft.common.errors import ConfigError, Unavailable, WeftError
+from weft.common.memory import keep_heap_small
 from weft.config.resolved import EngineConfig
 from weft.config.sections import FrontSection
 from weft.front.app import build_app
@@ -31,6 +33,8 @@ log = weft_log.get_logger(__name__)
 
 GRACE = 2
 """Seconds that connections get to take their last bytes when the server stops."""
+SWITCH_INTERVAL = 0.0005
+"""Seconds for which a text thread may keep the event loop from running Python."""
 FORCED = 130
 """Exit status when a second signal cut requests off."""
 
@@ -46,6 +50,8 @@ def serve(
     Raises ConfigError when the port or the tokenizer can't be used.
     """
     listener = bind(front.host, front.port)
+    sys.setswitchinterval(SWITCH_INTERVAL)
+    keep_heap_small()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(Server(config, front, places, listener, respawn).run())
 
@@ -145,6 +151,7 @@ class Server:
         except WeftError as error:
             log.error("the server can't start: %s", error.message)
             return 1
+        gc.freeze()  # what lives as long as the server is not looked at again
         front.lifecycle.move(Phase.READY)
         self._announce()
         await self._unless_stopped(front.client.died.wait(), serving)

@@ -1,4 +1,7 @@
-"""The path that both kinds of completion take: read, prepare in a thread, generate, answer or stream.
+"""The path that both kinds of completion take: read, submit, generate, answer or stream.
+
+What a client can make large is done off the event loop, in pieces: reading its body (``Front.read``), and
+formatting logprobs and long answers.
 
 The answer's shape is the only difference between them, and is an object (``Shape``).
 """
@@ -7,10 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive
@@ -19,12 +21,11 @@ from weft.common.errors import Cancelled, WeftError
 from weft.common.log import get_logger
 from weft.front.body import read_json
 from weft.front.context import Front
-from weft.front.generation import Generation, Prompt
+from weft.front.generation import Generation
 from weft.front.metrics import RequestTimes
-from weft.front.responses import DONE, Usage, error_response, event, to_json
-from weft.front.streaming import EventStream, watched, within
+from weft.front.responses import DONE, Usage, error_response, event
+from weft.front.streaming import JSON, EventStream, watched, within
 from weft.text.choice import Delta
-from weft.types.sampling import SamplingParams
 
 log = get_logger(__name__)
 
@@ -32,11 +33,23 @@ SEND_GRACE = 5.0
 """Seconds after a request's deadline in which its last event may still be sent."""
 
 
+HEAVY = 512
+"""Logprob candidates that are put into JSON in a thread, rather than between the steps of other streams."""
+LONG_ANSWER = 4096
+"""Output tokens of an answer that is put into JSON in a thread."""
+PIECE = 256 << 10
+"""Bytes of a long answer that are made at once."""
+
+
 class Shape(Protocol):
-    """How deltas become JSON. One object a request; the methods are called in this order."""
+    """How deltas become JSON. One object a request; the methods are called in this order, from one thread at
+    a time."""
 
     def opening(self) -> list[Any]:
         """Chunks before the first delta."""
+
+    def weight(self, delta: Delta) -> int:
+        """Logprob candidates that the delta's chunks show."""
 
     def chunks(self, delta: Delta) -> list[Any]:
         """Chunks of one delta."""
@@ -44,71 +57,73 @@ class Shape(Protocol):
     def closing(self, usage: Usage) -> list[Any]:
         """Chunks after the last delta."""
 
-    def whole(self, usage: Usage) -> Any:
-        """The answer of a request that is not streamed. The only method called then."""
+    def whole(self, usage: Usage) -> Iterator[bytes]:
+        """The JSON of an answer that is not streamed, in pieces. The only method called then."""
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """A request, read and checked as far as that goes without the engine. Made in a text thread."""
-
-    prompts: list[Prompt]
-    params: SamplingParams
-    stream: bool
-    continues: bool
-    """Whether the output goes on from the prompt's text."""
-    param: str
-    """The parameter that the prompt came in."""
-    shape: Callable[[Generation], Shape]
-
-
-async def handle(front: Front, request: Request, prepare: Callable[[Front, bytes], Job]) -> Response:
-    """Answers one request. Raises WeftError for what fails before the first byte."""
+async def handle(
+    front: Front, request: Request, kind: str, make_shape: Callable[[Generation], Shape]
+) -> Response:
+    """Answers one request; ``kind`` says how its body is read. Raises WeftError for what fails before the
+    first byte."""
     times = RequestTimes(front.metrics)
     deadline = asyncio.get_running_loop().time() + front.section.request_timeout
     with contextlib.ExitStack() as held:
         try:
             held.enter_context(front.lifecycle.request())
             body = await read_json(request, front.section.max_request_bytes)
-            seed = front.seeds.mint()
-            async with within(deadline):
-                job = await front.in_thread(prepare, front, body)
-            generation = Generation(
-                front,
-                job.prompts,
-                job.params,
-                continues=job.continues,
-                times=times,
-                deadline=deadline,
-                param=job.param,
-                seed=seed,
-            )
+            generation = Generation(front, times=times, deadline=deadline, seed=front.seeds.mint())
             held.callback(generation.close)
-            shape = job.shape(generation)
-            if not job.stream:
-                return await _answer(front, request.receive, generation, shape)
+            async with within(deadline):
+                await front.read(kind, body, generation.build)
+            del body  # it may be large, and the answer long
+            generation.submit()
+            shape = make_shape(generation)
+            if not generation.job.asked.stream:
+                return await _answer(front, request.receive, generation, shape, deadline, held)
             async with watched(request.receive, generation.flow):
                 first = await _first(generation)
         except Exception as error:
             times.failed(error.info().code if isinstance(error, WeftError) else "internal_error")
             raise
-        events = _events(request.receive, generation, shape, first, times)
+        events = _events(front, request.receive, generation, shape, first, times)
         return EventStream(events, deadline + SEND_GRACE, held.pop_all())
 
 
-async def _answer(front: Front, receive: Receive, generation: Generation, shape: Shape) -> Response:
+async def _answer(
+    front: Front,
+    receive: Receive,
+    generation: Generation,
+    shape: Shape,
+    deadline: float,
+    held: contextlib.ExitStack,
+) -> Response:
     async with watched(receive, generation.flow):
         while not generation.done:
             await generation.next()
+    usage = generation.usage()
+    pieces = shape.whole(usage)
+    if not generation.job.asked.heavy and usage.total_tokens <= LONG_ANSWER:
+        made = b"".join(pieces)
+        generation.succeeded()
+        return Response(made, media_type="application/json")
+    return EventStream(_pieces(front, generation, pieces), deadline + SEND_GRACE, held.pop_all(), JSON)
 
-    def body() -> bytes:
-        return to_json(shape.whole(generation.usage()))
 
-    params = generation.params
-    long = params.logprobs is not None or params.prompt_logprobs is not None
-    # Formatting many logprobs takes long enough to be felt by other streams.
-    made = await front.in_thread(body) if long else body()
+async def _pieces(
+    front: Front, generation: Generation, pieces: Iterator[bytes]
+) -> AsyncGenerator[bytes, None]:
+    """A long answer: each piece is made when the client has taken the one before."""
+
+    def take() -> bytes:
+        made = bytearray()
+        while len(made) < PIECE and (piece := next(pieces, b"")):
+            made += piece
+        return bytes(made)
+
+    while piece := await front.in_thread(take):
+        yield piece
     generation.succeeded()
-    return Response(made, media_type="application/json")
 
 
 async def _first(generation: Generation) -> list[Delta]:
@@ -119,7 +134,17 @@ async def _first(generation: Generation) -> list[Delta]:
     return deltas
 
 
+async def _encode(front: Front, shape: Shape, delta: Delta) -> list[bytes]:
+    """The events of one delta."""
+
+    def encode() -> list[bytes]:
+        return [event(chunk) for chunk in shape.chunks(delta)]
+
+    return encode() if shape.weight(delta) < HEAVY else await front.in_thread(encode)
+
+
 async def _events(
+    front: Front,
     receive: Receive,
     generation: Generation,
     shape: Shape,
@@ -134,8 +159,8 @@ async def _events(
             deltas = first
             while True:
                 for delta in deltas:
-                    for chunk in shape.chunks(delta):
-                        yield event(chunk)
+                    for data in await _encode(front, shape, delta):
+                        yield data
                 if generation.done:
                     break
                 deltas = await generation.next()

@@ -16,22 +16,28 @@ from weft.front.flow import Flow
 log = get_logger(__name__)
 
 
+JSON = "application/json"
+
+
 class EventStream(Response):
-    """Streams a generator of complete events, which is closed whatever happens.
+    """Streams a generator of complete events, or of an answer's pieces, which is closed whatever happens.
 
     Sending waits for the client, so a slow one slows its own generator only.
     """
 
-    media_type = "text/event-stream"
-
     def __init__(
-        self, events: AsyncGenerator[bytes, None], deadline: float, held: contextlib.ExitStack
+        self,
+        events: AsyncGenerator[bytes, None],
+        deadline: float,
+        held: contextlib.ExitStack,
+        media_type: str = "text/event-stream",
     ) -> None:
         """``deadline``: time of the event loop's clock after which a client that does not read is given up.
 
         ``held``: what the request holds; left when the answer has ended.
         """
         self.status_code = 200
+        self.media_type = media_type
         self.background = None
         self._events = events
         self._deadline = deadline

@@ -90,8 +90,10 @@ class ChatFormat:
         continue_final_message: bool = False,
         kwargs: Any = None,
         chat_template: str | None = None,
+        limit: int | None = None,
     ) -> ChatPrompt:
-        """Ids and text of a conversation. ``kwargs`` are variables for the template.
+        """Ids and text of a conversation. ``kwargs`` are variables for the template, ``limit`` is the most
+        tokens that are of use (TooManyTokens beyond it, see ``Tokenizer.encode_private``).
 
         Raises InvalidRequest, naming the parameter, for messages or variables that cannot be used, a
         template that fails or is missing, and a ``chat_template`` where those are not allowed.
@@ -120,7 +122,7 @@ class ChatFormat:
         if continue_final_message:
             rendered = _cut(rendered, tail)
         private = self._marks.rewrite(rendered, mark, self._tokenizer.private_name)
-        ids = self._tokenizer.encode_private(private, add_special_tokens=False)
+        ids = self._tokenizer.encode_private(private, add_special_tokens=False, limit=limit)
         return ChatPrompt(ids, rendered.replace(mark, ""))
 
     def end_of_turn(self) -> int | None:

@@ -13,10 +13,10 @@ import msgspec
 
 from weft.common.errors import ErrorInfo
 from weft.text.detokenizer import Detokenizer
-from weft.text.logprobs import PositionLogprobs, read_columns
-from weft.text.stop import StopFinder, StopMatch
+from weft.text.logprobs import Logprobs
+from weft.text.stop import StopFinder, StopMatch, Stops
 from weft.text.tokenizer import Tokenizer
-from weft.types.messages import TokenEvent
+from weft.types.messages import LogprobColumns, TokenEvent
 from weft.types.sampling import SamplingParams
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
@@ -28,7 +28,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     text: str = ""
     token_ids: tuple[int, ...] = ()
-    logprobs: tuple[PositionLogprobs, ...] | None = None
+    logprobs: Logprobs | None = None
     """One entry for each of ``token_ids``, when asked for."""
     finish_reason: FinishReason | None = None
     """Set in the last delta, and only there."""
@@ -57,8 +57,13 @@ class Choice:
         index: int = 0,
         continues: bool = False,
         emitted_ids: Sequence[int] = (),
+        stops: Stops | None = None,
+        keep_logprobs: bool = True,
     ) -> None:
         """``continues``: the output goes on from the prompt's text (completions, not chat); see Detokenizer.
+
+        ``stops``: those of ``params``, made once for all choices. Without ``keep_logprobs`` each delta has
+        its logprobs, and ``logprobs`` stays empty: a stream's reader has them already.
 
         ``emitted_ids`` are output the client has already: they count in everything, and no delta repeats
         them. Stop strings that they complete ended the sequence before, so none is looked for in them.
@@ -67,9 +72,9 @@ class Choice:
         self.index = index
         self.text = ""
         self.token_ids: list[int] = []
-        self.logprobs: list[PositionLogprobs] | None = None if params.logprobs is None else []
-        self.prompt_logprobs: list[PositionLogprobs | None] | None = None
-        """One entry a prompt token, None for the first; None until any came."""
+        self.logprobs: Logprobs | None = None if params.logprobs is None else Logprobs(tokenizer)
+        self.prompt_logprobs: Logprobs | None = None
+        """One entry for each prompt token but the first, which nothing predicts; None until any came."""
         self.num_cached = 0
         """Prompt tokens whose cache was found."""
         self.accepted = 0
@@ -84,7 +89,8 @@ class Choice:
         self._detokenizer = Detokenizer(
             tokenizer, skip_special_tokens=params.skip_special_tokens, continues=continues
         )
-        self._stops = StopFinder(params.stop)
+        self._stops = StopFinder(params.stop if stops is None else stops)
+        self._keep_logprobs = keep_logprobs
         self._searched = 0
         """Characters that went through the stop finder."""
         self._exempt = 0
@@ -105,10 +111,12 @@ class Choice:
         self.num_cached = max(self.num_cached, event.num_cached)
         if event.prompt_logprobs is not None:
             if self.prompt_logprobs is None:
-                self.prompt_logprobs = [None]
-            self.prompt_logprobs += read_columns(event.prompt_logprobs, self._tokenizer)
+                self.prompt_logprobs = Logprobs(self._tokenizer)
+            self.prompt_logprobs.add(event.prompt_logprobs)
         fresh = _Fresh()
         self._take_tokens(event, fresh)
+        if self.logprobs is not None and event.logprobs is not None:
+            fresh.logprobs = event.logprobs.first(len(fresh.token_ids))
         accepted = min(event.accepted, len(fresh.token_ids))
         self.accepted += accepted
         self.rejected += event.rejected + event.accepted - accepted
@@ -144,15 +152,10 @@ class Choice:
 
     def _take_tokens(self, event: TokenEvent, fresh: _Fresh) -> None:
         """Takes an event's tokens up to the one that completes a stop string."""
-        entries = None
-        if self.logprobs is not None and event.logprobs is not None:
-            entries = read_columns(event.logprobs, self._tokenizer)
         last = len(event.token_ids) - 1
         for at, token in enumerate(event.token_ids):
             self.token_ids.append(token)
             fresh.token_ids.append(token)
-            if entries is not None:
-                fresh.logprobs.append(entries[at])
             ends = at == last and event.finish == "stop" and token == event.stop_id
             if ends and not self._params.include_stop_str_in_output:
                 return
@@ -199,13 +202,18 @@ class Choice:
 
     def _delta(self, fresh: _Fresh) -> Delta:
         self.text += fresh.text
+        logprobs = None
         if self.logprobs is not None:
-            self.logprobs += fresh.logprobs
+            logprobs = Logprobs(self._tokenizer)
+            if fresh.logprobs is not None:
+                logprobs.add(fresh.logprobs)
+                if self._keep_logprobs:
+                    self.logprobs.add(fresh.logprobs)
         return Delta(
             index=self.index,
             text=fresh.text,
             token_ids=tuple(fresh.token_ids),
-            logprobs=None if self.logprobs is None else tuple(fresh.logprobs),
+            logprobs=logprobs,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             error=self.error,
@@ -232,6 +240,6 @@ class _Fresh:
     def __init__(self) -> None:
         self.text = ""
         self.token_ids: list[int] = []
-        self.logprobs: list[PositionLogprobs] = []
+        self.logprobs: LogprobColumns | None = None
         self.match: StopMatch | None = None
         self.send_finish = False

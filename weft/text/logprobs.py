@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias, overload
 
 import msgspec
 
@@ -23,14 +25,64 @@ PositionLogprobs: TypeAlias = dict[int, Logprob]
 """The position's own token first, then the likeliest ones in order."""
 
 
-def read_columns(columns: LogprobColumns, tokenizer: Tokenizer) -> list[PositionLogprobs]:
-    """A message's columns, one entry a position."""
+class Logprobs(Sequence[PositionLogprobs]):
+    """Logprobs of consecutive positions, kept as arrays and read when they are looked at.
+
+    A position of 20 alternatives takes 170 bytes so, and several kilobytes when it is read. Iterating reads
+    one position after the other and keeps none.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._columns: list[LogprobColumns] = []
+        self._length = 0
+        self._read: list[PositionLogprobs] = []
+
+    def add(self, columns: LogprobColumns) -> None:
+        """Takes further positions."""
+        if columns.positions:
+            self._columns.append(columns)
+            self._length += columns.positions
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays."""
+        return sum(columns.nbytes for columns in self._columns)
+
+    @property
+    def candidates(self) -> int:
+        """Tokens of all positions together."""
+        return sum(columns.positions * columns.width for columns in self._columns)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[PositionLogprobs]:
+        for columns in self._columns:
+            yield from _positions(columns, self._tokenizer)
+
+    @overload
+    def __getitem__(self, index: int) -> PositionLogprobs: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[PositionLogprobs]: ...
+
+    def __getitem__(self, index: int | slice) -> PositionLogprobs | list[PositionLogprobs]:
+        return self.read()[index]
+
+    def read(self) -> list[PositionLogprobs]:
+        """All positions, read and kept. The list grows with ``add``; the caller does not change it."""
+        if len(self._read) < self._length:
+            self._read.extend(itertools.islice(self, len(self._read), None))
+        return self._read
+
+
+def _positions(columns: LogprobColumns, tokenizer: Tokenizer) -> Iterator[PositionLogprobs]:
     ids, values, ranks = columns.arrays()
-    made: list[PositionLogprobs] = []
-    for row, scores, rank in zip(ids.tolist(), values.tolist(), ranks.tolist(), strict=True):
-        entry = {row[0]: Logprob(scores[0], rank, tokenizer.token_text(row[0]))}
-        for place, (token, score) in enumerate(zip(row[1:], scores[1:], strict=True), 1):
+    for row, scores, rank in zip(ids, values, ranks.tolist(), strict=True):
+        tokens, logprobs = row.tolist(), scores.tolist()
+        entry = {tokens[0]: Logprob(logprobs[0], rank, tokenizer.token_text(tokens[0]))}
+        for place, (token, score) in enumerate(zip(tokens[1:], logprobs[1:], strict=True), 1):
             if token >= 0 and token not in entry:
                 entry[token] = Logprob(score, place, tokenizer.token_text(token))
-        made.append(entry)
-    return made
+        yield entry

@@ -22,12 +22,20 @@ class StopMatch(msgspec.Struct, frozen=True):
     """Characters of the pushed piece after the match."""
 
 
+class Stops:
+    """A request's stop strings with their automata: made once, shared by all its choices. Immutable."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.texts = tuple(dict.fromkeys(stop for stop in stops if stop))
+        self.tables = tuple(_failure(stop) for stop in self.texts)
+
+
 class StopFinder:
     """Searches one text for stop strings. Without any, text just passes through."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(dict.fromkeys(stop for stop in stops if stop))
-        self._tables = tuple(_failure(stop) for stop in self._stops)
+    def __init__(self, stops: Sequence[str] | Stops) -> None:
+        shared = stops if isinstance(stops, Stops) else Stops(stops)
+        self._stops, self._tables = shared.texts, shared.tables
         self._states = [0] * len(self._stops)
         """For each stop: how many of its characters the text ends with."""
         self._held = ""

@@ -9,11 +9,18 @@ import threading
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
 
 from weft.common.errors import ContextLength, InvalidRequest
 from weft.text.tokenizer import Tokenizer
-from weft.types.messages import Submit, ids_to_bytes
-from weft.types.sampling import SEED_MASK, SamplingParams, TokenParams
+from weft.types.messages import Submit
+from weft.types.sampling import (
+    MAX_BAD_TOKENS,
+    MAX_BAD_WORD_TOKENS,
+    SEED_MASK,
+    SamplingParams,
+    TokenParams,
+)
 
 
 class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,58 +89,75 @@ def build_submits(
     salt: str = "",
     prompt_param: str = "prompt",
 ) -> list[Submit]:
-    """One Submit for each of the ``n`` choices, in order; all share ``request`` and the seed.
-
-    ``seed`` is the minted one (``SeedMint``), for parameters that bring none.
+    """One Submit for each of the ``n`` choices of one prompt; see ``submits_of``.
 
     Raises InvalidRequest or ContextLength naming the parameter, and then mints no id.
     """
-    check_prompt_ids(prompt_ids, limits, prompt_param)
-    token_params = resolve_params(len(prompt_ids), params, limits, tokenizer, prompt_param)
-    request = ids.mint()
-    data = ids_to_bytes(list(prompt_ids))
+    data = prompt_bytes(prompt_ids, limits, prompt_param)
+    token_params = msgspec.structs.replace(
+        resolve_params(params, limits, tokenizer),
+        max_tokens=max_tokens_for(len(prompt_ids), params, limits, prompt_param),
+    )
+    seed = seed if params.seed is None else params.seed & SEED_MASK
+    return submits_of(data, token_params, params.n, ids=ids, seed=seed, priority=priority, salt=salt)
+
+
+def submits_of(
+    prompt: bytes,
+    params: TokenParams,
+    n: int,
+    *,
+    ids: IdMint,
+    seed: int,
+    priority: int = 0,
+    salt: str = "",
+) -> list[Submit]:
+    """One Submit for each of the ``n`` choices, in order; all share ``request``, the seed and the prompt's
+    bytes (int32, little-endian). ``params`` are complete: nothing is checked or resolved here.
+    """
     first = Submit(
         sequence=ids.mint(),
-        request=request,
-        seed=seed if params.seed is None else params.seed & SEED_MASK,
-        prompt_ids=data,
-        params=token_params,
+        request=ids.mint(),
+        seed=seed,
+        prompt_ids=prompt,
+        params=params,
         priority=priority,
         salt=salt,
     )
     # only choice 0 computes prompt logprobs: its siblings share the prompt
-    sibling = msgspec.structs.replace(token_params, prompt_logprobs=-1)
+    sibling = msgspec.structs.replace(params, prompt_logprobs=-1)
     others = [
         msgspec.structs.replace(first, sequence=ids.mint(), choice=choice, params=sibling)
-        for choice in range(1, params.n)
+        for choice in range(1, n)
     ]
     return [first, *others]
 
 
-def check_prompt_ids(prompt_ids: Sequence[int], limits: ModelLimits, param: str = "prompt") -> None:
-    """Raises InvalidRequest, naming ``param``, for an empty prompt or ids the model does not have."""
+def prompt_bytes(prompt_ids: Sequence[int], limits: ModelLimits, param: str = "prompt") -> bytes:
+    """The ids as a Submit carries them: int32, little-endian.
+
+    Raises InvalidRequest, naming ``param``, for an empty prompt or ids that the model does not have.
+    """
     if not prompt_ids:
         raise InvalidRequest(f"{param} must not be empty", param=param)
-    for token in prompt_ids:
-        if type(token) is not int or not 0 <= token < limits.vocab_size:
-            raise InvalidRequest(
-                f"{param} must hold token ids from 0 to {limits.vocab_size - 1}", param=param
-            )
+    wrong = InvalidRequest(f"{param} must hold token ids from 0 to {limits.vocab_size - 1}", param=param)
+    if any(type(token) is not int for token in prompt_ids):
+        raise wrong
+    try:
+        ids = np.array(prompt_ids, "<i8")
+    except OverflowError:
+        raise wrong from None
+    if ids.min() < 0 or ids.max() >= limits.vocab_size:
+        raise wrong
+    return ids.astype("<i4").tobytes()
 
 
-def resolve_params(
-    num_prompt: int,
-    params: SamplingParams,
-    limits: ModelLimits,
-    tokenizer: Tokenizer,
-    prompt_param: str = "prompt",
-) -> TokenParams:
-    """The parameters in token ids, every default resolved for a prompt of this length.
+def resolve_params(params: SamplingParams, limits: ModelLimits, tokenizer: Tokenizer) -> TokenParams:
+    """The parameters in token ids, once a request; ``max_tokens`` depends on the prompt, and is 1 here.
 
-    Raises ContextLength when prompt and output do not fit, InvalidRequest for ids outside the vocabulary
-    and combinations under which no token could be sampled.
+    Raises InvalidRequest for ids outside the vocabulary, bad words of too many tokens, and combinations under
+    which no token could be sampled.
     """
-    max_tokens = _max_tokens(num_prompt, params, limits, prompt_param)
     _check_vocab("stop_token_ids", params.stop_token_ids, limits)
     _check_vocab("logit_bias", tuple(params.logit_bias or ()), limits)
     _check_vocab("allowed_token_ids", params.allowed_token_ids or (), limits)
@@ -155,7 +179,6 @@ def resolve_params(
         logit_bias=tuple(sorted((token, float(bias)) for token, bias in (params.logit_bias or {}).items())),
         allowed=allowed,
         bad=bad,
-        max_tokens=max_tokens,
         min_tokens=params.min_tokens,
         stop_ids=stop_ids,
         logprobs=-1 if params.logprobs is None else params.logprobs,
@@ -163,7 +186,13 @@ def resolve_params(
     )
 
 
-def _max_tokens(num_prompt: int, params: SamplingParams, limits: ModelLimits, prompt_param: str) -> int:
+def max_tokens_for(
+    num_prompt: int, params: SamplingParams, limits: ModelLimits, prompt_param: str = "prompt"
+) -> int:
+    """How many tokens the output of a prompt of this length may have.
+
+    Raises ContextLength when prompt and output do not fit, InvalidRequest when ``min_tokens`` does not.
+    """
     room = limits.max_model_len - num_prompt
     if room < 1:
         raise ContextLength(
@@ -212,12 +241,24 @@ def _check_any_left(
 def bad_word_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
     """Token sequences of each word as it stands at a start and behind a space. Raises InvalidRequest."""
     found: dict[tuple[int, ...], None] = {}
+    total = 0
     for word in words:
         for text in (word, " " + word.lstrip(" ")):
             try:
                 ids = tuple(tokenizer.encode(text, add_special_tokens=False))
             except InvalidRequest as error:
                 raise InvalidRequest(error.message, param="bad_words") from None
+            if len(ids) > MAX_BAD_WORD_TOKENS:
+                raise InvalidRequest(
+                    f"bad_words must hold words of at most {MAX_BAD_WORD_TOKENS} tokens", param="bad_words"
+                )
+            total += len(ids)
+            if total > MAX_BAD_TOKENS:
+                raise InvalidRequest(
+                    f"bad_words have more than {MAX_BAD_TOKENS} tokens, each word counted with and without a "
+                    "space before it; send fewer or shorter words",
+                    param="bad_words",
+                )
             if ids:
                 found[ids] = None
     return tuple(found)

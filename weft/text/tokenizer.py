@@ -20,6 +20,20 @@ from weft.text.files import TextFiles, read_text_files
 from weft.text.pieces import DecoderForm, Piece, make_piece, read_decoder
 from weft.text.private import build_private
 
+LONG_CHARS = 1 << 16
+"""Text beyond this is looked at in pieces first, where it may exceed a limit."""
+CHARS_A_TOKEN = 8
+"""More than ordinary text has."""
+CUT_TOKENS = 64
+
+
+class TooManyTokens(Exception):
+    """A text has more tokens than the caller's limit; ``least`` is how many it has at least."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__(f"at least {least} tokens")
+        self.least = least
+
 
 class Tokenizer:
     """Encodes and decodes. Made by ``load``."""
@@ -59,22 +73,53 @@ class Tokenizer:
         """Reads a checkpoint's tokenizer. Raises ConfigError when it has none that can be used."""
         return cls(read_text_files(folder))
 
-    def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
+    def encode(
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = True,
+        parse_special: bool = False,
+        limit: int | None = None,
+    ) -> list[int]:
         """Ids of ``text``.
 
         ``add_special_tokens`` adds what the tokenizer's post-processor adds (a beginning-of-sequence token,
         in most families that have one). ``parse_special`` lets text that spells a special token become it:
-        for text made here, never for text from a client. Raises InvalidRequest for lone surrogates.
+        for text made here, never for text from a client. ``limit``: see ``encode_private``. Raises
+        InvalidRequest for lone surrogates, TooManyTokens for text that exceeds ``limit``.
         """
         if parse_special and self._special_pattern is not None:
             text = self._special_pattern.sub(lambda match: self._names[match[0]], text)
-        return self.encode_private(text, add_special_tokens=add_special_tokens)
+        return self.encode_private(text, add_special_tokens=add_special_tokens, limit=limit)
 
-    def encode_private(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Ids of text in which special tokens are written by their private names."""
+    def encode_private(self, text: str, *, add_special_tokens: bool, limit: int | None = None) -> list[int]:
+        """Ids of text in which special tokens are written by their private names.
+
+        With ``limit`` text that is much longer than ``limit`` tokens is refused after so much work as that
+        many tokens cost, however long it is. Other threads run meanwhile: the library's batch call is the one
+        that releases Python's lock.
+        """
         check_text(text)
-        ids: list[int] = self._private.encode(text, add_special_tokens=add_special_tokens).ids
+        if limit is not None and len(text) > max(LONG_CHARS, limit * CHARS_A_TOKEN):
+            self._check_pieces(text, limit)
+        (encoding,) = self._private.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        if limit is not None and len(encoding) > limit:
+            raise TooManyTokens(len(encoding))
+        ids: list[int] = encoding.ids
         return ids
+
+    def _check_pieces(self, text: str, limit: int) -> None:
+        """Raises TooManyTokens when ``text``, encoded piece by piece, shows that it exceeds ``limit``.
+
+        A cut changes only the tokens around it; ``CUT_TOKENS`` is more than it can add.
+        """
+        least = 0
+        for start in range(0, len(text), LONG_CHARS):
+            piece = text[start : start + LONG_CHARS]
+            (encoding,) = self._private.encode_batch_fast([piece], add_special_tokens=False)
+            least += max(len(encoding) - CUT_TOKENS, 0)
+            if least > limit:
+                raise TooManyTokens(least)
 
     def private_name(self, special: str) -> str:
         """What ``encode_private`` reads as this special token. Never shown to anybody. Raises KeyError."""

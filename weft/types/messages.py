@@ -91,6 +91,26 @@ class LogprobColumns(_Message, frozen=True, kw_only=True):
     rank: bytes
     """int32 [positions]."""
 
+    @property
+    def positions(self) -> int:
+        return len(self.rank) // 4
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.ids) + len(self.values) + len(self.rank)
+
+    def first(self, count: int) -> LogprobColumns:
+        """The first ``count`` positions, or all where there are not so many."""
+        if count >= self.positions:
+            return self
+        size = 4 * count
+        return LogprobColumns(
+            width=self.width,
+            ids=self.ids[: size * self.width],
+            values=self.values[: size * self.width],
+            rank=self.rank[:size],
+        )
+
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(ids int32 [n, width], values float32 [n, width], rank int32 [n])."""
         shape = (-1, self.width)

@@ -17,6 +17,11 @@ MAX_N = 128
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
+MAX_BAD_TOKENS = 4096
+"""Tokens of all bad words of one request."""
+MAX_BAD_WORD_TOKENS = 128
+"""Tokens of one of them. Each step compares every bad word, filled up to the longest, with every sequence's
+last tokens."""
 MAX_ID_LIST = 1024
 MAX_BIAS = 1024
 SEED_MASK = (1 << 64) - 1

@@ -1,0 +1,103 @@
+"""A process that reads large requests for the front: ``python -m weft.front.read_worker DESCRIPTOR``.
+
+It takes payloads from the socket that it inherits and answers each, in order, until the socket's other end
+is closed. The first payload is a ``Setup``, every other one the kind of a request, a zero byte, and its body.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import signal
+import socket
+import sys
+from typing import IO
+
+import msgspec
+
+from weft.common.errors import ErrorInfo, WeftError
+from weft.common.log import get_logger
+from weft.common.memory import keep_heap_small, trim_heap
+from weft.front.reading import KINDS, Job, Reader
+from weft.front.workers import HEADER
+from weft.text.model import TextModel
+from weft.text.submit import ModelLimits
+
+log = get_logger(__name__)
+
+NICENESS = 5
+"""Steps of the engine go first where cores are short."""
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker must know: the arguments of ``Reader``, with the text model by its files."""
+
+    tokenizer: str
+    chat_template: str | None
+    names: tuple[str, ...]
+    limits: ModelLimits
+    max_response_bytes: int
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """One of them is there."""
+
+    job: Job | None = None
+    error: ErrorInfo | None = None
+
+
+encode_setup = msgspec.msgpack.Encoder().encode
+decode_answer = msgspec.msgpack.Decoder(Answer).decode
+
+
+def payload_of(kind: str, body: bytes) -> bytes:
+    """What a worker is sent to read ``body``."""
+    return kind.encode() + b"\0" + body
+
+
+def answer_to(reader: Reader, payload: bytes) -> Answer:
+    """Reads one request; whatever goes wrong belongs to it alone."""
+    kind, _, body = payload.partition(b"\0")
+    try:
+        return Answer(job=KINDS[kind.decode()](reader, body))
+    except WeftError as error:
+        return Answer(error=error.info())
+    except Exception:
+        log.exception("a request could not be read")
+        return Answer(error=WeftError("the server failed to read this request").info())
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)  # the front ends its workers: they live as long as its socket
+    with contextlib.suppress(OSError):
+        os.nice(NICENESS)
+    with (
+        contextlib.suppress(ConnectionError),  # the front is gone
+        socket.socket(fileno=int(sys.argv[1])) as link,
+        link.makefile("rwb") as stream,
+    ):
+        keep_heap_small()
+        setup = msgspec.msgpack.decode(_receive(stream), type=Setup)
+        text = TextModel.load(setup.tokenizer, setup.chat_template)
+        reader = Reader(text, setup.names, setup.limits, setup.max_response_bytes)
+        encoder = msgspec.msgpack.Encoder()
+        while payload := _receive(stream):
+            answer = encoder.encode(answer_to(reader, payload))
+            del payload
+            stream.write(HEADER.pack(len(answer)))
+            stream.write(answer)
+            stream.flush()
+            del answer
+            trim_heap()
+
+
+def _receive(stream: IO[bytes] | io.BufferedRWPair) -> bytes:
+    """The next payload; empty when there is none any more."""
+    header = stream.read(HEADER.size)
+    return stream.read(HEADER.unpack(header)[0]) if len(header) == HEADER.size else b""
+
+
+if __name__ == "__main__":
+    main()

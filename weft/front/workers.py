@@ -1,0 +1,184 @@
+"""Processes that do a front's long work: what would hold Python's lock, or much memory, for long.
+
+A pool sends each of its processes one payload at a time over a socket pair and takes one answer back, both
+framed by their length. A process that dies, or takes longer than its deadline, fails the payload that it had
+and nothing else; the next payload starts a new one. Processes start when there is work for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import socket
+import struct
+import subprocess
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from weft.common.errors import DeadlineExceeded, Overloaded, Unavailable, WeftError
+from weft.common.log import get_logger
+
+log = get_logger(__name__)
+
+HEADER = struct.Struct("<I")
+"""Before each payload and answer: its length in bytes."""
+MAX_WAITING = 1024
+"""Payloads that may wait for a process."""
+BYTES_A_SECOND = 1 << 20
+"""A payload waits as if it had come this much later a byte, so that small ones go first and none starves."""
+
+
+class _Waiting(NamedTuple):
+    turn: float
+    number: int
+    payload: bytes
+    answer: asyncio.Future[bytes]
+
+
+class WorkerPool:
+    """Used from one event loop. ``close`` ends it."""
+
+    def __init__(self, command: Sequence[str], greeting: bytes, most: int, seconds: float) -> None:
+        """``command``: starts a process; the number of its socket's descriptor is appended. ``greeting``: its
+        first payload, which has no answer. ``most``: processes. ``seconds``: for one payload.
+        """
+        self._command = tuple(command)
+        self._greeting = greeting
+        self._most = most
+        self._seconds = seconds
+        self._waiting: list[_Waiting] = []
+        self._numbers = itertools.count()
+        self._idle: list[_Worker] = []
+        self._busy: dict[asyncio.Task[None], None] = {}
+        self._closed = False
+
+    async def call(self, payload: bytes) -> bytes:
+        """The answer of a process. Raises Overloaded when too many wait, DeadlineExceeded when it takes too
+        long, and WeftError when the process died of it."""
+        if self._closed:
+            raise Unavailable("the server is shutting down")
+        if len(self._waiting) >= MAX_WAITING:
+            raise Overloaded("too many requests wait to be read; try again later")
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[bytes] = loop.create_future()
+        turn = loop.time() + len(payload) / BYTES_A_SECOND
+        heapq.heappush(self._waiting, _Waiting(turn, next(self._numbers), payload, answer))
+        self._dispatch()
+        return await answer
+
+    def _dispatch(self) -> None:
+        while self._waiting and (self._idle or len(self._busy) < self._most):
+            item = heapq.heappop(self._waiting)
+            if item.answer.done():  # nobody waits for it any more
+                continue
+            worker = self._idle.pop() if self._idle else None
+            task = asyncio.create_task(self._work(worker, item))
+            self._busy[task] = None
+
+    async def _work(self, worker: _Worker | None, item: _Waiting) -> None:
+        """Carries one payload to a process and its answer back. The process is kept if it is well."""
+        try:
+            async with asyncio.timeout(self._seconds):
+                if worker is None:
+                    worker = await _Worker.start(self._command, self._greeting)
+                answer = await worker.exchange(item.payload)
+            if not item.answer.done():
+                item.answer.set_result(answer)
+            if self._closed:
+                worker.kill()
+            else:
+                self._idle.append(worker)
+        except BaseException as error:
+            if worker is not None:
+                worker.kill()
+            if not item.answer.done():
+                item.answer.set_exception(_failure(error))
+            if isinstance(error, asyncio.CancelledError):
+                raise
+        finally:
+            task = asyncio.current_task()
+            assert task is not None
+            self._busy.pop(task, None)
+            self._dispatch()
+
+    @property
+    def processes(self) -> int:
+        """How many live."""
+        return len(self._idle) + len(self._busy)
+
+    async def close(self) -> None:
+        """Ends every process; who waits gets Unavailable."""
+        self._closed = True
+        waiting, self._waiting = self._waiting, []
+        for item in waiting:
+            if not item.answer.done():
+                item.answer.set_exception(Unavailable("the server is shutting down"))
+        busy = list(self._busy)
+        for task in busy:
+            task.cancel()
+        await asyncio.gather(*busy, return_exceptions=True)
+        for worker in self._idle:
+            worker.kill()
+        self._idle.clear()
+
+
+def _failure(error: BaseException) -> WeftError:
+    if isinstance(error, TimeoutError):
+        return DeadlineExceeded("reading the request took longer than this server allows")
+    if isinstance(error, asyncio.CancelledError):
+        return Unavailable("the server is shutting down")
+    log.error("a worker process failed: %s", type(error).__name__)
+    return WeftError("the server failed to read this request")
+
+
+class _Worker:
+    """One process and the socket to it."""
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def start(cls, command: Sequence[str], greeting: bytes) -> _Worker:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                process = subprocess.Popen(
+                    [*command, str(theirs.fileno())],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                )
+            except BaseException:
+                ours.close()
+                raise
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        worker = cls(process, reader, writer)
+        try:
+            await worker._send(greeting)
+        except BaseException:
+            worker.kill()
+            raise
+        return worker
+
+    async def exchange(self, payload: bytes) -> bytes:
+        """Raises an EOFError or OSError when the process dies."""
+        await self._send(payload)
+        (size,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
+        return await self._reader.readexactly(size)
+
+    async def _send(self, payload: bytes) -> None:
+        self._writer.write(HEADER.pack(len(payload)))
+        self._writer.write(payload)
+        await self._writer.drain()
+
+    def kill(self) -> None:
+        """Ends the process, at once."""
+        self._writer.close()
+        self._process.kill()
+        # A killed process is gone within milliseconds; whoever reaps it need not be waited for.
+        asyncio.get_running_loop().run_in_executor(None, self._process.wait)
