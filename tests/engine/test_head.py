@@ -278,6 +278,26 @@ def test_an_oversized_message_is_refused_where_it_is_made() -> None:
         m.decode_to_head(bytes(m.MAX_FRAME + 1))
 
 
+def test_a_heartbeat_says_at_once_that_all_is_done(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("weft.engine.head.HEARTBEAT_S", 3600.0)  # none comes but those that are due to events
+    core, _ = make_engine(folder, depth=2)
+    served = Served(core, f"ipc://{tmp_path}/head")
+    try:
+        front = served.front()
+        for sequence in (1, 2):
+            front.send(ask(sequence, tokens=8 * sequence))
+        front.events(2)
+        stats = front.stats_when(lambda stats: stats.running == 0 and stats.steps > 0)
+        assert (stats.waiting, stats.kv_usage) == (0, 0.0)
+        front.send(ask(3, tokens=64))
+        front.receive()
+        front.send(m.Finish(sequence=3))  # nothing more is heard of it
+        stats = front.stats_when(lambda later: later.running == 0 and later.steps > stats.steps)
+        assert (stats.waiting, stats.kv_usage) == (0, 0.0)
+    finally:
+        served.close()
+
+
 def test_heartbeats_come_while_idle_and_tell_so(served: Served) -> None:
     front = served.front()
     time.sleep(1.2)

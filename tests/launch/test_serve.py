@@ -136,6 +136,25 @@ def test_a_head_dies_with_its_parent(checkpoint: str, start: Any) -> None:
     os.close(pidfd)
 
 
+def test_the_next_start_removes_the_folder_of_a_killed_server(checkpoint: str, start: Any) -> None:
+    server = start(checkpoint, "--port", "0")
+    server.url()
+    (left,) = Path(server.temporary).iterdir()
+    server.process.kill()
+    server.process.wait()
+    assert left.is_dir()
+    again = subprocess.run(
+        [sys.executable, "-m", "weft", "serve", checkpoint, "--attention-backend", "no-such-backend"],
+        env={**os.environ, "TMPDIR": server.temporary, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert again.returncode == 2, again.stderr
+    assert os.listdir(server.temporary) == []
+
+
 def test_a_configuration_that_only_the_head_can_refuse_gives_status_2(checkpoint: str, start: Any) -> None:
     server = start(checkpoint, "--port", "0", "--attention-backend", "no-such-backend")
     assert server.process.wait(60) == 2

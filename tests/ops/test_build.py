@@ -196,6 +196,11 @@ def test_the_real_library_loads(extension: None) -> None:
     assert torch_namespace_has("linear")
 
 
+def test_what_a_cpu_can_run_is_told_and_never_raises(extension: None) -> None:
+    # On AVX-512 without bf16 oneDNN refuses a kernel with an exception of its own: no engine started there.
+    assert set(cpu.capabilities()) <= {"avx2", "avx512", "avx512_bf16", "amx_bf16", "brgemm"}
+
+
 def torch_namespace_has(name: str) -> bool:
     import torch
 

@@ -1,19 +1,80 @@
-"""Folders for sockets and files that only this user may reach."""
+"""Folders for sockets and files that only this user may reach, and the sweep of those that were left behind.
+
+Whoever makes one holds a lock on a file in it for as long as its process lives, however that ends. So a lock
+that can be had proves that the owner is dead. A folder without that file proves nothing, and stays.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import re
+import shutil
+import stat
 import tempfile
 from pathlib import Path
 
 #: A Unix socket's path has at most 107 bytes; the folder must leave room for a name in it.
 _LONGEST = 90
+_PREFIX = "weft-"
+_NAME = re.compile(re.escape(_PREFIX) + r"[a-z0-9_]{8}")
+"""What mkdtemp makes of the prefix."""
+_LOCK = "owner.lock"
+_held: dict[Path, int] = {}
+"""Folder of this process -> the descriptor that holds its lock; exec closes it."""
 
 
 def private_folder() -> Path:
-    """A new folder that only this user can enter, with a name short enough for a socket inside it."""
-    folder = Path(tempfile.mkdtemp(prefix="weft-"))
+    """A new folder that only this user can enter, with a name short enough for a socket inside it.
+
+    Whoever gets it removes it. Those of this user's dead processes beside it are removed here.
+    """
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
     if len(os.fsencode(folder)) > _LONGEST:
         folder.rmdir()
-        folder = Path(tempfile.mkdtemp(prefix="weft-", dir="/tmp"))
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir="/tmp"))
+    with contextlib.suppress(OSError):  # a file system without locks: nobody will sweep this folder
+        _hold(folder)
+    _sweep(folder.parent)
     return folder
+
+
+def _hold(folder: Path) -> None:
+    for path in [path for path in _held if not path.exists()]:
+        os.close(_held.pop(path))
+    made = folder / f".{_LOCK}"
+    descriptor = os.open(made, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        made.rename(folder / _LOCK)  # never there without being held
+    except OSError:
+        os.close(descriptor)
+        raise
+    _held[folder] = descriptor
+
+
+def _sweep(parent: Path) -> None:
+    with contextlib.suppress(OSError), os.scandir(parent) as entries:
+        for entry in entries:
+            if _NAME.fullmatch(entry.name):
+                with contextlib.suppress(OSError):
+                    _remove_if_dead(parent / entry.name)
+
+
+def _remove_if_dead(folder: Path) -> None:
+    """Raises OSError for what is not to be removed: the owner lives, or it is no folder of ours."""
+    within = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        found = os.fstat(within)
+        if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) != 0o700:
+            return
+        lock = os.open(_LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=within)
+        try:
+            if stat.S_ISREG(os.fstat(lock).st_mode):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)  # follows no links
+        finally:
+            os.close(lock)
+    finally:
+        os.close(within)

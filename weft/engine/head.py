@@ -62,10 +62,12 @@ class Head:
                 self._receive(0 if busy else IDLE_POLL_MS)
                 self._core.check()
                 if self._core.has_work():
+                    busy = True
                     self._dispatch(self._core.step())
                 elif self._draining:
                     break
-                self._beat()
+                # Fronts hear at once that all is done: their gauges would show what ran for a while yet.
+                self._beat(at_once=busy and not self._core.has_work())
         except Exception as error:
             failed = True
             self._last_words(error)
@@ -168,9 +170,9 @@ class Head:
         # A group that is being formed has deadlines of its own.
         return m.Heartbeat(idle=self._core.recovering or not self._core.has_work(), stats=stats)
 
-    def _beat(self) -> None:
+    def _beat(self, at_once: bool) -> None:
         now = time.monotonic()
-        if now - self._last_beat < HEARTBEAT_S:
+        if now - self._last_beat < HEARTBEAT_S and not at_once:
             return
         self._last_beat = now
         self._report(now)

@@ -1,0 +1,89 @@
+"""Private folders: those of dead processes are swept, those of living ones and everybody else's are not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from weft.common.folder import private_folder
+
+MAKER = "from weft.common.folder import private_folder; print(private_folder(), flush=True); input()"
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="w") as short:  # else it would be made in /tmp
+        monkeypatch.setenv("TMPDIR", short)
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        yield Path(short)
+    tempfile.tempdir = None
+
+
+def other_process() -> tuple[subprocess.Popen[str], Path]:
+    """A process that holds a folder, and the folder."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", MAKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    return process, Path(process.stdout.readline().strip())
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate()
+
+
+def test_the_folder_of_a_killed_process_is_swept_and_that_of_a_living_one_is_not(temporary: Path) -> None:
+    dead, left = other_process()
+    living, kept = other_process()
+    try:
+        (left / "head0").write_text("")
+        end(dead)
+        assert left.parent == temporary
+        assert left.is_dir()
+        own = private_folder()
+        assert not left.exists()
+        assert kept.is_dir()
+        another = private_folder()
+        assert own.is_dir()
+        assert own != another
+    finally:
+        end(living)
+
+
+def test_what_does_not_prove_that_its_owner_is_dead_stays(temporary: Path) -> None:
+    def made(name: str, mode: int = 0o700, lock: bool = True) -> Path:
+        folder = temporary / name
+        folder.mkdir(mode=mode)
+        folder.chmod(mode)
+        if lock:
+            (folder / "owner.lock").write_text("")
+        return folder
+
+    swept = made("weft-abcd_123")
+    stay = [
+        made("weft-abcd_124", lock=False),
+        made("weft-abcd_125", mode=0o755),  # others may enter: not made here
+        made("weft-abcd"),
+        made("weft-verify-abcd_126"),
+        made("other-abcd_127"),
+    ]
+    outside = made("elsewhere")
+    (temporary / "weft-abcd_128").symlink_to(outside)
+    linked = made("weft-abcd_129", lock=False)
+    (linked / "owner.lock").symlink_to(outside / "owner.lock")
+    (swept / "link").symlink_to(outside)
+    if os.geteuid() == 0:
+        stay.append(made("weft-abcd_130"))
+        os.chown(stay[-1], 12345, -1)
+    private_folder()
+    assert not swept.exists()
+    assert all(folder.is_dir() for folder in [*stay, outside, linked])
+    assert (temporary / "weft-abcd_128").is_symlink()
+    assert (outside / "owner.lock").is_file()
