@@ -91,8 +91,9 @@ class Running:
     def head(self) -> int:
         """The process id of the head."""
         server = self.process.pid
-        *_, head = Path(f"/proc/{server}/task/{server}/children").read_text().split()
-        return int(head)  # the youngest: a dead one may still be listed
+        children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
+        heads = [int(child) for child in children if b"head" in Path(f"/proc/{child}/cmdline").read_bytes()]
+        return heads[-1]  # the youngest: a dead one may still be listed
 
     def stop(self, number: int = signal.SIGTERM, seconds: float = 20.0) -> int:
         """Sends a signal and returns the exit status."""

@@ -1,0 +1,218 @@
+"""Careless and hostile clients, for ``bench.canary``: each attacks a server on this machine for some seconds.
+
+python -m bench.hostile NAME http://127.0.0.1:8000 --seconds 10 [--scale 0.1]
+
+Every attack stops by itself, and its size can be scaled down. Only loopback addresses are taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import json
+import resource
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+WORDS = "Tom has 12 apples and buys 7 more. "
+
+
+@dataclass(frozen=True)
+class Target:
+    """Who is attacked, for how long and how hard."""
+
+    host: str
+    port: int
+    model: str
+    seconds: float
+    scale: float = 1.0
+    streams: int = 64
+    """Streams that are never read: as many as the server has sequence slots."""
+
+    @property
+    def until(self) -> float:
+        return time.monotonic() + self.seconds
+
+    def times(self, count: int) -> int:
+        """``count`` scaled."""
+        return max(1, int(count * self.scale))
+
+
+def post(target: Target, path: str, body: bytes) -> int:
+    """Sends one request; its status, or 0 where the connection ended without an answer."""
+    link = http.client.HTTPConnection(target.host, target.port, timeout=120)
+    with contextlib.closing(link), contextlib.suppress(OSError, http.client.HTTPException):
+        link.request("POST", path, body, {"content-type": "application/json"})
+        answer = link.getresponse()
+        while answer.read(1 << 20):
+            pass
+        return answer.status
+    return 0
+
+
+def again(target: Target, send: Callable[[], int]) -> list[int]:
+    """Statuses of ``send``, called until the time is over."""
+    until, found = target.until, []
+    while not found or time.monotonic() < until:
+        found.append(send())
+    return found
+
+
+def encoded(target: Target, **fields: Any) -> bytes:
+    return json.dumps({"model": target.model, **fields}).encode()
+
+
+def bad_words(target: Target) -> list[int]:
+    """A valid megabyte of bad words, for 256 prompts."""
+    words = [f"{number:04d}" + "many words " * 90 for number in range(target.times(1024))]
+    body = encoded(target, prompt=["a"] * 256, bad_words=words, max_tokens=1)
+    return again(target, lambda: post(target, COMPLETIONS, body))
+
+
+def stops(target: Target) -> list[int]:
+    """16 long stop strings for 8 prompts of 128 choices."""
+    texts = ["a" * 1000 + chr(ord("a") + number) for number in range(16)]
+    fields = {"max_tokens": 16, "ignore_eos": True, "temperature": 1}
+    body = encoded(target, prompt=[WORDS] * 8, n=target.times(128), stop=texts, **fields)
+    return again(target, lambda: post(target, COMPLETIONS, body))
+
+
+def long_prompts(target: Target) -> list[int]:
+    """Ten clients with prompts of 7.7 MB."""
+    text = WORDS * (target.times(7_700_000) // len(WORDS))
+    body = encoded(target, prompt=text, max_tokens=1)
+    with ThreadPoolExecutor(10) as pool:
+        found = pool.map(lambda _: again(target, lambda: post(target, COMPLETIONS, body)), range(10))
+        return [status for statuses in found for status in statuses]
+
+
+def nested(target: Target) -> list[int]:
+    """A body nested a million deep, and one of millions of empty lists."""
+    depth = target.times(1_000_000)
+    deep = b'{"model":"x","messages":' + b"[" * depth + b"]" * depth + b"}"
+    wide = b'{"model":"x","messages":[' + b"[]," * (2 * depth) + b"1]}"
+    keys = b'{"model":"x",' + b",".join(b'"%d":[[]]' % number for number in range(depth // 2)) + b"}"
+    bodies = [deep, wide, keys]
+    return again(target, lambda: max(post(target, CHAT, body) for body in bodies))
+
+
+def chunks(target: Target) -> list[int]:
+    """A body in a million chunks of one byte."""
+    head = head_of("transfer-encoding: chunked")
+    piece = b"1\r\n \r\n" * 10_000
+
+    def send() -> int:
+        with contextlib.suppress(OSError), connect(target) as link:
+            link.sendall(head)
+            for _ in range(target.times(100)):
+                link.sendall(piece)
+            link.sendall(b"0\r\n\r\n")
+            return status_of(link)
+        return 0
+
+    return again(target, send)
+
+
+def idle_uploads(target: Target) -> list[int]:
+    """2,000 connections that send headers and one byte of a body."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    head = head_of("content-length: 1000000") + b"{"
+    with contextlib.ExitStack() as held:
+        for _ in range(target.times(2000)):
+            with contextlib.suppress(OSError):
+                held.enter_context(link := connect(target))
+                link.sendall(head)
+        time.sleep(target.seconds)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return []
+
+
+def never_read(target: Target) -> list[int]:
+    """As many long streams as the server has slots, none of which is read."""
+    body = encoded(
+        target,
+        messages=[{"role": "user", "content": "Tell me all."}],
+        stream=True,
+        ignore_eos=True,
+        temperature=1,
+        logprobs=True,
+        top_logprobs=5,
+    )
+    head = head_of(f"content-length: {len(body)}")
+    with contextlib.ExitStack() as held:
+        for _ in range(target.streams):
+            held.enter_context(link := connect(target))
+            link.sendall(head + body)
+        time.sleep(target.seconds)
+    return []
+
+
+def echo_logprobs(target: Target) -> list[int]:
+    """400 KB of 256 prompts whose answer would be half a gigabyte, as a whole and as a stream."""
+    text = WORDS * (target.times(1500) // len(WORDS))
+    fields = {"echo": True, "logprobs": 20, "max_tokens": 1, "n": 4}
+
+    def send() -> int:
+        whole = post(target, COMPLETIONS, encoded(target, prompt=[text] * 256, **fields))
+        one = encoded(target, prompt=[text] * target.times(64), stream=True, **{**fields, "n": 1})
+        return max(whole, post(target, COMPLETIONS, one))
+
+    return again(target, send)
+
+
+ATTACKS: dict[str, Callable[[Target], list[int]]] = {
+    "bad_words": bad_words,
+    "stops": stops,
+    "long_prompts": long_prompts,
+    "nested": nested,
+    "chunks": chunks,
+    "idle_uploads": idle_uploads,
+    "never_read": never_read,
+    "echo_logprobs": echo_logprobs,
+}
+
+
+def head_of(length: str) -> bytes:
+    """The head of a chat request; ``length`` is the header that tells how long its body is."""
+    return f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n{length}\r\n\r\n".encode()
+
+
+@contextlib.contextmanager
+def connect(target: Target) -> Iterator[socket.socket]:
+    with socket.create_connection((target.host, target.port), timeout=60) as link:
+        yield link
+
+
+def status_of(link: socket.socket) -> int:
+    """The status of the answer that comes over ``link``."""
+    line = link.makefile("rb").readline().split()
+    return int(line[1]) if len(line) > 1 else 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("attack", choices=ATTACKS)
+    parser.add_argument("url")
+    parser.add_argument("--model", default="spool-text")
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--scale", type=float, default=1.0)
+    parser.add_argument("--streams", type=int, default=64)
+    args = parser.parse_args()
+    url = urlsplit(args.url)
+    if url.hostname not in ("127.0.0.1", "localhost", "::1") or url.port is None:
+        parser.error("only a server on a loopback address can be attacked")
+    target = Target(url.hostname, url.port, args.model, args.seconds, args.scale, args.streams)
+    found = ATTACKS[args.attack](target)
+    print(json.dumps({str(status): found.count(status) for status in sorted(set(found))}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""What a body becomes, in a thread or in a process, and the bounds that hold before any work is done."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import weft
+from weft.common.errors import ContextLength, InvalidRequest
+from weft.front import reading
+from weft.front.read_worker import Answer, answer_to, decode_answer, payload_of
+from weft.front.reading import Job, Reader
+from weft.text import tokenizer as tokenizers
+from weft.text.model import TextModel
+from weft.text.submit import ModelLimits
+from weft.types.sampling import MAX_BAD_TOKENS
+
+FOLDER = Path(weft.__file__).parent / "checkpoints/spool-text"
+LIMITS = ModelLimits(vocab_size=1024, max_model_len=2048, end_ids=(2,))
+
+
+@pytest.fixture(scope="module")
+def reader() -> Reader:
+    return Reader(TextModel.load(FOLDER), ("m", "other"), LIMITS, 1 << 20)
+
+
+def completion(reader: Reader, prompt: Any = "Tom has 12", **fields: Any) -> Job:
+    return reader.completions(json.dumps({"model": "m", "prompt": prompt, **fields}).encode())
+
+
+def chat(reader: Reader, text: str = "Tom has 12", **fields: Any) -> Job:
+    messages = [{"role": "user", "content": text}]
+    return reader.chat(json.dumps({"model": "m", "messages": messages, **fields}).encode())
+
+
+def test_a_process_reads_what_a_thread_reads(reader: Reader) -> None:
+    fields = {"n": 3, "logprobs": 2, "echo": True, "stop": ["x"], "seed": -5, "logit_bias": {"7": 1.5}}
+    body = json.dumps({"model": "m", "prompt": ["Tom has", "Ann"], "bad_words": ["12"], **fields}).encode()
+    answer = answer_to(reader, payload_of("completions", body))
+    sent = reading.msgspec.msgpack.encode(answer)
+    assert decode_answer(sent) == answer == Answer(job=reader.completions(body))
+    refused = answer_to(reader, payload_of("chat", b"[]"))
+    assert refused.error is not None
+    assert refused.error.http_status == 400
+    assert decode_answer(reading.msgspec.msgpack.encode(refused)) == refused
+
+
+def test_a_request_read(reader: Reader) -> None:
+    job = completion(reader, ["Tom has 12", "Ann"], echo=True, n=2, logprobs=1, bad_words=["12"])
+    tokenizer = reader.text.tokenizer
+    assert [prompt.ids for prompt in job.prompts] == [tokenizer.encode("Tom has 12"), tokenizer.encode("Ann")]
+    assert [prompt.text for prompt in job.prompts] == ["Tom has 12", "Ann"]
+    assert completion(reader, [5, 6], echo=True).prompts[0].text == tokenizer.decode([5, 6])
+    assert completion(reader, "Ann").prompts[0].text == ""
+    assert [prompt.max_tokens for prompt in job.prompts] == [16, 16]
+    assert job.token_params.bad
+    assert job.params.bad_words == ()  # the engine's alone
+    assert (job.params.n, job.asked.top, job.asked.echo, job.continues) == (2, 1, True, True)
+    assert not chat(reader).continues
+    room = chat(reader).prompts[0]
+    assert room.max_tokens == LIMITS.max_model_len - room.count
+
+
+def test_text_far_beyond_the_context_costs_no_more_than_the_context(
+    reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    class Counting:
+        def __init__(self, inner: Any) -> None:
+            self._inner = inner
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._inner, name)
+
+        def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
+            seen.extend(map(len, texts))
+            return self._inner.encode_batch_fast(texts, **options)
+
+        def encode(self, *_: Any, **__: Any) -> Any:
+            raise AssertionError("this call keeps Python's lock for as long as it takes")
+
+    monkeypatch.setattr(reader.text.tokenizer, "_private", Counting(reader.text.tokenizer._private))
+    long = "Tom has 12 apples and buys 7 more. " * 200_000
+    for read, param in ((completion, "prompt"), (chat, "messages")):
+        seen.clear()
+        with pytest.raises(ContextLength, match="2048 tokens, but the prompt has at least") as caught:
+            read(reader, long)
+        assert caught.value.param == param
+        assert sum(seen) <= 2 * tokenizers.LONG_CHARS
+    with pytest.raises(ContextLength, match="at least 5000"):
+        completion(reader, [5] * 5000)
+
+
+def test_long_texts_that_fit_are_not_refused(reader: Reader) -> None:
+    """Pieces only estimate: what is refused by them must not fit."""
+    limits = ModelLimits(vocab_size=1024, max_model_len=40_000, end_ids=())
+    wide = Reader(reader.text, ("m",), limits, 1 << 20)
+    text = "Tom has 12 apples and buys 7 more. " * 3200
+    expected = reader.text.tokenizer.encode(text)
+    assert len(text) > tokenizers.LONG_CHARS
+    assert len(expected) < 40_000
+    assert completion(wide, text).prompts[0].ids == expected
+    tight = ModelLimits(vocab_size=1024, max_model_len=len(expected) - 1, end_ids=())
+    with pytest.raises(ContextLength):
+        completion(Reader(reader.text, ("m",), tight, 1 << 20), text)
+
+
+def test_bad_words_are_resolved_once_and_bounded(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded: list[str] = []
+    encode = reader.text.tokenizer.encode
+
+    def counting(text: str, **options: Any) -> list[int]:
+        encoded.append(text)
+        return encode(text, **options)
+
+    monkeypatch.setattr(reader.text.tokenizer, "encode", counting)
+    completion(reader, [[5]] * 256, bad_words=["one", "two"])
+    assert encoded == ["one", " one", "two", " two"]
+    encoded.clear()
+    with pytest.raises(InvalidRequest, match=f"more than {MAX_BAD_TOKENS} tokens") as caught:
+        completion(reader, [[5]] * 256, bad_words=[f"word {number:04d} " * 20 for number in range(1024)])
+    assert caught.value.param == "bad_words"
+    assert sum(map(len, encoded)) < 100_000  # of 500,000 characters
+    with pytest.raises(InvalidRequest, match="at most 128 tokens"):
+        completion(reader, bad_words=["Tom has 12 " * 90])
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"echo": True, "logprobs": 20, "n": 4}, "logprobs"),
+        ({"prompt_logprobs": 20}, "prompt_logprobs"),
+        ({"echo": True, "n": 100}, "echo"),
+    ],
+)
+def test_answers_that_repeat_too_much_are_refused_before_they_begin(
+    reader: Reader, fields: dict[str, Any], param: str
+) -> None:
+    prompts = ["Tom has 12 apples. " * 100] * (8 if param == "echo" else 64)
+    with pytest.raises(InvalidRequest, match="--max-response-bytes") as caught:
+        completion(reader, prompts, **fields)
+    assert caught.value.param == param
+    assert completion(reader, prompts[:1], **{**fields, "n": 1}).prompts
+
+
+def test_a_stream_may_repeat_more_than_it_holds(reader: Reader) -> None:
+    prompts = ["Tom has 12 apples. " * 100] * 2
+    with pytest.raises(InvalidRequest):
+        completion(reader, prompts, echo=True, logprobs=20, n=4)
+    assert completion(reader, prompts, echo=True, logprobs=20, n=4, stream=True).asked.stream
+
+
+def test_prompt_ids_travel_as_bytes(reader: Reader) -> None:
+    (prompt,) = completion(reader, [5, 1023]).prompts
+    assert np.frombuffer(prompt.data, "<i4").tolist() == prompt.ids == [5, 1023]
+    assert prompt.count == 2
