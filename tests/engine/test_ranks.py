@@ -20,16 +20,32 @@ from weft import LLM, SamplingParams
 from weft.api.settings import read_settings
 from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig
+from weft.config.sections import ParallelSection
 from weft.engine import start
 from weft.engine.core import EngineCore
 from weft.engine.group import GroupExecutor
-from weft.engine.ranks import RankProcesses
+from weft.engine.ranks import RankProcesses, threads_each
 from weft.types.messages import HeadStats, Submit, ids_to_bytes
 from weft.types.sampling import TokenParams
 
 PATIENCE = 120.0
 GREEDY = TokenParams(temperature=0.0, max_tokens=16)
 SEEDED = TokenParams(temperature=0.9, top_p=0.9, max_tokens=20, logprobs=1)
+
+
+def test_cores_are_divided_among_all_ranks_of_the_host() -> None:
+    def threads(cores: int, **layout: Any) -> int:
+        whole = replace(config_of(), parallel=ParallelSection(**layout))
+        return threads_each(replace(whole, runner=replace(whole.runner, threads=0)), cores)
+
+    assert threads(8) == 8
+    assert threads(8, data_parallel_size=2) == 4
+    assert threads(8, data_parallel_size=2, tensor_parallel_size=2) == 2
+    assert threads(8, data_parallel_size=4, tensor_parallel_size=2, nnodes=4) == 4
+    assert threads(2, data_parallel_size=2, enable_expert_parallel=True) == 1
+    assert threads(2, data_parallel_size=8) == 1
+    set_by_hand = replace(config_of(), parallel=ParallelSection(data_parallel_size=2))
+    assert threads_each(replace(set_by_hand, runner=replace(set_by_hand.runner, threads=3)), 2) == 3
 
 
 def sequence(number: int, prompt: list[int], params: TokenParams) -> Submit:

@@ -11,20 +11,26 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from weft.common.cores import usable_cores
+
 
 class Server:
     """A running ``weft serve`` whose ready line was read."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, omp_threads: str | None = "1") -> None:
         # Sockets have short paths, and pytest's folders are long.
         self.temporary = tempfile.mkdtemp(prefix="w")
-        environment = {**os.environ, "TMPDIR": self.temporary, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "TMPDIR": self.temporary}
+        environment.pop("OMP_NUM_THREADS", None)
+        if omp_threads is not None:
+            environment["OMP_NUM_THREADS"] = omp_threads
         self.log = folder / "serve.log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -64,8 +70,8 @@ class Server:
 def start(tmp_path: Path) -> Iterator[Any]:
     servers: list[Server] = []
 
-    def starter(*arguments: str) -> Server:
-        servers.append(Server(tmp_path, *arguments))
+    def starter(*arguments: str, **more: Any) -> Server:
+        servers.append(Server(tmp_path, *arguments, **more))
         return servers[-1]
 
     yield starter
@@ -114,6 +120,39 @@ def test_it_serves_and_ends_with_nothing_left_behind(checkpoint: str, start: Any
     assert server.process.wait(60) == 0, server.log.read_text()
     assert not Path(f"/proc/{head}").exists()
     assert os.listdir(server.temporary) == []
+
+
+@pytest.mark.parametrize(
+    ("tensor", "names"),
+    [(1, ["head 0", "head 1"]), (2, ["head 0", "head 0 rank 1", "head 1", "head 1 rank 3"])],
+)
+def test_ranks_of_replicas_share_the_cores_and_each_has_a_name_and_a_trace(
+    tensor: int, names: list[str], checkpoint: str, start: Any, tmp_path: Path
+) -> None:
+    layout = ("--data-parallel-size", "2", "--tensor-parallel-size", str(tensor))
+    options = ("--port", "0", "--rank-timeout", "60", "--trace", str(tmp_path / "t.json"))
+    server = start(checkpoint, *layout, *options, omp_threads=None)
+    base = server.url()
+    body = {"model": checkpoint, "max_tokens": 4, "ignore_eos": True}
+    prompts = [f"{number} " * 200 for number in range(8)]  # without a common prefix: spread over both
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        asked = [
+            pool.submit(httpx.post, f"{base}/v1/completions", json={**body, "prompt": prompt}, timeout=60)
+            for prompt in prompts
+        ]
+        assert {made.result().status_code for made in asked} == {200}
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(60) == 0, server.log.read_text()
+    log = server.log.read_text()
+    spoken = re.findall(r"\d\d:\d\d:\d\d \w (.+?) weft\.\S+: (.*)$", log, re.MULTILINE)
+    threads = max(1, usable_cores() // len(names))
+    said = sorted((name, text.partition(" (")[0]) for name, text in spoken if text.startswith("CPU threads"))
+    assert said == [(name, f"CPU threads: {threads}") for name in names], log
+    assert {name for name, _ in spoken} <= {"front", *names}
+    files = ["t.json", *(f"t.rank{rank}.json" for rank in range(1, len(names)))]
+    assert sorted(path.name for path in tmp_path.glob("t*.json*")) == sorted(files)
+    traces = [json.loads((tmp_path / file).read_text()) for file in files]
+    assert all(any(event.get("cat") == "step" for event in trace) for trace in traces)
 
 
 def test_it_fails_when_its_head_dies_and_must_not_be_started_again(checkpoint: str, start: Any) -> None:

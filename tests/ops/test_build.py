@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import re
 import shutil
+import signal
 import stat
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +30,11 @@ if [ "$1" = --version ]; then echo "stub {version}"; exit 0; fi
 echo "$*" >> "{calls}"
 previous=
 for word in "$@"; do
+  if [ "$previous" = -c ] && grep -q ^BEGIN "$word"; then
+    set -- $(head -1 "$word")
+    : > "$2"
+    while [ ! -e "$4" ]; do sleep 0.02; done
+  fi
   if [ "$previous" = -c ] && grep -q DOES_NOT_COMPILE "$word"; then echo "error: told to fail"; exit 1; fi
   if [ "$previous" = -o ]; then echo made > "$word"; fi
   previous=$word
@@ -78,8 +89,8 @@ def test_built_once_and_found(calls: Path) -> None:
     assert library.read_text() == "made\n"
     assert build.find() == library
     assert count(calls) == 3  # two files and the link
-    assert said[0].startswith("compiling 2 files with stub 1.0")
-    assert {"  1/2 one.cpp", "  2/2 one.cpp"} & set(said)
+    assert re.match(r"compiling 2 files with [12] process(es)? of stub 1\.0, once", said[0])
+    assert {line.split(" (")[0] for line in said} & {"  1/2 one.cpp", "  2/2 one.cpp"}
     assert build.build(say=said.append) == library
     assert count(calls) == 3
     assert said[-1] == "the C++ operations are built already"
@@ -146,6 +157,112 @@ def test_builders_at_once_build_once(calls: Path) -> None:
         made = list(pool.map(lambda _: build.build(), range(4)))
     assert len(set(made)) == 1
     assert count(calls) == 3
+
+
+def test_as_many_compilers_as_cores_and_memory_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "usable_cores", lambda: 8)
+    monkeypatch.setattr(build, "available_memory", lambda: 64 << 30)
+    assert build.processes_for(10) == 8
+    assert build.processes_for(3) == 3
+    monkeypatch.setattr(build, "available_memory", lambda: 5 << 29)
+    assert build.processes_for(10) == 2
+    monkeypatch.setattr(build, "available_memory", lambda: 0)
+    assert build.processes_for(10) == 1
+    monkeypatch.setattr(build, "available_memory", lambda: None)
+    assert build.processes_for(10) == 8
+
+
+def test_the_longest_compile_begins_first(
+    calls: Path, sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "SECONDS", {"one.cpp": 1, "two.cpp": 9})
+    monkeypatch.setattr(build, "usable_cores", lambda: 1)
+    build.build()
+    order = [line for line in calls.read_text().splitlines() if " -c " in line]
+    assert ["two.cpp" in line for line in order] == [True, False]
+
+
+def test_every_source_was_measured() -> None:
+    """A new file: measure it (`/usr/bin/time weft build-ops` after `touch`) and add it to the table."""
+    assert set(build.SECONDS) == {path.name for path in build.SOURCES.glob("*.cpp")}
+
+
+def test_compilers_run_at_the_same_time(
+    calls: Path, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each waits until the other has begun: one after the other they would never end."""
+    monkeypatch.setattr(build, "usable_cores", lambda: 2)
+    (sources / "one.cpp").write_text(f"BEGIN {tmp_path}/a AWAIT {tmp_path}/b\n")
+    (sources / "two.cpp").write_text(f"BEGIN {tmp_path}/b AWAIT {tmp_path}/a\n")
+    assert build.build().exists()
+
+
+def test_a_failing_compile_stops_the_others_and_what_is_done_stays(
+    calls: Path, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "usable_cores", lambda: 2)
+    (sources / "good.cpp").write_text(f"BEGIN {tmp_path}/good AWAIT /dev/null\n")
+    (sources / "one.cpp").write_text(f"BEGIN {tmp_path}/hangs AWAIT {tmp_path}/never\n")
+    (sources / "two.cpp").write_text(f"BEGIN {tmp_path}/x AWAIT {tmp_path}/hangs\nDOES_NOT_COMPILE\n")
+    monkeypatch.setattr(build, "SECONDS", {"good.cpp": 3, "one.cpp": 2, "two.cpp": 1})
+    with pytest.raises(build.BuildError, match=r"two\.cpp does not compile"):
+        build.build()
+    assert len(list(cache_folder().glob("objects/*.o"))) == 1
+    assert not list(cache_folder().rglob("partial-*"))
+    assert not running(str(sources / "one.cpp"))
+    before = count(calls)
+    (sources / "one.cpp").write_text("int one;\n")
+    (sources / "two.cpp").write_text("int two;\n")
+    build.build()
+    assert count(calls) - before == 3  # not good.cpp
+
+
+def running(word: str) -> bool:
+    """Whether a process has ``word`` among its arguments."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if word.encode() in (folder / "cmdline").read_bytes().split(b"\0"):
+                return True
+    return False
+
+
+def test_an_interrupted_build_stops_its_compilers_and_goes_on(
+    calls: Path, sources: Path, tmp_path: Path
+) -> None:
+    """Also one that was killed, whose partial files the next one removes."""
+    (sources / "one.cpp").write_text(f"BEGIN {tmp_path}/hangs AWAIT {tmp_path}/go\n")
+    code = (
+        "import pathlib, sys; from weft.ops.cpu import build; "
+        "build.SOURCES = pathlib.Path(sys.argv[1]); build.SECONDS = {'two.cpp': 2, 'one.cpp': 1}; "
+        "build.build()"
+    )
+    for number in (signal.SIGINT, signal.SIGKILL):
+        process = subprocess.Popen([sys.executable, "-c", code, str(sources)], stderr=subprocess.DEVNULL)
+        until = time.monotonic() + 60
+        while not ((tmp_path / "hangs").exists() and list(cache_folder().glob("objects/*.o"))):
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        process.send_signal(number)
+        assert process.wait(60) != 0
+        (tmp_path / "hangs").unlink()
+        assert running(str(sources / "one.cpp")) == (number == signal.SIGKILL)
+    assert count(calls) == 3  # two.cpp once, one.cpp twice
+    (tmp_path / "go").touch()
+    build.build()
+    assert count(calls) == 5
+    assert not list(cache_folder().rglob("partial-*"))
+
+
+def test_a_terminal_gets_one_line_that_is_rewritten(
+    calls: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    build_ops.main([], standalone_mode=False)
+    out = capsys.readouterr().out
+    first, *rest = out.split("\n")
+    assert first.startswith("compiling 2 files")
+    assert re.search(r"\r  [01] of 2 compiled, \d+ s: (one|two)\.cpp", rest[0])
+    assert rest[0].endswith("\x1b[Kbuilt the C++ operations in 0 s") or "\x1b[Kbuilt the C++" in rest[0]
 
 
 def test_old_builds_are_removed(calls: Path, sources: Path) -> None:

@@ -84,4 +84,4 @@ def test_a_trace_of_one_rank_has_no_tracks_of_halves(tmp_path: Path) -> None:
 
 
 def test_ranks_write_files_of_their_own() -> None:
-    assert [trace_of("t.json", rank) for rank in range(3)] == ["t.json", "t.json.rank1", "t.json.rank2"]
+    assert [trace_of("t.json", rank) for rank in range(3)] == ["t.json", "t.rank1.json", "t.rank2.json"]

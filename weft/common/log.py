@@ -17,6 +17,16 @@ class _Stderr(logging.StreamHandler[TextIO]):
         super().emit(record)
 
 
+def head_name(replica: int, replicas: int, rank: int | None = None) -> str:
+    """What lines of a replica's head name as their process, or those of its worker ``rank``.
+
+    ``head`` and ``rank 1``; of one of several replicas ``head 1`` and ``head 1 rank 3``. Ranks are counted
+    over all replicas, as everywhere in messages.
+    """
+    head = f"head {replica}" if replicas > 1 else "head" if rank is None else ""
+    return head if rank is None else f"{head} rank {rank}".strip()
+
+
 def get_logger(name: str) -> logging.Logger:
     """The logger of a module; ``name`` is its ``__name__``."""
     return logging.getLogger(name)

@@ -175,10 +175,20 @@ class RunnerSection(_Section, frozen=True, kw_only=True):
         ),
     ] = True
     threads: Annotated[
-        int, Meta(ge=0, le=4096, description="CPU threads for compute; 0 leaves it to torch.")
+        int,
+        Meta(
+            ge=0,
+            le=4096,
+            description="CPU threads of each rank; 0 divides the cores that may be used among all ranks of "
+            "all replicas on the host.",
+        ),
     ] = 0
     trace: Annotated[
-        str | None, Meta(description="Write one trace event a step to this file (Chrome trace JSON).")
+        str | None,
+        Meta(
+            description="Write one trace event a step to this file (Chrome trace JSON); of several ranks, "
+            "rank N over 0 writes FILE with .rankN before the extension."
+        ),
     ] = None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 import torch
@@ -12,7 +13,7 @@ from weft.attention.base import Backends
 from weft.attention.registry import choose
 from weft.common.errors import ConfigError
 from weft.common.log import get_logger
-from weft.config.gpus import sharers
+from weft.config.gpus import head_rank, sharers
 from weft.config.memory import activation_bytes, pools_for
 from weft.config.resolved import EngineConfig, KVConfig
 from weft.config.sharding import local_spec
@@ -121,7 +122,7 @@ def load(
     backends = choose(
         config.runner.attention_backend, local, dtype, device, config.kv.block_size, invariant=invariant
     )
-    rank = 0 if mesh is None else mesh.rank
+    rank = head_rank(config) if mesh is None else mesh.rank
     trace = StepTrace(trace_of(config.runner.trace, rank)) if config.runner.trace else None
     model = load_model(
         config.model_path,
@@ -157,7 +158,8 @@ def load(
 
 def trace_of(path: str, rank: int) -> str:
     """The file that ``rank`` writes its trace to, of the one that was named: ranks share no file."""
-    return f"{path}.rank{rank}" if rank else path
+    file = Path(path)
+    return str(file.with_name(f"{file.stem}.rank{rank}{file.suffix}")) if rank else path
 
 
 def graph_options(

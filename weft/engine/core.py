@@ -15,7 +15,6 @@ import math
 from collections import deque
 
 import msgspec
-import torch
 
 from weft.common.clock import Clock, SystemClock
 from weft.common.errors import EngineDead
@@ -56,8 +55,6 @@ class EngineCore:
 
         Raises ConfigError for anything that cannot be served as configured.
         """
-        if config.runner.threads:
-            torch.set_num_threads(config.runner.threads)
         self.config = config
         self._clock = clock or SystemClock()
         self.runner: Executor = runner or start_executor(config, progress=progress)

@@ -11,18 +11,15 @@ import os
 import time
 from collections.abc import Callable
 
-import torch
-
 from weft.common.errors import EngineDead, WeftError
 from weft.common.log import get_logger
 from weft.config.resolved import EngineConfig
 from weft.engine.build import load, rank_mesh
 from weft.engine.executor import RankRunner
 from weft.engine.faults import Faults
-from weft.engine.ranks import threads_each
 from weft.engine.regroup import LOAD_S
 from weft.engine.sizes import ask
-from weft.engine.start import layout_of, mesh_host
+from weft.engine.start import mesh_host, take_threads
 from weft.engine.watch import RankWatch
 from weft.engine.worker import Worker
 from weft.parallel.control import HeadLink, RankChannel
@@ -44,9 +41,8 @@ def run_rank(config: EngineConfig, rank: int, link: HeadLink, rejoin: Callable[[
     raises EngineDead when none comes in time. Raises WeftError besides when the model cannot be loaded, of
     which the head is told, or a head will not have this rank.
     """
-    layout, timeout = layout_of(config), config.parallel.rank_timeout
-    if threads := threads_each(config, layout.tensor):
-        torch.set_num_threads(threads)
+    timeout = config.parallel.rank_timeout
+    take_threads(config)
     faults = Faults(config.faults, rank)
     mesh = faults.within(rank_mesh(config, rank, mesh_host(config)))
     life = _Life(rank, link.life, timeout)

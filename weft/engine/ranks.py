@@ -132,11 +132,12 @@ def end_of(status: int) -> str:
     return f"its process ended with {f'signal {-status}' if status < 0 else f'status {status}'}"
 
 
-def threads_each(config: EngineConfig, ranks_here: int) -> int:
-    """CPU threads of each of ``ranks_here`` ranks on this host; 0 leaves it to torch."""
-    if config.runner.threads or ranks_here == 1:
-        return config.runner.threads
-    return max(1, len(os.sched_getaffinity(0)) // ranks_here)
+def threads_each(config: EngineConfig, cores: int) -> int:
+    """CPU threads of each rank: as set, or its host's ``cores`` divided among all ranks of all replicas.
+
+    More threads than cores would spin for each other's core (docs/adr/0007).
+    """
+    return config.runner.threads or max(1, cores // config.parallel.ranks_here)
 
 
 def rank_address(config: EngineConfig) -> str:

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import torch
 
+from weft.common.cores import usable_cores
 from weft.common.errors import ConfigError
 from weft.common.folder import private_folder
+from weft.common.log import get_logger
 from weft.config.group import shared_settings
 from weft.config.hosts import domain_spans, meeting_place, ranks_on, replica_spans, uses_board
 from weft.config.resolved import EngineConfig
@@ -33,6 +35,8 @@ from weft.parallel.store import host_store
 from weft.types.board import control_key
 from weft.types.layout import Layout
 
+log = get_logger(__name__)
+
 CLOSE_S = 5.0
 PORT_S = 30.0
 """Seconds that the port of ``--rdzv`` may be held by the head before this one, which was killed."""
@@ -50,12 +54,26 @@ def layout_of(config: EngineConfig) -> Layout:
     )
 
 
+def take_threads(config: EngineConfig) -> None:
+    """Gives this process the CPU threads of one rank, and says how many.
+
+    Never more than torch would take by itself, unless --threads says so: OMP_NUM_THREADS is heeded.
+    """
+    cores, ranks = usable_cores(), config.parallel.ranks_here
+    threads = threads_each(config, cores)
+    if not config.runner.threads:
+        threads = min(threads, torch.get_num_threads())
+    torch.set_num_threads(threads)
+    log.info("CPU threads: %d (%d cores for %d ranks on this host)", torch.get_num_threads(), cores, ranks)
+
+
 def start_executor(config: EngineConfig, *, progress: bool = True) -> Executor:
     """The executor of one replica, ready for its first step.
 
     Raises ConfigError for what cannot be served as configured, and GroupLost when a rank does not come up.
     """
     if layout_of(config).domain == 1:
+        take_threads(config)
         return build_runner(config, progress=progress)
     return start_group(config, progress=progress)
 
@@ -79,8 +97,7 @@ def start_group(
         undo.append(lambda: processes.close(CLOSE_S))
         here = ranks_on(config.parallel, config.parallel.node_rank)
         held = [rank for rank in workers if rank in here and processes.spawn(rank)]
-        if threads := threads_each(config, layout.tensor):
-            torch.set_num_threads(threads)
+        take_threads(config)
         faults = Faults(config.faults, head)
         mesh = faults.within(rank_mesh(config, head, host))
         kind = DomainExecutor if layout.domain > layout.tensor else GroupExecutor

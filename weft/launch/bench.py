@@ -8,6 +8,7 @@ import click
 
 from weft.bench.workloads import WORKLOADS
 from weft.common import log
+from weft.common.cores import usable_cores
 from weft.common.errors import ConfigError
 from weft.launch import bench_load, options
 from weft.launch.bench_load import PRESETS, check_writable, json_option, write_json
@@ -147,8 +148,7 @@ def moe_table(device: str, threads: int | None, json_file: str | None) -> int:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("there is no CUDA device here", param="--device")
-    if threads is not None:
-        torch.set_num_threads(threads)
+    torch.set_num_threads(threads or min(usable_cores(), torch.get_num_threads()))
     with tqdm(total=run.cases(device), desc="moe-table", disable=None, dynamic_ncols=True) as bar:
 
         def tick(done: str) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
+
 import click
 
 from weft.ops.cpu import build
@@ -11,13 +14,47 @@ from weft.ops.cpu import build
 @click.option("--force", is_flag=True, help="Compile again what is built already.")
 @click.option("--verbose", is_flag=True, help="Print the compiler's command lines and warnings.")
 def build_ops(force: bool, verbose: bool) -> None:
-    """Compile the C++ operations for this machine's CPU (half a minute, once; needs g++ or clang++).
+    """Compile the C++ operations for this machine's CPU (once, minutes of CPU time; needs g++ or clang++).
 
-    Without them Weft runs on torch's operations, which are slower on a CPU.
+    Without them Weft runs on torch's operations, which are slower on a CPU. What is compiled stays: a build
+    that was interrupted goes on where it was.
     """
+    terminal = _Terminal() if sys.stdout.isatty() else None
     try:
-        build.build(force=force, verbose=verbose, say=click.echo)
+        build.build(
+            force=force,
+            verbose=verbose,
+            say=click.echo if terminal is None else terminal.say,
+            show=None if terminal is None else terminal.show,
+        )
     except build.BuildError as error:
         if error.output:
             click.echo(error.output, err=True)
         raise
+    finally:
+        if terminal is not None:
+            terminal.clear()
+
+
+class _Terminal:
+    """The last line is rewritten; others stay above it."""
+
+    def __init__(self) -> None:
+        self._shown = ""
+
+    def show(self, line: str) -> None:
+        line = line[: shutil.get_terminal_size().columns - 1]
+        if line != self._shown:
+            self._write(line)
+
+    def say(self, line: str) -> None:
+        self.clear()
+        click.echo(line)
+
+    def clear(self) -> None:
+        if self._shown:
+            self._write("")
+
+    def _write(self, line: str) -> None:
+        click.echo(f"\r{line}\x1b[K", nl=False, color=True)
+        self._shown = line

@@ -25,9 +25,9 @@ def run(arguments: list[str]) -> int:
     child.die_with_parent(int(parent))
     child.ignore_signals()
     child.forbid_core_dumps()
-    log.configure(level, "head")
     config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineConfig)
     sys.stdin.close()
+    log.configure(level, log.head_name(config.replica, config.parallel.data_parallel_size))
     try:
         listener = listen(config, endpoint)
         from weft.engine.head import run_head  # imports torch

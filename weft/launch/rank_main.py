@@ -41,9 +41,9 @@ def run(arguments: list[str]) -> int:
     child.die_with_parent(int(parent))
     child.ignore_signals()
     child.forbid_core_dumps()
-    log.configure(level, f"rank {rank}")
     config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineConfig)
     sys.stdin.close()
+    log.configure(level, log.head_name(config.replica, config.parallel.data_parallel_size, int(rank)))
     try:
         serve(config, address, int(rank))
     except NoHead as error:

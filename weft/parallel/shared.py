@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import torch
 
+from weft.common.cores import usable_cores
 from weft.common.log import get_logger
 from weft.ops import cpu
 from weft.parallel.launcher import CommLost
@@ -87,7 +88,7 @@ def meet(store: Any, rank: int, size: int, timeout: float, slot: int = SLOT) -> 
     ``store``: of this group and epoch alone. ``timeout``: seconds for this, and for each collective.
     Raises CommLost when a rank does not come.
     """
-    mine = _Place(cpu.load() and size <= MOST_RANKS, _host(), os.getpid(), len(os.sched_getaffinity(0)))
+    mine = _Place(cpu.load() and size <= MOST_RANKS, _host(), os.getpid(), usable_cores())
     places = [
         msgspec.msgpack.decode(data, type=_Place)
         for data in _all_say(store, "place", rank, size, mine, timeout)

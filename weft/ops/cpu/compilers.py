@@ -1,0 +1,142 @@
+"""Several compilers at a time, and what is said meanwhile. No torch is imported."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft.common.errors import WeftError
+
+_LAST_LINES = 30
+_LOOK_S = 0.1
+
+Say = Callable[[str], None]
+
+
+class BuildError(WeftError):
+    """The C++ operations can't be built here; ``output`` holds the compiler's last lines, if it ran."""
+
+    code = "build_failed"
+
+    def __init__(self, message: str, output: str = "") -> None:
+        super().__init__(message)
+        self.output = output
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Where progress goes."""
+
+    say: Say
+    """Gets lines that stay."""
+    show: Say | None = None
+    """Gets a line that takes the place of the one before; without it there is a line for each file."""
+
+
+class _Compiler:
+    """One compiler that runs. Its object appears under its name when it is complete."""
+
+    def __init__(self, command: Sequence[str], source: Path, made: Path) -> None:
+        self.source = source
+        self.command: list[str] = []
+        self.began = time.monotonic()
+        self._made, self._undo = made, contextlib.ExitStack()
+        with contextlib.ExitStack() as stack:
+            folder = tempfile.TemporaryDirectory(dir=made.parent, prefix="partial-")
+            self._partial = Path(stack.enter_context(folder)) / made.name
+            self._output = stack.enter_context(tempfile.TemporaryFile())
+            # A group of its own: what is started is a driver, and its child compiles.
+            self.command = [*command, "-c", str(source), "-o", str(self._partial)]
+            self.process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=subprocess.STDOUT,
+                process_group=0,
+            )
+            self._undo = stack.pop_all()
+
+    def finish(self) -> str:
+        """Of one that has ended: takes what it made, and returns what it said. Raises BuildError."""
+        with self._undo:
+            self._output.seek(0)
+            output = self._output.read().decode(errors="replace").strip()
+            if self.process.returncode != 0:
+                raise BuildError(f"{self.source.name} does not compile", _last(output))
+            self._partial.replace(self._made)
+        return output
+
+    def stop(self) -> None:
+        """Ends it, and what it started."""
+        with self._undo:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+def compile_files(
+    command: Sequence[str], files: Sequence[tuple[Path, Path]], processes: int, verbose: bool, report: Report
+) -> None:
+    """Compiles each (source, object) of ``files``, in that order, with so many ``processes`` at a time.
+
+    Raises BuildError when one does not compile; the others are stopped then, as they are by any exception.
+    """
+    say, began = report.say, time.monotonic()
+    waiting, running, done = deque(files), list[_Compiler](), 0
+    try:
+        while waiting or running:
+            while waiting and len(running) < processes:
+                source, made = waiting.popleft()
+                running.append(_Compiler(command, source, made))
+                if verbose:
+                    say(" ".join(running[-1].command))
+            for one in [one for one in running if one.process.poll() is not None]:
+                running.remove(one)
+                output = one.finish()
+                if verbose and output:
+                    say(output)
+                done += 1
+                if report.show is None:
+                    own = time.monotonic() - one.began
+                    say(f"  {done}/{len(files)} {one.source.name} ({own:.0f} s)")
+            if report.show is not None:
+                names = ", ".join(one.source.name for one in running)
+                report.show(f"  {done} of {len(files)} compiled, {time.monotonic() - began:.0f} s: {names}")
+            if running:
+                time.sleep(_LOOK_S)
+    finally:
+        for one in running:
+            one.stop()
+
+
+def run(command: Sequence[str], failure: str, verbose: bool, say: Say) -> None:
+    """Runs one command to its end. Raises BuildError, whose message is ``failure``."""
+    if verbose:
+        say(" ".join(command))
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    output = (ran.stdout + ran.stderr).strip()
+    if ran.returncode != 0:
+        raise BuildError(failure, _last(output))
+    if verbose and output:
+        say(output)
+
+
+def _last(output: str) -> str:
+    return "\n".join(output.splitlines()[-_LAST_LINES:])
+
+
+@contextlib.contextmanager
+def temporary(target: Path) -> Iterator[Path]:
+    """A file beside ``target`` that takes its name when the block ends well, and is removed otherwise."""
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix="partial-") as folder:
+        partial = Path(folder) / target.name
+        yield partial
+        partial.replace(target)
