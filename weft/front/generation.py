@@ -83,6 +83,8 @@ class Generation:
         if front.client.open_sequences + wanted > front.lifecycle.capacity:
             raise Overloaded("the server's queue is full; try again later")
         submits: list[Submit] = []
+        owner = front.ids.mint()
+        self._ids.append(owner)
         for number, prompt in enumerate(self.prompts):
             made = build_submits(
                 prompt.ids,
@@ -91,6 +93,7 @@ class Generation:
                 front.text.tokenizer,
                 ids=front.ids,
                 seed=minted_seed(seed, number) if number else seed,
+                owner=owner,
                 prompt_param=param,
             )
             self._ids += [made[0].request, *(submit.sequence for submit in made)]

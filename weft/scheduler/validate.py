@@ -42,6 +42,7 @@ def check_submit(submit: Submit, vocab_size: int, max_model_len: int) -> tuple[a
     _within("emitted_ids", emitted, vocab_size)
     _integer("sequence", submit.sequence, 0, SEED_MASK)
     _integer("request", submit.request, 0, SEED_MASK)
+    _integer("owner", submit.owner, 0, SEED_MASK)
     _integer("seed", submit.seed, 0, SEED_MASK)
     _integer("choice", submit.choice, 0, _U32)
     _integer("priority", submit.priority, -_I64, _I64)

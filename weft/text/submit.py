@@ -80,9 +80,10 @@ def build_submits(
     seed: int,
     priority: int = 0,
     salt: str = "",
+    owner: int = 0,
     prompt_param: str = "prompt",
 ) -> list[Submit]:
-    """One Submit for each of the ``n`` choices, in order; all share ``request`` and the seed.
+    """One Submit for each of the ``n`` choices, in order; all share ``request``, the seed and the ``owner``.
 
     ``seed`` is the minted one (``SeedMint``), for parameters that bring none.
 
@@ -100,6 +101,7 @@ def build_submits(
         params=token_params,
         priority=priority,
         salt=salt,
+        owner=owner,
     )
     # only choice 0 computes prompt logprobs: its siblings share the prompt
     sibling = msgspec.structs.replace(token_params, prompt_logprobs=-1)
