@@ -26,15 +26,21 @@ def columns(ids: list[int], width: int) -> LogprobColumns:
 
 
 event = st.builds(
-    lambda ids, width, prompt: TokenEvent(
+    lambda ids, width, prompt, cached, accepted, rejected: TokenEvent(
         sequence=1,
         token_ids=tuple(ids),
         logprobs=columns(ids, width) if width and ids else None,
         prompt_logprobs=columns(prompt, 2) if prompt else None,
+        num_cached=cached,
+        accepted=accepted,
+        rejected=rejected,
     ),
     st.lists(st.integers(0, 99), max_size=3),
     st.integers(0, 3),
     st.lists(st.integers(0, 99), max_size=3),
+    st.integers(0, 3),
+    st.integers(0, 3),
+    st.integers(0, 3),
 )
 
 
@@ -55,6 +61,15 @@ def flat(events: list[TokenEvent]) -> tuple[list[int], list[tuple[int, int, floa
 @given(st.lists(event, max_size=20))
 def test_merging_keeps_every_token_and_logprob(events: list[TokenEvent]) -> None:
     assert flat(merge(list(events))) == flat(events)
+
+
+@given(st.lists(event, min_size=1, max_size=20))
+def test_merging_keeps_the_counts(events: list[TokenEvent]) -> None:
+    """The cached prompt tokens of the first admission; drafts accepted and rejected in all."""
+    merged = merge(list(events))
+    assert max(e.num_cached for e in merged) == max(e.num_cached for e in events)
+    assert sum(e.accepted for e in merged) == sum(e.accepted for e in events)
+    assert sum(e.rejected for e in merged) == sum(e.rejected for e in events)
 
 
 def test_a_slow_reader_costs_one_event() -> None:

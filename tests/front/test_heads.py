@@ -80,6 +80,26 @@ def test_streams_go_on_at_another_head(start_fake: Any, script: Any, sse: Any, l
     assert text_of(server.complete("abc", max_tokens=5)) == "abcab"
 
 
+def test_a_head_that_returns_is_no_longer_taken_to_have_prefixes(start_fake: Any, script: Any) -> None:
+    """Its cache is empty: a prompt that it once had goes to whoever was chosen least often."""
+    server = start_fake(heads=2, lives=1)
+    fields = {"prompt": "abcd" * 50, "max_tokens": 9, "seed": script.HANG_AFTER}
+
+    def home() -> dict[str, float]:
+        with server.stream("/v1/completions", **fields):
+            server.wait(lambda: sum(by_head(server, "num_requests_running").values()) == 1, 20)
+            found = by_head(server, "num_requests_running")
+        server.wait(lambda: sum(by_head(server, "num_requests_running").values()) == 0, 20)
+        return found
+
+    assert home() == {"0": 1.0, "1": 0.0}
+    assert home() == {"0": 1.0, "1": 0.0}  # for its prefix: the other was chosen less often
+    os.kill(children(server)[0], signal.SIGKILL)
+    server.wait(lambda: server.metric("engine_restarts_total") == 1, 20)
+    server.wait(lambda: by_head(server, "engine_up") == {"0": 1.0, "1": 1.0}, 20)
+    assert home() == {"0": 0.0, "1": 1.0}
+
+
 def test_a_lone_head_that_returns_goes_on_with_its_streams(start_fake: Any, script: Any) -> None:
     server = start_fake(lives=1)
     made = server.complete("xyz", seed=script.DIE_ONCE, max_tokens=20, n=2)

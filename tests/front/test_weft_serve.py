@@ -164,6 +164,7 @@ def test_hostile_parameters_are_refused_by_name(weft_server: Any) -> None:
         ("logit_bias", {"1024": 1}),
         ("allowed_token_ids", [1024]),
         ("top_p", 0),
+        ("repetition_penalty", 1e-39),
         ("seed", 2**64),
         ("min_tokens", 5000),
         ("stop", [""]),
@@ -298,6 +299,22 @@ def test_an_engine_that_must_not_be_started_again(start_weft: Any, sse: Any) -> 
     with contextlib.suppress(httpx.TransportError):  # it may have ended already
         assert server.http.get("/health").status_code == 503
     assert server.process.wait(10) == 1
+
+
+def test_equal_prompts_of_one_request_have_seeds_of_their_own(start_weft: Any) -> None:
+    """Prompt 0 has the seed minted for the request, prompt i the one minted from that and i."""
+    server = start_weft("--seed", "3")
+    fields: dict[str, Any] = {"max_tokens": 24, "temperature": 1}
+
+    def texts(prompts: list[str], **more: Any) -> list[str]:
+        return [c["text"] for c in server.complete(prompts, **fields, **more).json()["choices"]]
+
+    made = texts(["Tom has"] * 3)
+    assert len(set(made)) == 3
+    first = minted_seed(3, 0)
+    seeds = [first, minted_seed(first, 1), minted_seed(first, 2)]
+    assert [texts(["Tom has"], seed=seed)[0] for seed in seeds] == made
+    assert len(set(texts(["Tom has"] * 2, seed=5))) == 1  # a seed of the client's is that of every prompt
 
 
 def test_sigterm_finishes_what_runs(start_weft: Any) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weft.moe.parallel import Map
 from weft.moe.placement import WORTH, check, copies, in_order, moves, places, plan, rank_loads
 
 
@@ -110,3 +112,26 @@ def test_large_layers_are_planned_quickly() -> None:
     new = plan(loads, old)
     mean = sum(loads) / 32
     assert max(rank_loads(new, loads)) < 1.1 * mean < max(rank_loads(old, loads))
+
+
+def test_copies_lie_on_different_ranks_and_share_the_rows() -> None:
+    """Of one hot expert with three copies each rank gets a third of the rows, at the place it has there."""
+    new = plan([900, 10, 10, 10, 10, 10], in_order(6, 3, 3))
+    assert [rank for rank, _ in copies(new, 6)[0]] == [0, 1, 2]
+    ranks, where = Map(new, 6, torch.device("cpu")).find(torch.zeros(30, 1, dtype=torch.int64), turn=0)
+    assert torch.bincount(ranks.view(-1), minlength=3).tolist() == [10, 10, 10]
+    for rank, place in zip(ranks.view(-1).tolist(), where.view(-1).tolist(), strict=True):
+        assert new[rank][place] == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_rows_reach_ranks_as_planned(case: tuple[list[int], int, int]) -> None:
+    """What the planner takes for a rank's load is what the map sends there."""
+    loads, ranks, redundant = case
+    placement = plan(loads, in_order(len(loads), ranks, redundant))
+    most = 60  # a multiple of every number of copies
+    chosen = torch.arange(len(loads)).repeat(most, 1)
+    found, _ = Map(placement, len(loads), torch.device("cpu")).find(chosen, turn=0)
+    sent = torch.bincount(found.view(-1), minlength=ranks).tolist()
+    assert sent == [round(load) for load in rank_loads(placement, [most] * len(loads))]

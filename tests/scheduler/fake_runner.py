@@ -112,6 +112,7 @@ def submit(
     emitted: list[int] | None = None,
     priority: int = 0,
     salt: str = "",
+    owner: int = 0,
     **params: object,
 ) -> Submit:
     """A Submit; ``params`` are fields of TokenParams."""
@@ -126,6 +127,7 @@ def submit(
         params=TokenParams(**params),  # type: ignore[arg-type]
         priority=priority,
         salt=salt,
+        owner=owner,
     )
 
 

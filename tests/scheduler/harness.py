@@ -21,6 +21,7 @@ from weft.config.resolved import KVConfig
 from weft.config.sections import SchedulerSection, SpeculationSection
 from weft.kv.snapshots import StateKind
 from weft.scheduler import Scheduler
+from weft.scheduler.sequence import Waiting
 from weft.types.messages import Submit, TokenEvent, ids_from_bytes
 from weft.types.plan import StepPlan, StepResult
 
@@ -198,6 +199,19 @@ class Rig:
         assert len(book.running) == states.count("Running")
         assert len(book.waiting) == states.count("Waiting")
         assert book.num_held == states.count("Held")
+        waiting, shares = book.waiting, list(book.waiting._shares.values())
+        assert all(any(s.share is share for share in shares) for s in book.live.values())
+        for share in shares:
+            mine = [s for s in book.live.values() if s.share is share]
+            assert share.live == len(mine) > 0
+            assert share.running == sum(s in mine for s in book.running)
+            assert share.waiting == sorted(
+                (s for s in mine if isinstance(s.state, Waiting)), key=lambda s: s.key
+            )
+        assert waiting.large == sum(share.running > 1 for share in shares)
+        assert [share.place for share in waiting._order] == sorted(
+            (share.priority, share.running, *share.waiting[0].key[1:]) for share in shares if share.waiting
+        )
         members = [i for request in book.requests.values() for i in request.members]
         assert sorted(members) == sorted(book.live)
 
@@ -244,6 +258,7 @@ def random_submits(rng: random.Random, first: int, request: int, bases: list[lis
     prompt = base[: min(length, 40)] + [rng.randrange(VOCAB)] * rng.randint(0, 3)
     most = rng.randint(1, 20)
     emitted = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 4))] if rng.random() < 0.1 else []
+    owner = rng.choice([0, 0, 1 << 32, 1 << 33])
     return [
         submit(
             first + choice,
@@ -253,6 +268,7 @@ def random_submits(rng: random.Random, first: int, request: int, bases: list[lis
             seed=rng.choice([1, 2, BAD_SEED]),
             emitted=emitted,
             priority=rng.choice([0, 0, 0, 1]),
+            owner=owner,
             salt=rng.choice(["", "", "x"]),
             max_tokens=most,
             min_tokens=rng.randint(0, most),

@@ -68,6 +68,15 @@ def test_an_end_among_the_drafts_cuts_what_follows() -> None:
     rig.check_idle()
 
 
+def test_drafts_behind_an_end_are_not_accepted() -> None:
+    """They were right, but they are none of the sequence's tokens."""
+    rig = started(stop_ids=(7,))
+    plan, _ = verify_step(rig, 2)
+    (event,) = commit(rig.scheduler._book, plan, result(plan, [7, 8, 9], 2))
+    assert (event.token_ids, event.finish) == ((7,), "stop")
+    assert (event.accepted, event.rejected) == (1, 1)
+
+
 def test_an_error_behind_accepted_drafts_ends_the_sequence_after_them() -> None:
     rig = started(logprobs=-1)
     plan, _ = verify_step(rig, 2)

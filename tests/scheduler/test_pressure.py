@@ -11,6 +11,7 @@ from tests.scheduler.harness import Rig
 from weft.common.errors import ConfigError, EngineDead, Overloaded
 from weft.kv.caches import Caches
 from weft.scheduler.scheduler import MAX_EMPTY_PLANS
+from weft.scheduler.sequence import PROTECT_AFTER
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -142,3 +143,35 @@ def test_waiting_for_a_commit_is_not_taken_for_a_stall() -> None:
         assert rig.plan() is None
     rig.drain()
     rig.check_told()
+
+
+def test_blocks_promised_to_prefills_are_not_there_for_admission() -> None:
+    """A long prompt that is read in chunks gets all the blocks it will need, though they are free for now."""
+    rig = Rig(kv_config(blocks=12, caching=False), 1, long_prefill_token_threshold=8)
+    rig.submit(submit(0, [1] * 40, max_tokens=2))
+    rig.submit(submit(1, [2] * 8, max_tokens=2))  # beside it in its first step
+    rig.plan()
+    rig.commit()
+    rig.submit(submit(2, [3] * 8, max_tokens=2))  # beside its prefill under way
+    while not rig.told[0].tokens:
+        assert [s.id for s in rig.scheduler._book.running] == [0]
+        rig.step()
+    rig.drain()
+    rig.check_told()
+    assert rig.scheduler.stats().preemptions == 0
+
+
+def test_the_protected_run_side_by_side_only_where_all_can_grow() -> None:
+    rig = Rig(kv_config(blocks=12, caching=False), 1)
+    for number, limit in enumerate((30, 30, 6)):
+        rig.submit(submit(number, [number] * 4, max_tokens=limit - 4))
+        rig.scheduler._book.live[number].preemptions = PROTECT_AFTER
+    together = []
+    while rig.scheduler.has_work():
+        rig.step()
+        together.append([s.id for s in rig.scheduler._book.running])
+    assert [0] in together
+    assert not any(0 in ids and 1 in ids for ids in together)  # 8 blocks each, of 12
+    assert [1, 2] in together
+    rig.check_told()
+    assert rig.scheduler.stats().preemptions == 0

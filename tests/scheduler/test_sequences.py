@@ -43,6 +43,8 @@ def refused(rig: Rig, request: Submit) -> InvalidRequest:
         ("logprobs", submit(1, [1], logprobs=1000)),
         ("seed", submit(1, [1], seed=1 << 64)),
         ("choice", submit(1, [1], choice=-1)),
+        ("owner", submit(1, [1], owner=1 << 64)),
+        ("repetition_penalty", submit(1, [1], repetition_penalty=1e-39)),
     ],
 )
 def test_what_this_model_cannot_do_is_refused(param: str, request_: Submit) -> None:

@@ -106,6 +106,16 @@ def test_deltas_add_up_and_stops_cut_at_their_token(
         assert deltas[-1].send_finish == (count < len(ids) and not _same_event(len(ids), sizes, count))
 
 
+def test_drafts_behind_a_stop_string_are_rejected(all_tokenizers: dict[str, Tokenizer]) -> None:
+    """Accepted drafts are counted among the tokens that the choice keeps, never more of them."""
+    tokenizer = all_tokenizers["byte_level"]
+    ids = [tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "abcd"]
+    choice = make(tokenizer, stop=["b"])
+    choice.on_event(TokenEvent(sequence=SEQUENCE, token_ids=tuple(ids), accepted=3, rejected=1))
+    assert (choice.text, choice.token_ids) == ("a", ids[:2])
+    assert (choice.accepted, choice.rejected) == (2, 2)
+
+
 def test_held_back_text_of_early_tokens_completes_no_stop(all_tokenizers: dict[str, Tokenizer]) -> None:
     """A run of byte tokens is held back whole: what came before min_tokens stays exempt when it comes out."""
     tokenizer = all_tokenizers["fallback_bpe"]

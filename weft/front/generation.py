@@ -75,6 +75,8 @@ class Generation:
         given = job.params.seed
         seed = self._seed if given is None else given & SEED_MASK
         stops = Stops(job.params.stop)
+        owner = self._front.ids.mint()
+        self._ids.append(owner)
         for number, prompt in enumerate(job.prompts):
             made = submits_of(
                 prompt.data,
@@ -82,6 +84,7 @@ class Generation:
                 job.params.n,
                 ids=self._front.ids,
                 seed=minted_seed(seed, number) if number and given is None else seed,
+                owner=owner,
             )
             self._ids += [made[0].request, *(submit.sequence for submit in made)]
             self._submits += made

@@ -36,7 +36,8 @@ class SlotState:
     history       int32 [slots + 1, max_len + 1]; beyond a slot's known length its content is arbitrary
     num_computed  int64 [slots + 1]: positions whose cache is written
     num_prompt    int64 [slots + 1]
-    live          int64 [slots + 1]: the copy of the recurrent state that holds for num_computed
+    live          int64 [slots + 1]: the copy of the recurrent state that holds for num_computed. Arbitrary at
+                  position 0, where no state is read; ``LoadState`` and every step set it
     tables        for each cache kind, int32 [slots + 1, entries]: block ids, 0 beyond what was appended; no
                   entries for a state
 
@@ -102,7 +103,6 @@ class SlotState:
         self.history[op.slot, :known] = self._upload(op.token_ids)
         self.num_computed[op.slot] = op.num_cached
         self.num_prompt[op.slot] = op.num_prompt
-        self.live[op.slot] = 0
         for table in self.tables:  # what a row is filled up with goes to the null block, not to a stranger's
             table[op.slot] = 0
 

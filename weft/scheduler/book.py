@@ -17,7 +17,7 @@ from weft.kv.hashing import HashChain, request_root, salted_root
 from weft.kv.slots import SlotTable
 from weft.kv.snapshots import Marks
 from weft.scheduler.columns import Columns
-from weft.scheduler.queue import SequenceQueue
+from weft.scheduler.queue import FairQueue, SequenceQueue
 from weft.scheduler.sequence import Ended, Held, Running, Sequence, Waiting
 from weft.types.plan import AllocSlot, Op, StepPlan, column
 
@@ -66,7 +66,7 @@ class Book:
         """The running sequence of each slot; None where there is none."""
         self.live: dict[int, Sequence] = {}
         self.requests: dict[int, Request] = {}
-        self.waiting = SequenceQueue()
+        self.waiting = FairQueue()
         self.running = SequenceQueue()
         self.num_held = 0
         self._order: np.ndarray | None = None
@@ -80,6 +80,7 @@ class Book:
     def arrive(self, sequence: Sequence) -> None:
         """Takes in a new sequence: to the queue, or held until its request's leader has the prompt."""
         self.live[sequence.id] = sequence
+        self.waiting.enter(sequence)
         request = self.requests.get(sequence.request)
         if request is None:
             request = self.requests[sequence.request] = Request(leader=sequence)
@@ -105,13 +106,18 @@ class Book:
         else:
             self.num_held -= 1
         del self.live[sequence.id]
+        self.waiting.leave(sequence)
         self._leave(sequence)
 
-    def preempt(self, sequence: Sequence, run: Running) -> None:
-        """Sends a running sequence back to its place in the queue; everything is computed again later."""
+    def preempt(self, sequence: Sequence, run: Running, *, yields: bool = False) -> None:
+        """Sends a running sequence back to its place in the queue; everything is computed again later.
+
+        ``yields``: for the sake of a smaller share.
+        """
         sequence.move(Waiting())
         self._release(sequence, run)
         sequence.preemptions += 1
+        sequence.yielded = sequence.yielded or yields
         self.counts.preemptions += 1
         self.waiting.add(sequence)
 
@@ -125,6 +131,7 @@ class Book:
         for sequence in ran:
             sequence.move(Waiting())
             self.running.remove(sequence)
+            self.waiting.stop(sequence)
             self.waiting.add(sequence)
         self.in_flight.clear()
         self.caches = self._empty_caches()
@@ -148,7 +155,7 @@ class Book:
         self, sequence: Sequence, hashes: list[bytes], num_hit: int, end: int, marks: Marks | None = None
     ) -> tuple[Running, list[Op]]:
         """Gives ``sequence`` a slot, the blocks of its hit and new ones up to ``end``."""
-        self.waiting.remove(sequence)
+        self.waiting.start(sequence)
         slot, gen = self.slots.take()
         known = len(sequence.tokens)
         run = Running(columns=self.columns, slot=slot, gen=gen, known=known, marks=marks)
@@ -175,6 +182,25 @@ class Book:
         """Whether ``sequence`` and all that run protected could grow to their limits side by side."""
         lengths = [other.limit for other in self.running if other.protected]
         return self.caches.guaranteed([*lengths, sequence.limit])
+
+    def crowding(self, sequence: Sequence) -> Sequence | None:
+        """Who should give way to ``sequence``, which waits and finds all slots taken; None: nobody.
+
+        The last in order of the share of its priority that runs most, if that runs at least two more than its
+        own: then the difference falls, so that no two ever send each other away in turns. Nobody gives way
+        twice, and whoever is protected never does.
+        """
+        share, victim = sequence.share, None
+        if share is None or not self.waiting.large:
+            return None
+        most = share.running + 1
+        for other in reversed(self.running):
+            theirs = other.share
+            if theirs is None or theirs.priority != share.priority or theirs.running <= most:
+                continue
+            if not other.yielded and not other.protected:
+                victim, most = other, theirs.running
+        return victim
 
     # ---- prefix sharing
 
@@ -237,7 +263,7 @@ class Book:
     # ---- steps
 
     def order(self) -> np.ndarray:
-        """Slots of the running sequences in FCFS order."""
+        """Slots of the running sequences, by key."""
         if self._order is None:
             slots = [s.state.slot for s in self.running if isinstance(s.state, Running)]
             self._order = np.array(slots, np.intp)
@@ -303,6 +329,7 @@ class Book:
     def _release(self, sequence: Sequence, run: Running) -> None:
         last_step = run.last_step
         self.running.remove(sequence)
+        self.waiting.stop(sequence)
         self.caches.release(run.slot, last_step)
         self.slots.release(run.slot, last_step)
         self.columns.gen[run.slot] = 0

@@ -85,7 +85,7 @@ class Draft:
         """Positions that may still ask for prompt logprobs."""
         self.prefill: dict[int, Row] = {}
         self.decode = NO_ROWS
-        self.lacking: tuple[int, int] | None = None
+        self.lacking: tuple[int, int, int] | None = None
         """Key of the oldest sequence that sits out for want of blocks: nobody younger may take any."""
         self.preempted = False
         self._columns = columns

@@ -1,4 +1,9 @@
-"""Sequences in FCFS order: sorted by (priority, arrival), whatever order they come in."""
+"""The order of sequences: by key (priority, turn, arrival), whatever order they come in; and who is next.
+
+The turn of a sequence is the number of client requests that came before its own, plus its place among the
+sequences of its own. Where every client asks for one sequence that is first come, first served; of a large
+request the j-th sequence comes after the first one of each of the next j requests.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +12,9 @@ from collections.abc import Iterator
 from operator import attrgetter
 
 from weft.common.errors import EngineDead
-from weft.scheduler.sequence import Sequence
+from weft.scheduler.sequence import Sequence, Share
 
-_key = attrgetter("key")
+_key, _place = attrgetter("key"), attrgetter("place")
 
 
 class SequenceQueue:
@@ -44,3 +49,104 @@ class SequenceQueue:
 
     def __len__(self) -> int:
         return len(self._items)
+
+
+class FairQueue:
+    """Waiting sequences, and how many run, by the shares of client requests.
+
+    Of the highest priority that waits, the share that runs fewest sequences is first; of equals the one whose
+    first sequence has the smaller key. A sequence is in a share from ``enter`` to ``leave``; ``start`` and
+    ``stop`` tell when it runs. Each is one or two insertions into sorted lists.
+    """
+
+    def __init__(self) -> None:
+        self._shares: dict[tuple[int, int], Share] = {}
+        self._order: list[Share] = []
+        """Those with waiting sequences, by place. Places are unique (arrival is)."""
+        self._length = 0
+        self._arrived = 0
+        self.large = 0
+        """Shares that run two sequences or more."""
+
+    def enter(self, sequence: Sequence) -> None:
+        """``sequence`` is live from now on: gives it its share and its turn."""
+        priority, _, arrival = sequence.key
+        share = self._shares.get((priority, sequence.owner))
+        if share is None:
+            share = self._shares[priority, sequence.owner] = Share(priority, self._arrived)
+            self._arrived += 1
+        sequence.share = share
+        sequence.key = (priority, share.number + share.arrived, arrival)
+        share.arrived += 1
+        share.live += 1
+
+    def leave(self, sequence: Sequence) -> None:
+        """``sequence`` has ended. It neither waits nor runs."""
+        share = self._share(sequence)
+        sequence.share = None
+        share.live -= 1
+        if not share.live:
+            del self._shares[share.priority, sequence.owner]
+
+    def add(self, sequence: Sequence) -> None:
+        """``sequence`` waits, in its place."""
+        share = self._lift(sequence)
+        insort(share.waiting, sequence, key=_key)
+        self._length += 1
+        self._put(share)
+
+    def remove(self, sequence: Sequence) -> None:
+        """``sequence`` no longer waits. Raises EngineDead when it did not."""
+        share = self._lift(sequence)
+        self._take(share, sequence)
+        self._put(share)
+
+    def start(self, sequence: Sequence) -> None:
+        """``sequence``, which waited, runs. Raises EngineDead when it did not wait."""
+        share = self._lift(sequence)
+        self._take(share, sequence)
+        share.running += 1
+        self.large += share.running == 2
+        self._put(share)
+
+    def stop(self, sequence: Sequence) -> None:
+        """``sequence`` no longer runs."""
+        share = self._lift(sequence)
+        self.large -= share.running == 2
+        share.running -= 1
+        self._put(share)
+
+    def first(self) -> Sequence:
+        return self._order[0].waiting[0]
+
+    def __iter__(self) -> Iterator[Sequence]:
+        for share in self._order:
+            yield from share.waiting
+
+    def __len__(self) -> int:
+        return self._length
+
+    def _share(self, sequence: Sequence) -> Share:
+        if sequence.share is None:
+            raise EngineDead("a sequence was asked for its share that is not live")
+        return sequence.share
+
+    def _lift(self, sequence: Sequence) -> Share:
+        """The share of ``sequence``, taken out of the order if it is there: what it has may change."""
+        share = self._share(sequence)
+        if share.waiting:
+            del self._order[bisect_left(self._order, share.place, key=_place)]
+        return share
+
+    def _put(self, share: Share) -> None:
+        if share.waiting:
+            _, turn, arrival = share.waiting[0].key
+            share.place = (share.priority, share.running, turn, arrival)
+            insort(self._order, share, key=_place)
+
+    def _take(self, share: Share, sequence: Sequence) -> None:
+        at = bisect_left(share.waiting, sequence.key, key=_key)
+        if at == len(share.waiting) or share.waiting[at] is not sequence:
+            raise EngineDead("a sequence was taken from a queue that does not hold it")
+        del share.waiting[at]
+        self._length -= 1

@@ -70,7 +70,7 @@ class Reserver:
     def _make_room(self, sequence: Sequence, run: Running, end: int, draft: Draft) -> bool:
         """Preempts until the blocks up to ``end`` are available. False: not in this plan.
 
-        The victim is the last in FCFS order that is not protected; it may be the one that asks. Nobody is
+        The victim is the last by key that is not protected; it may be the one that asks. Nobody is
         preempted while blocks that steps in flight still name will do, and nobody preempts itself while its
         own last step is in flight: that may free blocks, and computes tokens that need not be lost.
         """
@@ -84,11 +84,15 @@ class Reserver:
             victim = next((s for s in reversed(self._book.running) if not s.protected), None)
             if victim is None or (victim is sequence and run.last_step > self._book.last_commit):
                 return False
-            held = victim.state
-            if not isinstance(held, Running):
-                raise EngineDead("a sequence is in the running queue that does not run")
-            draft.drop(victim, held)
-            draft.preempted = True
-            self._book.preempt(victim, held)
+            self.preempt(victim, draft)
             if victim is sequence:
                 return False
+
+    def preempt(self, victim: Sequence, draft: Draft, *, yields: bool = False) -> None:
+        """Takes a running sequence out of the plan, and its slot and blocks from it. See ``Book.preempt``."""
+        held = victim.state
+        if not isinstance(held, Running):
+            raise EngineDead("a sequence is in the running queue that does not run")
+        draft.drop(victim, held)
+        draft.preempted = True
+        self._book.preempt(victim, held, yields=yields)

@@ -1,7 +1,8 @@
 """The scheduler: takes sequences in, plans steps, commits their results. Pure: no I/O, no clock, no torch.
 
 A plan is made in phases, each a function below: decode rows are reserved first, then prefills under way go
-on, then new sequences are admitted, all in FCFS order. ``plan`` may run one step ahead of ``commit``.
+on, then new sequences are admitted, in the order of ``weft.scheduler.queue``. ``plan`` may run one step
+ahead of ``commit``.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from weft.types.messages import HeadStats, Submit, TokenEvent
 from weft.types.plan import Op, StepPlan, StepResult
 
 MAX_IN_FLIGHT = 2
+NO_SLOT = -1
+"""Where tables are asked what a sequence needs that has none yet."""
 MAX_EMPTY_PLANS = 64
 """Plans in a row that may be empty while work waits and nothing is in flight, before the group gives up."""
 
@@ -55,6 +58,7 @@ class Scheduler:
         longest = max(min(self._threshold, section.max_num_batched_tokens), 1 + kv.drafts) + kv.drafts
         self._book = Book(kv, longest)
         self._reserver = Reserver(self._book)
+        self._most_running = min(section.max_num_seqs, kv.num_slots)
         self._exclusive = section.step_policy == "exclusive"
         self._fitter = CostFitter()
         self.chunks = (
@@ -274,20 +278,34 @@ class Scheduler:
                 self._add_chunk(draft, sequence, run, end, next_k, ops)
 
     def _admit(self, draft: Draft) -> None:
-        """Waiting sequences, oldest first, while a slot, budget and blocks for all known ids are there."""
+        """Waiting sequences in their order, while a slot, budget and blocks for all known ids are there.
+
+        Where a slot alone is missing, a sequence of a larger share gives its own up; while steps in flight
+        still name that, nobody else does.
+        """
         book = self._book
         if draft.lacking is not None or draft.preempted or not book.waiting:
             return
         promised = self._promised()
-        while book.waiting and book.slots.available() and len(book.running) < self._section.max_num_seqs:
-            sequence = book.waiting.first()
-            if draft.budget < 1 or (sequence.protected and not book.guaranteed(sequence)):
+        while book.waiting and draft.budget >= 1:
+            sequence, yielding = book.waiting.first(), None
+            if len(book.running) >= self._most_running:
+                yielding = book.crowding(sequence)
+                if yielding is None:
+                    return
+            elif not book.slots.available():
+                return
+            if sequence.protected and not book.guaranteed(sequence):
                 return
             hashes, num_hit = book.lookup(sequence)
             known = len(sequence.tokens)
-            needed = book.caches.needed(book.slots.peek(), known + 1, num_hit, hashes)
+            needed = book.caches.needed(NO_SLOT, known + 1, num_hit, hashes)
             if not book.caches.fits([n + p for n, p in zip(needed, promised, strict=True)]):
                 return
+            if yielding is not None:
+                self._reserver.preempt(yielding, draft, yields=True)
+                promised = self._promised()
+                continue
             end = self._chunk_end(sequence, num_hit, known, draft)
             if end <= num_hit:
                 return

@@ -8,7 +8,7 @@ Held ──> Waiting ──> Running          Held, Waiting: nothing but the tok
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from weft.common.errors import EngineDead
 from weft.kv.hashing import HashChain
@@ -20,7 +20,8 @@ from weft.types.sampling import TokenParams
 MOST_LOSSES = 3
 """Times in a row, without a new token, that a group may be lost while a sequence runs. It may be why."""
 PROTECT_AFTER = 2
-"""Preemptions after which a sequence is admitted only with a guarantee, and never preempted again."""
+"""Preemptions for want of blocks after which a sequence is admitted only with a guarantee, and never
+preempted again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,15 +112,18 @@ class Sequence:
         "losses",
         "num_cached",
         "num_prompt",
+        "owner",
         "params",
         "preemptions",
         "prompt_logprobs",
         "request",
         "salt",
         "seed",
+        "share",
         "state",
         "stop_ids",
         "tokens",
+        "yielded",
     )
 
     def __init__(self, submit: Submit, tokens: array[int], num_prompt: int, limit: int, arrival: int) -> None:
@@ -134,8 +138,11 @@ class Sequence:
         self.num_prompt = num_prompt
         self.limit = limit
         """Tokens, prompt and output, at which the sequence ends with "length"."""
-        self.key = (submit.priority, arrival)
-        """FCFS order; survives preemption."""
+        self.owner = submit.owner or submit.request
+        self.key = (submit.priority, arrival, arrival)
+        """(priority, turn, arrival): the order of sequences; survives preemption. Its share sets the turn."""
+        self.share: Share | None = None
+        """From arrival to the end."""
         wanted = submit.params.prompt_logprobs >= 0 and submit.choice == 0 and len(tokens) == num_prompt
         self.prompt_logprobs = num_prompt - 1 if wanted else 0
         """Leading positions whose prompt logprobs this sequence computes. Only choice 0 does; with output
@@ -146,6 +153,8 @@ class Sequence:
         self.num_cached = -1
         """Prompt tokens found in the cache at the first admission; -1 before it."""
         self.preemptions = 0
+        self.yielded = False
+        """Whether one of them was for the sake of a smaller share: it is not asked for that again."""
         self.losses = (0, 0)
         """(losses of the group while it ran, tokens when they began)."""
         self.state: State = Waiting()
@@ -160,8 +169,8 @@ class Sequence:
 
     @property
     def protected(self) -> bool:
-        """Whether it was preempted often enough to be never preempted again."""
-        return self.preemptions >= PROTECT_AFTER
+        """Whether it was preempted for want of blocks often enough to be never preempted again."""
+        return self.preemptions - self.yielded >= PROTECT_AFTER
 
     def lost(self) -> bool:
         """Its group was lost while it ran. Whether that happened too often."""
@@ -194,3 +203,20 @@ class Sequence:
         if self.delivered < self.prompt_logprobs:
             return max(end - max(start, self.delivered), 0), sample
         return sample, sample
+
+
+@dataclass(slots=True, eq=False)
+class Share:
+    """What one owner has at one priority. Compared by identity; changed by ``FairQueue`` alone."""
+
+    priority: int
+    number: int
+    """Shares that arrived before it."""
+    arrived: int = 0
+    """Sequences that it ever had."""
+    live: int = 0
+    running: int = 0
+    waiting: list[Sequence] = field(default_factory=list)
+    """By key."""
+    place: tuple[int, int, int, int] = (0, 0, 0, 0)
+    """Where it is in the queue, while it has waiting sequences: (priority, running, turn, arrival)."""

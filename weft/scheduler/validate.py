@@ -10,7 +10,7 @@ import numpy as np
 
 from weft.common.errors import ContextLength, InvalidRequest
 from weft.types.messages import Submit
-from weft.types.sampling import MAX_TOP_LOGPROBS, SEED_MASK, TokenParams
+from weft.types.sampling import MAX_TOP_LOGPROBS, REPETITION_PENALTY_RANGE, SEED_MASK, TokenParams
 
 _U32 = (1 << 32) - 1
 _I64 = (1 << 63) - 1
@@ -42,6 +42,7 @@ def check_submit(submit: Submit, vocab_size: int, max_model_len: int) -> tuple[a
     _within("emitted_ids", emitted, vocab_size)
     _integer("sequence", submit.sequence, 0, SEED_MASK)
     _integer("request", submit.request, 0, SEED_MASK)
+    _integer("owner", submit.owner, 0, SEED_MASK)
     _integer("seed", submit.seed, 0, SEED_MASK)
     _integer("choice", submit.choice, 0, _U32)
     _integer("priority", submit.priority, -_I64, _I64)
@@ -84,12 +85,11 @@ def _check_params(p: TokenParams, vocab_size: int) -> None:
         ("min_p", 0.0, 1.0),
         ("frequency_penalty", -2.0, 2.0),
         ("presence_penalty", -2.0, 2.0),
-        ("repetition_penalty", 0.0, 100.0),
+        ("repetition_penalty", *REPETITION_PENALTY_RANGE),
     ):
         _number(name, getattr(p, name), low, high)
-    for name in ("top_p", "repetition_penalty"):
-        if getattr(p, name) <= 0:
-            raise InvalidRequest(f"{name} must be greater than 0", param=name)
+    if p.top_p <= 0:
+        raise InvalidRequest("top_p must be greater than 0", param="top_p")
     _integer("top_k", p.top_k, -1, 1 << 31)
     _integer("max_tokens", p.max_tokens, 1, _I64)
     _integer("min_tokens", p.min_tokens, 0, p.max_tokens)

@@ -111,9 +111,11 @@ def submits_of(
     seed: int,
     priority: int = 0,
     salt: str = "",
+    owner: int = 0,
 ) -> list[Submit]:
     """One Submit for each of the ``n`` choices, in order; all share ``request``, the seed and the prompt's
-    bytes (int32, little-endian). ``params`` are complete: nothing is checked or resolved here.
+    bytes (int32, little-endian). ``params`` are complete: nothing is checked or resolved here. ``owner``: see
+    ``Submit``.
     """
     first = Submit(
         sequence=ids.mint(),
@@ -123,6 +125,7 @@ def submits_of(
         params=params,
         priority=priority,
         salt=salt,
+        owner=owner,
     )
     # only choice 0 computes prompt logprobs: its siblings share the prompt
     sibling = msgspec.structs.replace(params, prompt_logprobs=-1)

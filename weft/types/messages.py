@@ -63,6 +63,9 @@ class Submit(_Message, frozen=True, kw_only=True):
     priority: int = 0
     salt: str = ""
     """Prefixes are shared only between equal salts."""
+    owner: int = 0
+    """Slots are shared fairly among owners: one id for all sequences of a client's request, of all its
+    prompts; 0 stands for ``request``."""
 
 
 class Finish(_Message, frozen=True, kw_only=True):

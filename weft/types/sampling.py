@@ -25,6 +25,8 @@ last tokens."""
 MAX_ID_LIST = 1024
 MAX_BIAS = 1024
 SEED_MASK = (1 << 64) - 1
+REPETITION_PENALTY_RANGE = (0.01, 100.0)
+"""Logits are divided by it: near 0 they would overflow."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -47,6 +49,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
+    """Divides the logits of tokens seen before: within ``REPETITION_PENALTY_RANGE``."""
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: tuple[int, ...] | None = None
     """When given, only these tokens (and no others) can be sampled."""
@@ -133,7 +136,7 @@ def _check_ranges(p: SamplingParams) -> None:
     _number("min_p", p.min_p, 0, 1)
     _number("frequency_penalty", p.frequency_penalty, -2, 2)
     _number("presence_penalty", p.presence_penalty, -2, 2)
-    _number("repetition_penalty", p.repetition_penalty, 0, 100, open_low=True)
+    _number("repetition_penalty", p.repetition_penalty, *REPETITION_PENALTY_RANGE)
     if p.max_tokens is not None:
         _integer("max_tokens", p.max_tokens, 1, 1 << 31)
     _integer("min_tokens", p.min_tokens, 0, 1 << 31)

@@ -1,0 +1,318 @@
+"""Slots are shared by client requests: whoever asks for much does not keep out whoever asks for little."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from bisect import insort
+from operator import attrgetter
+from typing import Any
+
+import pytest
+
+from tests.scheduler.fake_runner import VOCAB, kv_config, submit
+from tests.scheduler.harness import Rig
+from tests.scheduler.test_steps import same
+from weft.scheduler import book as book_module
+from weft.scheduler.queue import FairQueue, SequenceQueue
+from weft.scheduler.sequence import Sequence
+from weft.types.plan import AllocSlot
+
+LARGE, OTHER = 1 << 40, 1 << 41
+
+
+def running(rig: Rig) -> list[int]:
+    return [s.id for s in rig.scheduler._book.running]
+
+
+def flood(rig: Rig, count: int, first: int = 0, owner: int = LARGE, **params: Any) -> None:
+    """One client request of ``count`` sequences, four choices to a prompt."""
+    params.setdefault("max_tokens", 40)
+    for number in range(first, first + count):
+        prompt, choice = divmod(number - first, 4)
+        request = first + 4 * prompt
+        tokens = [prompt % VOCAB, owner % 7, 3]
+        seed = number + 1000  # tells who is admitted
+        rig.submit(submit(number, tokens, request=request, choice=choice, owner=owner, seed=seed, **params))
+
+
+def admissions(rig: Rig) -> list[int]:
+    """Ids in the order of their first slots."""
+    seeds = [op.seed for plan in rig.plans for op in plan.ops if isinstance(op, AllocSlot)]
+    return list(dict.fromkeys(seeds))
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_jth_of_a_large_request_comes_after_the_next_j_requests(depth: int) -> None:
+    """With one slot, so that nobody ever runs more than another: the turn decides alone."""
+    rig = Rig(kv_config(), depth, max_num_seqs=1)
+    for number in range(4):
+        rig.submit(submit(number, [number], seed=number, max_tokens=2, owner=LARGE))
+    for number in range(4, 7):
+        rig.submit(submit(number, [number], seed=number, max_tokens=2))
+    for number in range(7, 9):
+        rig.submit(submit(number, [number], seed=number, max_tokens=2, owner=OTHER))
+    rig.drain()
+    rig.check_told()
+    # turns: 0, 1, 2, 3 of the large one; 1, 2, 3; 4, 5; of equal turns who came first
+    assert admissions(rig) == [0, 1, 4, 2, 5, 3, 6, 7, 8]
+    assert rig.scheduler.stats().preemptions == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("policy", ["mixed", "exclusive"])
+@pytest.mark.parametrize("spare", [1, 2])
+def test_a_late_small_request_runs_at_once_beside_a_thousand_siblings(
+    depth: int, policy: str, spare: int
+) -> None:
+    """``spare``: slots for each sequence that may run; an engine has as many as steps in flight."""
+    kv = kv_config(blocks=400, slots=8 * spare)
+    rig = Rig(kv, depth, max_num_seqs=8, max_queued_requests=2048, step_policy=policy)
+    flood(rig, 1024)
+    for _ in range(8):
+        rig.step()
+    assert len(running(rig)) == 8
+    rig.submit(submit(5000, [9, 9], max_tokens=3))
+    before = len(rig.plans)
+    while not rig.told[5000].tokens:
+        rig.step()
+    assert len(rig.plans) - before <= 4 if policy == "mixed" else 8
+    while rig.told[5000].finish is None:
+        assert 5000 in running(rig)
+        rig.step()
+    assert rig.scheduler.stats().preemptions == 1  # not one a step while the slot is not free yet
+    for _ in range(depth + 1):
+        rig.step()
+    assert len(running(rig)) == 8  # the large one has its slot again
+    rig.audit()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_shares_become_even_and_stay(depth: int) -> None:
+    """Three clients that all want all slots: each gets a third of them, and then nobody gives way again."""
+    rig = Rig(kv_config(blocks=900, slots=12), depth, max_num_seqs=12, max_queued_requests=2048)
+    for client in range(3):
+        flood(rig, 60, 100 * client, LARGE + client)
+        for _ in range(12):
+            rig.step()
+    counts = [sum(n // 100 == client for n in running(rig)) for client in range(3)]
+    assert counts == [4, 4, 4]
+    preempted = rig.scheduler.stats().preemptions
+    assert preempted == 6 + 4  # 12 -> 6, 6 -> 4, 4, 4
+    for _ in range(15):  # nobody ends meanwhile
+        rig.step()
+        rig.audit()
+    assert rig.scheduler.stats().preemptions == preempted
+    rig.drain()
+    rig.check_told()
+    rig.check_idle()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_stream_of_small_requests_starves_nobody(depth: int) -> None:
+    """More of them than there are slots, without end: the large one goes on as one client among many."""
+    rig = Rig(kv_config(blocks=400, slots=4 * depth), depth, max_num_seqs=4, max_queued_requests=2048)
+    flood(rig, 24, max_tokens=12)
+    number, waits = 1000, list[int]()
+    while any(rig.told[n].finish is None for n in range(24)):
+        assert number < 4000, "the large request does not end"
+        small = [n for n in rig.told if n >= 1000 and rig.told[n].finish is None]
+        for _ in range(6 - len(small)):
+            rig.submit(submit(number, [number % VOCAB, 5], max_tokens=4))
+            number += 1
+        rig.step()
+        waits.append(sum(not rig.told[n].tokens for n in rig.told if n >= 1000))
+    rig.drain()
+    rig.check_told()
+    rig.check_idle()
+    assert max(waits) <= 7
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_nobody_gives_way_twice(depth: int) -> None:
+    rig = Rig(kv_config(blocks=400, slots=4 * depth), depth, max_num_seqs=4)
+    flood(rig, 4, max_tokens=44)
+    for _ in range(3):
+        rig.step()
+    for number in range(100, 108):  # one small request after the other
+        rig.submit(submit(number, [number % VOCAB], max_tokens=1))
+        while rig.told[number].finish is None:
+            rig.step()
+        for _ in range(2):
+            rig.step()
+    assert rig.scheduler.stats().preemptions == 4
+    assert {rig.scheduler._book.live[n].preemptions for n in range(4) if n in rig.scheduler._book.live} <= {1}
+    assert not any(s.protected for s in rig.scheduler._book.live.values())
+    rig.drain()
+    rig.check_told()
+    rig.check_idle()
+    assert rig.most_preempted == 1
+
+
+def test_the_protected_do_not_give_way() -> None:
+    rig = Rig(kv_config(blocks=400), 1, max_num_seqs=4)
+    flood(rig, 4, max_tokens=20)
+    rig.step()
+    rig.step()
+    for number in range(4):
+        rig.scheduler._book.live[number].preemptions = 2
+    rig.submit(submit(9, [9], max_tokens=2))
+    for _ in range(5):
+        rig.step()
+    assert running(rig) == [0, 1, 2, 3]
+    rig.drain()
+    rig.check_told()
+
+
+def test_fairness_is_among_equal_priorities() -> None:
+    rig = Rig(kv_config(blocks=400), 1, max_num_seqs=4)
+    flood(rig, 8, max_tokens=10)
+    for _ in range(3):
+        rig.step()
+    before = running(rig)
+    rig.submit(submit(100, [1], seed=100, max_tokens=2, priority=1))  # less urgent
+    rig.submit(
+        submit(101, [2], seed=101, max_tokens=2, priority=-1)
+    )  # more urgent: the next slot, nobody's own
+    for _ in range(3):
+        rig.step()
+    assert running(rig) == before
+    rig.drain()
+    rig.check_told()
+    assert rig.scheduler.stats().preemptions == 0
+    assert admissions(rig)[4] == 101
+    assert admissions(rig)[-1] == 100
+
+
+def test_where_blocks_are_missing_nobody_gives_way() -> None:
+    """The slot would be of no use: the late one waits for blocks."""
+    rig = Rig(kv_config(blocks=13, caching=False), 1, max_num_seqs=4)
+    flood(rig, 4, max_tokens=8)
+    for _ in range(2):
+        rig.step()
+    rig.submit(submit(100, list(range(40)), max_tokens=2))
+    for _ in range(3):
+        rig.step()
+        assert running(rig) == [0, 1, 2, 3]
+    rig.drain()
+    rig.check_told()
+    rig.check_idle()
+    assert rig.scheduler.stats().preemptions == 0
+
+
+class Arrivals(SequenceQueue):
+    """First come, first served, by (priority, arrival): what the queue of waiting sequences once was."""
+
+    large = 0
+
+    def enter(self, sequence: Sequence) -> None:
+        priority, _, arrival = sequence.key
+        sequence.key = (priority, arrival, arrival)
+
+    def leave(self, sequence: Sequence) -> None:
+        pass
+
+    def start(self, sequence: Sequence) -> None:
+        self.remove(sequence)
+
+    def stop(self, sequence: Sequence) -> None:
+        pass
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_with_one_sequence_an_owner_plans_are_those_of_first_come_first_served(
+    depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(seed: int) -> Rig:
+        rng = random.Random(seed)
+        rig = Rig(kv_config(blocks=rng.choice([14, 64]), slots=3 * depth), depth, max_num_seqs=3)
+        for number in range(40):
+            prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 30))]
+            priority = rng.choice([0, 0, 1])
+            rig.submit(submit(number, prompt, max_tokens=rng.randint(1, 20), priority=priority))
+            for _ in range(rng.randint(0, 3)):
+                rig.step()
+        rig.drain()
+        rig.check_told()
+        return rig
+
+    fair = [run(seed) for seed in range(6)]
+    monkeypatch.setattr(book_module, "FairQueue", Arrivals)
+    plain = [run(seed) for seed in range(6)]
+    assert sum(rig.scheduler.stats().preemptions for rig in plain) > 0
+    for one, other in zip(fair, plain, strict=True):
+        assert len(one.plans) == len(other.plans)
+        assert all(same(a, b) for a, b in zip(one.plans, other.plans, strict=True))
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_random_loads_of_several_clients(depth: int) -> None:
+    """Tokens are those that each sequence gets alone, whoever gave way to whom."""
+    yielded = 0
+    for seed in range(40):
+        rng = random.Random(seed)
+        kv = kv_config(
+            blocks=rng.choice([14, 30, 120]),
+            slots=rng.choice([4, 4 * depth]),
+            caching=rng.random() < 0.7,
+            window=rng.choice([None, None, 6]),
+            states=rng.choice([0, 0, 5]),
+            copies=rng.choice([1, 1, 3]),
+        )
+        policy = rng.choice(["mixed", "exclusive"])
+        rig = Rig(kv, depth, max_num_seqs=4, step_policy=policy)
+        rig.runner.right = 0.7
+        for number in range(60):
+            prompt = [rng.randrange(3) for _ in range(rng.randint(1, 20))]
+            owner = rng.choice([0, 0, LARGE, LARGE, OTHER])
+            rig.submit(submit(number, prompt, owner=owner, max_tokens=rng.randint(1, 20)))
+            for _ in range(rng.choice([0, 0, 0, 3])):
+                rig.step()
+                rig.audit()
+                yielded += sum(s.yielded for s in rig.scheduler._book.waiting)
+            if rng.random() < 0.1:
+                rig.finish(rng.randrange(number + 1))
+            if rng.random() < 0.02:
+                rig.lose()
+        rig.drain()
+        rig.check_told()
+        rig.check_idle()
+    assert yielded > 0
+
+
+def test_the_queue_keeps_its_order_whatever_changes() -> None:
+    """Against a plain sort of all that waits."""
+    rng, queue = random.Random(0), FairQueue()
+    waiting: list[Sequence] = []
+    runs: list[Sequence] = []
+    for number in range(4000):
+        kind = rng.randrange(5)
+        if kind < 2 and len(waiting) + len(runs) < 60:
+            request = submit(number, [1], owner=1 + rng.randrange(9), priority=rng.choice([0, 1]))
+            sequence = Sequence(request, array("i", [1]), 1, 9, number)
+            queue.enter(sequence)
+            queue.add(sequence)
+            insort(waiting, sequence, key=attrgetter("key"))
+        elif kind == 2 and waiting:
+            queue.start(waiting[0] if rng.random() < 0.5 else queue.first())
+            started = [s for s in waiting if s not in list(queue)]
+            waiting.remove(started[0])
+            runs.append(started[0])
+        elif kind == 3 and runs:
+            stopped = runs.pop(rng.randrange(len(runs)))
+            queue.stop(stopped)
+            if rng.random() < 0.5:
+                queue.add(stopped)
+                insort(waiting, stopped, key=attrgetter("key"))
+            else:
+                queue.leave(stopped)
+        elif kind == 4 and waiting:
+            gone = waiting.pop(rng.randrange(len(waiting)))
+            queue.remove(gone)
+            queue.leave(gone)
+        count = {id(s.share): sum(r.share is s.share for r in runs) for s in waiting}
+        if waiting:
+            first = min(waiting, key=lambda s: (s.key[0], count[id(s.share)], s.key))
+            assert queue.first() is first
+        assert len(queue) == len(waiting)
+        assert sorted(s.id for s in queue) == sorted(s.id for s in waiting)
