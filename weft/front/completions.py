@@ -16,6 +16,7 @@ from weft.front import responses as r
 from weft.front.context import Front
 from weft.front.generation import Generation, Prompt
 from weft.front.logprobs import bounded, prompt_logprobs
+from weft.front.prompt_only import without_output
 from weft.front.protocol import DEFAULT_COMPLETION_TOKENS, CompletionRequest, parse
 from weft.front.serving import Job, handle
 from weft.text.choice import Choice, Delta
@@ -37,13 +38,14 @@ def prepare(front: Front, body: bytes) -> Job:
     tokenizer = front.text.tokenizer
     params = asked.sampling()
     prompts = [_prompt(tokenizer, prompt, bool(asked.echo)) for prompt in asked.prompts()]
+    shape = functools.partial(CompletionShape, tokenizer, asked)
     return Job(
         prompts=prompts,
         params=_with_default_length(params, prompts, front.limits.max_model_len),
         stream=bool(asked.stream),
         continues=True,
         param="prompt",
-        shape=functools.partial(CompletionShape, tokenizer, asked),
+        shape=without_output(shape) if asked.prompt_only else shape,
     )
 
 

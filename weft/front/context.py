@@ -96,10 +96,11 @@ class Front:
 
     def check_model(self, name: str) -> None:
         """Raises NotFound unless ``name`` is served."""
-        if name not in self.names:
+        if name not in self.names and name not in self.config.accepted_names:
             shown = printable(name, 64)
             raise NotFound(f"the model {shown} does not exist here", param="model", code="model_not_found")
 
     def card(self, name: str) -> ModelCard:
-        """A served model, as /v1/models shows it."""
-        return ModelCard(id=name, created=self.created, max_model_len=self.config.kv.max_model_len)
+        """A served model, as /v1/models shows it: never by a name that is only accepted."""
+        shown = name if name in self.names else self.names[0]
+        return ModelCard(id=shown, created=self.created, max_model_len=self.config.kv.max_model_len)
