@@ -14,9 +14,10 @@ from weft.common.errors import ConfigError
 from weft.config import devices, memory
 from weft.config.families import load_spec
 from weft.config.flags import from_keywords
-from weft.config.resolve import resolve
+from weft.config.group import shared_settings
+from weft.config.resolve import accepted_names, resolve, served_names
 from weft.config.resolved import EngineConfig
-from weft.config.sections import SchedulerSection
+from weft.config.sections import ModelSection, SchedulerSection
 from weft.config.spec import CacheSpec, ModelSpec, MoESpec, RopeSpec
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -85,7 +86,7 @@ def test_every_family_resolves_and_the_result_survives_the_wire(tmp_path: Path, 
     config = resolved(checkpoint(tmp_path, architecture))
     assert config.spec == load_spec(str(tmp_path), None)
     assert (config.device, config.dtype) == ("cpu", "bfloat16")
-    assert config.served_names == (str(tmp_path),)
+    assert (config.served_names, config.accepted_names) == ((tmp_path.name,), (str(tmp_path),))
     assert config.kv.max_model_len == 512
     assert config.scheduler.steps_in_flight == 1  # on a CPU
     assert config.kv.num_slots == 64
@@ -271,8 +272,31 @@ def test_another_tokenizer(tmp_path: Path) -> None:
 
 def test_served_names(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path)
-    assert resolved(folder, served_model_name=["a", "b", "a"]).served_names == ("a", "b")
+    named = resolved(folder, served_model_name=["a", "b", "a"])
+    assert (named.served_names, named.accepted_names) == (("a", "b"), ())
     assert "--served-model-name" in refused(folder, served_model_name=["a\n"])
+
+
+def test_a_folder_is_shown_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is shown where it lies on the server; requests may use what was given as well."""
+    folder = tmp_path / "models" / "my-model"
+    folder.mkdir(parents=True)
+    checkpoint(folder)
+    monkeypatch.chdir(folder.parent)
+    for given in (str(folder), f"{folder}/", "my-model", "./my-model", "my-model/."):
+        config = resolved(given)
+        assert (config.served_names, config.accepted_names) == (("my-model",), (given,)), given
+    monkeypatch.chdir(folder)
+    assert resolved(".").served_names == ("my-model",)
+    ours, theirs = (shared_settings(resolved(given)) for given in (".", str(folder)))
+    assert ours == theirs, "each host's own affair"
+
+
+def test_a_hub_name_is_shown_whole() -> None:
+    model = ModelSection(model="Qwen/Qwen3-0.6B")
+    cached = "/cache/models--Qwen--Qwen3-0.6B/snapshots/abc"
+    assert served_names(model, cached) == ("Qwen/Qwen3-0.6B",)
+    assert accepted_names(model, cached) == ()
 
 
 def test_files_that_settings_name(tmp_path: Path) -> None:
@@ -316,7 +340,7 @@ def test_a_gpu_that_is_too_small_is_refused(tmp_path: Path, monkeypatch: pytest.
 def test_the_bundled_model_is_float32_on_a_cpu() -> None:
     config = resolve(from_keywords({}))
     assert config.dtype == "float32"
-    assert config.served_names == ("spool-text",)
+    assert (config.served_names, config.accepted_names) == (("spool-text",), ())
 
 
 def test_weight_bytes_of_a_known_model() -> None:

@@ -1,7 +1,9 @@
 """A head with a script instead of a model: a real ROUTER process that speaks the real messages.
 
-Run as ``python fake_head.py ENDPOINT``. The seed of a request chooses what happens to it; without a scripted
-seed it gets its own prompt back, over and over, one token every few milliseconds, until ``max_tokens``.
+Run as ``python fake_head.py ENDPOINT [FILE]``; with FILE it loads until there is such a file.
+
+The seed of a request chooses what happens to it; without a scripted seed it gets its own prompt back, over
+and over, one token every few milliseconds, until ``max_tokens``.
 HeadStats are borrowed to tell tests what the head saw: ``running`` live sequences, ``preemptions`` Finishes.
 """
 
@@ -109,7 +111,9 @@ def columns(tokens: list[int], width: int) -> m.LogprobColumns:
 
 
 class FakeHead:
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, loaded: str | None = None) -> None:
+        while loaded is not None and not os.path.exists(loaded):
+            time.sleep(0.02)
         self.socket = zmq.Context().socket(zmq.ROUTER)
         self.socket.bind(endpoint)
         self.live: dict[int, Sequence] = {}
@@ -188,4 +192,4 @@ class FakeHead:
 
 
 if __name__ == "__main__":
-    FakeHead(sys.argv[1]).run()
+    FakeHead(*sys.argv[1:]).run()

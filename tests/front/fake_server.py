@@ -6,6 +6,7 @@ The folder gets a tokenizer: one token a byte, ids 0 to 255, then ``<|im_start|>
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -76,6 +77,7 @@ def engine_config(folder: Path, fields: dict[str, Any]) -> EngineConfig:
         model_path=str(folder),
         tokenizer_path=str(folder),
         served_names=("fake", "org/alias"),
+        accepted_names=("/data/models/fake",),
         spec=spec,
         dtype="float32",
         device="cpu",
@@ -89,6 +91,8 @@ def engine_config(folder: Path, fields: dict[str, Any]) -> EngineConfig:
 
 
 def main(folder: Path, fields: dict[str, Any]) -> int:
+    if (log_file := fields.pop("log_file", None)) is not None:
+        os.dup2(os.open(log_file, os.O_WRONLY | os.O_CREAT), 2)
     log.configure("info")
     write_tokenizer(folder)
     config = engine_config(folder, fields)
@@ -98,9 +102,10 @@ def main(folder: Path, fields: dict[str, Any]) -> int:
         def start(number: int) -> Place:
             endpoint = f"ipc://{private}/head{len(heads)}"
             script = str(Path(__file__).parent / "fake_head.py")
-            heads.append(subprocess.Popen([sys.executable, script, endpoint]))
+            heads.append(subprocess.Popen([sys.executable, script, endpoint, *loaded]))
             return Place(endpoint, heads[-1])
 
+        loaded = fields.pop("loaded", [])
         count, lives = fields.pop("heads", 1), fields.pop("lives", 0)
 
         def respawn(number: int) -> Place | None:

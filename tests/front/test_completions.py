@@ -65,6 +65,49 @@ def test_echo_with_logprobs(fake: Any, sse: Any, stream: bool) -> None:
     assert logprobs["top_logprobs"][3] == {"a": -0.5}
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", ["abé", [97, 98, 0xC3, 0xA9]])
+def test_the_prompt_alone(fake: Any, sse: Any, script: Any, prompt: Any, stream: bool) -> None:
+    """With echo and no output tokens nothing shows, or counts, the token that the engine makes."""
+    fields = {"echo": True, "max_tokens": 0, "logprobs": 1, "n": 2, "return_token_ids": True}
+    if stream:
+        fields["stream_options"] = {"include_usage": True}
+        with fake.stream("/v1/completions", prompt=prompt, **fields) as answer:
+            *chunks, last, done = sse(answer)
+        assert (done, last["choices"]) == ("[DONE]", [])
+        usage, choices = last["usage"], []
+        for index in (0, 1):
+            echoed, end = (c["choices"][0] for c in chunks if c["choices"][0]["index"] == index)
+            assert (end["text"], end["logprobs"], end["token_ids"]) == ("", None, [])
+            choices.append({**echoed, "finish_reason": end["finish_reason"], "token_ids": end["token_ids"]})
+    else:
+        got = fake.complete(prompt, **fields).json()
+        usage, choices = got["usage"], got["choices"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (4, 0, 4)
+    for choice in choices:
+        assert (choice["text"], choice["finish_reason"]) == ("abé", "length")
+        assert (choice["prompt_token_ids"], choice["token_ids"]) == ([97, 98, 0xC3, 0xA9], [])
+        logprobs = choice["logprobs"]
+        assert logprobs["tokens"] == ["a", "b", "\ufffd", "\ufffd"]
+        assert logprobs["token_logprobs"] == [None, -0.5, -0.5, -0.5]
+        assert logprobs["top_logprobs"][:2] == [None, {"b": -0.5}]
+        assert logprobs["text_offset"] == [0, 1, 2, 2]
+
+
+def test_the_prompt_alone_ends_for_its_length(fake: Any, script: Any) -> None:
+    """Also where the token that nobody sees would have ended the sequence, and is in no metric."""
+    before = fake.metric("request_generation_tokens_sum")
+    for seed in (script.HONEST, 1):
+        got = fake.complete("ab", echo=True, max_tokens=0, stop_token_ids=[97], seed=seed).json()
+        assert got["choices"] == [{"index": 0, "text": "ab", "logprobs": None, "finish_reason": "length"}]
+        assert got["usage"]["completion_tokens"] == 0
+    assert fake.metric("request_generation_tokens_sum") == before
+    answer = fake.complete("ab", max_tokens=0)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "max_tokens")
+    answer = fake.complete("ab", echo=True, max_tokens=0, seed=script.FAIL)
+    assert answer.status_code == 200, "the engine fails later than anybody asked"
+
+
 def test_echo_of_token_ids(fake: Any) -> None:
     got = fake.complete([104, 105], echo=True, max_tokens=1).json()
     assert got["choices"][0]["text"] == "hih"

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import concurrent.futures
+import html
 import json
 import random
 import re
+import shlex
 import socket
 import time
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from weft.bench.process import free_port
 from weft.front.metrics import describe
 from weft.front.middleware import Keys
 from weft.front.protocol import ChatRequest, CompletionRequest
 
 ROOT = Path(__file__).parent.parent.parent
+PROBES = ["/health", "/ping", "/live", "/ready"]
 ROUTES = ["/v1/models", "/v1/models/fake", "/metrics", "/version", "/docs", "/openapi.json", "/nowhere"]
 
 
@@ -45,15 +50,56 @@ def test_routes(fake: Any) -> None:
     assert [m["id"] for m in models["data"]] == ["fake", "org/alias"]
     assert models["data"][0] == fake.http.get("/v1/models/fake").json()
     assert fake.http.get("/v1/models/org/alias").json()["max_model_len"] == 512
-    for path in ("/nowhere", "/v1", "/v1/models/", "/v1/chat/completions/", "/v1/embeddings"):
+    for path in ("/", "/nowhere", "/v1", "/v1/", "/v1/embeddings", "/health//", "/v1/chat/completions/x"):
         answer = fake.http.get(path)
         assert answer.status_code == 404, path
         error_of(answer)
-    for method, path in (("GET", "/v1/chat/completions"), ("DELETE", "/v1/models"), ("POST", "/health")):
+    for method, path, allow in (
+        ("GET", "/v1/chat/completions", "OPTIONS, POST"),
+        ("DELETE", "/v1/models", "GET, HEAD, OPTIONS"),
+        ("POST", "/health", "GET, HEAD, OPTIONS"),
+        ("PUT", "/ping", "GET, HEAD, OPTIONS, POST"),
+        ("PATCH", "/docs", "GET, HEAD, OPTIONS"),
+        ("PROPFIND", "/live/", "GET, HEAD, OPTIONS"),
+    ):
         answer = fake.http.request(method, path)
         assert answer.status_code == 405
         assert error_of(answer)["code"] == "method_not_allowed"
-        assert answer.headers["allow"] == ("POST" if "chat" in path else "GET")
+        assert answer.headers["allow"] == allow
+
+
+def test_head_is_get_without_a_body(fake: Any) -> None:
+    for path in (*ROUTES, *PROBES, "/health/"):
+        got, head = fake.http.get(path), fake.http.head(path)
+        assert (head.status_code, head.content) == (got.status_code, b""), path
+        if path != "/metrics":  # whose length is another one each time
+            for name in ("content-type", "content-length"):
+                assert head.headers[name] == got.headers[name], path
+    answer = fake.http.head("/v1/completions")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "OPTIONS, POST")
+    assert fake.http.get("/version").status_code == 200, "on the same connection"
+    assert 'method="HEAD",route="/health",status="200"' in fake.http.get("/metrics").text
+
+
+def test_options(fake: Any) -> None:
+    allowed = {"/v1/models": "GET, HEAD, OPTIONS", "/ping": "GET, HEAD, OPTIONS, POST"}
+    for path, allow in {**allowed, "/v1/chat/completions/": "OPTIONS, POST"}.items():
+        answer = fake.http.options(path)
+        assert (answer.status_code, answer.headers["allow"], answer.content) == (204, allow, b"")
+    answer = fake.http.options("/nowhere")
+    assert answer.status_code == 404
+    error_of(answer)
+
+
+def test_a_slash_at_the_end_changes_nothing(fake: Any) -> None:
+    for path in (*ROUTES[:-1], *PROBES):
+        assert fake.http.get(path + "/").status_code == 200, path
+    assert [m["id"] for m in fake.http.get("/v1/models/").json()["data"]] == ["fake", "org/alias"]
+    assert fake.http.get("/v1/models/org/alias/").json()["id"] == "org/alias"
+    body = {"model": "fake", "prompt": "ab", "max_tokens": 2}
+    assert fake.http.post("/v1/completions/", json=body).json()["choices"][0]["text"] == "ab"
+    chat = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    assert fake.http.post("/v1/chat/completions/", json=chat).status_code == 200
 
 
 def test_unknown_models(fake: Any) -> None:
@@ -62,9 +108,76 @@ def test_unknown_models(fake: Any) -> None:
         assert error_of(answer)["code"] == "model_not_found"
 
 
+def test_a_folders_path_is_accepted_and_never_shown(fake: Any) -> None:
+    path = "/data/models/fake"
+    assert fake.chat(model=path, max_tokens=1).status_code == 200
+    assert fake.complete(model=path, max_tokens=1).status_code == 200
+    assert fake.http.get("/v1/models/" + path).json()["id"] == "fake"
+    for route in ("/v1/models", "/metrics", "/docs"):
+        assert path not in fake.http.get(route).text
+    assert 'weft:engine_up{head="0",model_name="fake"}' in fake.http.get("/metrics").text
+
+
 def test_health_and_readiness(fake: Any) -> None:
     assert fake.http.get("/health").json() == {"status": "alive"}
     assert fake.http.get("/ready").json() == {"status": "ready"}
+    for answer in (fake.http.get("/live"), fake.http.get("/ping"), fake.http.post("/ping")):
+        assert (answer.status_code, answer.json()) == (200, {"status": "alive"})
+
+
+def test_probes_while_the_model_loads(start_fake: Any, tmp_path: Path) -> None:
+    """Only /live is good before the server can answer; however often they are asked, nothing is logged."""
+    loaded, log, port = tmp_path / "loaded", tmp_path / "log", free_port()
+    with (
+        concurrent.futures.ThreadPoolExecutor(1) as pool,
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as http,
+    ):
+        starting = pool.submit(start_fake, port=port, loaded=[str(loaded)], log_file=str(log))
+        try:
+            deadline = time.monotonic() + 60
+            while True:
+                try:
+                    http.get("/live")
+                    break
+                except httpx.ConnectError:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.05)
+            for _ in range(20):
+                for path in ("/health", "/ping", "/ready", "/health/"):
+                    answer = http.get(path)
+                    assert (answer.status_code, answer.json()) == (503, {"status": "starting"}), path
+                assert http.post("/ping").status_code == http.head("/health").status_code == 503
+                assert http.get("/live").json() == {"status": "alive"}
+                body = {"model": "fake", "prompt": "x"}
+                early = http.post("/v1/completions", json=body)
+                assert early.status_code == 503
+                error_of(early)
+            assert not starting.done()
+            told = log.read_text()
+        finally:
+            loaded.touch()
+        server = starting.result()
+        assert server.http.get("/health").json() == {"status": "alive"}
+        counted = 'weft:http_requests_total{method="GET",route="/ready",status="503"} 20.0'
+        assert counted in server.http.get("/metrics").text
+    assert "answered with" not in told
+    assert len(told.splitlines()) < 5, told
+
+
+def test_what_is_no_request_is_counted_and_not_logged(start_fake: Any, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    server = start_fake(log_file=str(log))
+    before = log.read_text()
+    address = ("127.0.0.1", httpx.URL(server.url).port)
+    for _ in range(5):
+        with socket.create_connection(address, timeout=10) as raw:
+            raw.sendall(b"\x16\x03\x01\x02\x00 hello\r\n\r\n")
+            assert raw.makefile("rb").readline().split()[1] == b"400"
+        upgrade = {"connection": "upgrade", "upgrade": "websocket"}
+        assert server.http.get("/version", headers=upgrade).status_code == 200
+    counted = 'weft:http_requests_total{method="other",route="other",status="400"} 5.0'
+    assert counted in server.http.get("/metrics").text
+    assert log.read_text() == before
 
 
 def test_a_key_on_every_route(locked: Any) -> None:
@@ -77,7 +190,13 @@ def test_a_key_on_every_route(locked: Any) -> None:
         ):
             answer = locked.http.get(path, headers=headers)
             assert answer.status_code == 401, path
-            assert error_of(answer)["code"] == "invalid_api_key"
+            told = error_of(answer)
+            assert told["code"] == "invalid_api_key"
+            assert "Authorization" in told["message"]
+            assert "x-api-key" in told["message"]
+    for path in (*ROUTES, "/v1/models/", "/v1/chat/completions"):
+        assert locked.http.head(path).status_code == 401
+        assert locked.http.options(path).status_code == 401
     assert locked.chat().status_code == 401
     for host in ("x/?", "a/#", "x/health?"):
         assert locked.http.get("/v1/models", headers={"host": host}).status_code == 401
@@ -94,8 +213,14 @@ def test_a_key_on_every_route(locked: Any) -> None:
     for key in ("sesame", "second"):
         headers = {"authorization": f"Bearer {key}"}
         assert locked.http.get("/v1/models", headers=headers).status_code == 200
-    assert locked.http.get("/health").status_code == 200
-    assert locked.http.get("/ready").status_code == 200
+        assert locked.http.get("/v1/models", headers={"X-API-Key": key}).status_code == 200
+    wrong = {"authorization": "Bearer wrong", "x-api-key": "sesame"}
+    assert locked.http.get("/v1/models", headers=wrong).status_code == 401, "Authorization counts"
+    assert locked.http.get("/v1/models", headers={"x-api-key": "wrong"}).status_code == 401
+    for path in PROBES:
+        for answer in (locked.http.get(path), locked.http.get(path + "/"), locked.http.head(path)):
+            assert answer.status_code == 200
+    assert locked.http.post("/ping").status_code == 200
 
 
 def test_keys() -> None:
@@ -105,6 +230,11 @@ def test_keys() -> None:
     assert keys.allow(b"Bearer  a ")
     for wrong in (None, b"", b"Bearer", b"Bearer ", b"Bearer c", b"a", b"Bearer ab", b"Token a"):
         assert not keys.allow(wrong)
+    assert Keys([]).allow(b"Basic x", b"y")
+    assert keys.allow(None, b" b ")
+    assert keys.allow(b"Bearer a", b"wrong")
+    for authorization, x_api_key in ((b"", b"a"), (b"Bearer c", b"a"), (None, b""), (None, b"Bearer a")):
+        assert not keys.allow(authorization, x_api_key)
 
 
 def test_bodies_that_are_not_json(fake: Any) -> None:
@@ -268,6 +398,61 @@ def test_openapi(fake: Any) -> None:
     assert schemas["ChatRequest"]["required"] == ["model", "messages"]
     for reference in re.findall(r'"#/components/schemas/(\w+)"', json.dumps(document)):
         assert reference in schemas
+    assert {*PROBES, "/v1/models", "/metrics", "/version"} <= document["paths"].keys()
+    assert document["components"]["securitySchemes"].keys() == {"bearer", "x-api-key"}
+    assert document["paths"]["/ping"]["post"]["security"] == []
+
+
+class Page(HTMLParser):
+    """Checks that elements are closed in order, and keeps what they refer to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: set[str] = set()
+        self.links: list[str] = []
+        self.ids: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.seen.add(tag)
+        for name, value in attrs:
+            assert name in ("lang", "charset", "name", "content", "id", "class", "href"), name
+            if name == "href":
+                self.links.append(value)
+            if name == "id":
+                self.ids.append(value)
+        if tag not in ("meta", "td", "th"):  # which need no end
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in ("td", "th"):
+            assert self.open.pop() == tag
+
+
+def test_the_docs_need_no_other_host(fake: Any) -> None:
+    answer = fake.http.get("/docs", headers={"host": 'evil"><script>'})
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    assert "evil" not in answer.text
+    answer = fake.http.get("/docs")
+    assert set(re.findall(r"https?://[^/'\s]*", answer.text)) == {fake.url}
+    assert "url(" not in answer.text
+    page = Page()
+    page.feed(answer.text)
+    page.close()
+    assert page.open == []
+    assert not page.seen & {"script", "link", "img", "iframe", "object"}
+    assert len(set(page.ids)) == len(page.ids)
+    document = fake.http.get("/openapi.json").json()
+    assert len(page.ids) == sum(map(len, document["paths"].values()))
+    for link in page.links:
+        assert link == "/openapi.json" or link.removeprefix("#") in page.ids
+    for name in document["components"]["schemas"]["ChatRequest"]["properties"]:
+        assert f"<code>{name}</code>" in answer.text
+    shown = re.search(rf"curl {fake.url}/v1/completions -H .*\n  -d (.*)</pre>", answer.text)
+    assert shown is not None, "an example"
+    body = shlex.split(html.unescape(shown[1]))[0]
+    headers = {"content-type": "application/json"}
+    assert fake.http.post("/v1/completions", content=body, headers=headers).status_code == 200
 
 
 def test_no_request_makes_a_server_error(fake: Any) -> None:

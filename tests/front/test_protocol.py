@@ -105,7 +105,11 @@ def test_what_is_not_a_json_object(body: bytes) -> None:
         ("stream", "yes"),
         ("stream_options", {"include_usage": True}),
         ("user", 5),
-        ("user", ""),
+        ("user", "x" * 513),
+        ("safety_identifier", 5),
+        ("prompt_cache_key", "x" * 513),
+        ("prompt_cache_retention", ["24h"]),
+        ("best_of", 2),
         ("model", ""),
         ("model", 5),
         ("store", True),
@@ -122,7 +126,7 @@ def test_min_tokens_may_not_pass_max_tokens() -> None:
     assert chat(max_tokens=4, min_tokens=4).sampling().min_tokens == 4
 
 
-@pytest.mark.parametrize("name", sorted(UNSUPPORTED - {"best_of"}))
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED))
 def test_known_parameters_that_are_not_supported(name: str) -> None:
     error = refused(chat, **{name: [{"type": "function"}]})
     assert (error.param, error.error_code) == (name, "unsupported_parameter")
@@ -139,20 +143,80 @@ def test_unknown_parameters() -> None:
     assert refused(chat, echo=True).param == "echo"
     assert refused(text, suffix="x").param == "suffix"
     assert refused(chat, stream=True, stream_options={"x": 1}).param == "stream_options"
+    for name in ("include_obfuscation", "continuous_usage_stats"):
+        error = refused(chat, stream=True, stream_options={name: True})
+        assert (error.param, error.error_code) == ("stream_options", "unsupported_parameter")
+        assert name in error.message
+        assert chat(stream=True, stream_options={name: False}).usage_in_stream is False
 
 
-def test_values_that_ask_for_nothing_are_accepted() -> None:
-    plain = {
-        "tool_choice": "none",
-        "response_format": {"type": "text"},
-        "modalities": ["text"],
-        "store": False,
-    }
-    assert plain.keys() == NEUTRAL.keys()
-    assert chat(**plain) == chat()
-    assert refused(chat, response_format={"type": "json_object"}).param == "response_format"
-    assert refused(chat, tool_choice="auto").param == "tool_choice"
-    assert refused(chat, modalities=["text", "audio"]).param == "modalities"
+#: Parameter: values that ask for nothing, and values that ask for something.
+VALUES: dict[str, tuple[list[Any], list[Any]]] = {
+    "tools": ([[]], [[{"type": "function"}], {}]),
+    "tool_choice": (["none", "auto"], ["required", {"type": "function", "function": {"name": "f"}}]),
+    "parallel_tool_calls": ([True, False], [1, "yes"]),
+    "functions": ([[]], [[{"name": "f"}]]),
+    "function_call": (["none", "auto"], [{"name": "f"}]),
+    "response_format": ([{"type": "text"}], [{"type": "json_object"}, {"type": "text", "x": 1}, {}]),
+    "modalities": ([["text"]], [["text", "audio"], []]),
+    "service_tier": (["auto", "default"], ["flex", "priority", ""]),
+    "store": ([False], [True, 0]),
+    "verbosity": (["medium"], ["low", "high"]),
+    "metadata": ([{}], []),
+    "user": ([""], []),
+    "safety_identifier": ([""], []),
+    "prompt_cache_key": ([""], []),
+    "prompt_cache_retention": ([""], []),
+    "suffix": ([""], ["x", " "]),
+    "echo": ([False], []),
+    "logprobs": ([False], []),
+    "top_logprobs": ([0], []),
+    "use_beam_search": ([False], [True, 0]),
+    "length_penalty": ([1, 1.0], [0.5, True]),
+    "early_stopping": ([False], [True, "never"]),
+    "documents": ([[]], [[{"text": "x"}]]),
+    "mm_processor_kwargs": ([{}], [{"num_crops": 4}]),
+    "logits_processors": ([[]], [["x"]]),
+    "spaces_between_special_tokens": ([True], [False, 1]),
+    "return_tokens_as_token_ids": ([False], [True]),
+    "priority": ([0], [1, -1, False]),
+    "cache_salt": ([""], ["x"]),
+    "vllm_xargs": ([{}], [{"a": 1}]),
+    "typical_p": ([1.0], [0.9]),
+    "mirostat_mode": ([0], [2]),
+    "no_repeat_ngram_size": ([0], [3]),
+    "cache_prompt": ([True], [False]),
+    "grammar": ([""], ["root ::= x"]),
+}
+
+
+def test_every_neutral_value_is_listed_here() -> None:
+    assert VALUES.keys() == NEUTRAL.keys()
+
+
+@pytest.mark.parametrize("name", sorted(VALUES))
+def test_values_that_ask_for_nothing_are_accepted(name: str) -> None:
+    neutral, others = VALUES[name]
+    for value in neutral:
+        assert chat(**{name: value}) == chat(), value
+        assert text(**{name: value}) == text(), value
+    for value in others:
+        for make in (chat, text):
+            assert refused(make, **{name: value}).param == name, value
+
+
+@pytest.mark.parametrize("value", ["none", "minimal", "low", "medium", "high"])
+def test_no_reasoning_effort_is_neutral(value: str) -> None:
+    """What a model does by itself depends on the model: "none" would have to stop one that reasons."""
+    assert refused(chat, reasoning_effort=value).param == "reasoning_effort"
+
+
+@pytest.mark.parametrize("make", [chat, text])
+@pytest.mark.parametrize("label", ["user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"])
+def test_labels_are_taken_and_change_nothing(make: Any, label: str) -> None:
+    labelled = make(**{label: "24h"})
+    assert getattr(labelled, label) == "24h"
+    assert labelled.sampling() == make().sampling()
 
 
 def test_required_fields() -> None:
@@ -222,10 +286,22 @@ def test_every_form_of_prompt() -> None:
     assert refused(text, prompt=["a"] * 256, n=5).param == "n"
 
 
-def test_best_of_must_ask_for_nothing() -> None:
-    assert text(best_of=1).sampling() == text().sampling()
-    assert text(best_of=3, n=3).sampling().n == 3
-    assert refused(text, best_of=2).param == "best_of"
+@pytest.mark.parametrize("make", [chat, text])
+def test_best_of_must_ask_for_nothing(make: Any) -> None:
+    assert make(best_of=1).sampling() == make().sampling()
+    assert make(best_of=3, n=3).sampling().n == 3
+    assert refused(make, best_of=1, n=2).param == "best_of"
+
+
+def test_no_output_needs_echo() -> None:
+    asked = text(max_tokens=0, echo=True, logprobs=1)
+    assert asked.prompt_only
+    assert (asked.sampling().max_tokens, asked.sampling().prompt_logprobs) == (1, 1)
+    assert not text(max_tokens=1, echo=True).prompt_only
+    assert not text(echo=True).prompt_only
+    assert refused(text, max_tokens=0, echo=False).param == "max_tokens"
+    assert refused(text, max_tokens=0, echo=True, min_tokens=1).param == "min_tokens"
+    assert refused(text, max_tokens=False, echo=True).param == "max_tokens"
 
 
 def test_sampling_gets_every_parameter() -> None:

@@ -141,7 +141,10 @@ def test_variables_must_be_json(chatml: ChatFormat, kwargs: Any) -> None:
         ([user([{"type": "image_url", "image_url": {"url": "x"}}])], "messages[0].content"),
         ([user([{"type": "text"}])], "messages[0].content"),
         ([user("\ud800")], "messages[0].content"),
+        ([{"role": "system", "content": None}], "messages[0].content"),
         ([user("x", tool_calls=[{"id": "1"}])], "messages[0].tool_calls"),
+        ([{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}], "messages[0].tool_calls"),
+        ([{"role": "assistant", "content": "x", "reasoning": "y"}], "messages[0].reasoning"),
         ([user("x", other=1)], "messages[0].other"),
     ],
 )
@@ -154,6 +157,16 @@ def test_wrong_messages_are_named(chatml: ChatFormat, messages: Any, param: str)
 def test_what_clients_send_back_is_taken(chatml: ChatFormat) -> None:
     answer = {"role": "assistant", "content": "y", "refusal": None, "tool_calls": None, "annotations": []}
     assert "y<|im_end|>" in chatml.encode([user("x"), answer, user("z")]).text
+    empty = {"reasoning_content": "", "reasoning": None, "refusal": "", "tool_calls": [], "other": None}
+    assert chatml.encode([user("x"), {**answer, **empty}, user("z")]) == chatml.encode(
+        [user("x"), answer, user("z")]
+    )
+
+
+def test_an_assistant_that_said_nothing(chatml: ChatFormat) -> None:
+    said = [user("x"), {"role": "assistant", "content": ""}, user("z")]
+    for answer in ({"role": "assistant"}, {"role": "assistant", "content": None, "refusal": None}):
+        assert chatml.encode([user("x"), answer, user("z")]) == chatml.encode(said)
 
 
 def test_text_parts_are_joined(chatml: ChatFormat) -> None:

@@ -18,6 +18,7 @@ _OWN = (
     "model_path",
     "tokenizer_path",
     "served_names",
+    "accepted_names",
     "domain",
     "model.model",
     "model.tokenizer",

@@ -7,6 +7,7 @@ The result is frozen and holds no device, no open file and no torch.
 from __future__ import annotations
 
 import json
+import os.path
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,8 @@ def resolve(config: Config) -> EngineConfig:
     return EngineConfig(
         model_path=path,
         tokenizer_path=tokenizer_path,
-        served_names=served_names(model),
+        served_names=served_names(model, path),
+        accepted_names=accepted_names(model, path),
         spec=spec,
         dtype=dtype,
         device=device,
@@ -238,12 +240,27 @@ def choose_dtype(model: ModelSection, spec: ModelSpec, device: str, path: str) -
     return "float32" if device == "cpu" and Path(path).resolve().is_relative_to(hub.BUNDLED) else spec.dtype
 
 
-def served_names(model: ModelSection) -> tuple[str, ...]:
-    """Names that requests may use, the one reported first."""
-    names = model.served_model_name or (model.model,)
+def served_names(model: ModelSection, path: str) -> tuple[str, ...]:
+    """Names of the model, the one reported first. A local folder at ``path`` has its last part as name."""
+    if model.served_model_name:
+        names = model.served_model_name
+    elif _is_folder(model, path):
+        names = (os.path.basename(os.path.abspath(path)) or model.model,)
+    else:
+        names = (model.model,)
     if any(not name.isprintable() for name in names):
         raise ConfigError("--served-model-name must be printable text", param="--served-model-name")
     return tuple(dict.fromkeys(names))
+
+
+def accepted_names(model: ModelSection, path: str) -> tuple[str, ...]:
+    """Names that requests may use beside the served ones and nobody is shown: a folder, as it was given."""
+    return (model.model,) if not model.served_model_name and _is_folder(model, path) else ()
+
+
+def _is_folder(model: ModelSection, path: str) -> bool:
+    """Whether ``--model`` names the folder itself, not a bundled or a hub model that lies there."""
+    return str(Path(model.model).expanduser()) == path
 
 
 def cache_bytes(

@@ -80,6 +80,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Number of this group among the replicas of the model."""
     faults: tuple[Fault, ...] = ()
     """Planted by tests; there is no flag for it."""
+    accepted_names: tuple[str, ...] = ()
+    """Names that requests may use beside ``served_names``, and that nobody is shown."""
     domain: str = ""
     """Folder where the heads of a domain of several replicas meet, if they run on one host."""
     life: int = 0

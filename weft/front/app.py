@@ -8,26 +8,26 @@ import fastapi.openapi.utils
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
-from starlette.types import ASGIApp
+from starlette.routing import Match
 
 from weft import __version__
 from weft.common.errors import MethodNotAllowed, NotFound, WeftError
-from weft.front import openapi, responses
+from weft.front import docs_page, openapi, responses
 from weft.front.chat import chat
 from weft.front.completions import completions
 from weft.front.context import Front
 from weft.front.lifecycle import Phase
 from weft.front.metrics import CONTENT_TYPE
-from weft.front.middleware import Gate, Keys, error_answer
+from weft.front.middleware import OPEN_PATHS, Gate, Keys, error_answer
 from weft.front.protocol import ChatRequest, CompletionRequest
 
 READY_WINDOW = 30.0
 """Seconds within which the engine must have proved progress for the server to be ready."""
 
 
-def build_app(front: Front) -> ASGIApp:
+def build_app(front: Front) -> Gate:
     """The whole application over ``front``."""
-    app = FastAPI(title="Weft", version=__version__, redirect_slashes=False, redoc_url=None)
+    app = FastAPI(title="Weft", version=__version__, redirect_slashes=False, docs_url=None, redoc_url=None)
     _add_generation(app, front)
     _add_models(app, front)
     _add_state(app, front)
@@ -69,18 +69,28 @@ def _add_models(app: FastAPI, front: Front) -> None:
 
 
 def _add_state(app: FastAPI, front: Front) -> None:
-    @app.get("/health")
+    @app.get("/health", openapi_extra=openapi.probes())
     async def health() -> Response:
-        """Liveness: 200 while this process and a replica live, also while starting and draining.
+        """Whether the server works: 200 once it has been ready, until its engine is dead for good.
 
-        "degraded" while some replica is dead and others serve.
+        503 with "starting" while the model loads, and with "dead" at the end. 200 with "alive"; with
+        "degraded" while some replica is dead and others serve; with "recovering" while every replica is
+        being started again, since a restart from outside would only take longer. Draining changes nothing.
         """
-        if front.lifecycle.phase is Phase.DEAD or front.client.failure is not None:
-            return _json({"status": "dead"}, 503)
-        started = front.client.welcome is not None
-        return _json({"status": "degraded" if started and not front.client.whole else "alive"}, 200)
+        return _health(front)
 
-    @app.get("/ready")
+    @app.post("/ping", openapi_extra=openapi.probes())
+    @app.get("/ping", openapi_extra=openapi.probes())
+    async def ping() -> Response:
+        """The same as /health, under the name that SageMaker's probes use."""
+        return _health(front)
+
+    @app.get("/live")
+    async def live() -> Response:
+        """Liveness: 200 while this process lives, also while it loads, recovers and drains."""
+        return _json({"status": "alive"})
+
+    @app.get("/ready", openapi_extra=openapi.probes())
     async def ready() -> Response:
         """Readiness: 200 once a token was really generated, while the engine makes progress."""
         window = min(READY_WINDOW, front.section.engine_timeout)
@@ -99,6 +109,21 @@ def _add_state(app: FastAPI, front: Front) -> None:
         """The server's version."""
         return _json({"version": __version__})
 
+    @app.get("/docs", include_in_schema=False)
+    async def docs(request: Request) -> Response:
+        """This description, to be read in a browser."""
+        return docs_page.answer(app.openapi(), front.names[0], request)
+
+
+def _health(front: Front) -> Response:
+    if front.lifecycle.phase is Phase.DEAD or front.client.failure is not None:
+        return _json({"status": "dead"}, 503)
+    if front.lifecycle.phase is Phase.STARTING:
+        return _json({"status": "starting"}, 503)
+    if front.client.whole:
+        return _json({"status": "alive"})
+    return _json({"status": "degraded" if front.client.alive else "recovering"})
+
 
 def _json(value: Any, status: int = 200) -> Response:
     return Response(responses.to_json(value), status, media_type="application/json")
@@ -110,11 +135,22 @@ async def _on_weft_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
-    """The router's own errors: 404 for no such route, 405 for the wrong method."""
-    if isinstance(error, HTTPException) and error.status_code == 405:
-        info = MethodNotAllowed("this route does not take this method").info()
-        return error_answer(info, allow=(error.headers or {}).get("Allow"))
-    return error_answer(NotFound("there is no such route").info())
+    """The router's own errors: 404 for no such route, 405 for the wrong method, or an answer to OPTIONS."""
+    if not isinstance(error, HTTPException) or error.status_code != 405:
+        return error_answer(NotFound("there is no such route").info())
+    allow = _allowed(request)
+    if request.method == "OPTIONS":
+        return Response(status_code=204, headers={"allow": allow})
+    return error_answer(MethodNotAllowed(f"this route takes {allow}").info(), allow=allow)
+
+
+def _allowed(request: Request) -> str:
+    """The methods that the request's path takes."""
+    routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
+    methods = {"OPTIONS"}.union(*(route.methods for route in routes))
+    if "GET" in methods:
+        methods.add("HEAD")
+    return ", ".join(sorted(methods))
 
 
 def _describe(app: FastAPI) -> dict[str, Any]:
@@ -124,6 +160,6 @@ def _describe(app: FastAPI) -> dict[str, Any]:
             for operation in path.values():
                 operation.get("responses", {}).pop("422", None)  # FastAPI's own; we never answer it
         made.setdefault("components", {})["schemas"] = openapi.components()
-        made["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        openapi.secure(made, open_paths=OPEN_PATHS)
         app.openapi_schema = made
     return app.openapi_schema

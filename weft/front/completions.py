@@ -15,7 +15,8 @@ from weft.front import responses as r
 from weft.front.context import Front
 from weft.front.generation import Generation
 from weft.front.logprobs import completion_logprobs, prompt_logprobs
-from weft.front.serving import handle
+from weft.front.prompt_only import PromptOnly
+from weft.front.serving import Shape, handle
 from weft.text.choice import Choice, Delta
 from weft.text.detokenizer import Detokenizer
 from weft.text.logprobs import PositionLogprobs
@@ -24,7 +25,12 @@ from weft.text.tokenizer import Tokenizer
 
 async def completions(front: Front, request: Request) -> Response:
     """Continues a text, as a whole or as a stream."""
-    return await handle(front, request, "completions", CompletionShape)
+    return await handle(front, request, "completions", _shape)
+
+
+def _shape(generation: Generation) -> Shape:
+    shape = CompletionShape(generation)
+    return PromptOnly(shape, generation) if generation.job.asked.prompt_only else shape
 
 
 class CompletionShape:

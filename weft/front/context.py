@@ -50,6 +50,7 @@ class Front:
         self.config = config
         self.section = section
         self.names = config.served_names
+        self._accepted = (*config.served_names, *config.accepted_names)
         self.created = int(time.time())
         self.client = Heads(
             places,
@@ -84,13 +85,13 @@ class Front:
         setup = Setup(
             tokenizer=str(self.config.tokenizer_path),
             chat_template=section.chat_template,
-            names=tuple(self.names),
+            names=self._accepted,
             limits=self.limits,
             max_response_bytes=section.max_response_bytes,
         )
         command = (sys.executable, "-m", "weft.front.read_worker")
         self._workers = WorkerPool(command, encode_setup(setup), READ_PROCESSES, READ_SECONDS)
-        self._reader = Reader(text, self.names, self.limits, section.max_response_bytes)
+        self._reader = Reader(text, self._accepted, self.limits, section.max_response_bytes)
 
     async def close(self) -> None:
         """Ends the link; every request that is still open fails."""
@@ -141,8 +142,9 @@ class Front:
 
     def check_model(self, name: str) -> None:
         """Raises NotFound unless ``name`` is served."""
-        check_model(name, self.names)
+        check_model(name, self._accepted)
 
     def card(self, name: str) -> ModelCard:
-        """A served model, as /v1/models shows it."""
-        return ModelCard(id=name, created=self.created, max_model_len=self.config.kv.max_model_len)
+        """A served model, as /v1/models shows it: never by a name that is only accepted."""
+        shown = name if name in self.names else self.names[0]
+        return ModelCard(id=shown, created=self.created, max_model_len=self.config.kv.max_model_len)

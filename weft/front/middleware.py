@@ -1,4 +1,8 @@
-"""What every HTTP request passes: ids, header size, API key, counting, and an answer for every failure."""
+"""What every HTTP request passes: ids, header size, API key, counting, and an answer for every failure.
+
+Here, too, paths and methods become those of the routes: ``/health/`` is ``/health``, and HEAD is GET without
+its body.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ from weft.front.responses import error_response, to_json
 log = get_logger(__name__)
 
 MAX_HEADER_BYTES = 64 << 10
-OPEN_PATHS = frozenset({"/health", "/ready"})
+OPEN_PATHS = frozenset({"/health", "/ping", "/live", "/ready"})
 """Probes need no key: they are asked by machinery that holds none, and tell nothing but a state."""
 _GOOD_ID = re.compile(rb"[A-Za-z0-9._\-]{1,128}")
 _RETRY_AFTER = {429: "1", 503: "5"}
@@ -33,11 +37,16 @@ class Keys:
     def __init__(self, keys: Iterable[str]) -> None:
         self._digests = [_digest(key.encode()) for key in keys]
 
-    def allow(self, authorization: bytes | None) -> bool:
-        """Whether the header's value is ``Bearer`` and a known key, or no key is needed."""
+    def allow(self, authorization: bytes | None, x_api_key: bytes | None = None) -> bool:
+        """Whether a known key came (``Authorization: Bearer KEY`` or ``x-api-key: KEY``), or none is needed.
+
+        Where both headers came, Authorization alone counts.
+        """
         if not self._digests:
             return True
-        scheme, _, key = (authorization or b"").partition(b" ")
+        scheme, key = b"bearer", x_api_key or b""
+        if authorization is not None:
+            scheme, _, key = authorization.partition(b" ")
         given = _digest(key.strip())
         found = False
         for digest in self._digests:
@@ -73,6 +82,8 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        method = scope["method"]
+        scope = _as_routed(scope)
         headers = dict(reversed(scope["headers"]))
         request_id = _request_id(headers.get(b"x-request-id"))
         status = 0
@@ -96,25 +107,40 @@ class Gate:
             failed = ErrorInfo(code="internal_error", message="the server failed to answer this request")
             await error_answer(failed)(scope, receive, answer)
         finally:
-            self._count(scope, status)
-            if status >= 500 and scope["path"] not in OPEN_PATHS:
-                log.warning("request %s was answered with %d", request_id.decode(), status)
+            self._count(getattr(scope.get("route"), "path", "other"), method, status)
+            # Not the others: how often 503 and 504 are answered is up to clients. All are counted.
+            if status == 500:
+                log.warning("request %s was answered with 500", request_id.decode())
+
+    def refused(self, status: int) -> None:
+        """Counts an answer to what never became a request: a head that is malformed, too long or too slow."""
+        self._count("other", "other", status)
 
     def _admit(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
             raise HeaderTooLarge(f"the headers have more than {MAX_HEADER_BYTES} bytes")
-        if scope["path"] not in OPEN_PATHS and not self._keys.allow(headers.get(b"authorization")):
-            raise Unauthorized("the API key is missing or wrong; send it as Authorization: Bearer KEY")
+        if scope["path"] in OPEN_PATHS:
+            return
+        if not self._keys.allow(headers.get(b"authorization"), headers.get(b"x-api-key")):
+            raise Unauthorized(
+                "the API key is missing or wrong; send it as Authorization: Bearer KEY, or as x-api-key: KEY"
+            )
 
-    def _count(self, scope: Scope, status: int) -> None:
+    def _count(self, route: str, method: str, status: int) -> None:
         """Labels are bounded: routes that exist, methods that exist."""
-        route = getattr(scope.get("route"), "path", "other")
-        method = (
-            scope["method"]
-            if scope["method"] in ("GET", "POST", "HEAD", "PUT", "DELETE", "OPTIONS")
-            else "other"
-        )
-        self._metrics.http.labels(route, method, str(status)).inc()
+        known = method in ("GET", "POST", "HEAD", "PUT", "DELETE", "OPTIONS")
+        self._metrics.http.labels(route, method if known else "other", str(status)).inc()
+
+
+def _as_routed(scope: Scope) -> Scope:
+    """``scope`` with the path and the method that a route has, so that the key is asked for by the same path.
+
+    The server drops the body of an answer to HEAD, by its own scope.
+    """
+    path, method = scope["path"], scope["method"]
+    if len(path) > 1:
+        path = path.removesuffix("/")
+    return {**scope, "path": path, "method": "GET" if method == "HEAD" else method}
 
 
 def _request_id(given: bytes | None) -> bytes:

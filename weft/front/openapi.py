@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -61,3 +62,23 @@ def generates(request: type, answer: type, chunk: type) -> dict[str, Any]:
 def answers(answer: type) -> dict[str, Any]:
     """The same for a route that only answers."""
     return {"responses": {"200": {"description": "OK", "content": _json(answer)}, **_errors(401, 404)}}
+
+
+def probes() -> dict[str, Any]:
+    """The same for a route that says the server's state."""
+    kinds = {"200": "Yes", "503": "No"}
+    schema = {"type": "object", "properties": {"status": {"type": "string"}}, "required": ["status"]}
+    content = {"application/json": {"schema": schema}}
+    return {"responses": {s: {"description": text, "content": content} for s, text in kinds.items()}}
+
+
+def secure(document: dict[str, Any], open_paths: Iterable[str]) -> None:
+    """Adds to a whole document how a key is sent, and that ``open_paths`` need none."""
+    document["components"]["securitySchemes"] = {
+        "bearer": {"type": "http", "scheme": "bearer"},
+        "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+    }
+    document["security"] = [{"bearer": []}, {"x-api-key": []}, {}]  # none, where the server has no key
+    for path in open_paths:
+        for operation in document["paths"][path].values():
+            operation["security"] = []

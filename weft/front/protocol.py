@@ -1,8 +1,10 @@
 """Requests as clients may write them: strict types, every field known, each error naming its parameter.
 
 A field that is absent and one that is null mean the same. What Weft does not do yet is refused with 400 by
-name; nothing is accepted and ignored. Field names and meanings follow OpenAI's API reference; the fields
-beyond it (``top_k``, ``min_p``, ``stop_token_ids`` ...) have the names other servers use for them.
+name, unless its value asks for nothing (``NEUTRAL``); what would change an answer is never accepted and
+ignored. Labels (``user`` and the like) are checked and have no effect. Field names and meanings follow
+OpenAI's API reference; the fields beyond it (``top_k``, ``min_p``, ``stop_token_ids`` ...) have the names
+other servers use for them.
 """
 
 from __future__ import annotations
@@ -31,10 +33,9 @@ DEFAULT_COMPLETION_TOKENS = 16
 UNSUPPORTED = frozenset((
     "tools", "tool_choice", "parallel_tool_calls", "functions", "function_call", "response_format", "audio",
     "modalities", "prediction", "reasoning_effort", "service_tier", "store", "verbosity",
-    "web_search_options", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "moderation",
-    "suffix", "best_of", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
-    "guided_decoding_backend", "structured_outputs", "grammar", "json_schema", "regex", "ebnf",
-    "use_beam_search", "length_penalty", "early_stopping", "chat_template", "documents",
+    "web_search_options", "moderation", "suffix", "guided_json", "guided_regex", "guided_choice",
+    "guided_grammar", "guided_decoding_backend", "structured_outputs", "grammar", "json_schema", "regex",
+    "ebnf", "use_beam_search", "length_penalty", "early_stopping", "chat_template", "documents",
     "mm_processor_kwargs", "priority", "cache_salt", "kv_transfer_params", "truncate_prompt_tokens",
     "thinking_token_budget", "vllm_xargs", "logits_processors", "spaces_between_special_tokens",
     "return_tokens_as_token_ids", "lora_path", "typical_p", "mirostat_mode", "no_repeat_ngram_size",
@@ -42,12 +43,54 @@ UNSUPPORTED = frozenset((
 ))
 # fmt: on
 
-#: Values that ask for nothing: they are dropped, as if absent. Each is OpenAI's default of the field.
+
+def _is(*neutral: Any) -> Callable[[Any], bool]:
+    """Whether a value is one of ``neutral``. JSON's true is not 1, though Python's is."""
+    return lambda value: any(
+        value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral
+    )
+
+
+#: Values that ask for nothing, so that they are dropped, as if absent: a field's default in the API that it
+#: comes from (OpenAI's, vLLM's, llama.cpp's), where that is also what Weft does. Not here: fields whose
+#: default depends on the model (``reasoning_effort``), and values that ask for more than Weft does.
 NEUTRAL: dict[str, Callable[[Any], bool]] = {
-    "tool_choice": lambda v: v == "none",
-    "response_format": lambda v: v == {"type": "text"},
-    "modalities": lambda v: v == ["text"],
-    "store": lambda v: v is False,
+    # Without tools, which are refused unless empty, there is nothing to choose from.
+    "tools": _is([]),
+    "tool_choice": _is("none", "auto"),
+    "parallel_tool_calls": _is(True, False),
+    "functions": _is([]),
+    "function_call": _is("none", "auto"),
+    "response_format": _is({"type": "text"}),
+    "modalities": _is(["text"]),
+    "service_tier": _is("auto", "default"),
+    "store": _is(False),
+    "verbosity": _is("medium"),
+    "metadata": _is({}),
+    "user": _is(""),
+    "safety_identifier": _is(""),
+    "prompt_cache_key": _is(""),
+    "prompt_cache_retention": _is(""),
+    "suffix": _is(""),
+    "echo": _is(False),
+    "logprobs": _is(False),
+    "top_logprobs": _is(0),
+    "use_beam_search": _is(False),
+    "length_penalty": _is(1),
+    "early_stopping": _is(False),
+    "documents": _is([]),
+    "mm_processor_kwargs": _is({}),
+    "logits_processors": _is([]),
+    "spaces_between_special_tokens": _is(True),
+    "return_tokens_as_token_ids": _is(False),
+    "priority": _is(0),
+    "cache_salt": _is(""),
+    "vllm_xargs": _is({}),
+    "typical_p": _is(1),
+    "mirostat_mode": _is(0),
+    "no_repeat_ngram_size": _is(0),
+    "cache_prompt": _is(True),
+    "grammar": _is(""),
 }
 
 
@@ -55,6 +98,19 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """What a stream carries beside the text."""
 
     include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    """Only false is accepted, which asks for nothing."""
+    continuous_usage_stats: bool | None = None
+    """Only false is accepted, likewise."""
+
+    def check(self) -> None:
+        for name in ("include_obfuscation", "continuous_usage_stats"):
+            if getattr(self, name):
+                raise InvalidRequest(
+                    f"stream_options.{name} is not supported by this server",
+                    param="stream_options",
+                    code="unsupported_parameter",
+                )
 
 
 class _Generate(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,14 +140,24 @@ class _Generate(msgspec.Struct, frozen=True, kw_only=True):
     return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    best_of: int | None = None
+    """Only the value of ``n`` is accepted, which asks for nothing."""
     user: str | None = None
-    """The caller's own label of its user. Nothing in Weft depends on it."""
+    """The caller's own label of its user. Nothing in Weft depends on it, nor on the three below."""
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
 
     def check(self) -> None:
         """What types alone can't say. Raises InvalidRequest."""
         _short("model", self.model)
-        if self.user is not None:
-            _short("user", self.user)
+        for label in ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"):
+            if (text := getattr(self, label)) is not None:
+                _short(label, text)
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise InvalidRequest("best_of is not supported, unless it equals n", param="best_of")
+        if self.stream_options is not None:
+            self.stream_options.check()
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
         if self.prompt_logprobs is not None and self.stream:
@@ -167,13 +233,18 @@ class CompletionRequest(_Generate, frozen=True, kw_only=True):
     """A text, token ids, a list of texts or a list of lists of token ids."""
     logprobs: int | None = None
     echo: bool | None = None
-    best_of: int | None = None
-    """Only the value of ``n`` is accepted, which asks for nothing."""
+
+    @property
+    def prompt_only(self) -> bool:
+        """Whether the prompt is asked for, with its logprobs, and no output."""
+        return self.max_tokens == 0
 
     def check(self) -> None:
         super().check()
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise InvalidRequest("best_of is not supported, unless it equals n", param="best_of")
+        if self.prompt_only and not self.echo:
+            raise InvalidRequest("max_tokens must be at least 1, unless echo is true", param="max_tokens")
+        if self.prompt_only and self.min_tokens:
+            raise InvalidRequest("min_tokens must not be greater than max_tokens", param="min_tokens")
         if self.logprobs is not None:
             _between("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
         if self.prompt_logprobs is not None and self.echo:
@@ -207,6 +278,8 @@ class CompletionRequest(_Generate, frozen=True, kw_only=True):
             more["logprobs"] = self.logprobs
             if self.echo:
                 more["prompt_logprobs"] = self.logprobs
+        if self.prompt_only:
+            more["max_tokens"] = 1  # the engine makes at least one, which nobody is shown: prompt_only.py
         return self._sampling(**more)
 
 

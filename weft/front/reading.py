@@ -63,6 +63,8 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: bool = False
     """Whether the field of that name is wanted."""
     echo: bool = False
+    prompt_only: bool = False
+    """Whether no output is wanted. The engine makes at least one token: it is not shown."""
 
     @property
     def heavy(self) -> bool:
@@ -143,6 +145,7 @@ class Reader:
             top=asked.logprobs,
             prompt_logprobs=asked.prompt_logprobs is not None,
             echo=bool(asked.echo),
+            prompt_only=asked.prompt_only,
         )
         prompts = [self._prompt(prompt, form.echo) for prompt in asked.prompts()]
         if params.max_tokens is None:  # OpenAI's default length, cut to what the longest prompt leaves

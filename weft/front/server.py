@@ -28,6 +28,7 @@ from weft.front.context import Front
 from weft.front.generation import probe
 from weft.front.heads import Place, Respawn
 from weft.front.lifecycle import Phase
+from weft.front.middleware import Gate
 
 log = weft_log.get_logger(__name__)
 
@@ -81,6 +82,16 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
+class _Connection(Connection):
+    """Has the gate count what never became a request."""
+
+    def _refuse(self, error: WeftError) -> None:
+        super()._refuse(error)
+        gate = self.config.app
+        assert isinstance(gate, Gate)
+        gate.refused(error.http_status)
+
+
 class Server:
     """One run of the front: link, HTTP and signals, and the order in which they begin and end."""
 
@@ -124,12 +135,12 @@ class Server:
         logging.getLogger("uvicorn").parent = logging.getLogger("weft")
         return uvicorn.Config(
             build_app(front),
-            http=Connection,
+            http=_Connection,
             ws="none",
             lifespan="off",
             access_log=False,
             log_config=None,
-            log_level="warning",
+            log_level="error",  # its warnings are of what clients send: they could fill the log with them
             server_header=False,
             proxy_headers=False,
             timeout_keep_alive=75,

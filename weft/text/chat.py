@@ -38,8 +38,9 @@ _NOT_BUILT = (
     "refusal",
     "annotations",
     "reasoning_content",
+    "reasoning",
 )
-"""Fields clients send back with null in them; with a value they are refused."""
+"""Fields clients send back with nothing in them; with a value they are refused."""
 # fmt: off
 _RESERVED = frozenset((
     "messages", "tokenize", "chat_template", "template", "add_generation_prompt", "continue_final_message",
@@ -260,18 +261,20 @@ def _check_message(message: Any, where: str) -> dict[str, Any]:
     for key, value in message.items():
         if key == "role":
             continue
-        if key == "content":
+        if key == "content" and not (value is None and role == "assistant"):
             made["content"] = _content_text(value, f"{where}.content")
         elif key == "name" and (value is None or isinstance(value, str)):
             if value is not None:
                 check_text(value, f"{where}.name")
                 made["name"] = value
-        elif key in _NOT_BUILT and (value is None or value == []):
+        elif value is None or (key in _NOT_BUILT and value in ([], "")):
             continue
         else:
             shown = key if isinstance(key, str) and re.fullmatch(r"\w{1,40}", key) else "a field"
             raise InvalidRequest(f"{where}.{shown} is not supported", param=f"{where}.{shown}")
     if "content" not in made:
+        if role == "assistant":  # one that said nothing, as clients send it back
+            return {**made, "content": ""}
         raise InvalidRequest(f"{where}.content is missing", param=f"{where}.content")
     return made
 

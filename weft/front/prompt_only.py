@@ -1,0 +1,54 @@
+"""Completions with ``echo`` and ``max_tokens`` 0, as evaluation harnesses score prompts.
+
+The engine makes at least one token; here it is taken out of the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from weft.front.generation import Generation
+from weft.front.responses import Usage
+from weft.front.serving import Shape
+from weft.text.choice import Delta
+from weft.text.logprobs import Logprobs
+
+
+class PromptOnly:
+    """A shape that shows prompts, and of choices only that each has ended, for "length".
+
+    It takes the output out of a generation's choices when they have ended, so that nothing counts it.
+    """
+
+    def __init__(self, shape: Shape, generation: Generation) -> None:
+        self._shape = shape
+        self._generation = generation
+
+    def opening(self) -> list[Any]:
+        return self._shape.opening()
+
+    def weight(self, delta: Delta) -> int:
+        return self._shape.weight(delta)
+
+    def chunks(self, delta: Delta) -> list[Any]:
+        if delta.finish_reason is None:
+            return []
+        self._forget_output(delta.index)
+        return self._shape.chunks(Delta(index=delta.index, finish_reason="length"))
+
+    def closing(self, usage: Usage) -> list[Any]:
+        return self._shape.closing(self._generation.usage())
+
+    def whole(self, usage: Usage) -> Iterator[bytes]:
+        for choice in self._generation.choices:
+            self._forget_output(choice.index)
+        yield from self._shape.whole(self._generation.usage())
+
+    def _forget_output(self, index: int) -> None:
+        choice = self._generation.choices[index]
+        choice.text = ""
+        choice.token_ids = []
+        choice.logprobs = None if choice.logprobs is None else Logprobs(self._generation.tokenizer)
+        choice.finish_reason = "length"
+        choice.stop_reason = None
