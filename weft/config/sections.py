@@ -321,3 +321,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     runner: RunnerSection = RunnerSection()
     parallel: ParallelSection = ParallelSection()
     front: FrontSection = FrontSection()
+
+
+def title(section: str) -> str:
+    """Heading of a section in lists of flags: ``Cache (the KV cache)``, from its docstring."""
+    about = (type(getattr(Config(), section)).__doc__ or "").partition(".")[0]
+    name = "Server" if section == "front" else section.capitalize()
+    return f"{name} ({about[:1].lower()}{about[1:]})"

@@ -44,7 +44,7 @@ def make_checkpoint(name: str | None, out: str | None, seed: int, listing: bool)
     return 0
 
 
-@bench.command()
+@bench.command(cls=options.Command)
 @click.argument("model_name", metavar="[MODEL]", required=False)
 @click.option(
     "--workload",

@@ -225,7 +225,7 @@ def _server(given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@click.command()
+@click.command(cls=options.Command)
 @click.argument("model_name", metavar="[MODEL]", required=False)
 @server_options
 @click.option(

@@ -53,7 +53,7 @@ def sampling_flags(function: F) -> F:
     return function
 
 
-@click.command()
+@click.command(cls=options.Command)
 @click.argument("words", metavar="[MODEL] [PROMPT]...", nargs=-1)
 @click.option(
     "--chat/--no-chat", default=None, help="Apply the chat template; by default where the model has one."

@@ -20,7 +20,7 @@ _SECONDS_TO_CLOSE = 5.0
 _STOPS = {signal.SIGTERM, signal.SIGINT}
 
 
-@click.command()
+@click.command(cls=options.Command)
 @click.argument("model_name", metavar="[MODEL]", required=False)
 @options.settings(options.ALL)
 def serve(model_name: str | None, **given: Any) -> int:

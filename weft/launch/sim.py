@@ -27,7 +27,7 @@ from weft.sim.workload import Lengths, background, burst, in_order, poisson, rea
 _POSITIVE = click.FloatRange(0, min_open=True)
 
 
-@click.command()
+@click.command(cls=options.Command)
 @click.option(
     "--cost-model",
     "cost_name",
