@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -368,6 +369,7 @@ def test_more_ranks_than_cores_are_told_of_and_far_more_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(logging.getLogger("weft"), "propagate", True)
     folder = checkpoint(tmp_path)
     resolved(folder, tensor_parallel_size=2)
     assert not caplog.records

@@ -76,8 +76,7 @@ def resolve(config: Config) -> EngineConfig:
     spec = check_experts(with_cache_dtype(spec, cache), config.parallel)
     local = local_spec(spec, check_hosts(config.parallel).layout)
     device = choose_device(runner)
-    if device == "cpu":
-        check_cores(config.parallel, len(os.sched_getaffinity(0)))
+    check_cores(config.parallel, device)
     gpus = gpus_here(config.parallel, device)
     scheduler = with_depth(scheduler, device)
     dtype = choose_dtype(model, spec, device, path)
@@ -156,7 +155,7 @@ def check_files(runner: RunnerSection, front: FrontSection) -> None:
         if trace.is_dir() or not trace.absolute().parent.is_dir():
             raise ConfigError("--trace must name a file in a folder that exists", param="--trace")
     if any(not (key.isascii() and key.isprintable()) for key in front.api_key):
-        raise ConfigError("an API key must be printable ASCII, as it is sent in a header", param="--api-key")
+        raise ConfigError("--api-key must be printable ASCII, as it is sent in a header", param="--api-key")
 
 
 def check_checkpoint(model: ModelSection, path: str, tokenizer_path: str) -> None:
@@ -217,10 +216,10 @@ def _read_object(path: Path) -> dict[str, Any]:
     return found
 
 
-def check_cores(parallel: ParallelSection, cores: int) -> None:
-    """Refuses far more ranks on this host than ``cores``, and warns of more. Each has at least one thread."""
-    ranks = parallel.ranks_here
-    if ranks <= cores:
+def check_cores(parallel: ParallelSection, device: str) -> None:
+    """Warns of more ranks on this host than CPU cores that compute for them, and refuses far more."""
+    ranks, cores = parallel.ranks_here, len(os.sched_getaffinity(0))
+    if device != "cpu" or ranks <= cores:
         return
     tensor, data = parallel.tensor_parallel_size, parallel.data_parallel_size
     sizes = f"--tensor-parallel-size {tensor} x --data-parallel-size {data}"
