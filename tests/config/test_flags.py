@@ -223,3 +223,40 @@ def test_a_missing_or_binary_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "weft.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="not UTF-8"):
         file.read_values(tmp_path / "weft.yaml")
+
+
+@pytest.mark.parametrize("alias", flags.ALIASES)
+def test_short_names_are_keywords_and_keys(tmp_path: Path, alias: str) -> None:
+    name = flags.ALIASES[alias]
+    value: Any = True if flags.SETTINGS[name].kind == "bool" else 3
+    assert flags.from_keywords({alias: value}) == flags.from_keywords({name: value})
+    assert flags.from_keywords({alias: value, name: value}) == flags.from_keywords({name: value})
+    text = f"{alias}: {str(value).lower()}\n"
+    assert file.read_values(write(tmp_path, text)) == {name: value}
+    both = text + f"{name}: {str(value).lower()}\n"
+    assert file.read_values(write(tmp_path, both)) == {name: value}
+
+
+def test_there_are_short_names() -> None:
+    assert sorted(flags.ALIASES) == ["dp", "ep", "tp"]
+
+
+def test_two_names_of_one_setting_with_two_values_are_refused(tmp_path: Path) -> None:
+    for keywords in ({"tp": 2, "tensor_parallel_size": 4}, {"tensor_parallel_size": 4, "tp": 2}):
+        with pytest.raises(ConfigError) as raised:
+            flags.from_keywords(keywords)
+        assert "tp 2" in raised.value.message
+        assert "tensor_parallel_size 4" in raised.value.message
+    for text in ("dp: 2\ndata-parallel-size: 3\n", "data-parallel-size: 3\ndp: 2\n"):
+        with pytest.raises(ConfigError) as raised:
+            file.read_values(write(tmp_path, text))
+        assert "--config weft.yaml" in raised.value.message
+        assert "dp 2" in raised.value.message
+        assert "data-parallel-size 3" in raised.value.message
+
+
+def test_a_wrong_value_under_a_short_name_names_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^tp must be an integer"):
+        flags.from_keywords({"tp": 0})
+    with pytest.raises(ConfigError, match=r"--config weft\.yaml: tp must be an integer"):
+        file.read_values(write(tmp_path, "tp: 0\n"))

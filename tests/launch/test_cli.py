@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -79,6 +80,44 @@ def test_help_lists_every_flag_with_its_default(command: str) -> None:
         if setting.section != "front" or command == "serve":
             assert setting.flag in text, setting.flag
     assert "[1..1048576; default: 2048]" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sections"),
+    [
+        (["serve"], options.ALL),
+        (["generate"], options.ENGINE),
+        (["verify"], options.ENGINE),
+        (["eval", "gsm-mini"], options.ENGINE),
+        (["bench", "offline"], options.ENGINE),
+        (["bench", "sweep"], options.ENGINE),
+        (["sim"], ("scheduler", "speculation")),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_help_groups_flags_by_section(
+    arguments: list[str], sections: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every section's flags stand under its heading, and nothing else does; the command's own come first."""
+    with pytest.raises(SystemExit):
+        cli.main([*arguments, "--help"])
+    heading, found = "", {"": set[str]()}
+    for line in capsys.readouterr().out.splitlines():
+        if line and not line.startswith(" ") and line.endswith(":"):
+            heading = line[:-1]
+        elif line.startswith("  -"):
+            found.setdefault(heading, set()).update(re.findall(r"(?<!no)--[a-z0-9-]+", line.split("   ")[0]))
+    names = [heading for heading in found if heading]
+    assert names[0] == "Options"
+    assert {"--help", "--config"} <= found["Options"]
+    assert [name.partition(" ")[0] for name in names[1:]] == [
+        "Server" if section == "front" else section.capitalize() for section in sections
+    ]
+    assert "Scheduler (admission and the composition of steps)" in names
+    for section, name in zip(sections, names[1:], strict=True):
+        flags = {setting.flag for setting in SETTINGS.values() if setting.section == section}
+        assert flags <= found[name]
+        assert not flags & found["Options"]
 
 
 def test_models_lists_bundled_ones_and_architectures() -> None:

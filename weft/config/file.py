@@ -8,25 +8,31 @@ from typing import Any
 import yaml
 
 from weft.common.errors import ConfigError
-from weft.config.flags import SETTINGS, suggest
+from weft.config.flags import ALIASES, SETTINGS, check_same, suggest
 
 
 def read_values(path: str | Path) -> dict[str, Any]:
     """Field name to parsed value, for every key of the file.
 
-    ``max-num-seqs`` and ``max_num_seqs`` are the same key. Raises ConfigError naming the file and the key
-    when the file can't be read, a key is unknown or given twice, or a value is wrong.
+    ``max-num-seqs`` and ``max_num_seqs`` are the same key, and short names (``tp``) are keys, too. Raises
+    ConfigError naming the file and the key when the file can't be read, a key is unknown or given twice, or a
+    value is wrong.
     """
     name = Path(path).name
     values: dict[str, Any] = {}
+    spelled: dict[str, str] = {}
     for key, value in _pairs(Path(path), name):
         field = key.replace("-", "_")
+        field = ALIASES.get(field, field)
         if field not in SETTINGS:
             near = suggest(field.replace("_", "-"), (setting.key for setting in SETTINGS.values()))
             raise ConfigError(f"--config {name}: unknown key {key!r}.{near}", param="--config")
+        parsed = SETTINGS[field].parse(value, f"--config {name}: {key.replace('_', '-')}")
         if field in values:
-            raise ConfigError(f"--config {name}: {key!r} is given twice", param="--config")
-        values[field] = SETTINGS[field].parse(value, f"--config {name}: {SETTINGS[field].key}")
+            if SETTINGS[field].alias not in (key, spelled[field]):
+                raise ConfigError(f"--config {name}: {key!r} is given twice", param="--config")
+            check_same(f"--config {name}: {spelled[field]}", values[field], key, parsed)
+        values[field], spelled[field] = parsed, key
     return values
 
 

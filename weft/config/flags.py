@@ -49,7 +49,7 @@ class Setting:
     open_low: bool = False
     """Whether ``low`` itself is out of range."""
     alias: str = ""
-    """A second, shorter flag, without its dashes; not a keyword and not a file key."""
+    """A second, shorter name: as a flag, as a keyword and as a file key."""
 
     @property
     def key(self) -> str:
@@ -242,6 +242,9 @@ def _all_settings() -> dict[str, Setting]:
 SETTINGS: dict[str, Setting] = _all_settings()
 """Field name to setting, in the order of the sections."""
 
+ALIASES: dict[str, str] = {s.alias: name for name, s in SETTINGS.items() if s.alias}
+"""Short name to field name."""
+
 
 def suggest(name: str, known: Iterable[str]) -> str:
     """`` Did you mean X?`` for the nearest of ``known``, or nothing."""
@@ -267,12 +270,24 @@ def from_values(values: Mapping[str, Any]) -> Config:
 
 def from_keywords(keywords: Mapping[str, Any]) -> Config:
     """The configuration of ``LLM(**keywords)``. Raises ConfigError for unknown keywords and wrong values."""
-    values = {}
-    for name, value in keywords.items():
+    values: dict[str, Any] = {}
+    spelled: dict[str, str] = {}
+    for given, value in keywords.items():
+        name = ALIASES.get(given, given)
         if name not in SETTINGS:
-            raise ConfigError(f"unknown setting {name!r}.{suggest(name, SETTINGS)}", param=name)
-        values[name] = SETTINGS[name].parse(value, name)
+            raise ConfigError(f"unknown setting {given!r}.{suggest(given, SETTINGS)}", param=given)
+        parsed = SETTINGS[name].parse(value, given)
+        check_same(spelled.get(name, given), values.get(name, parsed), given, parsed)
+        values[name], spelled[name] = parsed, given
     return from_values(values)
+
+
+def check_same(first: str, one: Any, second: str, other: Any) -> None:
+    """Raises ConfigError when two names of one setting were given different values."""
+    if one != other:
+        raise ConfigError(
+            f"{first} {one} and {second} {other} are the same setting: give one of them", param=second
+        )
 
 
 def listing() -> str:

@@ -21,7 +21,7 @@ def evaluate() -> None:
     """Measure the accuracy of a server or a model."""
 
 
-@evaluate.command("gsm-mini", short_help="Arithmetic word problems, exact answers.")
+@evaluate.command("gsm-mini", cls=options.Command, short_help="Arithmetic word problems, exact answers.")
 @click.argument("model_name", metavar="[MODEL]", required=False)
 @click.option(
     "--url",

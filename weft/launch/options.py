@@ -11,7 +11,7 @@ import click
 from weft.common.errors import ConfigError
 from weft.config.file import read_values
 from weft.config.flags import SETTINGS, Setting, from_values
-from weft.config.sections import Config
+from weft.config.sections import Config, title
 
 if TYPE_CHECKING:
     _ParamType = click.ParamType[Any]
@@ -45,7 +45,28 @@ class SettingType(_ParamType):
         )
 
 
-def _option(setting: Setting) -> click.Option:
+class SettingOption(click.Option):
+    """The flag of a setting; ``heading`` is what it stands under in the help, "" for the command's own."""
+
+    heading = ""
+
+
+class Command(click.Command):
+    """A command whose help lists its own options first, and then settings by section."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes one list for each heading, in the order in which headings come."""
+        lists: dict[str, list[tuple[str, str]]] = {"": []}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx) if isinstance(param, click.Option) else None
+            if record is not None:
+                lists.setdefault(getattr(param, "heading", ""), []).append(record)
+        for heading, records in lists.items():
+            with formatter.section(heading or "Options"):
+                formatter.write_dl(records)
+
+
+def _option(setting: Setting) -> SettingOption:
     default = f"default: {setting.default_text}" if setting.default_text != "-" else ""
     many = "separated by commas, or repeated" if setting.many else ""
     notes = "; ".join(note for note in (setting.range_text, many, default) if note)
@@ -53,22 +74,26 @@ def _option(setting: Setting) -> click.Option:
     # Click names a parameter after its first name, or else its first flag.
     short = [setting.name, f"--{setting.alias}"] if setting.alias else []
     if setting.kind == "bool":
-        return click.Option([*short, f"{setting.flag}/--no-{setting.key}"], default=None, help=text)
-    return click.Option(
+        return SettingOption([*short, f"{setting.flag}/--no-{setting.key}"], default=None, help=text)
+    return SettingOption(
         [*short, setting.flag], type=SettingType(setting), multiple=setting.many, default=None, help=text
     )
 
 
 def settings(sections: Iterable[str], also: Iterable[str] = ()) -> Callable[[F], F]:
-    """Adds ``--config`` and the flags of ``sections`` and of the fields ``also`` to a command, in order."""
+    """Adds ``--config`` and the flags of ``sections`` and of the fields ``also`` to a command, in order.
+
+    The command should be a ``Command``, whose help groups them by section.
+    """
     chosen, single = set(sections), set(also)
 
     def add(function: F) -> F:
-        options = [
-            _option(setting)
-            for setting in SETTINGS.values()
-            if setting.section in chosen or setting.name in single
-        ]
+        options: list[click.Option] = []
+        for setting in SETTINGS.values():
+            if setting.section in chosen or setting.name in single:
+                flag = _option(setting)
+                flag.heading = title(setting.section) if setting.section in chosen else ""
+                options.append(flag)
         options.append(
             click.Option(
                 ["--config"],

@@ -11,7 +11,7 @@ from weft.common.errors import ConfigError
 from weft.launch import options
 
 
-@click.command()
+@click.command(cls=options.Command)
 @click.argument("model_name", metavar="[MODEL]", required=False)
 @click.option(
     "--reference",
