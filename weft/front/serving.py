@@ -67,8 +67,9 @@ async def handle(front: Front, request: Request, prepare: Callable[[Front, bytes
     deadline = asyncio.get_running_loop().time() + front.section.request_timeout
     with contextlib.ExitStack() as held:
         try:
-            held.enter_context(front.lifecycle.request())
+            front.lifecycle.check()
             body = await read_json(request, front.section.max_request_bytes)
+            held.enter_context(front.lifecycle.request())
             seed = front.seeds.mint()
             async with within(deadline):
                 job = await front.in_thread(prepare, front, body)
