@@ -6,6 +6,7 @@ The folder gets a tokenizer: one token a byte, ids 0 to 255, then ``<|im_start|>
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 import tempfile
@@ -90,6 +91,8 @@ def engine_config(folder: Path, fields: dict[str, Any]) -> EngineConfig:
 
 def main(folder: Path, fields: dict[str, Any]) -> int:
     log.configure("info")
+    if files := fields.pop("files", None):  # the soft and the hard limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, tuple(files))
     write_tokenizer(folder)
     config = engine_config(folder, fields)
     with tempfile.TemporaryDirectory(prefix="weft-") as private:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import socket
@@ -14,15 +15,15 @@ import pytest
 import uvicorn
 
 from weft.front import connection
+from weft.front.connections import Connections, most_connections
 
 
 class App:
     """Answers "ok", to a POST when all of its body came: then with the number of its bytes."""
 
     def __init__(self) -> None:
-        self.config = uvicorn.Config(
-            self, http=connection.Connection, ws="none", lifespan="off", log_config=None
-        )
+        http: Any = functools.partial(connection.Connection, connections=Connections())
+        self.config = uvicorn.Config(self, http=http, ws="none", lifespan="off", log_config=None)
         self.server = uvicorn.Server(self.config)
         self.most_waiting = 0
         """The longest queue of requests behind another one of their connection."""
@@ -185,3 +186,39 @@ def test_a_head_that_waits_behind_a_request_is_not_slow(app: App, raw: socket.so
     raw.sendall(b"a" + b"GET / HTTP/1.1\r\n\r\n")
     time.sleep(0.2)
     assert raw.recv(4096).endswith(b"ok")
+
+
+class _Quiet:
+    def __init__(self) -> None:
+        self.given_way = False
+
+    def give_way(self) -> None:
+        self.given_way = True
+
+
+def test_who_makes_room() -> None:
+    """The one that has waited longest for its client; nobody who is served."""
+    every = Connections(most=3)
+    a, b, c, d, e, f = ones = [_Quiet() for _ in range(6)]
+    assert all(every.opened(one) for one in (a, b, c))
+    every.works(a)
+    every.waits(b)
+    for new, gone in ((d, {c}), (e, {c, b})):
+        assert every.opened(new)
+        assert {one for one in ones if one.given_way} == gone
+    for one in (d, e):
+        every.works(one)
+    assert not every.opened(f)
+    every.waits(f)  # it is being closed
+    every.waits(a)
+    assert every.opened(f)
+    assert a.given_way
+    every.closed(d)
+    assert every.opened(b)
+    assert not f.given_way
+
+
+def test_the_bound_on_connections() -> None:
+    assert most_connections(files=1024, requests=1000) == 768
+    assert most_connections(files=1 << 16, requests=1000) == 8192
+    assert most_connections(files=1 << 16, requests=10_000) == 20_000

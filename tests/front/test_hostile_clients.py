@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import re
 import socket
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import pytest
 
 ROUTE = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
@@ -39,6 +36,12 @@ def status(raw: socket.socket) -> int:
     return int(raw.recv(12).split()[1])
 
 
+def ask_anew(server: Any) -> int:
+    """The status of a small request on a connection of its own."""
+    body = {"model": "fake", "prompt": "ab", "max_tokens": 2}
+    return httpx.post(server.url + "/v1/completions", json=body, timeout=20).status_code
+
+
 def test_uploads_that_stall_take_no_place_in_the_queue(start_fake: Any) -> None:
     server = start_fake(max_num_seqs=2, max_queued_requests=2)
     with uploads(server, 10, 100, b"{"):
@@ -56,3 +59,26 @@ def test_a_server_that_stops_refuses_before_it_reads_the_body(start_fake: Any, s
         with uploads(server, 1, 100, b"{") as (raw,):
             assert status(raw) == 503
         server.process.terminate()
+
+
+def test_uploads_that_stall_do_not_use_up_the_files(start_fake: Any) -> None:
+    server = start_fake(files=(128, 1024))
+    with uploads(server, 300, 100, b"{") as stalled:
+        assert ask_anew(server) == 200
+        stalled[0].sendall(b"}" + b" " * 98)
+        assert status(stalled[0]) == 400
+
+
+def test_the_connection_that_waits_longest_makes_room(start_fake: Any, script: Any) -> None:
+    server = start_fake(files=(128, 128))
+    with server.stream(seed=script.HANG_AFTER) as served:
+        lines = served.iter_lines()
+        next(lines)
+        with uploads(server, 150, 100, b"{") as stalled:
+            assert (
+                httpx.post(server.url + "/v1/completions", json={"model": "fake", "prompt": "x"}).status_code
+                == 200
+            )
+            assert status(stalled[0]) == 408
+            stalled[-1].sendall(b"}" + b" " * 98)
+            assert status(stalled[-1]) == 400

@@ -16,7 +16,8 @@ import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from weft.common.errors import HeaderTooLarge, InvalidRequest, RequestTimeout, WeftError
+from weft.common.errors import HeaderTooLarge, InvalidRequest, RequestTimeout, Unavailable, WeftError
+from weft.front.connections import Connections
 from weft.front.responses import error_response, to_json
 
 MAX_HEAD_BYTES = 64 << 10
@@ -27,7 +28,7 @@ MAX_FRAMING_BYTES = 64 << 10
 """Bytes on the wire that are no body, sizes and extensions of chunks, beyond a quarter of the body."""
 
 PIECE = 512
-"""Bytes that the parser gets at once where a head may begin. It bounds the requests that can begin in them."""
+"""Bytes that the parser gets at once where a head may begin: a bound on the requests that begin in them."""
 TURN = 64 << 10
 """Bytes that are parsed before other connections get their turn."""
 
@@ -68,8 +69,9 @@ class Connection(HttpToolsProtocol):
 
     flow: _Reading
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, connections: Connections, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._all = connections
         self._unparsed = bytearray()
         self._next_turn: asyncio.Handle | None = None
         self._fault: WeftError | None = None
@@ -87,9 +89,13 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow = _Reading(transport, self._schedule)
-        self._begin_head()
+        if self._all.opened(self):
+            self._begin_head()
+        else:
+            self._refuse(Unavailable("the server has too many connections; try again later"))
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._all.closed(self)
         self._end_head()
         if self._next_turn is not None:
             self._next_turn.cancel()
@@ -165,6 +171,8 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._end_head()
         self._in_body = True
+        if self.cycle is None or self.cycle.response_complete:
+            self._all.waits(self)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -173,9 +181,12 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._in_body = False
+        self._all.works(self)
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
+        if not self.pipeline:
+            self._all.waits(self)
         super().on_response_complete()
         self._schedule()
 
@@ -199,6 +210,13 @@ class Connection(HttpToolsProtocol):
             self._refuse(RequestTimeout("the request's headers did not arrive in time"))
         else:
             self.transport.close()  # opened and never used
+
+    def give_way(self) -> None:
+        """Closes the connection, whose client has sent no whole request."""
+        if self._in_body or self._head_bytes:
+            self._refuse(RequestTimeout("the request did not arrive before other ones needed the connection"))
+        else:
+            self.transport.close()
 
     def _refuse(self, error: WeftError) -> None:
         """Answers the request that is being read, unless an earlier one has no answer yet, and closes."""
