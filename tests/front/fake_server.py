@@ -5,6 +5,7 @@ The folder gets a tokenizer: one token a byte, ids 0 to 255, then ``<|im_start|>
 
 from __future__ import annotations
 
+import importlib
 import json
 import resource
 import subprocess
@@ -91,6 +92,10 @@ def engine_config(folder: Path, fields: dict[str, Any]) -> EngineConfig:
 
 def main(folder: Path, fields: dict[str, Any]) -> int:
     log.configure("info")
+    for name, value in fields.pop("constants", {}).items():
+        module, _, constant = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), constant), name
+        setattr(importlib.import_module(module), constant, value)
     if files := fields.pop("files", None):  # the soft and the hard limit
         resource.setrlimit(resource.RLIMIT_NOFILE, tuple(files))
     write_tokenizer(folder)

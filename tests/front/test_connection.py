@@ -15,7 +15,7 @@ import pytest
 import uvicorn
 
 from weft.front import connection
-from weft.front.connections import Connections, most_connections
+from weft.front.connections import MOST_AHEAD, Connections, most_connections
 
 
 class App:
@@ -216,6 +216,18 @@ def test_who_makes_room() -> None:
     every.closed(d)
     assert every.opened(b)
     assert not f.given_way
+
+
+def test_the_bound_on_what_is_sent_ahead() -> None:
+    every = Connections()
+    first, second = _Quiet(), _Quiet()
+    assert every.holds(first, MOST_AHEAD)
+    assert not every.holds(second, 1)
+    assert every.holds(first, MOST_AHEAD - 1)
+    every.closed(second)
+    assert every.holds(first, MOST_AHEAD)
+    every.closed(first)
+    assert every.holds(second, MOST_AHEAD)
 
 
 def test_the_bound_on_connections() -> None:

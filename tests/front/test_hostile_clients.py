@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import json
+import select
 import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import pytest
+
+from weft.common.errors import Overloaded
+from weft.front.body import Bodies
 
 ROUTE = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+PATIENT = {"weft.front.body.STALL_TIMEOUT": 60.0}
 
 
 def connect(server: Any, *, receive_buffer: int | None = None) -> socket.socket:
@@ -34,6 +43,11 @@ def uploads(server: Any, count: int, length: int, data: bytes) -> Iterator[list[
 def status(raw: socket.socket) -> int:
     """The status of the next answer on a connection."""
     return int(raw.recv(12).split()[1])
+
+
+def ended(connections: list[socket.socket]) -> list[socket.socket]:
+    """Those on which an answer waits, or that were closed."""
+    return select.select(connections, [], [], 0)[0]
 
 
 def ask_anew(server: Any) -> int:
@@ -82,3 +96,65 @@ def test_the_connection_that_waits_longest_makes_room(start_fake: Any, script: A
             assert status(stalled[0]) == 408
             stalled[-1].sendall(b"}" + b" " * 98)
             assert status(stalled[-1]) == 400
+
+
+def test_a_body_must_make_progress(start_fake: Any) -> None:
+    server = start_fake(constants={"weft.front.body.STALL_TIMEOUT": 1.0})
+    with uploads(server, 2, 100, b"{") as (silent, slow):
+        for _ in range(5):
+            time.sleep(0.5)
+            slow.sendall(b" ")
+        assert status(silent) == 408
+        slow.sendall(b" " * 94)
+        assert status(slow) == 400
+
+
+def test_the_memory_of_bodies_is_bounded(start_fake: Any) -> None:
+    """Of uploads that stall, the first end when it is full; small requests and moving uploads are served."""
+    limit, memory = 1 << 20, 8 << 20
+    server = start_fake(max_request_bytes=limit, constants={**PATIENT, "weft.front.body.MEMORY": memory})
+    fits = memory // (limit * 3 // 4)
+    with uploads(server, 40, limit, b" " * (limit * 3 // 4)) as stalled:
+        server.wait(lambda: len(ended(stalled)) >= 40 - fits, 20)
+        for _ in range(20):
+            assert ask_anew(server) == 200
+        whole = json.dumps({"model": "fake", "prompt": "ab", "max_tokens": 2}).encode().ljust(limit)
+        headers = {"content-type": "application/json"}
+        assert server.http.post("/v1/completions", content=whole, headers=headers).status_code == 200
+        (left, *others) = [raw for raw in stalled if raw not in ended(stalled)]
+        assert len(others) >= 3
+        left.sendall(b" " * (limit // 4))
+        assert status(left) == 400
+
+
+def test_small_bodies_have_memory_of_their_own(start_fake: Any) -> None:
+    """Many small uploads that stall end when they are too many, longest without progress first."""
+    server = start_fake(max_request_bytes=1 << 20, constants={**PATIENT, "weft.front.body.MEMORY": 4 << 20})
+    with uploads(server, 30, 100_000, b" " * 50_000) as stalled:
+        assert status(stalled[0]) == 408
+        for _ in range(20):
+            assert ask_anew(server) == 200
+        stalled[-1].sendall(b" " * 50_000)
+        assert status(stalled[-1]) == 400
+
+
+def test_memory_that_is_full_of_whole_bodies() -> None:
+    """There is nobody to end: the next one is refused, and is served when one of them has been parsed."""
+
+    async def run() -> None:
+        bodies = Bodies(limit=1000, memory=400)
+        async with asyncio.timeout(10) as timeout:
+            with bodies.upload() as first, bodies.upload() as second:
+                first.begin(timeout)
+                first.grow(90)
+                first.complete()
+                second.begin(timeout)
+                second.grow(10)
+                with pytest.raises(Overloaded):
+                    second.grow(1)
+                assert not first.ended
+            with bodies.upload() as third:
+                third.begin(timeout)
+                third.grow(100)
+
+    asyncio.run(run())

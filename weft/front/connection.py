@@ -123,6 +123,8 @@ class Connection(HttpToolsProtocol):
             parsed += len(piece)
             self._parse(piece)
         self.flow.set_behind(bool(self._unparsed))
+        if not self._all.holds(self, len(self._unparsed) if self.pipeline else 0):
+            self.transport.close()
 
     def _may_parse(self) -> bool:
         # A request that waits behind another one is held as bytes: parsed, it takes a hundred times as much.

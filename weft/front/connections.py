@@ -15,6 +15,8 @@ MOST = 8192
 middle of an upload takes about 30 KiB."""
 FILES = 1 << 16
 """Files that a server asks to be allowed to open."""
+MOST_AHEAD = 64 << 20
+"""Bytes that clients may have sent behind requests that are still being answered, over all connections."""
 
 
 class Waiting(Protocol):
@@ -32,6 +34,8 @@ class Connections:
         self._open: set[Waiting] = set()
         self._waiting: dict[Waiting, None] = {}
         """Those that wait for their client, longest first."""
+        self._ahead: dict[Waiting, int] = {}
+        self._all_ahead = 0
 
     def opened(self, connection: Waiting) -> bool:
         """A new one is there. False when it must be closed at once, as no other one can."""
@@ -55,9 +59,17 @@ class Connections:
         """All of a request has come."""
         self._waiting.pop(connection, None)
 
+    def holds(self, connection: Waiting, ahead: int) -> bool:
+        """It holds ``ahead`` bytes that wait behind a request. False when that is too much."""
+        self._all_ahead += ahead - self._ahead.pop(connection, 0)
+        if ahead:
+            self._ahead[connection] = ahead
+        return self._all_ahead <= MOST_AHEAD or not ahead
+
     def closed(self, connection: Waiting) -> None:
         """It is gone. Idempotent."""
         self._open.discard(connection)
+        self.holds(connection, 0)
         self._waiting.pop(connection, None)
 
 

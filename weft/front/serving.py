@@ -68,11 +68,14 @@ async def handle(front: Front, request: Request, prepare: Callable[[Front, bytes
     with contextlib.ExitStack() as held:
         try:
             front.lifecycle.check()
-            body = await read_json(request, front.section.max_request_bytes)
+            upload = held.enter_context(front.bodies.upload())
+            body = await read_json(request, upload)
             held.enter_context(front.lifecycle.request())
             seed = front.seeds.mint()
             async with within(deadline):
                 job = await front.in_thread(prepare, front, body)
+            del body
+            upload.close()
             generation = Generation(
                 front,
                 job.prompts,
