@@ -5,8 +5,10 @@ The folder gets a tokenizer: one token a byte, ids 0 to 255, then ``<|im_start|>
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -94,6 +96,12 @@ def main(folder: Path, fields: dict[str, Any]) -> int:
     if (log_file := fields.pop("log_file", None)) is not None:
         os.dup2(os.open(log_file, os.O_WRONLY | os.O_CREAT), 2)
     log.configure("info")
+    for name, value in fields.pop("constants", {}).items():
+        module, _, constant = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), constant), name
+        setattr(importlib.import_module(module), constant, value)
+    if files := fields.pop("files", None):  # the soft and the hard limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, tuple(files))
     write_tokenizer(folder)
     config = engine_config(folder, fields)
     with tempfile.TemporaryDirectory(prefix="weft-") as private:

@@ -1,8 +1,10 @@
-"""Heads of requests that are too long, too slow or no HTTP, byte by byte on a socket."""
+"""Requests that are too long, too slow, too many at once or no HTTP, byte by byte on a socket."""
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 import socket
 import threading
 import time
@@ -13,26 +15,53 @@ import pytest
 import uvicorn
 
 from weft.front import connection
+from weft.front.connections import MOST_AHEAD, Connections, most_connections
 
 
-async def app(scope: Any, receive: Any, send: Any) -> None:
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
-    await send({"type": "http.response.body", "body": b"ok"})
+class App:
+    """Answers "ok", to a POST when all of its body came: then with the number of its bytes."""
+
+    def __init__(self) -> None:
+        http: Any = functools.partial(connection.Connection, connections=Connections())
+        self.config = uvicorn.Config(self, http=http, ws="none", lifespan="off", log_config=None)
+        self.server = uvicorn.Server(self.config)
+        self.most_waiting = 0
+        """The longest queue of requests behind another one of their connection."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        for one in self.server.server_state.connections:
+            self.most_waiting = max(self.most_waiting, len(one.pipeline))  # type: ignore[union-attr]
+        answer, more, length = b"ok", scope["method"] == "POST", 0
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            more = message["more_body"]
+            length += len(message["body"])
+            answer = b"%d" % length
+        size = b"%d" % len(answer)
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", size)]})
+        await send({"type": "http.response.body", "body": answer})
 
 
 @pytest.fixture(scope="module")
-def port() -> Iterator[int]:
+def app() -> Iterator[App]:
     seconds = connection.HEAD_SECONDS
     connection.HEAD_SECONDS = 0.5
-    config = uvicorn.Config(app, http=connection.Connection, ws="none", lifespan="off", log_config=None)
-    server = uvicorn.Server(config)
+    made = App()
     listener = socket.create_server(("127.0.0.1", 0))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread = threading.Thread(target=made.server.run, kwargs={"sockets": [listener]})
     thread.start()
-    yield listener.getsockname()[1]
-    server.should_exit = True
+    made.config.port = listener.getsockname()[1]
+    yield made
+    made.server.should_exit = True
     thread.join(10)
     connection.HEAD_SECONDS = seconds
+
+
+@pytest.fixture
+def port(app: App) -> int:
+    return app.config.port
 
 
 @pytest.fixture
@@ -87,3 +116,121 @@ def test_silence(raw: socket.socket) -> None:
 def test_what_is_not_http(raw: socket.socket) -> None:
     raw.sendall(b"\x16\x03\x01\x02\x00 hello\r\n\r\n")
     assert status(read_all(raw)) == 400
+
+
+CHUNKED = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def chunks(length: int, size: int) -> bytes:
+    data = b"%x\r\n%b\r\n" % (size, b"a" * size)
+    return CHUNKED + data * (length // size) + b"0\r\n\r\n"
+
+
+def test_many_headers(raw: socket.socket) -> None:
+    raw.sendall(b"GET / HTTP/1.1\r\n" + b"a:\r\n" * connection.MAX_HEADERS + b"\r\n")
+    assert raw.recv(4096).endswith(b"ok")
+    raw.sendall(b"GET / HTTP/1.1\r\n" + b"a:\r\n" * (connection.MAX_HEADERS + 1) + b"\r\n")
+    assert status(read_all(raw)) == 431
+
+
+@pytest.mark.parametrize("size", [64, 1000, 100_000])
+def test_a_body_in_chunks(raw: socket.socket, size: int) -> None:
+    for _ in range(2):
+        raw.sendall(chunks(2_000_000, size))
+        assert raw.recv(4096).endswith(b"%d" % (2_000_000 // size * size))
+
+
+def test_a_body_that_is_mostly_framing(raw: socket.socket) -> None:
+    raw.sendall(CHUNKED + b"1\r\na\r\n" * 14_000)
+    assert status(read_all(raw)) == 400
+
+
+def test_a_chunk_extension_that_does_not_end(raw: socket.socket) -> None:
+    raw.sendall(CHUNKED + b"1;" + b"a" * (connection.MAX_FRAMING_BYTES + 1))
+    assert status(read_all(raw)) == 400
+
+
+def test_trailers_count_as_framing_and_are_dropped(raw: socket.socket) -> None:
+    raw.sendall(CHUNKED + b"1\r\na\r\n0\r\nX-Trailer: b\r\n\r\n")
+    assert raw.recv(4096).endswith(b"1")
+    raw.sendall(CHUNKED + b"0\r\n" + b"a: b\r\n" * (connection.MAX_FRAMING_BYTES // 6 + 1))
+    assert status(read_all(raw)) == 400
+
+
+def test_requests_sent_ahead_wait_as_bytes(app: App, raw: socket.socket) -> None:
+    """All are answered, in order, but only a few are parsed before their turn."""
+    count = 3000
+    request = b"POST / HTTP/1.1\r\nContent-Length: %d\r\n\r\n%b"
+    sender = threading.Thread(
+        target=lambda: raw.sendall(b"".join(request % (n % 100, b"a" * (n % 100)) for n in range(count)))
+    )
+    sender.start()
+    answers, found = b"", []
+    while len(found) < count:
+        answers += raw.recv(1 << 16)
+        found = re.findall(rb"\r\n\r\n(\d+?)(?=HTTP|$)", answers)
+    sender.join(10)
+    assert [int(body) for body in found] == [n % 100 for n in range(count)]
+    assert app.most_waiting <= connection.PIECE // 18
+
+
+@pytest.mark.parametrize("length", [b"-1", b"+1", b"1_0", b"9" * 40, b"1, 1", b"\xc2\xb2", b"0x1"])
+def test_lengths_that_are_none(raw: socket.socket, length: bytes) -> None:
+    raw.sendall(b"POST / HTTP/1.1\r\nContent-Length: " + length + b"\r\n\r\n")
+    assert status(read_all(raw)) == 400
+
+
+def test_a_head_that_waits_behind_a_request_is_not_slow(app: App, raw: socket.socket) -> None:
+    raw.sendall(b"POST / HTTP/1.1\r\nContent-Length: 1\r\n\r\n")
+    time.sleep(3 * connection.HEAD_SECONDS)
+    raw.sendall(b"a" + b"GET / HTTP/1.1\r\n\r\n")
+    time.sleep(0.2)
+    assert raw.recv(4096).endswith(b"ok")
+
+
+class _Quiet:
+    def __init__(self) -> None:
+        self.given_way = False
+
+    def give_way(self) -> None:
+        self.given_way = True
+
+
+def test_who_makes_room() -> None:
+    """The one that has waited longest for its client; nobody who is served."""
+    every = Connections(most=3)
+    a, b, c, d, e, f = ones = [_Quiet() for _ in range(6)]
+    assert all(every.opened(one) for one in (a, b, c))
+    every.works(a)
+    every.waits(b)
+    for new, gone in ((d, {c}), (e, {c, b})):
+        assert every.opened(new)
+        assert {one for one in ones if one.given_way} == gone
+    for one in (d, e):
+        every.works(one)
+    assert not every.opened(f)
+    every.waits(f)  # it is being closed
+    every.waits(a)
+    assert every.opened(f)
+    assert a.given_way
+    every.closed(d)
+    assert every.opened(b)
+    assert not f.given_way
+
+
+def test_the_bound_on_what_is_sent_ahead() -> None:
+    every = Connections()
+    first, second = _Quiet(), _Quiet()
+    assert every.holds(first, MOST_AHEAD)
+    assert not every.holds(second, 1)
+    assert every.holds(first, MOST_AHEAD - 1)
+    every.closed(second)
+    assert every.holds(first, MOST_AHEAD)
+    every.closed(first)
+    assert every.holds(second, MOST_AHEAD)
+
+
+def test_the_bound_on_connections() -> None:
+    assert most_connections(files=1024, requests=1000) == 768
+    assert most_connections(files=1 << 16, requests=1000) == 8192
+    assert most_connections(files=1 << 16, requests=10_000) == 20_000

@@ -1,36 +1,152 @@
-"""Reading a request's body: within a size, within a time, and only what claims to be plain JSON."""
+"""Reading a request's body: within a size, within a time, and only what claims to be plain JSON.
+
+All bodies together, those that are being read and those that wait to be parsed, have a bounded memory. A body
+counts as small until it is larger than ``SMALL``, and small ones have a share of their own, so that uploads
+cannot lock them out. Where a share is full, the upload ends that has made no progress for the longest time.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from types import TracebackType
 
 from starlette.requests import ClientDisconnect, Request
 
-from weft.common.errors import Cancelled, RequestTimeout, TooLarge, UnsupportedMedia
+from weft.common.errors import Cancelled, Overloaded, RequestTimeout, TooLarge, UnsupportedMedia
 
 BODY_TIMEOUT = 60.0
 """Seconds a client may take to send a whole body."""
+STALL_TIMEOUT = 10.0
+"""Seconds in which a byte of it must come."""
+MEMORY = 256 << 20
+"""Bytes of all bodies, or four times the largest one where that is more."""
+SMALL = 256 << 10
+PROGRESS = 16 << 10
+"""Bytes that must come for a body to count as not stalled."""
 
 
-async def read_json(request: Request, limit: int) -> bytes:
-    """The body, at most ``limit`` bytes. Raises UnsupportedMedia, TooLarge, RequestTimeout or Cancelled."""
+class _Share:
+    """A part of the memory, and the bodies that are being read into it: longest without progress first."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.used = 0
+        self.reading: dict[Upload, None] = {}
+
+
+class Bodies:
+    """The bodies of all requests of one server. Used from its event loop."""
+
+    def __init__(self, limit: int, memory: int | None = None) -> None:
+        """``limit``: bytes of the largest body. ``memory``: of all of them."""
+        self.limit = limit
+        memory = memory or max(MEMORY, 4 * limit)
+        self.small, self.large = _Share(memory // 4), _Share(memory - memory // 4)
+
+    def upload(self) -> Upload:
+        """A body that is about to be read, of which nothing came so far."""
+        return Upload(self)
+
+
+class Upload:
+    """The memory of one body, until it is closed."""
+
+    def __init__(self, bodies: Bodies) -> None:
+        self.limit = bodies.limit
+        self._bodies = bodies
+        self._share = bodies.small
+        self._size = self._progress = 0
+        self._timeout: asyncio.Timeout | None = None
+        self.ended = False
+        """Whether it was ended to make room."""
+
+    def __enter__(self) -> Upload:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """The body is no longer there. Idempotent."""
+        self.complete()
+        self._share.used -= self._size
+        self._size = 0
+
+    def begin(self, timeout: asyncio.Timeout) -> None:
+        """It is being read, within ``timeout``, until it is complete."""
+        self._timeout = timeout
+        self._share.reading[self] = None
+
+    def complete(self) -> None:
+        """All of it came, or no more will. It can't be ended any more."""
+        self._timeout = None
+        self._share.reading.pop(self, None)
+
+    def grow(self, count: int) -> None:
+        """``count`` bytes came. Raises Overloaded when there is no room, and no other upload can make it."""
+        self._progress += count
+        if self._progress >= PROGRESS or self._size == 0:
+            self._progress = 0
+            self._move(self._share)
+        self._share.used += count
+        self._size += count
+        if self._size > SMALL and self._share is self._bodies.small:
+            self._share.used -= self._size
+            self._move(self._bodies.large)
+            self._share.used += self._size
+        while self._share.used > self._share.most:
+            stalled = next(iter(self._share.reading))
+            if stalled is self:
+                raise Overloaded("the server has no memory left for this request's body; try again later")
+            stalled._end()
+
+    def _move(self, share: _Share) -> None:
+        """To the end of ``share``: it has made progress."""
+        self._share.reading.pop(self, None)
+        self._share = share
+        share.reading[self] = None
+
+    def _end(self) -> None:
+        timeout, self.ended = self._timeout, True
+        self.close()
+        if timeout is not None and not timeout.expired():
+            timeout.reschedule(asyncio.get_running_loop().time())
+
+
+async def read_json(request: Request, upload: Upload) -> bytes:
+    """The body, which counts as ``upload`` until that is closed.
+
+    Raises UnsupportedMedia, TooLarge, RequestTimeout, Overloaded or Cancelled.
+    """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise UnsupportedMedia("the content type must be application/json")
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise UnsupportedMedia("the body must not be compressed")
+    limit = upload.limit
     too_large = TooLarge(f"the body must have at most {limit} bytes")
     length = request.headers.get("content-length", "0")
     if length.isascii() and length.isdecimal() and int(length[:20]) > limit:
         raise too_large
     body = bytearray()
+    now = asyncio.get_running_loop().time
+    end = now() + BODY_TIMEOUT
     try:
-        async with asyncio.timeout(BODY_TIMEOUT):
+        async with asyncio.timeout(min(BODY_TIMEOUT, STALL_TIMEOUT)) as timeout:
+            upload.begin(timeout)
             async for chunk in request.stream():
-                body += chunk
-                if len(body) > limit:
-                    raise too_large
+                if chunk and not upload.ended:  # it ends with the next turn of the event loop
+                    body += chunk
+                    if len(body) > limit:
+                        raise too_large
+                    upload.grow(len(chunk))
+                    timeout.reschedule(min(end, now() + STALL_TIMEOUT))
+            upload.complete()
     except TimeoutError:
+        if upload.ended:
+            raise RequestTimeout("the body came so slowly that others needed its memory") from None
         raise RequestTimeout("the body did not arrive in time") from None
     except ClientDisconnect:
         raise Cancelled("the client went away") from None

@@ -1,61 +1,198 @@
-"""One HTTP connection: uvicorn's, with bounds on the time and size of a request's head.
+"""One HTTP connection: uvicorn's, with bounds on what a client can make the server do before it is answered.
 
-uvicorn's httptools protocol collects headers for as long as they come. Here a head that is too long or too
-slow is answered, in the error shape of all others, and the connection closed.
+uvicorn's httptools protocol collects headers for as long as they come, and parses all that was read at once.
+Here a head that is too long or too slow, or a body that is mostly framing, is answered, in the error shape of
+all others, and the connection closed. The parser gets what was read in small pieces, of which one connection
+has a limited number before others get their turn, and none while a request waits behind another one.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
+import httptools
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from weft.common.errors import HeaderTooLarge, InvalidRequest, RequestTimeout, WeftError
+from weft.common.errors import HeaderTooLarge, InvalidRequest, RequestTimeout, Unavailable, WeftError
+from weft.front.connections import Connections
 from weft.front.responses import error_response, to_json
 
 MAX_HEAD_BYTES = 64 << 10
+MAX_HEADERS = 256
 HEAD_SECONDS = 20.0
 """From a connection's first byte, or its opening, to the end of a request's headers."""
+MAX_FRAMING_BYTES = 64 << 10
+"""Bytes on the wire that are no body, sizes and extensions of chunks, beyond a quarter of the body."""
+
+PIECE = 512
+"""Bytes that the parser gets at once where a head may begin: a bound on the requests that begin in them."""
+TURN = 64 << 10
+"""Bytes that are parsed before other connections get their turn."""
+
+
+class _Reading(FlowControl):
+    """Pauses the transport when uvicorn wants that, and while the parser has not had all that was read."""
+
+    def __init__(self, transport: asyncio.Transport, resumed: Callable[[], None]) -> None:
+        super().__init__(transport)
+        self._resumed = resumed
+        self._behind = False
+
+    def pause_reading(self) -> None:
+        self._set(True, self._behind)
+
+    def resume_reading(self) -> None:
+        if self.read_paused:
+            self._set(False, self._behind)
+            self._resumed()
+
+    def set_behind(self, behind: bool) -> None:
+        """Whether there is data that the parser has not had."""
+        self._set(self.read_paused, behind)
+
+    def _set(self, wanted: bool, behind: bool) -> None:
+        before, after = self.read_paused or self._behind, wanted or behind
+        self.read_paused, self._behind = wanted, behind
+        if self._transport.is_closing():
+            return
+        if after and not before:
+            self._transport.pause_reading()
+        elif before and not after:
+            self._transport.resume_reading()
 
 
 class Connection(HttpToolsProtocol):
-    """Counts what comes before the end of each head."""
+    """Counts what comes before the end of each head, and what of a body is none."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    flow: _Reading
+
+    def __init__(self, *args: Any, connections: Connections, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._all = connections
+        self._unparsed = bytearray()
+        self._next_turn: asyncio.Handle | None = None
+        self._fault: WeftError | None = None
+        """Why a callback stopped the parser."""
+        self._in_head = False
         self._head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
-        self._in_head = False
+        self._in_body = False
+        self._length = 0
+        """Of the body, where the head told it."""
+        self._body_bytes = 0
+        self._wire_bytes = 0
+        """Of the pieces that ended in the body."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._begin_head()
+        self.flow = _Reading(transport, self._schedule)
+        if self._all.opened(self):
+            self._begin_head()
+        else:
+            self._refuse(Unavailable("the server has too many connections; try again later"))
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._all.closed(self)
         self._end_head()
+        if self._next_turn is not None:
+            self._next_turn.cancel()
         super().connection_lost(exc)
 
+    # -- what was read, in pieces -------------------------------------------------------------------
+
     def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():
-            return
+        if not self.transport.is_closing():
+            self._unparsed += data
+            if self._next_turn is None:
+                self._take_turn()
+
+    def _take_turn(self) -> None:
+        """Parses what was read, as far as this turn allows."""
+        self._next_turn = None
+        parsed = 0
+        while self._unparsed and self._may_parse():
+            if parsed >= TURN:
+                self._schedule()
+                break
+            size = max(PIECE, min(self._length - self._body_bytes, TURN))
+            piece = bytes(self._unparsed[:size])
+            del self._unparsed[:size]
+            parsed += len(piece)
+            self._parse(piece)
+        self.flow.set_behind(bool(self._unparsed))
+        if not self._all.holds(self, len(self._unparsed) if self.pipeline else 0):
+            self.transport.close()
+
+    def _may_parse(self) -> bool:
+        # A request that waits behind another one is held as bytes: parsed, it takes a hundred times as much.
+        return not (self.flow.read_paused or self.pipeline or self.transport.is_closing())
+
+    def _schedule(self) -> None:
+        if self._unparsed and self._next_turn is None:
+            self._next_turn = self.loop.call_soon(self._take_turn)
+
+    def _parse(self, piece: bytes) -> None:
         if self._in_head:
-            self._head_bytes += len(data)  # reset below when the head ends in this piece
-        super().data_received(data)
+            self._head_bytes += len(piece)  # reset below when the head ends in this piece
+        try:
+            self.parser.feed_data(piece)
+        except httptools.HttpParserError:
+            self._refuse(self._fault or InvalidRequest("this is not an HTTP request"))
+            return
+        except httptools.HttpParserUpgrade:
+            self._unsupported_upgrade_warning()
         if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
             self._refuse(HeaderTooLarge(f"the headers have more than {MAX_HEAD_BYTES} bytes"))
+        if self._in_body:
+            self._wire_bytes += len(piece)
+            if self._wire_bytes - self._body_bytes > MAX_FRAMING_BYTES + self._body_bytes // 4:
+                self._refuse(InvalidRequest("the body's chunks are too small; send larger ones"))
+
+    # -- callbacks of the parser --------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
+        self._unset_keepalive_if_required()
         if not self._in_head:
             self._begin_head()
+        self._length = self._body_bytes = self._wire_bytes = 0
         super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._in_head:
+            return  # a trailer, which nobody asked for
+        if len(self.headers) >= MAX_HEADERS:
+            self._fault = HeaderTooLarge(f"there are more than {MAX_HEADERS} headers")
+            raise self._fault
+        if name.lower() == b"content-length":
+            self._length = int(value[:20])  # the parser lets only digits pass
+        super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._end_head()
+        self._in_body = True
+        if self.cycle is None or self.cycle.response_complete:
+            self._all.waits(self)
         super().on_headers_complete()
 
-    def send_400_response(self, msg: str) -> None:
-        self._refuse(InvalidRequest("this is not an HTTP request"))
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._in_body = False
+        self._all.works(self)
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        if not self.pipeline:
+            self._all.waits(self)
+        super().on_response_complete()
+        self._schedule()
+
+    # -- refusals -----------------------------------------------------------------------------------
 
     def _begin_head(self) -> None:
         self._in_head = True
@@ -69,18 +206,32 @@ class Connection(HttpToolsProtocol):
             self._head_timer = None
 
     def _too_slow(self) -> None:
-        if self._head_bytes:
+        if self.pipeline or self._unparsed:  # the rest of the head may be there, but waits for its turn
+            self._head_timer = self.loop.call_later(HEAD_SECONDS, self._too_slow)
+        elif self._head_bytes:
             self._refuse(RequestTimeout("the request's headers did not arrive in time"))
         else:
             self.transport.close()  # opened and never used
 
+    def give_way(self) -> None:
+        """Closes the connection, whose client has sent no whole request."""
+        if self._in_body or self._head_bytes:
+            self._refuse(RequestTimeout("the request did not arrive before other ones needed the connection"))
+        else:
+            self.transport.close()
+
     def _refuse(self, error: WeftError) -> None:
-        """Answers unless an answer to an earlier request is under way, and closes."""
+        """Answers the request that is being read, unless an earlier one has no answer yet, and closes."""
+        cycle, reads = self.cycle, self._in_body
         self._end_head()
-        if self.cycle is None or self.cycle.response_complete:
+        free = cycle is None or cycle.response_complete
+        if free or (reads and not cycle.response_started and not self.pipeline):
             body = to_json(error_response(error.info()))
             head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(
                 body
             )
             self.transport.write(STATUS_LINE[error.http_status] + head + body)
+            if not free:  # its handler must not answer, too
+                cycle.disconnected = True
+                cycle.message_event.set()
         self.transport.close()

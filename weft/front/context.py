@@ -14,6 +14,7 @@ from weft.common.errors import Overloaded, ReportedError, Unavailable
 from weft.common.log import get_logger
 from weft.config.resolved import EngineConfig
 from weft.config.sections import FrontSection
+from weft.front.body import Bodies
 from weft.front.heads import Heads, Place, Respawn
 from weft.front.lifecycle import Lifecycle
 from weft.front.metrics import Metrics
@@ -66,6 +67,7 @@ class Front:
         self.metrics = Metrics(self.names[0], self.client)
         each = config.scheduler.max_num_seqs + config.scheduler.max_queued_requests
         self.lifecycle = Lifecycle(each * len(places))
+        self.bodies = Bodies(section.max_request_bytes)
         self._pool = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="weft-text")
         self._pooled = 0
         self._reader: Reader | None = None

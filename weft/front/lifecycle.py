@@ -43,15 +43,22 @@ class Lifecycle:
         if phase in _NEXT[self.phase]:
             self.phase = phase
 
-    @contextlib.contextmanager
-    def request(self) -> Iterator[None]:
-        """Holds a place for one request. Raises Unavailable or Overloaded when it may not begin."""
+    def check(self) -> None:
+        """Raises Unavailable unless requests may begin. To be called before a request's body is read."""
         if self.phase is Phase.DEAD:
             raise Unavailable("the engine has failed; the server is stopping")
         if self.phase is Phase.DRAINING:
             raise Unavailable("the server is shutting down")
         if self.phase is Phase.STARTING:
             raise Unavailable("the server is still starting")
+
+    @contextlib.contextmanager
+    def request(self) -> Iterator[None]:
+        """Holds a place for one request, whose body has been read: a client that is slow to send takes none.
+
+        Raises Unavailable or Overloaded when it may not begin.
+        """
+        self.check()
         if self.active >= self.capacity:
             raise Overloaded("the server's queue is full; try again later")
         self.active += 1

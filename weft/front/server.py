@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import json
 import logging
@@ -25,6 +26,7 @@ from weft.config.resolved import EngineConfig
 from weft.config.sections import FrontSection
 from weft.front.app import build_app
 from weft.front.connection import Connection
+from weft.front.connections import Connections, allow_files, most_connections
 from weft.front.context import Front
 from weft.front.generation import probe
 from weft.front.heads import Place, Respawn
@@ -138,9 +140,10 @@ class Server:
 
     def _uvicorn_config(self, front: Front) -> uvicorn.Config:
         logging.getLogger("uvicorn").parent = logging.getLogger("weft")
+        connections = Connections(most_connections(allow_files(), front.lifecycle.capacity))
         return uvicorn.Config(
             build_app(front),
-            http=_Connection,
+            http=functools.partial(_Connection, connections=connections),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             access_log=False,

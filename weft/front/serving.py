@@ -70,13 +70,16 @@ async def handle(
     deadline = asyncio.get_running_loop().time() + front.section.request_timeout
     with contextlib.ExitStack() as held:
         try:
+            front.lifecycle.check()
+            upload = held.enter_context(front.bodies.upload())
+            body = await read_json(request, upload)
             held.enter_context(front.lifecycle.request())
-            body = await read_json(request, front.section.max_request_bytes)
             generation = Generation(front, times=times, deadline=deadline, seed=front.seeds.mint())
             held.callback(generation.close)
             async with within(deadline):
                 await front.read(kind, body, generation.build)
             del body  # it may be large, and the answer long
+            upload.close()
             generation.submit()
             shape = make_shape(generation)
             if not generation.job.asked.stream:

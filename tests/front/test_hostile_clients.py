@@ -1,0 +1,160 @@
+"""Clients that send slowly, too much or never read: whatever one of them does, others are served."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import select
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from weft.common.errors import Overloaded
+from weft.front.body import Bodies
+
+ROUTE = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+PATIENT = {"weft.front.body.STALL_TIMEOUT": 60.0}
+
+
+def connect(server: Any, *, receive_buffer: int | None = None) -> socket.socket:
+    raw = socket.socket()
+    if receive_buffer is not None:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    raw.settimeout(20)
+    raw.connect(("127.0.0.1", httpx.URL(server.url).port))
+    return raw
+
+
+@contextlib.contextmanager
+def uploads(server: Any, count: int, length: int, data: bytes) -> Iterator[list[socket.socket]]:
+    """Connections that announce a body of ``length`` bytes and send only ``data`` of it."""
+    with contextlib.ExitStack() as opened:
+        made = [opened.enter_context(connect(server)) for _ in range(count)]
+        for raw in made:
+            raw.sendall(ROUTE + b"Content-Length: %d\r\n\r\n" % length + data)
+        yield made
+
+
+def status(raw: socket.socket) -> int:
+    """The status of the next answer on a connection."""
+    return int(raw.recv(12).split()[1])
+
+
+def ended(connections: list[socket.socket]) -> list[socket.socket]:
+    """Those on which an answer waits, or that were closed."""
+    return select.select(connections, [], [], 0)[0]
+
+
+def ask_anew(server: Any) -> int:
+    """The status of a small request on a connection of its own."""
+    body = {"model": "fake", "prompt": "ab", "max_tokens": 2}
+    return httpx.post(server.url + "/v1/completions", json=body, timeout=20).status_code
+
+
+def test_uploads_that_stall_take_no_place_in_the_queue(start_fake: Any) -> None:
+    server = start_fake(max_num_seqs=2, max_queued_requests=2)
+    with uploads(server, 10, 100, b"{"):
+        # What these connections sent was read before this is answered: they are older.
+        server.wait(lambda: server.http.get("/ready").status_code == 200)
+        for _ in range(8):
+            assert server.complete("ab", max_tokens=2).status_code == 200
+
+
+def test_a_server_that_stops_refuses_before_it_reads_the_body(start_fake: Any, script: Any) -> None:
+    server = start_fake()
+    with server.stream(seed=script.HANG_AFTER):
+        server.process.terminate()
+        server.wait(lambda: server.http.get("/ready").status_code == 503)
+        with uploads(server, 1, 100, b"{") as (raw,):
+            assert status(raw) == 503
+        server.process.terminate()
+
+
+def test_uploads_that_stall_do_not_use_up_the_files(start_fake: Any) -> None:
+    server = start_fake(files=(128, 1024))
+    with uploads(server, 300, 100, b"{") as stalled:
+        assert ask_anew(server) == 200
+        stalled[0].sendall(b"}" + b" " * 98)
+        assert status(stalled[0]) == 400
+
+
+def test_the_connection_that_waits_longest_makes_room(start_fake: Any, script: Any) -> None:
+    server = start_fake(files=(128, 128))
+    with server.stream(seed=script.HANG_AFTER) as served:
+        lines = served.iter_lines()
+        next(lines)
+        with uploads(server, 150, 100, b"{") as stalled:
+            assert (
+                httpx.post(server.url + "/v1/completions", json={"model": "fake", "prompt": "x"}).status_code
+                == 200
+            )
+            assert status(stalled[0]) == 408
+            stalled[-1].sendall(b"}" + b" " * 98)
+            assert status(stalled[-1]) == 400
+
+
+def test_a_body_must_make_progress(start_fake: Any) -> None:
+    server = start_fake(constants={"weft.front.body.STALL_TIMEOUT": 1.0})
+    with uploads(server, 2, 100, b"{") as (silent, slow):
+        for _ in range(5):
+            time.sleep(0.5)
+            slow.sendall(b" ")
+        assert status(silent) == 408
+        slow.sendall(b" " * 94)
+        assert status(slow) == 400
+
+
+def test_the_memory_of_bodies_is_bounded(start_fake: Any) -> None:
+    """Of uploads that stall, the first end when it is full; small requests and moving uploads are served."""
+    limit, memory = 1 << 20, 8 << 20
+    server = start_fake(max_request_bytes=limit, constants={**PATIENT, "weft.front.body.MEMORY": memory})
+    fits = memory // (limit * 3 // 4)
+    with uploads(server, 40, limit, b" " * (limit * 3 // 4)) as stalled:
+        server.wait(lambda: len(ended(stalled)) >= 40 - fits, 20)
+        for _ in range(20):
+            assert ask_anew(server) == 200
+        whole = json.dumps({"model": "fake", "prompt": "ab", "max_tokens": 2}).encode().ljust(limit)
+        headers = {"content-type": "application/json"}
+        assert server.http.post("/v1/completions", content=whole, headers=headers).status_code == 200
+        (left, *others) = [raw for raw in stalled if raw not in ended(stalled)]
+        assert len(others) >= 3
+        left.sendall(b" " * (limit // 4))
+        assert status(left) == 400
+
+
+def test_small_bodies_have_memory_of_their_own(start_fake: Any) -> None:
+    """Many small uploads that stall end when they are too many, longest without progress first."""
+    server = start_fake(max_request_bytes=1 << 20, constants={**PATIENT, "weft.front.body.MEMORY": 4 << 20})
+    with uploads(server, 30, 100_000, b" " * 50_000) as stalled:
+        assert status(stalled[0]) == 408
+        for _ in range(20):
+            assert ask_anew(server) == 200
+        stalled[-1].sendall(b" " * 50_000)
+        assert status(stalled[-1]) == 400
+
+
+def test_memory_that_is_full_of_whole_bodies() -> None:
+    """There is nobody to end: the next one is refused, and is served when one of them has been parsed."""
+
+    async def run() -> None:
+        bodies = Bodies(limit=1000, memory=400)
+        async with asyncio.timeout(10) as timeout:
+            with bodies.upload() as first, bodies.upload() as second:
+                first.begin(timeout)
+                first.grow(90)
+                first.complete()
+                second.begin(timeout)
+                second.grow(10)
+                with pytest.raises(Overloaded):
+                    second.grow(1)
+                assert not first.ended
+            with bodies.upload() as third:
+                third.begin(timeout)
+                third.grow(100)
+
+    asyncio.run(run())
