@@ -129,6 +129,28 @@ def test_the_server_ends_when_the_last_head_dies(start_fake: Any, script: Any) -
     assert server.process.wait(20) == 1
 
 
+@pytest.mark.parametrize(
+    ("heads", "together", "state"),
+    [(1, False, "recovering"), (2, False, "degraded"), (2, True, "recovering")],
+)
+def test_health_while_a_head_is_started_again(
+    start_fake: Any, tmp_path: Path, heads: int, together: bool, state: str
+) -> None:
+    """It stays 200, for nobody outside should restart a server that recovers by itself."""
+    loaded = tmp_path / "loaded"
+    loaded.touch()
+    server = start_fake(heads=heads, together=together, lives=1, loaded=[str(loaded)])
+    loaded.unlink()  # the next head loads until it is there again
+    os.kill(children(server)[0], signal.SIGKILL)
+    server.wait(lambda: sum(by_head(server, "engine_up").values()) == heads - 1, 20)
+    for route, told in (("/health", state), ("/ping", state), ("/live", "alive")):
+        answer = server.http.get(route)
+        assert (answer.status_code, answer.json()) == (200, {"status": told})
+    loaded.touch()
+    server.wait(lambda: server.http.get("/health").json() == {"status": "alive"}, 20)
+    assert text_of(server.complete("abc", max_tokens=5)) == "abcab"
+
+
 @pytest.mark.parametrize("lives", [0, 1])
 def test_heads_that_need_each_other(start_fake: Any, script: Any, sse: Any, lives: int) -> None:
     """Sequences wait until all are there; where one is lost for good, all are, and everybody hears of it."""

@@ -50,6 +50,7 @@ def test_sigterm_drains(start_fake: Any, script: Any, sse: Any) -> None:
         server.process.send_signal(signal.SIGTERM)
         server.wait(lambda: server.http.get("/ready").status_code == 503)
         assert server.http.get("/health").status_code == 200
+        assert server.http.get("/live").status_code == 200
         refused = server.chat()
         assert refused.status_code == 503
         assert refused.json()["error"]["code"] == "unavailable"

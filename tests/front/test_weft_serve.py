@@ -241,7 +241,8 @@ def test_streams_outlive_the_head(start_weft: Any, sse: Any, death: signal.Signa
         server.wait(lambda: server.metric("num_requests_running") >= 4, 20)
         os.kill(first, death)
         server.wait(lambda: server.metric("engine_up") == 0, 20)
-        assert server.http.get("/health").status_code == 200
+        health = server.http.get("/health")
+        assert (health.status_code, health.json()) == (200, {"status": "recovering"})
         assert server.http.get("/ready").status_code == 503
         late = pool.submit(server.chat, QUESTION, max_tokens=30, temperature=0)
         rest, reason = text_of(lines, sse)

@@ -74,8 +74,9 @@ def _add_state(app: FastAPI, front: Front) -> None:
         """Whether the server works: 200 once it has been ready, until its engine is dead for good.
 
         503 with "starting" while the model loads, and with "dead" at the end. 200 with "alive"; with
-        "degraded" while some replica is dead and others serve; with "recovering" while every replica is
-        being started again, since a restart from outside would only take longer. Draining changes nothing.
+        "degraded" while some replica is dead and others serve; with "recovering" while none serves and the
+        dead are being started again, since a restart from outside would only take longer. Draining changes
+        nothing.
         """
         return _health(front)
 
@@ -122,7 +123,9 @@ def _health(front: Front) -> Response:
         return _json({"status": "starting"}, 503)
     if front.client.whole:
         return _json({"status": "alive"})
-    return _json({"status": "degraded" if front.client.alive else "recovering"})
+    # Heads that share experts work together or not at all.
+    others_serve = front.client.alive and not front.config.parallel.enable_expert_parallel
+    return _json({"status": "degraded" if others_serve else "recovering"})
 
 
 def _json(value: Any, status: int = 200) -> Response:
