@@ -18,6 +18,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from weft.common.errors import HeaderTooLarge, InvalidRequest, RequestTimeout, Unavailable, WeftError
 from weft.front.connections import Connections
+from weft.front.middleware import request_id_of
 from weft.front.responses import error_response, to_json
 
 MAX_HEAD_BYTES = 64 << 10
@@ -227,8 +228,9 @@ class Connection(HttpToolsProtocol):
         free = cycle is None or cycle.response_complete
         if free or (reads and not cycle.response_started and not self.pipeline):
             body = to_json(error_response(error.info()))
-            head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(
-                body
+            head = (
+                b"content-type: application/json\r\ncontent-length: %d\r\nx-request-id: %s\r\n"
+                b"connection: close\r\n\r\n" % (len(body), request_id_of(None))
             )
             self.transport.write(STATUS_LINE[error.http_status] + head + body)
             if not free:  # its handler must not answer, too

@@ -85,7 +85,7 @@ class Gate:
         method = scope["method"]
         scope = _as_routed(scope)
         headers = dict(reversed(scope["headers"]))
-        request_id = _request_id(headers.get(b"x-request-id"))
+        request_id = request_id_of(headers.get(b"x-request-id"))
         status = 0
 
         async def answer(message: Message) -> None:
@@ -143,7 +143,7 @@ def _as_routed(scope: Scope) -> Scope:
     return {**scope, "path": path, "method": "GET" if method == "HEAD" else method}
 
 
-def _request_id(given: bytes | None) -> bytes:
+def request_id_of(given: bytes | None) -> bytes:
     """The client's own id if it is a plain short word, else a new one. It names log lines, nothing else."""
     if given is not None and _GOOD_ID.fullmatch(given):
         return given
