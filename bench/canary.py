@@ -127,8 +127,11 @@ def percentile(values: list[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-async def beside(canary: Canary, command: list[str] | None, seconds: float) -> str:
-    """Runs the canary beside an attack, from a second before to ``SETTLE`` seconds after."""
+async def beside(canary: Canary, command: list[str] | None, seconds: float, settle: float = SETTLE) -> str:
+    """Runs the canary beside an attack, from a second before it to ``settle`` seconds after it.
+
+    Returns what the attack printed.
+    """
     stop = asyncio.Event()
     running = asyncio.create_task(canary.run(stop))
     await asyncio.sleep(1.0)
@@ -139,7 +142,7 @@ async def beside(canary: Canary, command: list[str] | None, seconds: float) -> s
         process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
         out, _ = await asyncio.wait_for(process.communicate(), seconds + 300)
         told = out.decode().strip()
-    await asyncio.sleep(SETTLE)
+    await asyncio.sleep(settle)
     stop.set()
     await running
     return told

@@ -14,7 +14,7 @@ import json
 import resource
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -128,7 +128,7 @@ def idle_uploads(target: Target) -> list[int]:
     with contextlib.ExitStack() as held:
         for _ in range(target.times(2000)):
             with contextlib.suppress(OSError):
-                held.enter_context(link := connect(target))
+                link = held.enter_context(connect(target))
                 link.sendall(head)
         time.sleep(target.seconds)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -149,7 +149,7 @@ def never_read(target: Target) -> list[int]:
     head = head_of(f"content-length: {len(body)}")
     with contextlib.ExitStack() as held:
         for _ in range(target.streams):
-            held.enter_context(link := connect(target))
+            link = held.enter_context(connect(target))
             link.sendall(head + body)
         time.sleep(target.seconds)
     return []
@@ -185,10 +185,8 @@ def head_of(length: str) -> bytes:
     return f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n{length}\r\n\r\n".encode()
 
 
-@contextlib.contextmanager
-def connect(target: Target) -> Iterator[socket.socket]:
-    with socket.create_connection((target.host, target.port), timeout=60) as link:
-        yield link
+def connect(target: Target) -> socket.socket:
+    return socket.create_connection((target.host, target.port), timeout=60)
 
 
 def status_of(link: socket.socket) -> int:

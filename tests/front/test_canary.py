@@ -1,0 +1,74 @@
+"""No client stalls another: a canary asks for two tokens again and again beside each hostile client.
+
+The attacks are those of ``bench.canary``, smaller. How fast the canary is answered is measured there; here it
+must be answered each time, and nothing may be left afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.canary import Canary, Memory, beside
+from bench.hostile import ATTACKS
+
+SLOTS = 8
+SCALE = {"bad_words": 1.0, "nested": 0.2, "long_prompts": 0.5}
+"""Of the attacks; 0.05 by default."""
+EXPECTED = {
+    "bad_words": {400},
+    "stops": {200},
+    "long_prompts": {400},
+    "nested": {400},
+    "chunks": {0, 400, 413},  # 0: cut before the answer could be read
+    "echo_logprobs": {200, 400},
+}
+GROWTH_MB = 100
+
+
+@pytest.fixture(scope="module")
+def server(start_weft: Any) -> Any:
+    return start_weft("--max-num-seqs", str(SLOTS))
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_canary_beside(server: Any, attack: str) -> None:
+    command = [sys.executable, "-m", "bench.hostile", attack, server.url, "--model", server.model]
+    command += ["--seconds", "2", "--scale", str(SCALE.get(attack, 0.05)), "--streams", str(SLOTS)]
+    front = Memory(server.process.pid)
+    before = front.now()
+    canary = Canary(server.url, server.model)
+    told = asyncio.run(beside(canary, command, 2, settle=0.5))
+    assert canary.refused == []
+    assert len(canary.seconds) > 10
+    statuses = {int(status) for status in json.loads(told)}
+    assert statuses <= EXPECTED.get(attack, set()), statuses
+    assert bool(statuses) == (attack in EXPECTED)
+    server.wait(
+        lambda: server.metric("num_requests_running") == server.metric("num_requests_waiting") == 0, 30
+    )
+    server.wait(lambda: front.now() < before + GROWTH_MB, 30)
+    assert server.http.get("/ready").status_code == 200
+
+
+def test_large_bodies_are_read_in_another_process(server: Any) -> None:
+    def readers() -> int:
+        children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+        commands = [Path(f"/proc/{child}/cmdline").read_bytes() for child in children]
+        return sum(b"weft.front.read_worker" in command for command in commands)
+
+    body = {"model": server.model, "prompt": [5] * 20, "max_tokens": 1, "temperature": 0}
+    small = server.http.post("/v1/completions", json=body)
+    large = server.http.post(
+        "/v1/completions",
+        content=json.dumps(body) + " " * (1 << 20),
+        headers={"content-type": "application/json"},
+    )
+    assert small.status_code == large.status_code == 200
+    assert large.json()["choices"] == small.json()["choices"]
+    assert readers() >= 1
