@@ -24,7 +24,7 @@ ops: $(OPS)  ## compile the C++ operations for this CPU
 $(READY): pyproject.toml requirements/lock.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if v >= (3, 11) else "Weft needs Python 3.11 or 3.12, this is %d.%d: make PYTHON=python3.12 ..." % v)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing the pinned dependencies into $(VENV); the first time this takes some minutes"
+	@echo "installing the pinned dependencies into $(VENV); the first time that downloads torch and takes minutes, in which pip prints nothing"
 	@bash scripts/install_torch.sh $(BIN)/python
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements/lock.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
