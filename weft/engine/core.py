@@ -73,6 +73,8 @@ class EngineCore:
         self._depth = config.scheduler.steps_in_flight
         self._in_flight: deque[tuple[StepHandle, float]] = deque()
         """Steps in flight, and when the planning of each began."""
+        self._launching = False
+        """Whether a step is being launched; one that an interrupt cut short stays so, and none can follow."""
         self._completed = -math.inf
         """When the last result was read."""
         self._recovery = Recovery(self._clock)
@@ -156,10 +158,13 @@ class EngineCore:
     def _lose(self, lost: GroupLost) -> None:
         """Ranks are lost, and with them the steps in flight."""
         self._in_flight.clear()
+        self._launching = False
         self._completed = -math.inf
         self._recovery.begin(self.runner, lost)
 
     def _step(self) -> list[TokenEvent]:
+        if self._launching:
+            raise EngineDead("a step was interrupted, and the engine can't go on")
         plan = None
         if len(self._in_flight) < self._depth:  # else an interrupt cut the last wait short: read first
             now = self._clock.now()
@@ -169,10 +174,12 @@ class EngineCore:
             if self.domain is not None:
                 plan = self.domain.settle(plan, self._unfinished(), self.scheduler.idle)
         if plan is not None:
+            self._launching = True
             self.balance.launched(plan)
             handle = self.runner.forward(plan)
             self.runner.sample(handle)
             self._in_flight.append((handle, now))
+            self._launching = False
         if self._in_flight and (plan is None or len(self._in_flight) >= self._depth):
             return self._commit_oldest()
         if plan is None and self.scheduler.in_flight:

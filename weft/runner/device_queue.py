@@ -23,7 +23,7 @@ class DeviceQueue:
     """
 
     def __init__(self, threaded: bool) -> None:
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         if threaded:
             self._thread = threading.Thread(target=self._run, name="weft-device", daemon=True)
@@ -34,12 +34,15 @@ class DeviceQueue:
             task()
 
     def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Runs, or queues, ``work(*args)``. Its exception is the future's; an interrupt of it, EngineDead."""
+        """Runs, or queues, ``work(*args)``. Its exception is the future's.
+
+        An interrupt of work that runs inline is raised here: the work is half done, and can't be resumed.
+        """
         future: Future[Any] = Future()
         if self._thread is not None:
             self._work.put(lambda: _carry_out(future, work, args))
-        else:
-            _carry_out(future, work, args)
+        elif (interrupt := _carry_out(future, work, args)) is not None:
+            raise interrupt
         return future
 
     def close(self, timeout: float = 10.0) -> None:
@@ -49,7 +52,8 @@ class DeviceQueue:
             self._thread.join(timeout)
 
 
-def _carry_out(future: Future[Any], work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _carry_out(future: Future[Any], work: Callable[..., Any], args: tuple[Any, ...]) -> BaseException | None:
+    """Gives the future its result or exception; of an interrupt, which is returned, EngineDead."""
     try:
         future.set_result(work(*args))
     except Exception as error:
@@ -58,6 +62,8 @@ def _carry_out(future: Future[Any], work: Callable[..., Any], args: tuple[Any, .
         lost = EngineDead("a step was interrupted")
         lost.__cause__ = interrupt
         future.set_exception(lost)
+        return interrupt
+    return None
 
 
 def result_of(future: Future[Any], deadline: float) -> Any:
