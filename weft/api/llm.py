@@ -8,13 +8,12 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-from tqdm import tqdm
-
 from weft.api.outputs import RequestOutput
 from weft.api.request import Request, RequestMaker, client_error
 from weft.api.settings import read_settings
 from weft.common.errors import EngineDead, InvalidRequest, Overloaded, WeftError
 from weft.common.log import get_logger
+from weft.common.progress import progress_bar
 from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig
 from weft.engine.core import EngineCore
@@ -182,9 +181,7 @@ class LLM:
             raise EngineDead("this LLM was shut down")
         if self._death is not None:
             raise EngineDead(self._death)
-        bar = tqdm(
-            total=len(requests), desc="Prompts", unit="prompt", disable=not use_tqdm, dynamic_ncols=True
-        )
+        bar = progress_bar(total=len(requests), title="Prompts", unit="prompt", shown=use_tqdm)
         run = _Run(self._core, requests, bar)
         try:
             run.drive()
@@ -204,6 +201,9 @@ class LLM:
     def _clear(self, run: _Run) -> None:
         try:
             run.clear()
+        except WeftError as error:
+            self._death = error.message
+            log.warning("this LLM can't be used any more: %s", error.message)
         except Exception as error:
             self._death = f"the engine failed: {type(error).__name__}"
             log.exception("the engine failed")

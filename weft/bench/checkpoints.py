@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
-
 from weft.bench.tokenizer import SPECIAL, write_tokenizer
 from weft.common.errors import ConfigError
+from weft.common.progress import progress_bar
 
 if TYPE_CHECKING:
     import torch
@@ -166,7 +165,7 @@ def make(name: str, folder: str | Path, seed: int = 0, *, progress: bool = True)
     target.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
-        with tqdm(desc=name, unit="tensor", disable=None if progress else True, dynamic_ncols=True) as bar:
+        with progress_bar(title=name, unit="tensor", shown=progress) as bar:
             writer(recipe, made, seed, bar)
         _finish(recipe, made)
         (made / _MARK).write_text(json.dumps(mark) + "\n", encoding="utf-8")

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-from tqdm import tqdm
 
 from weft.bench.client import Target, send
 from weft.bench.records import Record
 from weft.bench.schedule import Planned
+from weft.common.progress import progress_bar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ async def run_load(
     """
     run = Run()
     total = limits.requests
-    bar = tqdm(total=total, desc=title, unit="req", disable=None if progress else True, dynamic_ncols=True)
+    bar = progress_bar(total=total, title=title, unit="req", shown=progress)
     began, cpu = time.monotonic(), _cpu_seconds()
     driver = asyncio.create_task(_Driver(client, target, limits, run, key, bar).drive(plan, began))
     with bar, _interrupting(driver, run):

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import httpx
-from tqdm import tqdm
 
 from weft.common.errors import ConfigError, WeftError
+from weft.common.progress import progress_bar
 from weft.config.sections import Config
 
 _TIMEOUT = httpx.Timeout(600.0, connect=10.0)
@@ -49,7 +49,7 @@ async def _ask_server(
         if model is None:
             model = str((await _call(client, "GET", f"{base}/models"))["data"][0]["id"])
         gate = asyncio.Semaphore(concurrency)
-        with tqdm(total=len(questions), desc="gsm-mini", unit="problem") as bar:
+        with progress_bar(total=len(questions), title="gsm-mini", unit="problem") as bar:
 
             async def one(question: str) -> str:
                 body: dict[str, Any] = {"model": model, "temperature": 0, "messages": _chat(question)}
@@ -120,7 +120,7 @@ def from_reference(
 
     reference = Reference(config)
     texts: list[str] = []
-    with tqdm(total=len(questions), desc="gsm-mini", unit="problem") as bar:
+    with progress_bar(total=len(questions), title="gsm-mini", unit="problem") as bar:
         for begin in range(0, len(questions), concurrency):
             part = reference.chat(questions[begin : begin + concurrency], max_tokens)
             texts += part

@@ -9,6 +9,7 @@ import click
 from weft.bench.workloads import WORKLOADS
 from weft.common import log
 from weft.common.errors import ConfigError
+from weft.common.progress import progress_bar
 from weft.launch import bench_load, options
 from weft.launch.bench_load import PRESETS, check_writable, json_option, write_json
 
@@ -89,8 +90,6 @@ def offline(
     config = options.build(given, model_name)
     log.configure(config.front.log_level)
     settings = options.keywords(config)
-    from tqdm import tqdm
-
     from weft.bench import offline as run
 
     chosen = [WORKLOADS[name] for name in names] or [w for w in WORKLOADS.values() if w.concurrency is None]
@@ -98,7 +97,7 @@ def offline(
     try:
         total = 1 + len(chosen) * rounds if identical is None else identical
         total += chosen[0].requests if alone else 0
-        with tqdm(total=total, desc="bench", unit="run", disable=None, dynamic_ncols=True) as bar:
+        with progress_bar(total=total, title="bench", unit="run") as bar:
 
             def tick(done: str) -> None:
                 bar.set_postfix_str(done, refresh=False)
@@ -138,7 +137,6 @@ def moe_table(device: str, threads: int | None, json_file: str | None) -> int:
     """
     check_writable(json_file, "--json")
     import torch
-    from tqdm import tqdm
 
     from weft.bench import moe_table as run
     from weft.ops import moe_table as table
@@ -149,7 +147,7 @@ def moe_table(device: str, threads: int | None, json_file: str | None) -> int:
         raise ConfigError("there is no CUDA device here", param="--device")
     if threads is not None:
         torch.set_num_threads(threads)
-    with tqdm(total=run.cases(device), desc="moe-table", disable=None, dynamic_ncols=True) as bar:
+    with progress_bar(total=run.cases(device), title="moe-table", unit="case") as bar:
 
         def tick(done: str) -> None:
             bar.set_postfix_str(done, refresh=False)
@@ -179,13 +177,11 @@ def dispatch(ranks: tuple[int, ...], json_file: str | None) -> int:
     about a minute.
     """
     check_writable(json_file, "--json")
-    from tqdm import tqdm
-
     from weft.bench import dispatch as run
     from weft.moe import cost
 
     chosen = ranks or (2, 4)
-    found = [run.collectives(count) for count in tqdm(chosen, desc="dispatch", unit="group", disable=None)]
+    found = [run.collectives(count) for count in progress_bar(chosen, title="dispatch", unit="group")]
     cost.MEASUREMENTS.save(found)
     for line in run.summary(found):
         click.echo(line)

@@ -10,10 +10,10 @@ from typing import Any
 
 import click
 import msgspec
-from tqdm import tqdm
 
 from weft.common import log
 from weft.common.errors import ConfigError
+from weft.common.progress import progress_bar
 from weft.config.flags import SETTINGS, suggest
 from weft.config.resolved import KVConfig
 from weft.config.sections import Config, SchedulerSection
@@ -193,7 +193,7 @@ def _run(
     given: dict[str, Any],
 ) -> Report:
     section: SchedulerSection = config.scheduler
-    with tqdm(desc=f"simulating {name}"[:40], unit="request", delay=1.0, leave=False) as bar:
+    with progress_bar(title=f"simulating {name}"[:40], unit="request", delay=1.0, leave=False) as bar:
 
         def show(done: int, total: int, now: float) -> None:
             bar.total, bar.n = total, done

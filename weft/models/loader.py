@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from weft.common.errors import ConfigError
+from weft.common.progress import progress_bar
 from weft.config.families.facts import Facts, read_json
 from weft.config.spec import ModelSpec
 from weft.layers.build import Build, ExpertOptions
@@ -138,7 +138,7 @@ def fill(model: Model, weights: WeightMap, files: Sequence[Path], saved_layers: 
     quantized = model.spec.quantized
     sources = _check_names(weights, files, range(model.spec.layers, saved_layers), quantized is not None)
     target = Target(weights, dict(model.named_parameters()), quantized, torch_ops.wide(model.dtype))
-    with tqdm(total=len(sources), desc="Loading weights", unit="tensor", disable=not progress) as bar:
+    with progress_bar(total=len(sources), title="Loading weights", unit="tensor", shown=progress) as bar:
         for path in files:
             with WeightFile(path) as file:
                 for source in sources:

@@ -37,10 +37,10 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
 import torch
-from tqdm import tqdm
 
 from weft.attention.base import Backends, LayerCache, StepInput
 from weft.common.log import get_logger
+from weft.common.progress import progress_bar
 from weft.common.recent import Recent
 from weft.models.base import Model
 from weft.overlap.drive import drive
@@ -221,7 +221,7 @@ class DecodeGraphs:
         halves = (1, 2) if options.halves else (1,)
         buckets = itertools.product(reversed(self._rows), each, reversed(self._contexts), halves)
         keys = [Key(*key) for key in buckets if key[0] >= key[3]]
-        for key in tqdm(keys, desc="capturing decode", unit="graph", disable=not options.progress):
+        for key in progress_bar(keys, title="capturing decode", unit="graph", shown=options.progress):
             self._replays.put(key, options.capture(self._closure(key)))
         log.info(
             "%d CUDA graphs for decode, up to %d rows, captured in %.1f s; they take %d MiB",

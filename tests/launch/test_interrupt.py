@@ -1,0 +1,118 @@
+"""Ctrl-C in commands that compute: status 130, one line, no traceback. And bars, for who watches alone."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+class Watched:
+    """A command in a terminal of its own: standard output and error are that terminal."""
+
+    def __init__(self, *arguments: str) -> None:
+        ours, theirs = pty.openpty()
+        termios.tcsetwinsize(theirs, (24, 100))  # a bar fits itself into the terminal
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "weft", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=theirs,
+            stderr=theirs,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+        os.close(theirs)
+        self._terminal = ours
+        self.shown = ""
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                data = os.read(self._terminal, 4096)
+            except OSError:  # nobody has the terminal any more
+                return
+            self.shown += data.decode(errors="replace")
+
+    def until(self, text: str) -> None:
+        """Waits until ``text`` was shown."""
+        deadline = time.monotonic() + 120
+        while text not in self.shown:
+            assert time.monotonic() < deadline, self.shown
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        """Ends it; to be called once."""
+        self.process.kill()
+        self.process.wait()
+        self._reader.join(20)
+        os.close(self._terminal)
+
+
+@pytest.fixture
+def watch() -> Iterator[Any]:
+    commands: list[Watched] = []
+
+    def start(*arguments: str) -> Watched:
+        commands.append(Watched(*arguments))
+        return commands[-1]
+
+    yield start
+    for command in commands:
+        command.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (["eval", "gsm-mini", "--limit", "500"], "1/500"),
+        (["eval", "gsm-mini", "--tensor-parallel-size", "2"], "1/500"),
+        (["verify", "--self", "--prompts", "2", "--tokens", "200"], "deterministic"),
+        (["generate", "Count", "--ignore-eos", "--max-tokens", "900", "--no-chat"], "Loading weights: 100%"),
+        (["bench", "offline", "--rounds", "50"], "Loading weights: 100%"),
+    ],
+    ids=["eval", "eval, two ranks", "verify", "generate", "bench"],
+)
+def test_an_interrupt_gives_130_and_no_traceback(watch: Any, arguments: list[str], shown: str) -> None:
+    command = watch(*arguments)
+    command.until(shown)
+    time.sleep(0.3)  # into the computation
+    os.killpg(command.process.pid, signal.SIGINT)
+    assert command.process.wait(60) == 130, command.shown
+    assert "Traceback" not in command.shown
+    assert "weft: interrupted" in command.shown
+
+
+def test_bars_are_for_terminals(checkpoint: str, watch: Any) -> None:
+    arguments = ["eval", "gsm-mini", checkpoint, "--limit", "2", "--max-tokens", "2"]
+    command = watch(*arguments)
+    assert command.process.wait(120) == 0, command.shown
+    command.until("gsm-mini: ")
+    assert "Loading weights: 100%" in command.shown
+    assert "Prompts" in command.shown
+    made = subprocess.run(
+        [sys.executable, "-m", "weft", *arguments], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert "Loading weights" not in made.stderr
+    assert "Prompts" not in made.stderr
+    assert "\r" not in made.stderr
+
+
+def test_bars_are_made_in_one_place() -> None:
+    root = Path(__file__).resolve().parents[2]
+    users = [
+        str(path.relative_to(root)) for path in (root / "weft").rglob("*.py") if "tqdm(" in path.read_text()
+    ]
+    assert users == ["weft/common/progress.py"]
