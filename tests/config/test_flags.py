@@ -256,7 +256,7 @@ def test_two_names_of_one_setting_with_two_values_are_refused(tmp_path: Path) ->
 
 
 def test_a_wrong_value_under_a_short_name_names_it(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="^tp must be an integer"):
+    with pytest.raises(ConfigError, match=r"^tp must be an integer"):
         flags.from_keywords({"tp": 0})
     with pytest.raises(ConfigError, match=r"--config weft\.yaml: tp must be an integer"):
         file.read_values(write(tmp_path, "tp: 0\n"))

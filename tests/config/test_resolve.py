@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -361,6 +363,30 @@ def test_shown_sizes_are_never_smaller(count: int, text: str) -> None:
 
     assert memory.show_bytes(count) == text
     assert (parse_size(text) or 0) >= count
+
+
+def test_more_ranks_than_cores_are_told_of_and_far_more_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(logging.getLogger("weft"), "propagate", True)
+    folder = checkpoint(tmp_path)
+    resolved(folder, tensor_parallel_size=2)
+    assert not caplog.records
+    resolved(folder, tensor_parallel_size=2, data_parallel_size=4)
+    assert [record.getMessage() for record in caplog.records] == [
+        "--tensor-parallel-size 2 x --data-parallel-size 4: 8 ranks, with at least one thread each, share 2 "
+        "CPU cores"
+    ]
+    message = refused(folder, tensor_parallel_size=2, data_parallel_size=5)
+    assert "--tensor-parallel-size 2 x --data-parallel-size 5: 10 ranks" in message
+    assert "2 CPU cores" in message
+    assert "8 at most" in message
+    several: dict[str, Any] = {"nnodes": 2, "rdzv": "10.0.0.1:7000", "group_secret": "secret"}
+    resolved(folder, data_parallel_size=16, **several)
+    message = refused(folder, data_parallel_size=18, **several)
+    assert "9 ranks on each of 2 hosts" in message
+    assert "16 at most" in message
 
 
 def test_ranks_have_their_share_of_caches_and_memory(tmp_path: Path) -> None:

@@ -73,6 +73,33 @@ def test_an_empty_standard_input_is_no_prompt(
     with pytest.raises(SystemExit) as ended:
         main(["generate", checkpoint])
     assert ended.value.code == 2
+    told = f"standard input is empty, and {checkpoint!r} was taken as the MODEL"
+    assert capsys.readouterr().err == f"weft: {told}: run `weft generate {checkpoint} PROMPT`\n"
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_lone_word_that_looks_like_a_hub_name_gets_both_readings(
+    terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stdin = io.StringIO("")
+    monkeypatch.setattr(stdin, "isatty", lambda: terminal)
+    monkeypatch.setattr("sys.stdin", stdin)
+    with pytest.raises(SystemExit) as ended:
+        main(["generate", "hello/world"])
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert ("there is no PROMPT" if terminal else "standard input is empty") in told
+    assert "'hello/world' was taken as the MODEL" in told
+    assert "`weft generate hello/world PROMPT`" in told
+    assert "if it is the PROMPT, `weft generate --model spool-text hello/world`" in told
+
+
+def test_without_any_word_there_is_no_model_to_name(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    with pytest.raises(SystemExit):
+        main(["generate"])
     assert capsys.readouterr().err == "weft: standard input is empty: give a PROMPT\n"
 
 

@@ -7,12 +7,14 @@ The result is frozen and holds no device, no open file and no torch.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from weft.common.errors import ConfigError
+from weft.common.log import get_logger
 from weft.config import devices, hub
 from weft.config.budget import check_budget
 from weft.config.experts import check_experts
@@ -44,6 +46,10 @@ from weft.config.sections import (
 from weft.config.sharding import local_spec
 from weft.config.spec import ModelSpec
 
+log = get_logger(__name__)
+
+RANKS_EACH_CORE = 4
+"""Ranks that may share one CPU core; each has a thread of its own, and memory for its part of the model."""
 _CPU_CACHE_MOST = 4 * GIB
 #: Share of the memory that the weights leave which the cache may take by default on a CPU.
 _CPU_CACHE_SHARE = 0.5
@@ -70,6 +76,7 @@ def resolve(config: Config) -> EngineConfig:
     spec = check_experts(with_cache_dtype(spec, cache), config.parallel)
     local = local_spec(spec, check_hosts(config.parallel).layout)
     device = choose_device(runner)
+    check_cores(config.parallel, device)
     gpus = gpus_here(config.parallel, device)
     scheduler = with_depth(scheduler, device)
     dtype = choose_dtype(model, spec, device, path)
@@ -207,6 +214,23 @@ def _read_object(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ConfigError(f"{path.name} of the checkpoint is not a JSON object", param="--model")
     return found
+
+
+def check_cores(parallel: ParallelSection, device: str) -> None:
+    """Warns of more ranks on this host than CPU cores that compute for them, and refuses far more."""
+    ranks, cores = parallel.ranks_here, len(os.sched_getaffinity(0))
+    if device != "cpu" or ranks <= cores:
+        return
+    tensor, data = parallel.tensor_parallel_size, parallel.data_parallel_size
+    sizes = f"--tensor-parallel-size {tensor} x --data-parallel-size {data}"
+    here = f"{ranks} ranks" if parallel.nnodes == 1 else f"{ranks} ranks on each of {parallel.nnodes} hosts"
+    if ranks > RANKS_EACH_CORE * cores:
+        raise ConfigError(
+            f"{sizes}: {here} are too many for the {cores} CPU cores of this process, which take "
+            f"{RANKS_EACH_CORE} each: make the product {RANKS_EACH_CORE * cores * parallel.nnodes} at most",
+            param="--data-parallel-size" if data > 1 else "--tensor-parallel-size",
+        )
+    log.warning("%s: %s, with at least one thread each, share %d CPU cores", sizes, here, cores)
 
 
 def choose_device(runner: RunnerSection) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ import click
 from weft.common import log
 from weft.common.errors import ConfigError
 from weft.config import hub
+from weft.config.flags import SETTINGS
 from weft.config.sections import Config
 from weft.launch import options
 from weft.text.model import TextModel
@@ -64,7 +66,7 @@ def generate(words: tuple[str, ...], chat: bool | None, **given: Any) -> int:
     """Answer each PROMPT (or standard input, with - or in a pipe).
 
     The first word is the MODEL if it is a bundled model, a folder or a hub name (owner/name) and --model is
-    not given.
+    not given. A PROMPT of that form needs a MODEL before it, or --model.
     """
     model, prompts = split_words(words, given.get("model"))
     sampling = {name: given.pop(name) for name, _, _ in _SAMPLING}
@@ -75,13 +77,30 @@ def generate(words: tuple[str, ...], chat: bool | None, **given: Any) -> int:
     )
     config = options.build(given, model)
     log.configure(config.front.log_level)
-    if not prompts and sys.stdin.isatty():
-        raise ConfigError("give a PROMPT, or - to read one from standard input")
     if prompts in ([], ["-"]):
-        prompts = [sys.stdin.read().rstrip("\n")]
-        if not prompts[0].strip():
-            raise ConfigError("standard input is empty: give a PROMPT")
+        prompts = [_read_prompt(model, asked=prompts == ["-"])]
     return asyncio.run(_answer(config, prompts, params, chat))
+
+
+def _read_prompt(model: str | None, asked: bool) -> str:
+    """The prompt on standard input. ``model``: the word that was taken as MODEL; ``asked``: with ``-``.
+
+    Raises ConfigError when there is none, which says how the words were read.
+    """
+    missing, ask = "there is no PROMPT", "give a PROMPT, or - to read one from standard input"
+    if asked or not sys.stdin.isatty():
+        prompt = sys.stdin.read().rstrip("\n")
+        if prompt.strip():
+            return prompt
+        missing, ask = "standard input is empty", "give a PROMPT"
+    if model is None:
+        raise ConfigError(f"{missing}: {ask}")
+    word = shlex.quote(model)
+    message = f"{missing}, and {model!r} was taken as the MODEL: run `weft generate {word} PROMPT`"
+    if not is_here(model):
+        default = shlex.quote(SETTINGS["model"].default)
+        message += f", or, if it is the PROMPT, `weft generate --model {default} {word}`"
+    raise ConfigError(message)
 
 
 async def _answer(config: Config, prompts: Sequence[str], params: SamplingParams, chat: bool | None) -> int:
@@ -175,7 +194,12 @@ def split_words(words: Sequence[str], model: str | None) -> tuple[str | None, li
 
 def is_model(word: str) -> bool:
     """Whether a word names a model rather than being a prompt."""
-    if word in hub.bundled_models() or _HUB_NAME.fullmatch(word):
+    return is_here(word) or _HUB_NAME.fullmatch(word) is not None
+
+
+def is_here(word: str) -> bool:
+    """Whether a word names a bundled model or a model's folder."""
+    if word in hub.bundled_models():
         return True
     try:
         return (Path(word).expanduser() / "config.json").is_file()
