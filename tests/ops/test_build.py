@@ -15,6 +15,7 @@ from click.testing import CliRunner
 
 from weft.common.measurements import cache_folder
 from weft.launch.build_ops import build_ops
+from weft.launch.main import main
 from weft.ops import cpu
 from weft.ops.cpu import build
 
@@ -166,6 +167,23 @@ def test_command(calls: Path, sources: Path) -> None:
     ran = CliRunner().invoke(build_ops, [])
     assert isinstance(ran.exception, build.BuildError)
     assert "told to fail" in ran.output
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_in_one_line(
+    tmp_path: Path,
+    calls: Path,
+    sources: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("WEFT_OPS_CACHE", str(tmp_path / "file" / "ops"))
+    with pytest.raises(SystemExit) as ended:
+        main(["build-ops"])
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert "(not a directory): set WEFT_OPS_CACHE to a folder that this user may write" in told
 
 
 def test_without_a_build_one_line_says_what_it_costs(

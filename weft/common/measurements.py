@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from weft.common import env
+from weft.common.errors import ConfigError
 from weft.common.log import get_logger
 
 _log = get_logger(__name__)
@@ -73,13 +74,23 @@ class Measurements(Generic[Row]):
         return tuple(tables)
 
     def save(self, rows: list[Row]) -> None:
-        """Writes ``rows`` to this machine's table, in one step. What is there of others stays."""
+        """Writes ``rows`` to this machine's table, in one step. What is there of others stays.
+
+        Raises ConfigError where that cannot be written.
+        """
         path, new = self.user_file(), {self.of(row) for row in rows}
         try:
             kept = [row for row in self.read(path) if self.of(row) not in new]
         except (OSError, ValueError):
             kept = []
-        path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".{os.getpid()}")
-        partial.write_text(json.dumps(self.as_json([*kept, *rows]), indent=1) + "\n", encoding="utf-8")
-        partial.replace(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_text(json.dumps(self.as_json([*kept, *rows]), indent=1) + "\n", encoding="utf-8")
+            partial.replace(path)
+        except OSError as error:
+            why = (error.strerror or "unknown reason").lower()
+            raise ConfigError(
+                f"measurements of {self.what} can't be kept ({why}): set WEFT_OPS_CACHE to a folder that "
+                "this user may write"
+            ) from error

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
 from weft.common.errors import NotFound, Overloaded, Unavailable
+from weft.common.log import get_logger
 from weft.config.resolved import EngineConfig
 from weft.config.sections import FrontSection
 from weft.front.heads import Heads, Place, Respawn
@@ -19,6 +20,8 @@ from weft.front.protocol import printable
 from weft.front.responses import ModelCard
 from weft.text.model import TextModel
 from weft.text.submit import IdMint, ModelLimits, SeedMint
+
+log = get_logger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -64,6 +67,10 @@ class Front:
         loop = asyncio.get_running_loop()
         load = functools.partial(TextModel.load, self.config.tokenizer_path, self.section.chat_template)
         text = await loop.run_in_executor(self._pool, load)
+        if text.chat.problem is not None:
+            log.warning(
+                "%s; chat completions are refused until --chat-template names another one", text.chat.problem
+            )
         welcome = await self.client.start()
         # --tokenizer may name a folder that does not know the model's own ends.
         ends = tuple(sorted({*text.end_ids, *self.config.spec.eos_ids}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from weft.common.errors import ConfigError
 from weft.ops.cpu import build
 
 
@@ -21,3 +22,9 @@ def build_ops(force: bool, verbose: bool) -> None:
         if error.output:
             click.echo(error.output, err=True)
         raise
+    except OSError as error:
+        why = (error.strerror or "unknown reason").lower()
+        raise ConfigError(
+            f"the C++ operations can't be kept in their folder ({why}): set WEFT_OPS_CACHE to a folder that "
+            "this user may write"
+        ) from error

@@ -82,6 +82,11 @@ class ChatFormat:
         """The template's source, if there is one."""
         return self._source
 
+    @property
+    def problem(self) -> str | None:
+        """Why the template cannot be used, if there is one and it does not compile."""
+        return self._template.message if isinstance(self._template, InvalidRequest) else None
+
     def encode(
         self,
         messages: Any,
