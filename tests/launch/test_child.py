@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from weft.common import signals
 from weft.common.folder import private_folder
 from weft.launch import heads
 
@@ -49,8 +50,8 @@ def test_a_child_dies_with_its_parent() -> None:
     assert process.stdout is not None
     pid = int(process.stdout.readline())
     assert alive(pid)
-    os.kill(pid, signal.SIGTERM)
-    os.kill(pid, signal.SIGINT)
+    for number in signals.STOPS:
+        os.kill(pid, number)
     time.sleep(0.2)
     assert alive(pid), "a head leaves signals to its parent"
     process.kill()

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,19 @@ from typing import Any
 import httpx
 import pytest
 
+from weft.common import signals
+from weft.common.errors import ConfigError
+from weft.config.flags import from_keywords
+from weft.launch.serve import with_keys
+
 
 class Server:
     """A running ``weft serve`` whose ready line was read."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, **variables: str) -> None:
         # Sockets have short paths, and pytest's folders are long.
         self.temporary = tempfile.mkdtemp(prefix="w")
-        environment = {**os.environ, "TMPDIR": self.temporary, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "TMPDIR": self.temporary, "OMP_NUM_THREADS": "1", **variables}
         self.log = folder / "serve.log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -33,6 +39,8 @@ class Server:
                 stderr=log,
                 env=environment,
                 text=True,
+                start_new_session=True,  # its group is signalled as a terminal would
+                preexec_fn=_heed_signals,
             )
 
     def url(self) -> str:
@@ -52,6 +60,9 @@ class Server:
                 return int(child)
         raise AssertionError("no head")
 
+    def signal_group(self, number: int) -> None:
+        os.killpg(self.process.pid, number)
+
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
@@ -60,12 +71,18 @@ class Server:
         shutil.rmtree(self.temporary)
 
 
+def _heed_signals() -> None:
+    """Whoever runs the tests may have had signals ignored, and what is ignored is inherited."""
+    for number in signals.STOPS:
+        signal.signal(number, signal.SIG_DFL)
+
+
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Any]:
     servers: list[Server] = []
 
-    def starter(*arguments: str) -> Server:
-        servers.append(Server(tmp_path, *arguments))
+    def starter(*arguments: str, **variables: str) -> Server:
+        servers.append(Server(tmp_path, *arguments, **variables))
         return servers[-1]
 
     yield starter
@@ -157,8 +174,6 @@ def test_an_address_in_use_gives_status_2_and_leaves_no_head(checkpoint: str, st
 
 def test_sigterm_while_loading_ends_in_order(checkpoint: str, start: Any) -> None:
     server = start(checkpoint, "--port", "0")
-    import time
-
     deadline = time.monotonic() + 60
     while not os.listdir(server.temporary):
         assert time.monotonic() < deadline
@@ -166,3 +181,141 @@ def test_sigterm_while_loading_ends_in_order(checkpoint: str, start: Any) -> Non
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(60) in (0, 143)
     assert os.listdir(server.temporary) == []
+
+
+@pytest.mark.parametrize("number", signals.STOPS)
+def test_a_signal_to_all_while_loading_ends_all_at_once(checkpoint: str, start: Any, number: int) -> None:
+    """It comes when the head has just begun, and imports; the status is 128 and the signal's number."""
+    server = start(checkpoint, "--port", "0")
+    deadline = time.monotonic() + 60
+    while True:
+        assert time.monotonic() < deadline
+        try:
+            head = server.head()
+            break
+        except AssertionError:
+            time.sleep(0.005)
+    server.signal_group(number)
+    assert server.process.wait(60) == 128 + number
+    assert not Path(f"/proc/{head}").exists()
+    assert os.listdir(server.temporary) == []
+    assert "Traceback" not in server.log.read_text()
+
+
+def stopped_head(server: Server) -> int:
+    """The head's process id, once it listens; it does nothing from then on, as if loading took for ever."""
+    deadline = time.monotonic() + 60
+    while not list(Path(server.temporary).glob("*/head0")):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    head = server.head()
+    os.kill(head, signal.SIGSTOP)
+    return head
+
+
+def test_a_head_that_loads_is_not_waited_for(checkpoint: str, start: Any) -> None:
+    server = start(checkpoint, "--port", "0")
+    head = stopped_head(server)
+    server.signal_group(signal.SIGINT)
+    assert server.process.wait(60) == 130
+    assert not Path(f"/proc/{head}").exists()
+    assert os.listdir(server.temporary) == []
+    assert "Traceback" not in server.log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("number", "more"),
+    [(signal.SIGHUP, ["--tensor-parallel-size", "2"]), (signal.SIGQUIT, []), (signal.SIGINT, [])],
+    ids=["SIGHUP", "SIGQUIT", "SIGINT"],
+)
+def test_a_signal_to_all_drains(checkpoint: str, start: Any, number: int, more: list[str]) -> None:
+    """Front, head and workers get the signal, as from a terminal; the stream that runs comes to its end."""
+    server = start(checkpoint, "--port", "0", *more)
+    base = server.url()
+    body = {"model": checkpoint, "prompt": "x", "max_tokens": 500, "temperature": 0, "stream": True}
+    with httpx.stream(
+        "POST", f"{base}/v1/completions", json={**body, "ignore_eos": True}, timeout=120
+    ) as answer:
+        lines = (line for line in answer.iter_lines() if line)
+        first = next(lines)
+        server.signal_group(number)
+        if number == signal.SIGHUP:  # closing a terminal sends it more than once
+            time.sleep(0.1)
+            server.signal_group(number)
+        *_, last, done = [first, *lines]
+    assert done == "data: [DONE]"
+    assert json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+    assert server.process.wait(60) == 0
+    told = "stopping: 1 request may run for 30 more seconds; a second Ctrl-C stops at once"
+    assert told in server.log.read_text()
+    assert os.listdir(server.temporary) == []
+
+
+def test_an_idle_server_says_nothing_of_requests_when_it_stops(checkpoint: str, start: Any) -> None:
+    server = start(checkpoint, "--port", "0")
+    server.url()
+    server.process.terminate()
+    assert server.process.wait(60) == 0
+    log = server.log.read_text()
+    assert "stopping" in log
+    assert "request" not in log.partition("stopping")[2]
+
+
+def test_keys_come_from_the_environment(checkpoint: str, start: Any) -> None:
+    server = start(checkpoint, "--port", "0", WEFT_API_KEY=" sesame , second\n")
+    models = f"{server.url()}/v1/models"
+    assert httpx.get(models).status_code == 401
+    assert httpx.get(models, headers={"Authorization": "Bearer other"}).status_code == 401
+    for key in ("sesame", "second"):
+        assert httpx.get(models, headers={"Authorization": f"Bearer {key}"}).status_code == 200
+    for process in (server.process.pid, server.head()):
+        assert b"sesame" not in Path(f"/proc/{process}/cmdline").read_bytes()
+
+
+def test_keys_of_flags_and_file_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WEFT_API_KEY", raising=False)
+    assert with_keys(from_keywords({})).front.api_key == ()
+    monkeypatch.setenv("WEFT_API_KEY", "a,b")
+    assert with_keys(from_keywords({})).front.api_key == ("a", "b")
+    assert with_keys(from_keywords({"api_key": ["flag"]})).front.api_key == ("flag",)
+
+
+@pytest.mark.parametrize("text", ["", " , "])
+def test_a_variable_without_a_key_does_not_open_the_server(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEFT_API_KEY", text)
+    with pytest.raises(ConfigError, match="WEFT_API_KEY is set and holds no key"):
+        with_keys(from_keywords({}))
+
+
+def test_a_template_that_does_not_compile_is_told_of_at_the_start(
+    checkpoint: str, start: Any, tmp_path: Path
+) -> None:
+    folder = tmp_path / "broken"
+    shutil.copytree(checkpoint, folder)
+    (folder / "chat_template.jinja").write_text("{% for message in messages %}\n{{ message.content }")
+    server = start(str(folder), "--port", "0", "--served-model-name", "tiny")
+    base = server.url()
+    warnings = [line for line in server.log.read_text().splitlines() if " W front " in line]
+    assert len(warnings) == 1
+    assert "the chat template does not compile: syntax error in line" in warnings[0]
+    assert "chat completions are refused until --chat-template names another one" in warnings[0]
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
+    refused = httpx.post(f"{base}/v1/chat/completions", json=body)
+    assert refused.status_code == 400
+    assert "does not compile" in refused.json()["error"]["message"]
+
+
+def test_no_bars_in_a_log_and_no_folder_for_operations(checkpoint: str, start: Any, tmp_path: Path) -> None:
+    """A folder of operations that can't be there costs one line, and the server goes on."""
+    (tmp_path / "file").touch()
+    server = start(checkpoint, "--port", "0", WEFT_OPS_CACHE=str(tmp_path / "file" / "ops"))
+    base = server.url()
+    body = {"model": checkpoint, "prompt": "x", "max_tokens": 2}
+    assert httpx.post(f"{base}/v1/completions", json=body, timeout=60).status_code == 200
+    log = server.log.read_text()
+    assert "Traceback" not in log
+    assert "\r" not in log
+    assert "Loading weights" not in log
+    assert sum("C++ operations" in line for line in log.splitlines()) == 1

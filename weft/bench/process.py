@@ -57,14 +57,14 @@ class ServerProcess:
         url: str = "http://127.0.0.1:{port}",
         *,
         model: str | None = None,
-        environment: Mapping[str, str] | None = None,
+        environment: Mapping[str, str | None] | None = None,
         log_file: str | Path | None = None,
         port: int | None = None,
         prompt: str | list[int] = "a b",
     ) -> None:
         """``model``: its name in requests, asked from /v1/models by default. ``environment`` is added to this
-        process's. ``log_file`` gets standard output and error; without it they are dropped. ``prompt`` is
-        what the first generation is asked for.
+        process's; None takes a variable out. ``log_file`` gets standard output and error; without it they are
+        dropped. ``prompt`` is what the first generation is asked for.
         """
         self.port = port or free_port()
         self.command = [part.replace("{port}", str(self.port)) for part in command]

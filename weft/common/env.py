@@ -7,6 +7,7 @@ import os
 #: name -> meaning. A test fails when a variable is read that is not listed here.
 VARIABLES = {
     "WEFT_LOG_LEVEL": "debug, info, warning or error; the default of --log-level",
+    "WEFT_API_KEY": "key(s) that clients of weft serve must send, separated by commas; --api-key wins",
     "WEFT_CORE_DUMPS": "1 leaves core dumps on in child processes",
     "WEFT_OPS_CACHE": "where weft build-ops keeps the C++ operations; ~/.cache/weft/ops by default",
     "WEFT_DISABLE_CPU_OPS": "1 runs torch's operations in place of the C++ ones",
@@ -24,6 +25,11 @@ def get(name: str, default: str = "") -> str:
     if name not in VARIABLES:
         raise KeyError(f"{name} is not a declared environment variable")
     return os.environ.get(name, default)
+
+
+def is_set(name: str) -> bool:
+    """Whether there is such a variable, be it empty. Raises KeyError for one that is not in ``VARIABLES``."""
+    return bool(get(name)) or name in os.environ
 
 
 def spin_briefly() -> None:
@@ -49,6 +55,6 @@ def prepare_nccl(one_host: bool) -> None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 
-def child_environment(**extra: str) -> dict[str, str]:
-    """The environment a child process starts with: this one's and ``extra``."""
-    return {**os.environ, **extra}
+def child_environment(**extra: str | None) -> dict[str, str]:
+    """The environment a child process starts with: this one's and ``extra``, without what is None there."""
+    return {name: value for name, value in {**os.environ, **extra}.items() if value is not None}

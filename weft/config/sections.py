@@ -274,7 +274,11 @@ class FrontSection(_Section, frozen=True, kw_only=True):
     host: Annotated[str, Meta(description="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0 takes a free one.")] = 8000
     api_key: Annotated[
-        tuple[str, ...], Meta(description="Key(s) that clients must send as a bearer token.")
+        tuple[str, ...],
+        Meta(
+            description="Key(s) that clients must send as a bearer token. All users of this machine can see "
+            "command lines: better set the environment variable WEFT_API_KEY, or the key in --config's file."
+        ),
     ] = ()
     chat_template: Annotated[
         str | None, Meta(description="File with a chat template to use instead of the model's.")

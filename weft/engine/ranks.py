@@ -12,7 +12,7 @@ from typing import Protocol
 
 import msgspec
 
-from weft.common import env
+from weft.common import env, signals
 from weft.common.log import get_logger
 from weft.config.gpus import gpu_environment
 from weft.config.hosts import meeting_place, replica_spans, uses_board
@@ -117,7 +117,8 @@ class RankProcesses:
         command = [sys.executable, "-m", "weft.launch.rank_main"]
         command += [str(os.getpid()), self._address, str(rank), self._level]
         environment = env.child_environment(**gpu_environment(self._engine, rank))
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
+        with signals.blocked():
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
         assert process.stdin is not None
         try:
             with process.stdin as pipe:

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import zmq
 
-from weft.common import env
+from weft.common import env, signals
 from weft.common.errors import ConfigError, EngineDead, Overloaded, WeftError
 from weft.common.folder import private_folder
 from weft.common.log import get_logger
@@ -337,7 +337,8 @@ def _spawn(config: EngineConfig, endpoint: str) -> subprocess.Popen[bytes]:
     level = logging.getLevelName(logging.getLogger("weft").getEffectiveLevel()).lower()
     command = [sys.executable, "-m", "weft.launch.head_main", str(os.getpid()), endpoint, level]
     environment = env.child_environment(**gpu_environment(config, head_rank(config)))
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
+    with signals.blocked():
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
     assert process.stdin is not None
     try:
         with process.stdin as pipe:

@@ -129,7 +129,8 @@ class HeadClient:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._context is not None:
-            self._context.destroy(linger=500)
+            # A head that has not answered yet is still loading, and its process is ended by whoever owns it.
+            self._context.destroy(linger=500 if self.welcome is not None else 0)
 
     @property
     def alive(self) -> bool:

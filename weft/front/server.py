@@ -17,6 +17,7 @@ import uvicorn
 import uvloop
 
 from weft.common import log as weft_log
+from weft.common import signals
 from weft.common.errors import ConfigError, Unavailable, WeftError
 from weft.config.resolved import EngineConfig
 from weft.config.sections import FrontSection
@@ -40,9 +41,11 @@ def serve(
 ) -> int:
     """Serves until a signal (0, after draining), a second one (130) or the death of the last head (1).
 
+    A signal that comes before the server is ready ends it at once, with status 128 and the signal's number.
+
     The caller owns the heads at ``places`` and those that ``respawn`` starts in the place of dead ones; they
     have been told to stop, or are dead, when this returns. Call from the main
-    thread: it takes SIGTERM and SIGINT, and leaves them ignored, since what follows is the process's end.
+    thread: it takes ``signals.STOPS``, and leaves them ignored, since what follows is the process's end.
     Raises ConfigError when the port or the tokenizer can't be used.
     """
     listener = bind(front.host, front.port)
@@ -91,13 +94,15 @@ class Server:
         self._places = places
         self._respawn = respawn
         self._listener = listener
-        self._signals = 0
+        self._signal = 0
+        """The first one that came."""
 
     async def run(self) -> int:
         """Returns the exit status."""
         self._stop, self._stop_now = asyncio.Event(), asyncio.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+        handled = signals.heeded()
+        for number in handled:
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
         front = self._front = Front(self._config, self._section, self._places, self._respawn)
         http = _Uvicorn(self._uvicorn_config(front))
         serving = asyncio.create_task(http.serve(sockets=[self._listener]))
@@ -110,9 +115,9 @@ class Server:
             http.should_exit = True
             http.force_exit = self._stop_now.is_set()
             await asyncio.wait({serving}, timeout=2 * GRACE + 1)
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in handled:
                 asyncio.get_running_loop().remove_signal_handler(number)
-                signal.signal(number, signal.SIG_IGN)
+            signals.ignore()
 
     def _uvicorn_config(self, front: Front) -> uvicorn.Config:
         logging.getLogger("uvicorn").parent = logging.getLogger("weft")
@@ -137,9 +142,9 @@ class Server:
         front = self._front
         try:
             if not await self._unless_stopped(front.start(), serving):
-                return FORCED if self._stop_now.is_set() else 0
+                return 128 + self._signal if self._signal else 1
             if not await self._unless_stopped(probe(front), serving):
-                return FORCED if self._stop_now.is_set() else 0
+                return 128 + self._signal if self._signal else 1
         except ConfigError:
             raise
         except WeftError as error:
@@ -174,16 +179,16 @@ class Server:
         """Lets running requests finish; new ones are refused meanwhile."""
         front = self._front
         front.lifecycle.move(Phase.DRAINING)
-        log.info(
-            "stopping: %d requests may run for %g more seconds",
-            front.lifecycle.active,
-            self._section.drain_timeout,
-        )
+        if front.lifecycle.active:
+            may = f"may run for {self._section.drain_timeout:g} more seconds; a second Ctrl-C stops at once"
+            log.info("stopping: %s %s", _requests(front.lifecycle.active), may)
+        else:
+            log.info("stopping")
         await self._until_idle(self._section.drain_timeout)
         if front.client.failure is not None:
             return 1
         if front.lifecycle.active:
-            log.warning("%d requests did not finish in time", front.lifecycle.active)
+            log.warning("%s did not finish in time", _requests(front.lifecycle.active))
             front.client.fail_all(Unavailable("the server shut down before the request was finished"))
         return FORCED if self._stop_now.is_set() else 0
 
@@ -195,17 +200,22 @@ class Server:
         while front.lifecycle.active and loop.time() < deadline and not self._stop_now.is_set():
             await asyncio.sleep(0.02)
 
-    def _on_signal(self) -> None:
-        self._signals += 1
-        self._stop.set()
-        if self._signals > 1:
+    def _on_signal(self, number: int) -> None:
+        # A terminal that is closed sends SIGHUP more than once, and its shell does, too: none of them cuts.
+        if self._signal and number != signal.SIGHUP:
             self._stop_now.set()
+        self._signal = self._signal or number
+        self._stop.set()
 
     # -- the ready line -----------------------------------------------------------------------------
 
     def _announce(self) -> None:
         sys.stdout.write(ready_text(self._listener, self._front.names[0], bool(self._section.api_key)))
         sys.stdout.flush()
+
+
+def _requests(count: int) -> str:
+    return f"{count} request" if count == 1 else f"{count} requests"
 
 
 def ready_text(listener: socket.socket, model: str, needs_key: bool) -> str:

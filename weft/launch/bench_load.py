@@ -309,7 +309,9 @@ def _sweep(chosen: Sweep, config: Config, given: dict[str, Any]) -> dict[str, An
     command = [sys.executable, "-m", "weft", "serve", *server_arguments(config), "--port", "{port}"]
     with (
         tempfile.TemporaryDirectory(prefix="weft-") as folder,
-        ServerProcess(command, log_file=Path(folder) / "serve.log") as server,
+        ServerProcess(
+            command, environment={"WEFT_API_KEY": None}, log_file=Path(folder) / "serve.log"
+        ) as server,
     ):
         click.echo(f"starting {config.model.model}", err=True)
         seconds = server.wait_ready(given["ready_timeout"])

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 
-from weft.common import env
+from weft.common import env, signals
 
 _PR_SET_PDEATHSIG = 1
 _POLL_SECONDS = 0.5
@@ -42,6 +42,5 @@ def _watch(parent: int) -> None:
 
 
 def ignore_signals() -> None:
-    """Leaves SIGINT and SIGTERM to the parent, which drains: terminals and supervisors send them to both."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    """Leaves the signals that ask to stop to the parent, which drains; see ``weft.common.signals``."""
+    signals.ignore()

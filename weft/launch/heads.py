@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from weft.common import env, log
+from weft.common import env, log, signals
 from weft.common.clock import Clock, SystemClock
 from weft.common.restarts import RestartBudget
 from weft.config.gpus import gpu_environment, head_rank
@@ -142,7 +142,8 @@ def start_head(
     descriptors = () if pipe is None else (pipe.fileno(),)
     command += map(str, descriptors)
     environment = env.child_environment(**gpu_environment(config, head_rank(config)))
-    head = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, pass_fds=descriptors)
+    with signals.blocked():
+        head = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, pass_fds=descriptors)
     if pipe is not None:
         pipe.close()
     assert head.stdin is not None

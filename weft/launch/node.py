@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from weft.common import log
+from weft.common import log, signals
 from weft.common.restarts import RestartBudget
 from weft.config.hosts import meeting_place, ranks_on
 from weft.config.resolved import EngineConfig
@@ -59,16 +59,15 @@ def serve_node(config: EngineConfig, log_level: str) -> int:
 
 
 def until_stopped(work: Callable[[], int]) -> int:
-    """``work()``; 0 when SIGTERM or SIGINT cut it short. Both are ignored from then on."""
-    for number in (signal.SIGTERM, signal.SIGINT):
+    """``work()``; 0 when a signal that asks to stop cut it short. All of them are ignored from then on."""
+    for number in signals.heeded():
         signal.signal(number, _stop)
     try:
         return work()
     except _Stop:
         return 0
     finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)
+        signals.ignore()
 
 
 class Ranks:

@@ -91,9 +91,9 @@ def settings(sections: Iterable[str], also: Iterable[str] = ()) -> Callable[[F],
         options: list[click.Option] = []
         for setting in SETTINGS.values():
             if setting.section in chosen or setting.name in single:
-                option = _option(setting)
-                option.heading = title(setting.section) if setting.section in chosen else ""
-                options.append(option)
+                flag = _option(setting)
+                flag.heading = title(setting.section) if setting.section in chosen else ""
+                options.append(flag)
         options.append(
             click.Option(
                 ["--config"],

@@ -8,16 +8,18 @@ import sys
 from typing import Any
 
 import click
+import msgspec
 
-from weft.common import log
+from weft.common import env, log, signals
+from weft.common.errors import ConfigError
 from weft.common.folder import private_folder
+from weft.config.flags import SETTINGS
 from weft.config.hosts import uses_board
 from weft.config.resolved import EngineConfig
-from weft.config.sections import FrontSection
+from weft.config.sections import Config, FrontSection
 from weft.launch import child, options
 
 _SECONDS_TO_CLOSE = 5.0
-_STOPS = {signal.SIGTERM, signal.SIGINT}
 
 
 @click.command(cls=options.Command)
@@ -31,10 +33,24 @@ def serve(model_name: str | None, **given: Any) -> int:
     """
     from weft.config.resolve import resolve
 
-    config = options.build(given, model_name)
+    config = with_keys(options.build(given, model_name))
     host = config.parallel.node_rank
     log.configure(config.front.log_level, f"host {host}" if host else "front")
     return run(resolve(config), config.front)
+
+
+def with_keys(config: Config) -> Config:
+    """``config`` with the API keys of WEFT_API_KEY, unless flags or the file give some.
+
+    Raises ConfigError when the variable is set and holds none: that must not open the server.
+    """
+    if config.front.api_key or not env.is_set("WEFT_API_KEY"):
+        return config
+    text = env.get("WEFT_API_KEY")
+    if not text.strip(", \t\r\n"):
+        raise ConfigError("WEFT_API_KEY is set and holds no key: give one, or unset it to serve without keys")
+    keys = SETTINGS["api_key"].parse(text, "WEFT_API_KEY")
+    return msgspec.structs.replace(config, front=msgspec.structs.replace(config.front, api_key=keys))
 
 
 def run(resolved: EngineConfig, front: FrontSection) -> int:
@@ -53,21 +69,28 @@ def run(resolved: EngineConfig, front: FrontSection) -> int:
     from weft.launch.heads import HeadProcesses
 
     child.forbid_core_dumps()
-    # Until the front takes the signal over, SIGTERM ends this process in order: no folder is left behind.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
+    # Until the front takes signals over, each ends this process in order: no folder is left behind.
+    for number in signals.heeded():
+        signal.signal(number, _exit)
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOPS)
     folder = private_folder()
     heads: HeadProcesses | None = None
     patience, status = 0.0, 1
     ends: list[int] = []
     try:
         heads = HeadProcesses(resolved, folder, front.log_level, front.engine_restarts)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOPS)
         places = [heads.start(replica) for replica in range(resolved.parallel.data_parallel_size)]
         status = run_front(resolved, front, places, heads.respawn)
-        patience = _SECONDS_TO_CLOSE
+        # After a signal that cuts short there is nothing to wait for: heads still load, or are not to finish.
+        patience = 0.0 if status > 128 else _SECONDS_TO_CLOSE
     finally:
+        signals.ignore()
         if heads is not None:
-            ends = heads.close(patience, status)
+            ends = heads.close(patience, 0 if status > 128 else status)
         shutil.rmtree(folder, ignore_errors=True)
     return 2 if status != 0 and 2 in ends else status
+
+
+def _exit(number: int, frame: object) -> None:
+    sys.exit(128 + number)
