@@ -374,10 +374,10 @@ def test_more_ranks_than_cores_are_told_of_and_far_more_refused(
     resolved(folder, tensor_parallel_size=2)
     assert not caplog.records
     resolved(folder, tensor_parallel_size=2, data_parallel_size=4)
-    assert [record.getMessage() for record in caplog.records] == [
+    assert {record.getMessage() for record in caplog.records} == {
         "--tensor-parallel-size 2 x --data-parallel-size 4: 8 ranks, with at least one thread each, share 2 "
         "CPU cores"
-    ]
+    }
     message = refused(folder, tensor_parallel_size=2, data_parallel_size=5)
     assert "--tensor-parallel-size 2 x --data-parallel-size 5: 10 ranks" in message
     assert "2 CPU cores" in message
