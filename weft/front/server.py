@@ -33,6 +33,9 @@ log = weft_log.get_logger(__name__)
 
 GRACE = 2
 """Seconds that connections get to take their last bytes when the server stops."""
+SEND_BUFFER = 64 << 10
+"""Bytes that the kernel takes of a connection's answers before its client has them. Its own choice grows to
+megabytes, which hide that a client does not read."""
 FORCED = 130
 """Exit status when a second signal cut requests off."""
 
@@ -58,7 +61,9 @@ def bind(host: str, port: int) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        return socket.create_server(address[:2], family=family, backlog=2048)
+        listener = socket.create_server(address[:2], family=family, backlog=2048)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+        return listener
     except OSError as error:
         # Python words some of these errors itself, with the address in them; the system's words are plain.
         number = error.errno or 0

@@ -96,7 +96,7 @@ async def handle(front: Front, request: Request, prepare: Callable[[Front, bytes
             times.failed(error.info().code if isinstance(error, WeftError) else "internal_error")
             raise
         events = _events(request.receive, generation, shape, first, times)
-        return EventStream(events, deadline + SEND_GRACE, held.pop_all())
+        return EventStream(events, deadline + SEND_GRACE, held.pop_all(), generation.flow, front.client)
 
 
 async def _answer(front: Front, receive: Receive, generation: Generation, shape: Shape) -> Response:
