@@ -152,7 +152,9 @@ class FakeHead:
             self.live[message.sequence] = Sequence(front, message)
         elif isinstance(message, m.Finish):
             self.finishes += 1
-            self.live.pop(message.sequence, None)
+            if self.live.pop(message.sequence, None) is not None:
+                end = m.TokenEvent(sequence=message.sequence, finish="abort")
+                self.send(front, m.Tokens(step=self.steps, events=(end,)))
         elif isinstance(message, m.Shutdown):
             self.stop = True
 

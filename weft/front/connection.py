@@ -16,10 +16,13 @@ import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from weft.common import log as weft_log
 from weft.common.errors import HeaderTooLarge, InvalidRequest, RequestTimeout, Unavailable, WeftError
 from weft.front.connections import Connections
 from weft.front.middleware import request_id_of
 from weft.front.responses import error_response, to_json
+
+log = weft_log.get_logger(__name__)
 
 MAX_HEAD_BYTES = 64 << 10
 MAX_HEADERS = 256
@@ -32,6 +35,11 @@ PIECE = 512
 """Bytes that the parser gets at once where a head may begin: a bound on the requests that begin in them."""
 TURN = 64 << 10
 """Bytes that are parsed before other connections get their turn."""
+
+WRITE_BUFFER = 16 << 10
+"""Bytes of an answer that may wait for the kernel before whoever sends it has to wait."""
+UNREAD_SECONDS = 60.0
+"""After which a connection is closed whose client has read nothing of what waits for it."""
 
 
 class _Reading(FlowControl):
@@ -80,6 +88,7 @@ class Connection(HttpToolsProtocol):
         self._in_head = False
         self._head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
+        self._unread_timer: asyncio.TimerHandle | None = None
         self._in_body = False
         self._length = 0
         """Of the body, where the head told it."""
@@ -89,6 +98,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=WRITE_BUFFER)
         self.flow = _Reading(transport, self._schedule)
         if self._all.opened(self):
             self._begin_head()
@@ -98,6 +108,7 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._all.closed(self)
         self._end_head()
+        self._stop_watching()
         if self._next_turn is not None:
             self._next_turn.cancel()
         super().connection_lost(exc)
@@ -192,6 +203,37 @@ class Connection(HttpToolsProtocol):
             self._all.waits(self)
         super().on_response_complete()
         self._schedule()
+        self._stop_watching()
+        self._watch_reading()
+
+    # -- clients that do not read -------------------------------------------------------------------
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_reading()
+
+    def resume_writing(self) -> None:
+        self._stop_watching()
+        super().resume_writing()
+
+    def _watch_reading(self) -> None:
+        """Sees to it that what waits to be sent becomes less."""
+        waits = self.transport.get_write_buffer_size()
+        if waits and self._unread_timer is None:
+            self._unread_timer = self.loop.call_later(UNREAD_SECONDS, self._check_reading, waits)
+
+    def _stop_watching(self) -> None:
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None
+
+    def _check_reading(self, before: int) -> None:
+        self._unread_timer = None
+        if self.transport.get_write_buffer_size() < before:
+            self._watch_reading()
+        else:
+            log.warning("a client did not read its answer for %g seconds: it is cut off", UNREAD_SECONDS)
+            self.transport.abort()
 
     # -- refusals -----------------------------------------------------------------------------------
 
@@ -237,3 +279,4 @@ class Connection(HttpToolsProtocol):
                 cycle.disconnected = True
                 cycle.message_event.set()
         self.transport.close()
+        self._watch_reading()

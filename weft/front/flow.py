@@ -46,6 +46,10 @@ class Flow:
             self._waiting[event.sequence] = merge(events)
         self._wake.set()
 
+    @property
+    def failed(self) -> bool:
+        return self._error is not None
+
     def fail(self, error: WeftError) -> None:
         """Ends the flow for its reader. The first error stays."""
         if self._error is None:

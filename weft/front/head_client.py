@@ -2,7 +2,9 @@
 
 Submits and Finishes leave through one queue, in order, so that a Finish can't overtake its Submit. Events
 that come for a sequence nobody waits for any more (its client left, its text side ended it) are dropped
-and counted. When the head dies, every open flow fails at once, exactly once.
+and counted. A sequence that was taken back may be submitted again at once: a head answers every Submit with
+one end, so what comes before that is of the earlier one. When the head dies, every open flow fails at once,
+exactly once.
 """
 
 from __future__ import annotations
@@ -83,6 +85,8 @@ class HeadClient:
         self._clock = clock or SystemClock()
         self._progress = Progress(engine_timeout, self._clock.now())
         self._flows: dict[int, Flow] = {}
+        self._ending: dict[int, int] = {}
+        """Sequences that were taken back, and how many ends of them are still to come."""
         self._outbox: deque[m.ToHead] = deque()
         self._out = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -175,6 +179,12 @@ class HeadClient:
             self._flows.pop(sequence, None)
             if self.failure is None:
                 self._send(m.Finish(sequence=sequence))
+
+    def take_back(self, sequence: int) -> None:
+        """Ends an open sequence here, which may be submitted again. Its flow keeps it."""
+        if self._flows.pop(sequence, None) is not None and self.failure is None:
+            self._ending[sequence] = self._ending.get(sequence, 0) + 1
+            self._send(m.Finish(sequence=sequence))
 
     def release(self, flow: Flow) -> None:
         """Ends whatever of the flow is still open. Idempotent; every handler calls it, however it ended."""
@@ -280,6 +290,12 @@ class HeadClient:
 
     def _dispatch(self, event: m.TokenEvent) -> None:
         flow = self._flows.get(event.sequence)
+        if event.sequence in self._ending:
+            flow = None
+            if event.finish is not None:
+                self._ending[event.sequence] -= 1
+                if not self._ending[event.sequence]:
+                    del self._ending[event.sequence]
         if flow is None:
             self.late_events += 1
             return

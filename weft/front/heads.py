@@ -5,6 +5,7 @@
 
 When a head dies, its open sequences go to another one, from the tokens that came so far. Where none lives,
 they wait for one that is started anew, if any is; else they fail. One head is the same, with no other.
+In the same way a flow whose reader is held up is paused: its sequences leave their heads, and go on later.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from weft.routing.registry import Instance, Registry
 from weft.types import messages as m
 
 log = get_logger(__name__)
+
+LATE = "the engine failed and did not come back in time; try again later"
 
 
 class Place(NamedTuple):
@@ -87,6 +90,8 @@ class Heads:
         self._ledger = Ledger()
         self._parked: dict[int, Flow] = {}
         """Open sequences without a head, in order."""
+        self._paused: dict[int, Flow] = {}
+        """Open sequences that nobody would read."""
         self._returning: dict[int, asyncio.Task[None]] = {}
         """Heads that are being started anew."""
         self._closing = False
@@ -101,6 +106,8 @@ class Heads:
         """Sequences that went on at another head, or at their own one started anew."""
         self.restarts = 0
         """Heads that were started anew."""
+        self.pauses = 0
+        """How often flows were paused."""
 
     # -- life ---------------------------------------------------------------------------------------
 
@@ -128,7 +135,7 @@ class Heads:
         for task in self._returning.values():
             task.cancel()
         await asyncio.gather(*self._returning.values(), return_exceptions=True)
-        fail_flows(self._parked.values(), Unavailable("the server is shutting down"))
+        fail_flows(self._without_head(), Unavailable("the server is shutting down"))
         await asyncio.gather(*(client.close() for client in self.clients))
 
     @property
@@ -218,7 +225,36 @@ class Heads:
         """Fails every open flow with ``error``."""
         for client in self.clients:
             client.fail_all(error)
-        fail_flows(self._parked.values(), error)
+        fail_flows(self._without_head(), error)
+
+    def pause(self, flow: Flow) -> None:
+        """Takes the flow's open sequences from their heads until ``resume``. Idempotent.
+
+        What heads have sent by now is kept; what they send later is computed again.
+        """
+        paused = len(self._paused)
+        for sequence in flow.open:
+            home = self._registry.home(sequence)
+            if home is not None:
+                self.clients[home].take_back(sequence)
+                self._registry.end(sequence)
+                self._ledger.wait(sequence)  # the next head takes over from none that was lost
+            elif self._parked.pop(sequence, None) is None:
+                continue
+            self._paused[sequence] = flow
+        self.pauses += len(self._paused) > paused
+
+    def resume(self, flow: Flow) -> None:
+        """Goes on with what ``pause`` took from its heads. Idempotent."""
+        flows = {sequence: flow for sequence in flow.open if self._paused.pop(sequence, None) is not None}
+        if not flows or flow.failed:
+            return
+        if self._ready():
+            self._place(flows, EngineDead("the engine was lost"))
+        elif self._late:
+            flow.fail(Unavailable(LATE))
+        else:
+            self._parked.update(flows)
 
     def note(self, event: m.TokenEvent) -> m.TokenEvent | None:
         """An event of an open sequence came. Returns what of it is news; None when nothing is."""
@@ -242,6 +278,10 @@ class Heads:
         self._ledger.close(sequence)
         self._registry.end(sequence)
         self._parked.pop(sequence, None)
+        self._paused.pop(sequence, None)
+
+    def _without_head(self) -> list[Flow]:
+        return [*self._parked.values(), *self._paused.values()]
 
     # -- heads that die and return ------------------------------------------------------------------
 
@@ -279,29 +319,36 @@ class Heads:
         if not self._ready():
             if not self._returning and self.failure is None:
                 self.failure = error
+                lost = self._without_head()
                 self._parked = {}
                 for sequence in flows:
                     self._ledger.close(sequence)
-                fail_flows(flows.values(), error)
+                fail_flows(lost, error)
                 self.died.set()
             elif self._returning and self._expiry is None and not self._late:
                 loop = asyncio.get_running_loop()
                 self._expiry = loop.call_later(self._patience, self._expire)
             return
         self._parked = {}
-        again = []
+        self._place(flows, error)
+
+    def _place(self, flows: dict[int, Flow], error: WeftError) -> None:
+        """Sends sequences that have no head to one. ``error``: what those that had one lost it by."""
+        again, lost = [], set()
         for sequence, flow in flows.items():
             try:
                 if isinstance(flow, _Tracked) and flow.probing:
                     raise error
+                if not self._ledger.waits(sequence):
+                    lost.add(sequence)
                 again.append(self._ledger.again(sequence))
-            except WeftError as lost:
-                self._end(flow, sequence, lost)
+            except WeftError as ended:
+                self._end(flow, sequence, ended)
         for group in _by_request(again):
             flow = flows[group[0].sequence]
             try:
                 self._send(group, flow)
-                self.failovers += len(group)
+                self.failovers += len(lost & {submit.sequence for submit in group})
             except WeftError as refused:
                 for submit in group:
                     self._end(flow, submit.sequence, refused)
@@ -335,8 +382,7 @@ class Heads:
         log.error("no engine is back after %g seconds: %d sequences fail", self._patience, len(flows))
         for sequence in flows:
             self._ledger.close(sequence)
-        late = "the engine failed and did not come back in time; try again later"
-        fail_flows(flows.values(), Unavailable(late))
+        fail_flows(flows.values(), Unavailable(LATE))
 
     def _forget_expiry(self) -> None:
         if self._expiry is not None:

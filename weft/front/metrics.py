@@ -102,6 +102,7 @@ class Link(Protocol):
     """What a scrape reads of the front's link to its heads."""
 
     failovers: int
+    pauses: int
     restarts: int
 
     @property
@@ -176,6 +177,10 @@ _LINK: dict[str, tuple[str, Callable[[Link], float]]] = {
     "front_bad_frames": ("Frames from heads that the front dropped.", lambda c: c.bad_frames),
     "front_late_events": ("Token events that nobody waited for any more.", lambda c: c.late_events),
     "engine_restarts": ("Heads that died and were started anew.", lambda c: c.restarts),
+    "streams_paused": (
+        "Times that a stream gave its slots back, as its client did not read.",
+        lambda c: c.pauses,
+    ),
     "front_failovers": ("Sequences that went on after the death of their head.", lambda c: c.failovers),
 }
 _LINK_GAUGES: dict[str, tuple[str, Callable[[Link], float]]] = {

@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import signal
 import socket
 import sys
 from typing import IO
 
 import msgspec
 
+from weft.common import signals
 from weft.common.errors import ErrorInfo, WeftError
 from weft.common.log import get_logger
 from weft.common.memory import keep_heap_small, trim_heap
@@ -69,8 +69,7 @@ def answer_to(reader: Reader, payload: bytes) -> Answer:
 
 
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_IGN)  # the front ends its workers: they live as long as its socket
+    signals.ignore()  # the front ends its workers: they live as long as its socket
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
     with (

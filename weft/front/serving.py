@@ -90,7 +90,7 @@ async def handle(
             times.failed(error.info().code if isinstance(error, WeftError) else "internal_error")
             raise
         events = _events(front, request.receive, generation, shape, first, times)
-        return EventStream(events, deadline + SEND_GRACE, held.pop_all())
+        return EventStream(events, deadline + SEND_GRACE, held.pop_all(), generation.flow, front.client)
 
 
 async def _answer(
@@ -110,7 +110,14 @@ async def _answer(
         made = b"".join(pieces)
         generation.succeeded()
         return Response(made, media_type="application/json")
-    return EventStream(_pieces(front, generation, pieces), deadline + SEND_GRACE, held.pop_all(), JSON)
+    return EventStream(
+        _pieces(front, generation, pieces),
+        deadline + SEND_GRACE,
+        held.pop_all(),
+        generation.flow,
+        front.client,
+        JSON,
+    )
 
 
 async def _pieces(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -17,12 +18,25 @@ log = get_logger(__name__)
 
 
 JSON = "application/json"
+PAUSE_AFTER = 0.4
+"""Seconds for which a client may keep an event from being sent before its stream is paused."""
+
+
+class Link(Protocol):
+    """What is needed of the link to the heads."""
+
+    def pause(self, flow: Flow) -> None:
+        """Nobody reads the flow for now: its sequences are to take no slots."""
+
+    def resume(self, flow: Flow) -> None:
+        """It is read again."""
 
 
 class EventStream(Response):
     """Streams a generator of complete events, or of an answer's pieces, which is closed whatever happens.
 
-    Sending waits for the client, so a slow one slows its own generator only.
+    Sending waits for the client, so a slow one slows its own generator only; and while it waits for long, the
+    flow that the events are made of is paused.
     """
 
     def __init__(
@@ -30,6 +44,8 @@ class EventStream(Response):
         events: AsyncGenerator[bytes, None],
         deadline: float,
         held: contextlib.ExitStack,
+        flow: Flow,
+        link: Link,
         media_type: str = "text/event-stream",
     ) -> None:
         """``deadline``: time of the event loop's clock after which a client that does not read is given up.
@@ -42,6 +58,8 @@ class EventStream(Response):
         self._events = events
         self._deadline = deadline
         self._held = held
+        self._flow, self._link = flow, link
+        self._paused = False
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -55,9 +73,21 @@ class EventStream(Response):
 
     async def _send(self, events: AsyncGenerator[bytes, None], send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        loop = asyncio.get_running_loop()
         async for data in events:
-            await send({"type": "http.response.body", "body": data, "more_body": True})
+            timer = loop.call_later(PAUSE_AFTER, self._pause)
+            try:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            finally:
+                timer.cancel()
+            if self._paused:
+                self._paused = False
+                self._link.resume(self._flow)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _pause(self) -> None:
+        self._paused = True
+        self._link.pause(self._flow)
 
 
 @contextlib.asynccontextmanager

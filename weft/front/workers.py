@@ -16,6 +16,7 @@ import subprocess
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from weft.common import signals
 from weft.common.errors import DeadlineExceeded, Overloaded, Unavailable, WeftError
 from weft.common.log import get_logger
 
@@ -40,7 +41,8 @@ class WorkerPool:
     """Used from one event loop. ``close`` ends it."""
 
     def __init__(self, command: Sequence[str], greeting: bytes, most: int, seconds: float) -> None:
-        """``command``: starts a process; the number of its socket's descriptor is appended. ``greeting``: its
+        """``command``: starts a process, which ignores signals that stop servers (``signals.ignore``) and ends
+        with its socket; the number of that descriptor is appended. ``greeting``: its
         first payload, which has no answer. ``most``: processes. ``seconds``: for one payload.
         """
         self._command = tuple(command)
@@ -147,12 +149,13 @@ class _Worker:
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                process = subprocess.Popen(
-                    [*command, str(theirs.fileno())],
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                )
+                with signals.blocked():
+                    process = subprocess.Popen(
+                        [*command, str(theirs.fileno())],
+                        pass_fds=[theirs.fileno()],
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.DEVNULL,
+                    )
             except BaseException:
                 ours.close()
                 raise

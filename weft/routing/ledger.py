@@ -20,7 +20,7 @@ MOST_LOSSES = 3
 
 
 class _Entry:
-    __slots__ = ("losses", "prompt_logprobs", "skip", "submit", "tokens")
+    __slots__ = ("again", "cached", "losses", "prompt_logprobs", "skip", "submit", "tokens", "waits")
 
     def __init__(self, submit: Submit) -> None:
         self.submit = submit
@@ -30,6 +30,12 @@ class _Entry:
         self.skip = 0
         """Of those that the present head will send, the first ones came before."""
         self.losses = 0
+        self.waits = False
+        """Whether it has no head, and has lost none."""
+        self.cached = 0
+        """Prompt tokens that its first head found in its cache."""
+        self.again = False
+        """Whether the present head goes on with what another one, or the same earlier, has begun."""
 
 
 class Ledger:
@@ -49,8 +55,12 @@ class Ledger:
         self._entries[submit.sequence] = _Entry(submit)
 
     def wait(self, sequence: int) -> None:
-        """It has had no head so far: the next one is its first."""
-        self._entries[sequence].losses -= 1
+        """It has no head now, and has lost none: the next ``again`` counts as no loss."""
+        self._entries[sequence].waits = True
+
+    def waits(self, sequence: int) -> bool:
+        """Whether that is so."""
+        return self._entries[sequence].waits
 
     def close(self, sequence: int) -> None:
         """It ended, or nobody wants it any more. Idempotent."""
@@ -62,6 +72,10 @@ class Ledger:
         if entry is None:
             return None
         entry.tokens.extend(event.token_ids)
+        if not entry.again:
+            entry.cached = max(entry.cached, event.num_cached)
+        elif event.num_cached != entry.cached:
+            event = msgspec.structs.replace(event, num_cached=entry.cached)
         columns = event.prompt_logprobs
         if columns is not None:
             count = len(columns.rank) // 4
@@ -78,17 +92,19 @@ class Ledger:
         return event
 
     def again(self, sequence: int) -> Submit:
-        """The Submit with which another head goes on, since its head was lost.
+        """The Submit with which a head goes on, since the last one was lost (but see ``wait``).
 
         Raises EngineDead when it has lost too many, and KeyError when it is not open.
         """
         entry = self._entries[sequence]
-        entry.losses += 1
+        entry.losses += not entry.waits
+        entry.waits = False
         if entry.losses > MOST_LOSSES:
             raise EngineDead(f"the engine was lost {entry.losses} times while it worked on this request")
         entry.skip = entry.prompt_logprobs
         if not entry.tokens:
             return entry.submit
+        entry.again = True
         emitted = entry.submit.emitted_ids + ids_to_bytes(np.asarray(entry.tokens, np.int32))
         return msgspec.structs.replace(entry.submit, emitted_ids=emitted)
 

@@ -1,0 +1,357 @@
+"""Streams that nobody reads: their sequences leave their heads, and go on later with the same tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from weft.common import env
+from weft.common.errors import EngineDead, Unavailable, WeftError
+from weft.front.flow import Flow
+from weft.front.heads import Heads, Place
+from weft.types import messages as m
+from weft.types.sampling import TokenParams
+
+HERE = Path(__file__).parent
+PROMPT = [10, 20, 30]
+
+
+class Rig:
+    """A front's link to fake heads, which are processes."""
+
+    def __init__(self, folder: Path, count: int, lives: int) -> None:
+        self._folder, self._lives = folder, lives
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.heads = Heads([self._start(n) for n in range(count)], 10.0, respawn=self._respawn)
+
+    def _start(self, number: int) -> Place:
+        endpoint = f"ipc://{self._folder}/head{len(self.processes)}"
+        variables = env.child_environment(PYTHONPATH=str(HERE.parent.parent))
+        command = [sys.executable, str(HERE / "fake_head.py"), endpoint]
+        self.processes.append(subprocess.Popen(command, env=variables))
+        return Place(endpoint, self.processes[-1])
+
+    def _respawn(self, number: int) -> Place | None:
+        self._lives -= 1
+        return self._start(number) if self._lives >= 0 else None
+
+    def submit(self, *sequences: int, max_tokens: int = 300, seed: int = 1) -> Flow:
+        params = TokenParams(max_tokens=max_tokens, prompt_logprobs=1, logprobs=2)
+        made = [
+            m.Submit(
+                sequence=sequence,
+                request=9000 + sequences[0],
+                choice=choice,
+                seed=seed,
+                prompt_ids=m.ids_to_bytes(PROMPT),
+                params=params,
+            )
+            for choice, sequence in enumerate(sequences)
+        ]
+        return self.heads.submit(made)
+
+    async def running(self) -> int:
+        """Live sequences at all heads, by a heartbeat that was sent after this was asked."""
+        steps = [client.stats.steps for client in self.heads.clients]
+        async with asyncio.timeout(20):
+            while any(
+                client.alive and client.stats.steps <= before + 30
+                for client, before in zip(self.heads.clients, steps, strict=True)
+            ):
+                await asyncio.sleep(0.01)
+        return sum(client.stats.running for client in self.heads.clients if client.alive)
+
+
+@contextlib.asynccontextmanager
+async def rig(folder: Path, count: int = 1, lives: int = 0) -> AsyncIterator[Rig]:
+    made = Rig(folder, count, lives)
+    try:
+        await made.heads.start()
+        yield made
+    finally:
+        await made.heads.close()
+        for process in made.processes:
+            process.kill()
+            process.wait()
+
+
+class Read:
+    """What was read of a flow."""
+
+    def __init__(self, flow: Flow) -> None:
+        self.flow = flow
+        self.tokens: dict[int, list[int]] = {sequence: [] for sequence in flow.open}
+        self.prompt_positions = 0
+        self.cached = 0
+        self.ends: dict[int, str] = {}
+
+    async def some(self) -> None:
+        for event in await asyncio.wait_for(self.flow.next(), 20):
+            self.tokens[event.sequence] += event.token_ids
+            if event.logprobs is not None:
+                assert len(event.logprobs.rank) == 4 * len(event.token_ids)
+            self.prompt_positions += (
+                0 if event.prompt_logprobs is None else len(event.prompt_logprobs.rank) // 4
+            )
+            self.cached = max(self.cached, event.num_cached)
+            if event.finish is not None:
+                assert event.error is None, event.error
+                assert event.sequence not in self.ends
+                self.ends[event.sequence] = event.finish
+
+    async def until(self, count: int) -> None:
+        while min(map(len, self.tokens.values())) < count:
+            await self.some()
+
+    async def all(self) -> None:
+        while len(self.ends) < len(self.tokens):
+            await self.some()
+
+    def check(self, max_tokens: int = 300) -> None:
+        """All is there, once."""
+        whole = (PROMPT * max_tokens)[:max_tokens]
+        assert self.tokens == dict.fromkeys(self.tokens, whole)
+        assert self.ends == dict.fromkeys(self.tokens, "length")
+        assert self.prompt_positions == len(PROMPT) - 1
+
+
+def run(folder: Path, test: Any, **fields: Any) -> None:
+    async def within() -> None:
+        async with asyncio.timeout(60), rig(folder, **fields) as made:
+            await test(made)
+
+    asyncio.run(within())
+
+
+def test_a_paused_flow_leaves_its_head_and_goes_on(tmp_path: Path) -> None:
+    async def test(rig: Rig) -> None:
+        flow = rig.submit(1, 2)
+        read = Read(flow)
+        await read.until(5)
+        cached = read.cached
+        for _ in range(3):
+            rig.heads.pause(flow)
+            rig.heads.pause(flow)
+            assert await rig.running() == 0
+            rig.heads.resume(flow)
+            rig.heads.resume(flow)
+            await read.until(min(map(len, read.tokens.values())) + 3)
+        await read.all()
+        read.check()
+        assert (read.cached, cached) == (2, 2)
+        assert (rig.heads.pauses, rig.heads.failovers, rig.heads.open_sequences) == (3, 0, 0)
+        assert await rig.running() == 0
+
+    run(tmp_path, test)
+
+
+def test_what_was_on_its_way_when_a_flow_was_paused_is_not_counted_twice(tmp_path: Path) -> None:
+    """It goes on at once at the head that still sends tokens of the time before."""
+
+    async def test(rig: Rig) -> None:
+        flow = rig.submit(1, 2)
+        read = Read(flow)
+        while not read.ends:
+            rig.heads.pause(flow)
+            rig.heads.resume(flow)
+            await read.until(min(map(len, read.tokens.values())) + 1)
+        await read.all()
+        read.check()
+
+    run(tmp_path, test)
+
+
+def test_many_pauses_are_no_losses_and_heads_may_die_meanwhile(tmp_path: Path) -> None:
+    async def test(rig: Rig) -> None:
+        flow = rig.submit(1, 2)
+        read = Read(flow)
+        for number in range(8):
+            await read.until(min(map(len, read.tokens.values())) + 2)
+            rig.heads.pause(flow)
+            if number == 2:  # all heads: it waits for one that returns
+                for process in rig.processes:
+                    process.kill()
+                while rig.heads.alive:
+                    await asyncio.sleep(0.01)
+            if number == 5:  # one of two
+                home = rig.heads.clients[0]
+                rig.processes[-1].kill()
+                while all(client.alive for client in rig.heads.clients):
+                    await asyncio.sleep(0.01)
+                assert home is rig.heads.clients[0]
+            rig.heads.resume(flow)
+        await read.all()
+        read.check()
+        assert rig.heads.failovers == 0
+
+    run(tmp_path, test, count=2, lives=3)
+
+
+def test_a_flow_that_waits_for_a_head_can_be_paused(tmp_path: Path) -> None:
+    async def test(rig: Rig) -> None:
+        flow = rig.submit(1)
+        read = Read(flow)
+        await read.until(3)
+        rig.processes[0].kill()
+        while rig.heads.alive:
+            await asyncio.sleep(0.01)
+        rig.heads.pause(flow)
+        while not rig.heads.alive:
+            await asyncio.sleep(0.01)
+        assert await rig.running() == 0
+        rig.heads.resume(flow)
+        await read.all()
+        read.check()
+
+    run(tmp_path, test, lives=1)
+
+
+def test_a_paused_flow_ends_with_the_last_head(tmp_path: Path) -> None:
+    async def test(rig: Rig) -> None:
+        flow = rig.submit(1)
+        await Read(flow).until(3)
+        rig.heads.pause(flow)
+        rig.processes[0].kill()
+        await rig.heads.died.wait()
+        rig.heads.resume(flow)
+        with pytest.raises(EngineDead):
+            await flow.next()
+        rig.heads.release(flow)
+        assert rig.heads.open_sequences == 0
+
+    run(tmp_path, test)
+
+
+def test_a_paused_flow_can_be_released_and_failed(tmp_path: Path) -> None:
+    async def test(rig: Rig) -> None:
+        left, failed = rig.submit(1, 2), rig.submit(3)
+        for flow in (left, failed):
+            await Read(flow).until(3)
+            rig.heads.pause(flow)
+        rig.heads.release(left)
+        assert rig.heads.open_sequences == 1
+        rig.heads.resume(left)
+        rig.heads.fail_all(Unavailable("the server stops"))
+        rig.heads.resume(failed)
+        with pytest.raises(WeftError, match="stops"):
+            await failed.next()
+        assert await rig.running() == 0
+        rig.heads.release(failed)
+        assert rig.heads.open_sequences == 0
+
+    run(tmp_path, test)
+
+
+# -- whole servers ----------------------------------------------------------------------------------
+
+
+def begin(server: Any, **fields: Any) -> socket.socket:
+    """A stream that its client does not read."""
+    body = json.dumps({"model": server.model, "stream": True, **fields}).encode()
+    raw = socket.socket()
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    raw.settimeout(60)
+    raw.connect(("127.0.0.1", httpx.URL(server.url).port))
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    )
+    raw.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    return raw
+
+
+def read_stream(raw: socket.socket) -> list[dict[str, Any]]:
+    """All chunks of a stream."""
+    with raw:
+        data = b"".join(iter(lambda: raw.recv(1 << 16), b""))
+    assert data.count(b"data: [DONE]") == 1
+    return [json.loads(line) for line in re.findall(rb"^data: ({.*})\r?$", data, re.M)]
+
+
+def joined(chunks: list[dict[str, Any]], index: int) -> tuple[str, list[str], list[float], str]:
+    """Text, tokens and logprobs, and the end of one choice of a stream."""
+    mine = [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
+    logprobs = [c["logprobs"] for c in mine if c["logprobs"]]
+    return (
+        "".join(c["text"] for c in mine),
+        [token for one in logprobs for token in one["tokens"]],
+        [value for one in logprobs for value in one["token_logprobs"]],
+        *(c["finish_reason"] for c in mine if c["finish_reason"]),
+    )
+
+
+def test_clients_that_never_read_keep_no_slots(start_weft: Any) -> None:
+    """As many of them as there are slots; another one is served, and they get what they would have got."""
+    server = start_weft("--max-num-seqs", "4")
+    fields = {
+        "prompt": "Tom has 12 apples and buys 7 more.",
+        "max_tokens": 400,
+        "ignore_eos": True,
+        "temperature": 1.0,
+        "logprobs": 20,
+        "n": 2,
+        "stream_options": {"include_usage": True},
+    }
+    with server.stream("/v1/completions", seed=1, **fields) as answer:
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: {")]
+    alone = [json.loads(line) for line in lines]
+    stalled = [begin(server, seed=seed, **fields) for seed in (1, 2)]
+    server.wait(lambda: server.metric("streams_paused_total") >= 2, 60)
+    server.wait(lambda: server.metric("num_requests_running") == 0, 10)
+    assert server.metric("front_sequences") == 4
+    assert server.complete("Ann", max_tokens=5).status_code == 200
+    chunks = read_stream(stalled[0])
+    for index in (0, 1):
+        text, tokens, logprobs, finish = joined(chunks, index)
+        expected = joined(alone, index)
+        assert (text, tokens, finish) == (expected[0], expected[1], expected[3])
+        assert logprobs == pytest.approx(expected[2], abs=1e-3)
+        assert len(tokens) == 400
+    assert chunks[-1]["usage"]["completion_tokens"] == alone[-1]["usage"]["completion_tokens"] == 800
+    assert chunks[-1]["usage"]["prompt_tokens"] == alone[-1]["usage"]["prompt_tokens"]
+    stalled[1].close()
+    server.wait(lambda: server.metric("front_sequences") == 0, 10)
+
+
+LONG = {"prompt": "x", "max_tokens": 490, "logprobs": 20, "n": 4}
+
+
+def test_a_server_with_a_paused_stream_stops_in_time(start_fake: Any) -> None:
+    server = start_fake(drain_timeout=0.5)
+    with begin(server, **LONG):
+        server.wait(lambda: server.metric("streams_paused_total") == 1, 20)
+        assert server.stop(signal.SIGTERM) == 0
+
+
+def test_a_client_that_reads_nothing_is_cut_off(start_fake: Any) -> None:
+    server = start_fake(constants={"weft.front.connection.UNREAD_SECONDS": 1.0})
+    with begin(server, **LONG), begin(server, **LONG) as reads:
+        server.wait(lambda: server.metric("streams_paused_total") == 2, 20)
+        data, end = b"", time.monotonic() + 3
+        while time.monotonic() < end and (more := reads.recv(1 << 16)):
+            data += more
+            time.sleep(0.01)
+        server.wait(lambda: server.metric("front_sequences") <= 4, 20)
+        data += b"".join(iter(lambda: reads.recv(1 << 16), b""))
+        assert data.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+        assert server.metric("front_sequences") == 0
+
+
+def test_a_paused_stream_ends_at_its_deadline(start_fake: Any) -> None:
+    server = start_fake(request_timeout=2.0, constants={"weft.front.serving.SEND_GRACE": 0.5})
+    with begin(server, **LONG):
+        server.wait(lambda: server.metric("streams_paused_total") == 1, 20)
+        assert server.metric("front_sequences") == 4
+        server.wait(lambda: server.metric("front_sequences") == 0, 10)
