@@ -41,9 +41,9 @@ class WorkerPool:
     """Used from one event loop. ``close`` ends it."""
 
     def __init__(self, command: Sequence[str], greeting: bytes, most: int, seconds: float) -> None:
-        """``command``: starts a process, which ignores signals that stop servers (``signals.ignore``) and ends
-        with its socket; the number of that descriptor is appended. ``greeting``: its
-        first payload, which has no answer. ``most``: processes. ``seconds``: for one payload.
+        """``command``: starts a process, which ignores signals that stop servers (``signals.ignore``) and
+        ends with its socket; the number of that descriptor is appended. ``greeting``: its first payload, which
+        has no answer. ``most``: processes. ``seconds``: for one payload.
         """
         self._command = tuple(command)
         self._greeting = greeting
