@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
+import msgspec
 from tqdm import tqdm
 
 from weft.api.outputs import RequestOutput
@@ -215,7 +216,14 @@ class _Run:
     def __init__(self, core: EngineCore | Replicas, requests: list[Request], bar: Any) -> None:
         self._core = core
         self._bar = bar
-        self._waiting = deque((submit, request) for request in requests for submit in request.submits)
+        # One client asks for all of it: its prompts need no fairness among each other, and choices of one run
+        # side by side, which share blocks.
+        owner = requests[0].submits[0].request if requests else 0
+        self._waiting = deque(
+            (msgspec.structs.replace(submit, owner=owner), request)
+            for request in requests
+            for submit in request.submits
+        )
         self._live: dict[int, tuple[Request, Choice]] = {}
         self._tokens = 0
 
