@@ -13,6 +13,7 @@ from weft import LLM, RequestOutput, SamplingParams
 from weft.common.errors import ConfigError, ContextLength, EngineDead, InvalidRequest
 from weft.engine.core import EngineCore
 from weft.runner.runner import Runner
+from weft.types.messages import Submit
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS: list[Any] = [
@@ -43,6 +44,24 @@ def test_outputs_come_in_the_order_of_the_prompts(llm: LLM) -> None:
         assert one.outputs[0].finish_reason == "length"
         assert one.outputs[0].logprobs is None
         assert one.prompt_logprobs is None
+
+
+def test_prompts_of_a_call_are_one_client(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that choices of one prompt run side by side, and nobody gives way to anybody."""
+    core, owners = llm._core, list[int]()
+    assert core is not None
+    submit = core.submit
+
+    def watched(one: Submit) -> Any:
+        owners.append(one.owner)
+        return submit(one)
+
+    monkeypatch.setattr(core, "submit", watched)
+    for _ in range(2):
+        run(llm, PROMPTS, SamplingParams(temperature=0, max_tokens=2, n=2))
+    first, second = set(owners[:8]), set(owners[8:])
+    assert len(first) == len(second) == 1
+    assert first != second
 
 
 def test_no_prompts_give_no_outputs(llm: LLM) -> None:

@@ -318,6 +318,20 @@ def test_equal_prompts_of_one_request_have_seeds_of_their_own(start_weft: Any) -
     assert len(set(texts(["Tom has"] * 2, seed=5))) == 1  # a seed of the client's is that of every prompt
 
 
+def test_a_small_request_is_answered_beside_a_large_one(start_weft: Any) -> None:
+    """Sixteen long sequences of one request have all four slots, and lose one for as long as it is needed."""
+    server = start_weft("--max-num-seqs", "4")
+    with server.stream("/v1/completions", prompt=["Tom has"] * 4, n=4, **LONG) as large:
+        lines = large.iter_lines()
+        next(lines)
+        server.wait(lambda: server.metric("num_requests_running") == 4)
+        assert server.complete("Ann has", max_tokens=3).status_code == 200
+        assert server.metric("front_sequences") == 16  # nobody has ended
+        server.wait(lambda: server.metric("num_preemptions_total") == 1)
+        large.close()
+    server.wait(lambda: idle(server))
+
+
 def test_sigterm_finishes_what_runs(start_weft: Any) -> None:
     server = start_weft()
     head = server.head()

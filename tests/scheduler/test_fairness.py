@@ -73,13 +73,14 @@ def test_a_late_small_request_runs_at_once_beside_a_thousand_siblings(
         rig.step()
     assert len(running(rig)) == 8
     rig.submit(submit(5000, [9, 9], max_tokens=3))
-    before = len(rig.plans)
+    before, ran = len(rig.plans), running(rig)
     while not rig.told[5000].tokens:
         rig.step()
     assert len(rig.plans) - before <= 4 if policy == "mixed" else 8
     while rig.told[5000].finish is None:
         assert 5000 in running(rig)
         rig.step()
+    assert [rig.scheduler._book.live[n].yielded for n in ran] == [False] * 7 + [True]  # the last in order
     assert rig.scheduler.stats().preemptions == 1  # not one a step while the slot is not free yet
     for _ in range(depth + 1):
         rig.step()
@@ -142,7 +143,11 @@ def test_nobody_gives_way_twice(depth: int) -> None:
             rig.step()
     assert rig.scheduler.stats().preemptions == 4
     assert {rig.scheduler._book.live[n].preemptions for n in range(4) if n in rig.scheduler._book.live} <= {1}
-    assert not any(s.protected for s in rig.scheduler._book.live.values())
+    one = next(iter(rig.scheduler._book.live.values()))
+    for preemptions, protected in ((1, False), (2, False), (3, True)):  # only those for blocks protect
+        one.preemptions = preemptions
+        assert one.protected == protected
+    one.preemptions = 1
     rig.drain()
     rig.check_told()
     rig.check_idle()
@@ -159,7 +164,8 @@ def test_the_protected_do_not_give_way() -> None:
     rig.submit(submit(9, [9], max_tokens=2))
     for _ in range(5):
         rig.step()
-    assert running(rig) == [0, 1, 2, 3]
+        assert running(rig) == [0, 1, 2, 3]
+    assert rig.scheduler.stats().preemptions == 0
     rig.drain()
     rig.check_told()
 

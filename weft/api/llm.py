@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
+import msgspec
+
 from weft.api.outputs import RequestOutput
 from weft.api.request import Request, RequestMaker, client_error
 from weft.api.settings import read_settings
@@ -215,7 +217,14 @@ class _Run:
     def __init__(self, core: EngineCore | Replicas, requests: list[Request], bar: Any) -> None:
         self._core = core
         self._bar = bar
-        self._waiting = deque((submit, request) for request in requests for submit in request.submits)
+        # One client asks for all of it: its prompts need no fairness among each other, and choices of one run
+        # side by side, which share blocks.
+        owner = requests[0].submits[0].request if requests else 0
+        self._waiting = deque(
+            (msgspec.structs.replace(submit, owner=owner), request)
+            for request in requests
+            for submit in request.submits
+        )
         self._live: dict[int, tuple[Request, Choice]] = {}
         self._tokens = 0
 

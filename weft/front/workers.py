@@ -42,8 +42,8 @@ class WorkerPool:
 
     def __init__(self, command: Sequence[str], greeting: bytes, most: int, seconds: float) -> None:
         """``command``: starts a process, which ignores signals that stop servers (``signals.ignore``) and
-        ends with its socket; the number of that descriptor is appended. ``greeting``: its first payload, which
-        has no answer. ``most``: processes. ``seconds``: for one payload.
+        ends with its socket; the number of that descriptor is appended. ``greeting``: its first payload,
+        which has no answer. ``most``: processes. ``seconds``: for one payload.
         """
         self._command = tuple(command)
         self._greeting = greeting
