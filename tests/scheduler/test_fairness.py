@@ -143,15 +143,19 @@ def test_nobody_gives_way_twice(depth: int) -> None:
             rig.step()
     assert rig.scheduler.stats().preemptions == 4
     assert {rig.scheduler._book.live[n].preemptions for n in range(4) if n in rig.scheduler._book.live} <= {1}
-    one = next(iter(rig.scheduler._book.live.values()))
-    for preemptions, protected in ((1, False), (2, False), (3, True)):  # only those for blocks protect
-        one.preemptions = preemptions
-        assert one.protected == protected
-    one.preemptions = 1
     rig.drain()
     rig.check_told()
     rig.check_idle()
     assert rig.most_preempted == 1
+
+
+def test_giving_way_brings_no_protection() -> None:
+    """Only preemptions for want of blocks do: who is protected may be kept waiting for a guarantee."""
+    sequence = Sequence(submit(0, [1]), array("i", [1]), 1, 9, 0)
+    protected = []
+    for sequence.preemptions, sequence.yielded in ((1, True), (2, True), (3, True), (1, False), (2, False)):
+        protected.append(sequence.protected)
+    assert protected == [False, False, True, False, True]
 
 
 def test_the_protected_do_not_give_way() -> None:
