@@ -9,6 +9,7 @@ has a limited number before others get their turn, and none while a request wait
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable
 from typing import Any
 
@@ -269,9 +270,10 @@ class Connection(HttpToolsProtocol):
         free = cycle is None or cycle.response_complete
         if free or (reads and not cycle.response_started and not self.pipeline):
             body = to_json(error_response(error.info()))
-            head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(
-                body
-            )
+            head = (
+                b"content-type: application/json\r\ncontent-length: %d\r\n"
+                b"x-request-id: req-%b\r\nconnection: close\r\n\r\n"
+            ) % (len(body), secrets.token_hex(12).encode())
             self.transport.write(STATUS_LINE[error.http_status] + head + body)
             if not free:  # its handler must not answer, too
                 cycle.disconnected = True
