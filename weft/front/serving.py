@@ -22,7 +22,7 @@ from weft.front.context import Front
 from weft.front.generation import Generation, Prompt
 from weft.front.metrics import RequestTimes
 from weft.front.responses import DONE, Usage, error_response, event, to_json
-from weft.front.streaming import EventStream, watched, within
+from weft.front.streaming import COMMENT, EventStream, Silence, watched, within
 from weft.text.choice import Delta
 from weft.types.sampling import SamplingParams
 
@@ -116,10 +116,14 @@ async def _answer(front: Front, receive: Receive, generation: Generation, shape:
 
 
 async def _first(generation: Generation) -> list[Delta]:
-    """The first deltas; so that a request the head refuses gets an HTTP status, not a stream."""
+    """The first deltas; so that a request the head refuses gets an HTTP status, not a stream.
+
+    None when it has not refused it, and has not begun it for so long that the stream must begin.
+    """
     deltas: list[Delta] = []
-    while not deltas:
-        deltas = await generation.next()
+    with Silence(generation.flow) as silence:
+        while not deltas and not silence.due:
+            deltas = await generation.next()
     return deltas
 
 
@@ -133,16 +137,23 @@ async def _events(
     """The events of a stream; a failure is its last event."""
     try:
         async with watched(receive, generation.flow):
-            for chunk in shape.opening():
-                yield event(chunk)
-            deltas = first
-            while True:
-                for delta in deltas:
-                    for chunk in shape.chunks(delta):
-                        yield event(chunk)
-                if generation.done:
-                    break
-                deltas = await generation.next()
+            with Silence(generation.flow) as silence:
+                deltas, opened = first, False
+                while True:
+                    if deltas and not opened:
+                        opened = True
+                        for chunk in shape.opening():
+                            yield event(chunk)
+                    for delta in deltas:
+                        for chunk in shape.chunks(delta):
+                            yield event(chunk)
+                            silence.sent()
+                    if generation.done:
+                        break
+                    deltas = await generation.next()
+                    if silence.due:
+                        yield COMMENT
+                        silence.sent()
             for chunk in shape.closing(generation.usage()):
                 yield event(chunk)
             yield DONE
