@@ -43,6 +43,8 @@ HONEST = 111
 """Ends at the first of its stop ids."""
 DIE_ONCE = 112
 """The process ends after three tokens, unless they came from elsewhere."""
+SLOW = 113
+"""A second before the first token, and another one before the fourth."""
 
 TICK = 0.002
 
@@ -52,12 +54,17 @@ class Sequence:
         self.front = front
         self.submit = submit
         self.prompt = [int(i) for i in m.ids_from_bytes(submit.prompt_ids)]
+        self.ready = time.monotonic() + 1.0
         self.given = self.sent = len(submit.emitted_ids) // 4
 
     def step(self) -> list[m.TokenEvent]:
         seed = self.submit.seed
         if seed == HANG or (seed in (HANG_AFTER, STUCK) and self.sent == 3):
             return []
+        if seed == SLOW and self.sent in (0, 3):
+            if time.monotonic() < self.ready:
+                return []
+            self.ready = time.monotonic() + 1.0
         if seed == REJECT:
             return [self._end("error", Overloaded("the queue is full").info())]
         if seed == FAIL and self.sent == 3:

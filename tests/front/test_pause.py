@@ -335,6 +335,17 @@ def test_a_server_with_a_paused_stream_stops_in_time(start_fake: Any) -> None:
         assert server.stop(signal.SIGTERM) == 0
 
 
+def test_a_paused_stream_is_finished_while_the_server_drains(start_fake: Any) -> None:
+    server = start_fake(drain_timeout=60)
+    raw = begin(server, **LONG)
+    server.wait(lambda: server.metric("streams_paused_total") == 1, 20)
+    server.process.terminate()
+    server.wait(lambda: server.http.get("/ready").status_code == 503)
+    chunks = read_stream(raw)
+    assert {len(joined(chunks, index)[1]) for index in range(4)} == {490}
+    assert server.process.wait(20) == 0
+
+
 def test_a_client_that_reads_nothing_is_cut_off(start_fake: Any) -> None:
     server = start_fake(constants={"weft.front.connection.UNREAD_SECONDS": 1.0})
     with begin(server, **LONG), begin(server, **LONG) as reads:

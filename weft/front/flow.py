@@ -57,8 +57,15 @@ class Flow:
         self._waiting.clear()
         self._wake.set()
 
+    def wake(self) -> None:
+        """Lets the reader look up, if only to find nothing."""
+        self._wake.set()
+
     async def next(self) -> list[TokenEvent]:
-        """All that came since the last call: one event or more. Raises the error given to ``fail``."""
+        """All that came since the last call: one event or more, or none after ``wake``.
+
+        Raises the error given to ``fail``.
+        """
         await self._wake.wait()
         if self._error is not None:
             raise self._error

@@ -24,7 +24,7 @@ from weft.front.context import Front
 from weft.front.generation import Generation
 from weft.front.metrics import RequestTimes
 from weft.front.responses import DONE, Usage, error_response, event
-from weft.front.streaming import JSON, EventStream, watched, within
+from weft.front.streaming import COMMENT, JSON, EventStream, Silence, watched, within
 from weft.text.choice import Delta
 
 log = get_logger(__name__)
@@ -137,10 +137,14 @@ async def _pieces(
 
 
 async def _first(generation: Generation) -> list[Delta]:
-    """The first deltas; so that a request the head refuses gets an HTTP status, not a stream."""
+    """The first deltas; so that a request the head refuses gets an HTTP status, not a stream.
+
+    None when it has not refused it, and has not begun it for so long that the stream must begin.
+    """
     deltas: list[Delta] = []
-    while not deltas:
-        deltas = await generation.next()
+    with Silence(generation.flow) as silence:
+        while not deltas and not silence.due:
+            deltas = await generation.next()
     return deltas
 
 
@@ -164,16 +168,23 @@ async def _events(
     """The events of a stream; a failure is its last event."""
     try:
         async with watched(receive, generation.flow):
-            for chunk in shape.opening():
-                yield event(chunk)
-            deltas = first
-            while True:
-                for delta in deltas:
-                    for data in await _encode(front, shape, delta):
-                        yield data
-                if generation.done:
-                    break
-                deltas = await generation.next()
+            with Silence(generation.flow) as silence:
+                deltas, opened = first, False
+                while True:
+                    if deltas and not opened:
+                        opened = True
+                        for chunk in shape.opening():
+                            yield event(chunk)
+                    for delta in deltas:
+                        for data in await _encode(front, shape, delta):
+                            yield data
+                            silence.sent()
+                    if generation.done:
+                        break
+                    deltas = await generation.next()
+                    if silence.due:
+                        yield COMMENT
+                        silence.sent()
             for chunk in shape.closing(generation.usage()):
                 yield event(chunk)
             yield DONE

@@ -18,6 +18,9 @@ log = get_logger(__name__)
 
 
 JSON = "application/json"
+KEEP_ALIVE = 10.0
+"""Seconds without an event after which a comment is sent, so that no proxy takes the stream for dead."""
+COMMENT = b": keep-alive\n\n"
 PAUSE_AFTER = 0.4
 """Seconds for which a client may keep an event from being sent before its stream is paused."""
 
@@ -88,6 +91,37 @@ class EventStream(Response):
     def _pause(self) -> None:
         self._paused = True
         self._link.pause(self._flow)
+
+
+class Silence:
+    """Tells a flow's reader when nothing was sent for long. A context manager, which runs a timer."""
+
+    def __init__(self, flow: Flow) -> None:
+        self._flow = flow
+        self._loop = asyncio.get_running_loop()
+        self.due = False
+        """Whether it is time for a comment. The reader has been woken."""
+
+    def __enter__(self) -> Silence:
+        self.sent()
+        self._timer = self._loop.call_at(self._until, self._look)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._timer.cancel()
+
+    def sent(self) -> None:
+        """Something was sent just now."""
+        self.due = False
+        self._until = self._loop.time() + KEEP_ALIVE
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        if now >= self._until:  # else something was sent since the timer was set
+            self.due = True
+            self._until = now + KEEP_ALIVE
+            self._flow.wake()
+        self._timer = self._loop.call_at(self._until, self._look)
 
 
 @contextlib.asynccontextmanager
