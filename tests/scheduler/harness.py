@@ -210,7 +210,9 @@ class Rig:
             )
         assert waiting.large == sum(share.running > 1 for share in shares)
         assert [share.place for share in waiting._order] == sorted(
-            (share.priority, share.running, *share.waiting[0].key[1:]) for share in shares if share.waiting
+            (share.priority, -1 if share.invited else share.running, *share.waiting[0].key[1:])
+            for share in shares
+            if share.waiting
         )
         members = [i for request in book.requests.values() for i in request.members]
         assert sorted(members) == sorted(book.live)

@@ -15,7 +15,7 @@ from tests.scheduler.harness import Rig
 from tests.scheduler.test_steps import same
 from weft.scheduler import book as book_module
 from weft.scheduler.queue import FairQueue, SequenceQueue
-from weft.scheduler.sequence import Sequence
+from weft.scheduler.sequence import MOST_YIELDS, Sequence
 from weft.types.plan import AllocSlot
 
 LARGE, OTHER = 1 << 40, 1 << 41
@@ -288,6 +288,95 @@ def test_random_loads_of_several_clients(depth: int) -> None:
         rig.check_told()
         rig.check_idle()
     assert yielded > 0
+
+
+TURN = 10
+LONG = {"max_model_len": 40 * TURN, "blocks": 500}
+
+
+@pytest.fixture
+def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(book_module, "TURN", TURN)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_short_request_gets_in_where_long_ones_have_all_slots(short_turns: None, depth: int) -> None:
+    """Each of them is a client of its own: none runs more than another."""
+    rig = Rig(kv_config(slots=4 * depth, **LONG), depth, max_num_seqs=4)
+    for number in range(4):
+        rig.submit(submit(number, [number], max_tokens=30 * TURN))
+    for _ in range(TURN + 2):
+        rig.step()
+    waits = []
+    for number in range(100, 112):
+        rig.submit(submit(number, [number % VOCAB], max_tokens=2))
+        before = len(rig.plans)
+        while rig.told[number].finish is None:
+            rig.step()
+        waits.append(len(rig.plans) - before)
+        while len(running(rig)) < 4:  # who gave way is back
+            rig.step()
+    # the first four find somebody who had a turn; the next ones wait until somebody had another
+    assert max(waits[:4]) <= 8
+    assert max(waits) <= TURN + 8
+    yielded = [rig.scheduler._book.live[n].yielded for n in range(4)]
+    assert sum(yielded) == 12
+    assert max(yielded) - min(yielded) <= 1
+    rig.audit()
+    rig.drain()
+    rig.check_told()
+    rig.check_idle()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_nobody_gives_way_for_ever(short_turns: None, depth: int) -> None:
+    rig = Rig(kv_config(slots=2 * depth, **LONG), depth, max_num_seqs=2)
+    for number in range(2):
+        rig.submit(submit(number, [number], max_tokens=30 * TURN))
+    number = 100
+    while rig.told[0].finish is None or rig.told[1].finish is None:
+        small = [n for n in rig.told if n >= 100 and rig.told[n].finish is None]
+        if not small:
+            rig.submit(submit(number, [number % VOCAB], max_tokens=1))
+            number += 1
+        rig.step()
+    rig.drain()
+    rig.check_told()
+    assert rig.most_preempted == MOST_YIELDS
+
+
+def test_a_newcomer_that_is_long_returns_the_slot_after_its_turn(short_turns: None) -> None:
+    """Then the order is first come, first served: long requests end in the order in which they came."""
+    rig = Rig(kv_config(slots=2, **LONG), 1, max_num_seqs=2)
+    for number in range(4):
+        rig.submit(submit(number, [number], max_tokens=10 * TURN))
+    first = {}
+    while len(first) < 4:
+        rig.step()
+        for number in range(4):
+            if number not in first and rig.told[number].tokens:
+                first[number] = len(rig.plans)
+    assert first[2] <= TURN + 8  # not when one of the first two has ended
+    ends = []
+    while len(ends) < 4:
+        rig.step()
+        ends += [n for n in range(4) if rig.told[n].finish is not None and n not in ends]
+    assert sorted(ends[:2]) == [0, 1]
+    assert sorted(ends[2:]) == [2, 3]
+    rig.check_told()
+    rig.check_idle()
+
+
+def test_without_a_prefix_cache_nobody_gives_way_to_a_newcomer(short_turns: None) -> None:
+    rig = Rig(kv_config(slots=2, caching=False, **LONG), 1, max_num_seqs=2)
+    for number in range(2):
+        rig.submit(submit(number, [number], max_tokens=3 * TURN))
+    for _ in range(2 * TURN):
+        rig.step()
+    rig.submit(submit(100, [1], max_tokens=1))
+    rig.drain()
+    rig.check_told()
+    assert rig.scheduler.stats().preemptions == 0
 
 
 def test_the_queue_keeps_its_order_whatever_changes() -> None:

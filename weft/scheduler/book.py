@@ -18,7 +18,7 @@ from weft.kv.slots import SlotTable
 from weft.kv.snapshots import Marks
 from weft.scheduler.columns import Columns
 from weft.scheduler.queue import FairQueue, SequenceQueue
-from weft.scheduler.sequence import Ended, Held, Running, Sequence, Waiting
+from weft.scheduler.sequence import MOST_YIELDS, TURN, Ended, Held, Running, Sequence, Waiting
 from weft.types.plan import AllocSlot, Op, StepPlan, column
 
 
@@ -112,12 +112,12 @@ class Book:
     def preempt(self, sequence: Sequence, run: Running, *, yields: bool = False) -> None:
         """Sends a running sequence back to its place in the queue; everything is computed again later.
 
-        ``yields``: for the sake of a smaller share.
+        ``yields``: it gives way to another that waits.
         """
         sequence.move(Waiting())
         self._release(sequence, run)
         sequence.preemptions += 1
-        sequence.yielded = sequence.yielded or yields
+        sequence.yielded += yields
         self.counts.preemptions += 1
         self.waiting.add(sequence)
 
@@ -184,11 +184,14 @@ class Book:
         return self.caches.guaranteed([*lengths, sequence.limit])
 
     def crowding(self, sequence: Sequence) -> Sequence | None:
-        """Who should give way to ``sequence``, which waits and finds all slots taken; None: nobody.
+        """Who should give way to ``sequence``, which waits and finds all slots taken; None: nobody."""
+        return self._of_larger_share(sequence) or self._of_longer_turn(sequence)
 
-        The last in order of the share of its priority that runs most, if that runs at least two more than its
-        own: then the difference falls, so that no two ever send each other away in turns. Nobody gives way
-        twice, and whoever is protected never does.
+    def _of_larger_share(self, sequence: Sequence) -> Sequence | None:
+        """The last in order of the share of the same priority that runs most.
+
+        If that runs at least two more than the share of ``sequence``: then the difference falls, so that no
+        two ever send each other away in turns. Nobody gives way so twice, and whoever is protected never does.
         """
         share, victim = sequence.share, None
         if share is None or not self.waiting.large:
@@ -201,6 +204,26 @@ class Book:
             if not other.yielded and not other.protected:
                 victim, most = other, theirs.running
         return victim
+
+    def _of_longer_turn(self, sequence: Sequence) -> Sequence | None:
+        """The last in order that has had ``TURN`` tokens since it was admitted.
+
+        Anybody for a newcomer, so that short requests get in where long ones have all slots; whoever came
+        later for one that gave way. A newcomer that turns out to be long so returns the slot, and the order
+        is first come, first served again: while one that gave way waits, it is first. Not without prefix
+        caching, where all that it had would be computed again.
+        """
+        if not self.kv.enable_prefix_caching:
+            return None
+        slots, columns = self.order(), self.columns
+        had = columns.num_computed[slots] - columns.known[slots]
+        for slot in slots[had >= TURN][::-1]:
+            other: Sequence = self.tenants[slot]
+            if other.key[0] != sequence.key[0] or other.protected or other.yielded >= MOST_YIELDS:
+                continue
+            if sequence.newcomer or other.key > sequence.key:
+                return other
+        return None
 
     # ---- prefix sharing
 

@@ -55,7 +55,7 @@ class FairQueue:
     """Waiting sequences, and how many run, by the shares of client requests.
 
     Of the highest priority that waits, the share that runs fewest sequences is first; of equals the one whose
-    first sequence has the smaller key. A sequence is in a share from ``enter`` to ``leave``; ``start`` and
+    first sequence has the smaller key. Before all of them are sequences for which a slot is given up. A sequence is in a share from ``enter`` to ``leave``; ``start`` and
     ``stop`` tell when it runs. Each is one or two insertions into sorted lists.
     """
 
@@ -116,8 +116,15 @@ class FairQueue:
         share.running -= 1
         self._put(share)
 
+    def invite(self, sequence: Sequence) -> None:
+        """``sequence``, which waits, is first until it runs: somebody gives a slot up for it."""
+        share = self._lift(sequence)
+        share.invited = sequence
+        self._put(share)
+
     def first(self) -> Sequence:
-        return self._order[0].waiting[0]
+        share = self._order[0]
+        return share.invited or share.waiting[0]
 
     def __iter__(self) -> Iterator[Sequence]:
         for share in self._order:
@@ -141,7 +148,8 @@ class FairQueue:
     def _put(self, share: Share) -> None:
         if share.waiting:
             _, turn, arrival = share.waiting[0].key
-            share.place = (share.priority, share.running, turn, arrival)
+            running = share.running if share.invited is None else -1
+            share.place = (share.priority, running, turn, arrival)
             insort(self._order, share, key=_place)
 
     def _take(self, share: Share, sequence: Sequence) -> None:
@@ -150,3 +158,5 @@ class FairQueue:
             raise EngineDead("a sequence was taken from a queue that does not hold it")
         del share.waiting[at]
         self._length -= 1
+        if share.invited is sequence:
+            share.invited = None

@@ -303,6 +303,7 @@ class Scheduler:
             if not book.caches.fits([n + p for n, p in zip(needed, promised, strict=True)]):
                 return
             if yielding is not None:
+                book.waiting.invite(sequence)
                 self._reserver.preempt(yielding, draft, yields=True)
                 promised = self._promised()
                 continue

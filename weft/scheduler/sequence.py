@@ -22,6 +22,10 @@ MOST_LOSSES = 3
 PROTECT_AFTER = 2
 """Preemptions for want of blocks after which a sequence is admitted only with a guarantee, and never
 preempted again."""
+TURN = 128
+"""Tokens that a sequence may make in its slot before a newcomer may ask for it."""
+MOST_YIELDS = 4
+"""Times that it gives way to others at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +157,8 @@ class Sequence:
         self.num_cached = -1
         """Prompt tokens found in the cache at the first admission; -1 before it."""
         self.preemptions = 0
-        self.yielded = False
-        """Whether one of them was for the sake of a smaller share: it is not asked for that again."""
+        self.yielded = 0
+        """How many of them were to give way to another."""
         self.losses = (0, 0)
         """(losses of the group while it ran, tokens when they began)."""
         self.state: State = Waiting()
@@ -171,6 +175,11 @@ class Sequence:
     def protected(self) -> bool:
         """Whether it was preempted for want of blocks often enough to be never preempted again."""
         return self.preemptions - self.yielded >= PROTECT_AFTER
+
+    @property
+    def newcomer(self) -> bool:
+        """Whether it never had a slot."""
+        return self.num_cached < 0
 
     def lost(self) -> bool:
         """Its group was lost while it ran. Whether that happened too often."""
@@ -218,5 +227,8 @@ class Share:
     running: int = 0
     waiting: list[Sequence] = field(default_factory=list)
     """By key."""
+    invited: Sequence | None = None
+    """One of those, for which another share gives up a slot."""
     place: tuple[int, int, int, int] = (0, 0, 0, 0)
-    """Where it is in the queue, while it has waiting sequences: (priority, running, turn, arrival)."""
+    """Where it is in the queue, while it has waiting sequences: (priority, running, turn, arrival), and -1
+    for ``running`` while one is invited."""
