@@ -191,7 +191,7 @@ class Book:
         """The last in order of the share of the same priority that runs most.
 
         If that runs at least two more than the share of ``sequence``: then the difference falls, so that no
-        two ever send each other away in turns. Nobody gives way so twice, and whoever is protected never does.
+        two ever send each other away in turns. Nobody gives way so twice, and who is protected never does.
         """
         share, victim = sequence.share, None
         if share is None or not self.waiting.large:
