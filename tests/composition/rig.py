@@ -215,7 +215,9 @@ def _spec(folder: Path, kv: str, mtp: int) -> Any:
 def _tight(folder: Path, case: dict[str, Any]) -> int:
     """Bytes of cache in which sequences must make room for each other."""
     spec = _spec(folder, case["kv"], int(case["draft"] == "mtp"))
-    scheduler = SchedulerSection(max_num_seqs=SEQUENCES, long_prefill_token_threshold=case["chunk"])
+    scheduler = SchedulerSection(
+        max_num_seqs=SEQUENCES, max_num_batched_tokens=512, long_prefill_token_threshold=case["chunk"]
+    )
     drafts = 0 if case["draft"] == "none" else 2
     states = state_bytes(spec, "float64", SEQUENCES * case["depth"], 1 + drafts)
     return int(1.01 * bytes_for(spec, BLOCK, "float64", 1, LONGEST, scheduler)) + states

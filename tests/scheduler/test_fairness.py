@@ -89,7 +89,7 @@ def test_a_late_small_request_runs_at_once_beside_a_thousand_siblings(
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_shares_become_even_and_stay(depth: int) -> None:
+def test_shares_become_even_and_stay(no_turns: None, depth: int) -> None:
     """Three clients that all want all slots: each gets a third of them, and then nobody gives way again."""
     rig = Rig(kv_config(blocks=900, slots=12), depth, max_num_seqs=12, max_queued_requests=2048)
     for client in range(3):
@@ -130,7 +130,7 @@ def test_a_stream_of_small_requests_starves_nobody(depth: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_nobody_gives_way_twice(depth: int) -> None:
+def test_nobody_gives_way_twice(no_turns: None, depth: int) -> None:
     rig = Rig(kv_config(blocks=400, slots=4 * depth), depth, max_num_seqs=4)
     flood(rig, 4, max_tokens=44)
     for _ in range(3):
@@ -292,6 +292,12 @@ def test_random_loads_of_several_clients(depth: int) -> None:
 
 TURN = 10
 LONG = {"max_model_len": 40 * TURN, "blocks": 500}
+
+
+@pytest.fixture
+def no_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots are given up for shares alone."""
+    monkeypatch.setattr(book_module, "TURN", 1 << 30)
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ def alone() -> float:
 @functools.cache
 def starve(depth: int, prompts: int = PROMPTS, **fields: object) -> Report:
     """Decodes for 300 steps alone, then all prompts at once."""
+    fields.setdefault("max_num_batched_tokens", 2048)
     section = SchedulerSection(max_num_seqs=64, steps_in_flight=depth, **fields)  # type: ignore[arg-type]
     rng = random.Random(11)
     arrivals: list[Arrival] = [

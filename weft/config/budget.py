@@ -2,8 +2,26 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from weft.common.errors import ConfigError
 from weft.config.sections import SchedulerSection
+
+DEFAULT_TOKENS = {"cuda": 2048, "cpu": 512}
+"""Of a step. A CPU computes 512 tokens at the rate of 2048, and whoever decodes beside them waits a quarter
+of the time (docs/adr/0017)."""
+
+
+def with_budget(scheduler: SchedulerSection, device: str, drafts: int = 0) -> SchedulerSection:
+    """``scheduler`` with a token budget as set or, by default, by the device.
+
+    That is enough for the decode rows of ``max_num_seqs`` sequences, and prompts beside them.
+    """
+    if scheduler.max_num_batched_tokens:
+        return scheduler
+    tokens = DEFAULT_TOKENS[device]
+    needed = scheduler.max_num_seqs * (1 + drafts) + tokens // 2
+    return msgspec.structs.replace(scheduler, max_num_batched_tokens=max(tokens, needed))
 
 
 def check_budget(scheduler: SchedulerSection, block: int, drafts: int = 0) -> None:

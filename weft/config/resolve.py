@@ -17,7 +17,7 @@ from weft.common.cores import usable_cores
 from weft.common.errors import ConfigError
 from weft.common.log import get_logger
 from weft.config import devices, hub
-from weft.config.budget import check_budget
+from weft.config.budget import check_budget, with_budget
 from weft.config.experts import check_experts
 from weft.config.families import load_spec
 from weft.config.flags import parse_size
@@ -60,6 +60,8 @@ def resolve(config: Config) -> EngineConfig:
     """The configuration of one engine. Raises ConfigError; see the steps."""
     model, cache, scheduler, runner = config.model, config.cache, config.scheduler, config.runner
     speculation = config.speculation
+    device = choose_device(runner)
+    scheduler = with_budget(scheduler, device, speculation.drafts)
     check_budget(scheduler, cache.block_size, speculation.drafts)
     check_files(runner, config.front)
     path = hub.resolve_model_path(model.model, model.revision, load_format=model.load_format)
@@ -76,7 +78,6 @@ def resolve(config: Config) -> EngineConfig:
     )
     spec = check_experts(with_cache_dtype(spec, cache), config.parallel)
     local = local_spec(spec, check_hosts(config.parallel).layout)
-    device = choose_device(runner)
     check_cores(config.parallel, device)
     gpus = gpus_here(config.parallel, device)
     scheduler = with_depth(scheduler, device)

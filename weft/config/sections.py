@@ -90,8 +90,14 @@ class SchedulerSection(_Section, frozen=True, kw_only=True):
 
     max_num_seqs: Annotated[int, Meta(ge=1, le=65536, description="Sequences that run at once.")] = 64
     max_num_batched_tokens: Annotated[
-        int, Meta(ge=1, le=1 << 20, description="Tokens in one step, prefill and decode together.")
-    ] = 2048
+        int,
+        Meta(
+            ge=0,
+            le=1 << 20,
+            description="Tokens in one step, prefill and decode together; 0: 2048 on a GPU, 512 on a CPU, "
+            "and more where many sequences decode.",
+        ),
+    ] = 0
     max_queued_requests: Annotated[
         int, Meta(ge=1, le=1 << 24, description="Sequences that may wait; beyond it requests get 429.")
     ] = 1024

@@ -39,6 +39,8 @@ GRACE = 2
 """Seconds that connections get to take their last bytes when the server stops."""
 SWITCH_INTERVAL = 0.0005
 """Seconds for which a text thread may keep the event loop from running Python."""
+BACKLOG = 512
+"""Connections that the kernel keeps until they are accepted. As many may be taken at once, 0.1 ms each."""
 SEND_BUFFER = 64 << 10
 """Bytes that the kernel takes of a connection's answers before its client has them. Its own choice grows to
 megabytes, which hide that a client does not read."""
@@ -71,7 +73,7 @@ def bind(host: str, port: int) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        listener = socket.create_server(address[:2], family=family, backlog=2048)
+        listener = socket.create_server(address[:2], family=family, backlog=BACKLOG)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
         return listener
     except OSError as error:

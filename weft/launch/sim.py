@@ -14,6 +14,7 @@ import msgspec
 from weft.common import log
 from weft.common.errors import ConfigError
 from weft.common.progress import progress_bar
+from weft.config.budget import with_budget
 from weft.config.flags import SETTINGS, suggest
 from weft.config.resolved import KVConfig
 from weft.config.sections import Config, SchedulerSection
@@ -98,14 +99,14 @@ def sim(cost_name: str, others: tuple[str, ...], json_file: str | None, **given:
     The scheduler is the real one; a cost model stands for model and machine. Times are as good as that model:
     compare rows, and measure before you promise.
     """
-    config = options.build(given)
+    config = _build(given)
     log.configure(config.front.log_level)
     if json_file is not None and not Path(json_file).absolute().parent.is_dir():
         raise ConfigError("--json must name a file in a folder that exists")
     cost = load(cost_name)
     arrivals = _arrivals(given, cost)
     runs = [("as given", config)]
-    runs += [(text, options.build({**given, **overrides(text)})) for text in others]
+    runs += [(text, _build({**given, **overrides(text)})) for text in others]
     prepared = [(name, one, _kv(one, arrivals, given["kv_tokens"])) for name, one in runs]
     reports = []
     for name, one, kv in prepared:
@@ -119,6 +120,13 @@ def sim(cost_name: str, others: tuple[str, ...], json_file: str | None, **given:
         data = msgspec.json.encode({"cost_model": cost.about or cost_name, "runs": found})
         Path(json_file).write_bytes(msgspec.json.format(data, indent=2))
     return 0
+
+
+def _build(given: dict[str, Any]) -> Config:
+    """The configuration of a run; without a budget a step has the tokens that it has on a GPU."""
+    config = options.build(given)
+    scheduler = with_budget(config.scheduler, "cuda", config.speculation.drafts)
+    return msgspec.structs.replace(config, scheduler=scheduler)
 
 
 def overrides(text: str) -> dict[str, Any]:

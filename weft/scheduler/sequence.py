@@ -22,7 +22,7 @@ MOST_LOSSES = 3
 PROTECT_AFTER = 2
 """Preemptions for want of blocks after which a sequence is admitted only with a guarantee, and never
 preempted again."""
-TURN = 128
+TURN = 32
 """Tokens that a sequence may make in its slot before a newcomer may ask for it."""
 MOST_YIELDS = 4
 """Times that it gives way to others at most."""
