@@ -55,12 +55,7 @@ def test_bytes_by_hand() -> None:
 def test_the_same_memory_holds_more() -> None:
     plain, fp8 = model_spec(cache=KINDS["full"]), _spec(KINDS["full"])
     section = SchedulerSection(max_num_batched_tokens=2048)
-    counts = [
-        pools_for(spec, 16, "bfloat16", 1 << 24, 1024, SchedulerSection(max_num_batched_tokens=2048))[
-            0
-        ].num_blocks
-        for spec in (plain, fp8)
-    ]
+    counts = [pools_for(spec, 16, "bfloat16", 1 << 24, 1024, section)[0].num_blocks for spec in (plain, fp8)]
     assert 1.9 < counts[1] / counts[0] < 2
 
 

@@ -258,7 +258,7 @@ def ready_text(listener: socket.socket, model: str, needs_key: bool) -> str:
     messages = [{"role": "user", "content": question}]
     body = json.dumps({"model": model, "messages": messages, "temperature": 0})
     quoted = body.replace("'", "'\\''")
-    key = ' -H "Authorization: Bearer $WEFT_KEY"' if needs_key else ""
+    key = ' -H "Authorization: Bearer $WEFT_API_KEY"' if needs_key else ""
     return (
         f"weft is ready: {url} model={model}\n"
         f"try: curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{quoted}'\n"
