@@ -56,8 +56,8 @@ class FairQueue:
 
     Of the highest priority that waits, the share that runs fewest sequences is first; of equals the one whose
     first sequence has the smaller key. Before all of them are sequences for which a slot is given up. A
-    sequence is in a share from ``enter`` to ``leave``; ``start`` and ``stop`` tell when it runs. Each is one or
-    two insertions into sorted lists.
+    sequence is in a share from ``enter`` to ``leave``; ``start`` and ``stop`` tell when it runs. Each is one
+    or two insertions into sorted lists.
     """
 
     def __init__(self) -> None:
