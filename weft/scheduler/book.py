@@ -198,25 +198,25 @@ class Book:
         if share is None or not self.waiting.large:
             return None
         most = share.running + 1
-        if len(self.running) - share.running <= most:  # all others together
+        if len(self.running) - share.running <= most:
             return None
         for other in reversed(self.running):
             theirs = other.share
             if theirs is None or theirs.priority != share.priority or theirs.running <= most:
                 continue
-            if not other.yielded and not other.protected and self._is_known(other):
+            known = isinstance(other.state, Running) and other.state.last_step >= 0
+            if known and not other.yielded and not other.protected:
                 victim, most = other, theirs.running
         return victim
 
     def _of_longer_turn(self, sequence: Sequence) -> Sequence | None:
         """The last in order that has had ``TURN`` tokens since it was admitted.
 
-        Anybody of a larger share for a newcomer, so that short requests get in where long ones have all
-        slots; whoever of them came later for one that gave way. A newcomer that turns out to be long so
-        returns the slot, and the order is first come, first served again: while one that gave way waits, it
-        is first. Not among siblings, whose client gains nothing by it, and not for a share that runs as many
-        already, which would take from others what they then ask back. Not without prefix caching, where all
-        that it had would be computed again.
+        Anybody of a larger share (no sibling, nobody who would ask the slot back) for a newcomer, so that
+        short requests get in where long ones have all slots; whoever of those came later for one that gave
+        way. A newcomer that turns out to be long so returns the slot, and the order is first come, first
+        served again: while one that gave way waits, it is first. Not without prefix caching, where all that
+        it had would be computed again.
         """
         share = sequence.share
         if share is None or not self.kv.enable_prefix_caching:
@@ -225,18 +225,13 @@ class Book:
         had = columns.num_computed[slots] - columns.known[slots]
         for other in self.tenants[slots[had >= TURN][::-1]].tolist():
             if not sequence.newcomer and other.key < sequence.key:
-                return None  # as are all that follow
+                return None  # nor who comes before it
             if other.key[0] != sequence.key[0] or other.protected or other.yielded >= MOST_YIELDS:
                 continue
             if other.share.running > share.running:
-                yielding: Sequence = other
-                return yielding
+                found: Sequence = other
+                return found
         return None
-
-    def _is_known(self, sequence: Sequence) -> bool:
-        """Whether a plan has told the ranks of the tenancy of ``sequence``, which runs."""
-        run = sequence.state
-        return isinstance(run, Running) and run.last_step >= 0
 
     # ---- prefix sharing
 
