@@ -20,10 +20,10 @@ def test_every_flag_is_a_keyword() -> None:
 
 def test_what_only_a_server_heeds_is_named(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "weft"):
-        settings = read_settings("spool-text", {"port": 9000, "max_num_seqs": 4})
+        settings = read_settings("spool-text", {"port": 9000, "max_num_seqs": 4, "max_response_bytes": 2048})
     assert settings.scheduler.max_num_seqs == 4
     assert [record.getMessage() for record in caplog.records] == [
-        "without a server these settings have no effect: port"
+        "without a server these settings have no effect: port, max_response_bytes"
     ]
 
 

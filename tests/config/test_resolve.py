@@ -17,7 +17,8 @@ from weft.config import devices, memory
 from weft.config.families import load_spec
 from weft.config.flags import from_keywords
 from weft.config.group import shared_settings
-from weft.config.resolve import accepted_names, resolve, served_names
+from weft.config.names import accepted_names, served_names
+from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig
 from weft.config.sections import ModelSection, SchedulerSection
 from weft.config.spec import CacheSpec, ModelSpec, MoESpec, RopeSpec

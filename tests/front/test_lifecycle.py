@@ -153,7 +153,7 @@ def test_the_ready_text() -> None:
     first, second = text.splitlines()
     assert first == f"weft is ready: http://127.0.0.1:{port} model=a'b"
     assert second.startswith(f"try: curl http://127.0.0.1:{port}/v1/chat/completions -H")
-    assert "$WEFT_KEY" in second
+    assert "$WEFT_API_KEY" in second
 
 
 def test_the_front_never_imports_torch() -> None:

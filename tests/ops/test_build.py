@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from weft.common import signals
 from weft.common.measurements import cache_folder
 from weft.launch.build_ops import build_ops
 from weft.launch.main import main
@@ -227,30 +228,44 @@ def running(word: str) -> bool:
     return False
 
 
+def heed_signals() -> None:
+    """Whoever runs the tests may have had them ignored, and what is ignored is inherited."""
+    for number in signals.STOPS:
+        signal.signal(number, signal.SIG_DFL)
+
+
 def test_an_interrupted_build_stops_its_compilers_and_goes_on(
     calls: Path, sources: Path, tmp_path: Path
 ) -> None:
     """Also one that was killed, whose partial files the next one removes."""
     (sources / "one.cpp").write_text(f"BEGIN {tmp_path}/hangs AWAIT {tmp_path}/go\n")
     code = (
-        "import pathlib, sys; from weft.ops.cpu import build; "
+        "import pathlib, sys; from weft.launch.main import main; from weft.ops.cpu import build; "
         "build.SOURCES = pathlib.Path(sys.argv[1]); build.SECONDS = {'two.cpp': 2, 'one.cpp': 1}; "
-        "build.build()"
+        "main(['build-ops'])"
     )
-    for number in (signal.SIGINT, signal.SIGKILL):
-        process = subprocess.Popen([sys.executable, "-c", code, str(sources)], stderr=subprocess.DEVNULL)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL)
+    statuses = []
+    for number in numbers:
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, str(sources)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            preexec_fn=heed_signals,
+        )
         until = time.monotonic() + 60
         while not ((tmp_path / "hangs").exists() and list(cache_folder().glob("objects/*.o"))):
             assert time.monotonic() < until
             time.sleep(0.02)
         process.send_signal(number)
-        assert process.wait(60) != 0
+        statuses.append(process.wait(60))
         (tmp_path / "hangs").unlink()
         assert running(str(sources / "one.cpp")) == (number == signal.SIGKILL)
-    assert count(calls) == 3  # two.cpp once, one.cpp twice
+    assert statuses == [130, 143, 129, -9]
+    assert count(calls) == 5  # two.cpp once, one.cpp each time
     (tmp_path / "go").touch()
     build.build()
-    assert count(calls) == 5
+    assert count(calls) == 7
     assert not list(cache_folder().rglob("partial-*"))
 
 
@@ -273,6 +288,17 @@ def test_old_builds_are_removed(calls: Path, sources: Path) -> None:
     second = build.build()
     assert not first.exists()
     assert second.exists()
+
+
+def test_a_reader_that_leaves_is_not_blamed_on_the_folder(
+    calls: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def gone(*_: object, **__: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("click.echo", gone)
+    with pytest.raises(BrokenPipeError):
+        build_ops.main([], standalone_mode=False)
 
 
 def test_command(calls: Path, sources: Path) -> None:

@@ -21,7 +21,7 @@ from weft.config.resolved import KVConfig
 from weft.config.sections import SchedulerSection, SpeculationSection
 from weft.kv.snapshots import StateKind
 from weft.scheduler import Scheduler
-from weft.scheduler.sequence import Waiting
+from weft.scheduler.sequence import MOST_YIELDS, PROTECT_AFTER, Waiting
 from weft.types.messages import Submit, TokenEvent, ids_from_bytes
 from weft.types.plan import StepPlan, StepResult
 
@@ -163,7 +163,7 @@ class Rig:
 
     def check_idle(self) -> None:
         """Nothing is held by anyone, and nobody was preempted often."""
-        assert self.most_preempted <= 3
+        assert self.most_preempted <= PROTECT_AFTER + MOST_YIELDS
         assert not self.scheduler.has_work()
         stats = self.scheduler.stats()
         assert stats.free_blocks == tuple(pool.num_blocks for pool in self.kv.pools)

@@ -255,9 +255,11 @@ def test_with_one_sequence_an_owner_plans_are_those_of_first_come_first_served(
         assert all(same(a, b) for a, b in zip(one.plans, other.plans, strict=True))
 
 
+@pytest.mark.parametrize("turn", [3, 128])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_random_loads_of_several_clients(depth: int) -> None:
+def test_random_loads_of_several_clients(depth: int, turn: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens are those that each sequence gets alone, whoever gave way to whom."""
+    monkeypatch.setattr(book_module, "TURN", turn)
     yielded = 0
     for seed in range(40):
         rng = random.Random(seed)
@@ -371,6 +373,52 @@ def test_a_newcomer_that_is_long_returns_the_slot_after_its_turn(short_turns: No
     assert sorted(ends[2:]) == [2, 3]
     rig.check_told()
     rig.check_idle()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_siblings_do_not_take_turns(short_turns: None, depth: int) -> None:
+    """Nobody waits but the client whose sequences run: it gains nothing when one of them begins later."""
+    rig = Rig(kv_config(slots=4 * depth, **LONG), depth, max_num_seqs=4)
+    flood(rig, 12, max_tokens=4 * TURN)
+    rig.drain()
+    rig.check_told()
+    assert rig.scheduler.stats().preemptions == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_newcomers_of_a_large_request_do_not_take_slots_of_small_ones(short_turns: None, depth: int) -> None:
+    rig = Rig(kv_config(slots=4 * depth, **LONG), depth, max_num_seqs=4)
+    for number in (100, 101):
+        rig.submit(submit(number, [number % VOCAB], max_tokens=20 * TURN))
+    for _ in range(TURN + 3):
+        rig.step()
+    flood(rig, 12, max_tokens=4 * TURN)
+    for _ in range(6 * TURN):
+        rig.step()
+        assert {100, 101} <= set(running(rig))
+    rig.drain()
+    rig.check_told()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_who_gives_way_is_known_to_the_ranks(depth: int) -> None:
+    """One that is admitted in the same plan is not: they can't end a tenancy that they never heard of."""
+    for steps in range(4):
+        rig = Rig(kv_config(blocks=400, slots=4), depth, max_num_seqs=4)
+        flood(rig, 3)
+        rig.submit(submit(100, [1], owner=OTHER, max_tokens=30))
+        for _ in range(5):
+            rig.step()
+        rig.submit(submit(101, [1, 2], owner=OTHER, max_tokens=30))  # one of the large request gives way
+        if len(rig.in_flight) == depth:
+            rig.commit()
+        rig.plan()
+        for _ in range(steps):
+            rig.step()
+        rig.submit(submit(200, [5], max_tokens=3))  # here before 101 is admitted, or after it
+        rig.drain()
+        rig.check_told()
+        rig.check_idle()
 
 
 def test_without_a_prefix_cache_nobody_gives_way_to_a_newcomer(short_turns: None) -> None:

@@ -9,7 +9,15 @@ from weft.common.log import get_logger
 from weft.config.flags import from_keywords
 from weft.config.sections import Config
 
-SERVER_ONLY = ("host", "port", "api_key", "max_request_bytes", "drain_timeout", "request_timeout")
+SERVER_ONLY = (
+    "host",
+    "port",
+    "api_key",
+    "max_request_bytes",
+    "max_response_bytes",
+    "drain_timeout",
+    "request_timeout",
+)
 """Settings that say something about an HTTP server, and nothing where there is none."""
 
 log = get_logger(__name__)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 from collections.abc import Iterator
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -21,6 +22,25 @@ def heeded() -> list[signal.Signals]:
     """
     kept = (signal.SIGHUP, signal.SIGQUIT)
     return [n for n in STOPS if n not in kept or signal.getsignal(n) is not signal.SIG_IGN]
+
+
+def end(number: int, frame: object) -> None:
+    """A handler: ends this process in order, with status 128 and the signal's number."""
+    sys.exit(128 + number)
+
+
+@contextlib.contextmanager
+def ending() -> Iterator[None]:
+    """In this block they end the process in order, so what it began is undone. From the main thread.
+
+    SIGINT is left as it is: Python raises KeyboardInterrupt.
+    """
+    before = {number: signal.signal(number, end) for number in heeded() if number != signal.SIGINT}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def ignore() -> None:

@@ -7,7 +7,6 @@ The result is frozen and holds no device, no open file and no torch.
 from __future__ import annotations
 
 import json
-import os.path
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from weft.config.memory import (
     show_bytes,
     weight_bytes,
 )
+from weft.config.names import accepted_names, served_names
 from weft.config.resolved import EngineConfig, KVConfig
 from weft.config.sections import (
     CacheSection,
@@ -58,10 +58,9 @@ _CPU_CACHE_SHARE = 0.5
 
 def resolve(config: Config) -> EngineConfig:
     """The configuration of one engine. Raises ConfigError; see the steps."""
-    model, cache, scheduler, runner = config.model, config.cache, config.scheduler, config.runner
-    speculation = config.speculation
+    model, cache, runner, speculation = config.model, config.cache, config.runner, config.speculation
     device = choose_device(runner)
-    scheduler = with_budget(scheduler, device, speculation.drafts)
+    scheduler = with_depth(with_budget(config.scheduler, device, speculation.drafts), device)
     check_budget(scheduler, cache.block_size, speculation.drafts)
     check_files(runner, config.front)
     path = hub.resolve_model_path(model.model, model.revision, load_format=model.load_format)
@@ -80,7 +79,6 @@ def resolve(config: Config) -> EngineConfig:
     local = local_spec(spec, check_hosts(config.parallel).layout)
     check_cores(config.parallel, device)
     gpus = gpus_here(config.parallel, device)
-    scheduler = with_depth(scheduler, device)
     dtype = choose_dtype(model, spec, device, path)
     copies = 1 + speculation.drafts
     num_bytes = cache_bytes(spec, dtype, device, model, cache, scheduler, copies, config.parallel)
@@ -263,29 +261,6 @@ def choose_dtype(model: ModelSection, spec: ModelSpec, device: str, path: str) -
     if model.dtype != "auto":
         return model.dtype
     return "float32" if device == "cpu" and Path(path).resolve().is_relative_to(hub.BUNDLED) else spec.dtype
-
-
-def served_names(model: ModelSection, path: str) -> tuple[str, ...]:
-    """Names of the model, the one reported first. A local folder at ``path`` has its last part as name."""
-    if model.served_model_name:
-        names = model.served_model_name
-    elif _is_folder(model, path):
-        names = (os.path.basename(os.path.abspath(path)) or model.model,)
-    else:
-        names = (model.model,)
-    if any(not name.isprintable() for name in names):
-        raise ConfigError("--served-model-name must be printable text", param="--served-model-name")
-    return tuple(dict.fromkeys(names))
-
-
-def accepted_names(model: ModelSection, path: str) -> tuple[str, ...]:
-    """Names that requests may use beside the served ones and nobody is shown: a folder, as it was given."""
-    return (model.model,) if not model.served_model_name and _is_folder(model, path) else ()
-
-
-def _is_folder(model: ModelSection, path: str) -> bool:
-    """Whether ``--model`` names the folder itself, not a bundled or a hub model that lies there."""
-    return str(Path(model.model).expanduser()) == path
 
 
 def cache_bytes(

@@ -7,6 +7,7 @@ import sys
 
 import click
 
+from weft.common import signals
 from weft.common.errors import ConfigError
 from weft.ops.cpu import build
 
@@ -22,15 +23,18 @@ def build_ops(force: bool, verbose: bool) -> None:
     """
     terminal = _Terminal() if sys.stdout.isatty() else None
     try:
-        build.build(
-            force=force,
-            verbose=verbose,
-            say=click.echo if terminal is None else terminal.say,
-            show=None if terminal is None else terminal.show,
-        )
+        with signals.ending():  # compilers are in groups of their own: nobody else would stop them
+            build.build(
+                force=force,
+                verbose=verbose,
+                say=click.echo if terminal is None else terminal.say,
+                show=None if terminal is None else terminal.show,
+            )
     except build.BuildError as error:
         if error.output:
             click.echo(error.output, err=True)
+        raise
+    except BrokenPipeError:  # of what is said, not of what is kept
         raise
     except OSError as error:
         why = (error.strerror or "unknown reason").lower()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import signal
-import sys
 from typing import Any
 
 import click
@@ -71,7 +70,7 @@ def run(resolved: EngineConfig, front: FrontSection) -> int:
     child.forbid_core_dumps()
     # Until the front takes signals over, each ends this process in order: no folder is left behind.
     for number in signals.heeded():
-        signal.signal(number, _exit)
+        signal.signal(number, signals.end)
     signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOPS)
     folder = private_folder()
     heads: HeadProcesses | None = None
@@ -90,7 +89,3 @@ def run(resolved: EngineConfig, front: FrontSection) -> int:
             ends = heads.close(patience, 0 if status > 128 else status)
         shutil.rmtree(folder, ignore_errors=True)
     return 2 if status != 0 and 2 in ends else status
-
-
-def _exit(number: int, frame: object) -> None:
-    sys.exit(128 + number)

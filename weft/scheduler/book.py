@@ -191,38 +191,46 @@ class Book:
         """The last in order of the share of the same priority that runs most.
 
         If that runs at least two more than the share of ``sequence``: then the difference falls, so that no
-        two ever send each other away in turns. Nobody gives way so twice, and who is protected never does.
+        two ever send each other away in turns. Nobody gives way so twice, and who is protected never does;
+        nor who was admitted in this plan: ranks do not know of that tenancy, and could not end it.
         """
         share, victim = sequence.share, None
         if share is None or not self.waiting.large:
             return None
         most = share.running + 1
+        if len(self.running) - share.running <= most:
+            return None
         for other in reversed(self.running):
             theirs = other.share
             if theirs is None or theirs.priority != share.priority or theirs.running <= most:
                 continue
-            if not other.yielded and not other.protected:
+            known = isinstance(other.state, Running) and other.state.last_step >= 0
+            if known and not other.yielded and not other.protected:
                 victim, most = other, theirs.running
         return victim
 
     def _of_longer_turn(self, sequence: Sequence) -> Sequence | None:
         """The last in order that has had ``TURN`` tokens since it was admitted.
 
-        Anybody for a newcomer, so that short requests get in where long ones have all slots; whoever came
-        later for one that gave way. A newcomer that turns out to be long so returns the slot, and the order
-        is first come, first served again: while one that gave way waits, it is first. Not without prefix
-        caching, where all that it had would be computed again.
+        Anybody of a larger share (no sibling, nobody who would ask the slot back) for a newcomer, so that
+        short requests get in where long ones have all slots; whoever of those came later for one that gave
+        way. A newcomer that turns out to be long so returns the slot, and the order is first come, first
+        served again: while one that gave way waits, it is first. Not without prefix caching, where all that
+        it had would be computed again.
         """
-        if not self.kv.enable_prefix_caching:
+        share = sequence.share
+        if share is None or not self.kv.enable_prefix_caching:
             return None
         slots, columns = self.order(), self.columns
         had = columns.num_computed[slots] - columns.known[slots]
-        for slot in slots[had >= TURN][::-1]:
-            other: Sequence = self.tenants[slot]
+        for other in self.tenants[slots[had >= TURN][::-1]].tolist():
+            if not sequence.newcomer and other.key < sequence.key:
+                return None  # nor who comes before it
             if other.key[0] != sequence.key[0] or other.protected or other.yielded >= MOST_YIELDS:
                 continue
-            if sequence.newcomer or other.key > sequence.key:
-                return other
+            if other.share.running > share.running:
+                found: Sequence = other
+                return found
         return None
 
     # ---- prefix sharing
