@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
@@ -15,23 +16,37 @@ import pytest
 import uvicorn
 
 from weft.front import connection
-from weft.front.connections import MOST_AHEAD, Connections, most_connections
+from weft.front.connections import MOST, MOST_AHEAD, Connections, most_connections
+
+LARGE = 8 << 20
 
 
 class App:
-    """Answers "ok", to a POST when all of its body came: then with the number of its bytes."""
+    """Answers "ok", to a POST when all of its body came: then with the number of its bytes.
 
-    def __init__(self) -> None:
-        http: Any = functools.partial(connection.Connection, connections=Connections())
+    Other paths than "/": "/early" is answered before the body came, "/large" with ``LARGE`` bytes, and
+    "/never" not until the client goes away.
+    """
+
+    def __init__(self, most: int = MOST) -> None:
+        http: Any = functools.partial(connection.Connection, connections=Connections(most))
         self.config = uvicorn.Config(self, http=http, ws="none", lifespan="off", log_config=None)
         self.server = uvicorn.Server(self.config)
         self.most_waiting = 0
         """The longest queue of requests behind another one of their connection."""
+        self.asked, self.left = threading.Event(), threading.Event()
+        """Whether "/never" was asked for, and the client went away then."""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         for one in self.server.server_state.connections:
             self.most_waiting = max(self.most_waiting, len(one.pipeline))  # type: ignore[union-attr]
-        answer, more, length = b"ok", scope["method"] == "POST", 0
+        path = scope["path"]
+        if path == "/never":
+            self.asked.set()
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            self.left.set()
+        answer, more, length = b"ok", scope["method"] == "POST" and path != "/early", 0
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":
@@ -39,23 +54,32 @@ class App:
             more = message["more_body"]
             length += len(message["body"])
             answer = b"%d" % length
+        if path == "/large":
+            answer = b"a" * LARGE
         size = b"%d" % len(answer)
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", size)]})
         await send({"type": "http.response.body", "body": answer})
+
+
+@contextlib.contextmanager
+def serving(made: App) -> Iterator[App]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    thread = threading.Thread(target=made.server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    made.config.port = listener.getsockname()[1]
+    try:
+        yield made
+    finally:
+        made.server.should_exit = True
+        thread.join(10)
 
 
 @pytest.fixture(scope="module")
 def app() -> Iterator[App]:
     seconds = connection.HEAD_SECONDS
     connection.HEAD_SECONDS = 0.5
-    made = App()
-    listener = socket.create_server(("127.0.0.1", 0))
-    thread = threading.Thread(target=made.server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    made.config.port = listener.getsockname()[1]
-    yield made
-    made.server.should_exit = True
-    thread.join(10)
+    with serving(App()) as made:
+        yield made
     connection.HEAD_SECONDS = seconds
 
 
@@ -186,6 +210,53 @@ def test_a_head_that_waits_behind_a_request_is_not_slow(app: App, raw: socket.so
     raw.sendall(b"a" + b"GET / HTTP/1.1\r\n\r\n")
     time.sleep(0.2)
     assert raw.recv(4096).endswith(b"ok")
+
+
+def test_a_client_that_leaves_while_a_request_waits_is_noticed() -> None:
+    with serving(App()) as app:
+        with socket.create_connection(("127.0.0.1", app.config.port), timeout=10) as raw:
+            raw.sendall(b"GET /never HTTP/1.1\r\n\r\nGET / HTTP/1.1\r\n\r\n")
+            assert app.asked.wait(10)
+        assert app.left.wait(10)
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\nPOST / HTTP/1.1\r\nContent-Length: 9\r\n\r\n", b""),
+        (b"POST /early HTTP/1.1\r\nContent-Length: 9\r\n\r\n1", b"23456789"),
+    ],
+    ids=["a body that was begun behind another request", "a body that came after its answer"],
+)
+def test_who_waits_for_its_client_makes_room(first: bytes, then: bytes) -> None:
+    with serving(App(most=1)) as app:
+        address = ("127.0.0.1", app.config.port)
+        with socket.create_connection(address, timeout=10) as raw:
+            raw.sendall(first)
+            assert raw.recv(4096).endswith(b"ok")
+            raw.sendall(then)
+            time.sleep(0.2)
+            with socket.create_connection(address, timeout=10) as other:
+                other.sendall(b"GET / HTTP/1.1\r\n\r\n")
+                assert other.recv(4096).endswith(b"ok")
+            read_all(raw)
+
+
+def test_who_makes_room_and_does_not_read_is_gone_at_once() -> None:
+    with serving(App(most=1)) as app, socket.socket() as raw:
+        address = ("127.0.0.1", app.config.port)
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        raw.settimeout(10)
+        raw.connect(address)
+        raw.sendall(b"GET /large HTTP/1.1\r\n\r\n")
+        raw.recv(1)
+        with socket.create_connection(address, timeout=10) as other:
+            other.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            assert other.recv(4096).endswith(b"ok")
+        read = 0
+        with contextlib.suppress(ConnectionError):
+            read = len(read_all(raw))
+        assert read < LARGE
 
 
 class _Quiet:

@@ -13,9 +13,10 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.requests import Request
 
-from weft.common.errors import Overloaded
-from weft.front.body import Bodies
+from weft.common.errors import Overloaded, RequestTimeout
+from weft.front.body import Bodies, read_json
 
 ROUTE = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 PATIENT = {"weft.front.body.STALL_TIMEOUT": 60.0}
@@ -157,3 +158,44 @@ def test_memory_that_is_full_of_whole_bodies() -> None:
                 third.grow(100)
 
     asyncio.run(run())
+
+
+def test_an_upload_that_was_ended_is_no_body() -> None:
+    """Also where the rest of it came in the same moment."""
+
+    async def test() -> None:
+        bodies = Bodies(1000, memory=1600)
+        chunks: asyncio.Queue[Any] = asyncio.Queue()
+        scope = {"type": "http", "method": "POST", "headers": [(b"content-type", b"application/json")]}
+        with bodies.upload() as first, bodies.upload() as second:
+            reading = asyncio.create_task(read_json(Request(scope, chunks.get), first))
+            await chunks.put({"type": "http.request", "body": b" " * 300, "more_body": True})
+            while not bodies.small.used:
+                await asyncio.sleep(0)
+            chunks.put_nowait({"type": "http.request", "body": b"{}", "more_body": False})
+            second.begin(asyncio.timeout(None))
+            second.grow(300)
+            with pytest.raises(RequestTimeout):
+                await reading
+
+    asyncio.run(test())
+
+
+def test_a_stream_that_has_begun_is_not_refused(start_fake: Any, script: Any) -> None:
+    """When much text work waits, new requests get 429, and what was admitted goes on."""
+    server = start_fake(max_num_seqs=64, constants={"weft.front.context.TEXT_QUEUE": 1})
+    asked = {"model": "fake", "prompt": "abcdef" * 16, "seed": script.FLOOD, "max_tokens": 300, "logprobs": 20}
+
+    async def stream(client: httpx.AsyncClient) -> str:
+        while True:
+            answer = await client.post("/v1/completions", json={**asked, "stream": True})
+            if answer.status_code != 429:
+                return answer.text
+
+    async def test() -> list[str]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=30) as client:
+            return await asyncio.gather(*(stream(client) for _ in range(8)))
+
+    for text in asyncio.run(test()):
+        assert text.endswith("data: [DONE]\n\n")
+        assert '"error"' not in text

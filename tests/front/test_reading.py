@@ -136,12 +136,14 @@ def test_bad_words_are_resolved_once_and_bounded(reader: Reader, monkeypatch: py
         ({"echo": True, "logprobs": 20, "n": 4}, "logprobs"),
         ({"prompt_logprobs": 20}, "prompt_logprobs"),
         ({"echo": True, "n": 100}, "echo"),
+        ({"prompt_logprobs": 0, "n": 100}, "prompt_logprobs"),
+        ({"return_token_ids": True, "n": 100}, "return_token_ids"),
     ],
 )
 def test_answers_that_repeat_too_much_are_refused_before_they_begin(
     reader: Reader, fields: dict[str, Any], param: str
 ) -> None:
-    prompts = ["Tom has 12 apples. " * 100] * (8 if param == "echo" else 64)
+    prompts = ["Tom has 12 apples. " * 100] * (8 if fields.get("n") == 100 else 64)
     with pytest.raises(InvalidRequest, match="--max-response-bytes") as caught:
         completion(reader, prompts, **fields)
     assert caught.value.param == param

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -73,6 +74,16 @@ def test_a_process_that_dies_fails_its_payload_alone() -> None:
         assert isinstance(found[0], WeftError)
         assert found[1] == b"> x"
         assert await pool.call(b"pid") != before
+
+    run(work)
+
+
+def test_a_process_that_died_while_it_had_no_work_fails_nothing() -> None:
+    async def work(pool: WorkerPool) -> None:
+        number = int((await pool.call(b"pid")).removeprefix(b"> "))
+        os.kill(number, signal.SIGKILL)
+        os.waitid(os.P_PID, number, os.WEXITED | os.WNOWAIT)
+        assert await pool.call(b"x") == b"> x"
 
     run(work)
 

@@ -145,9 +145,10 @@ async def read_json(request: Request, upload: Upload) -> bytes:
                     timeout.reschedule(min(end, now() + STALL_TIMEOUT))
             upload.complete()
     except TimeoutError:
-        if upload.ended:
-            raise RequestTimeout("the body came so slowly that others needed its memory") from None
-        raise RequestTimeout("the body did not arrive in time") from None
+        if not upload.ended:
+            raise RequestTimeout("the body did not arrive in time") from None
     except ClientDisconnect:
         raise Cancelled("the client went away") from None
+    if upload.ended:  # perhaps in the moment in which the rest came
+        raise RequestTimeout("the body came so slowly that others needed its memory")
     return bytes(body)

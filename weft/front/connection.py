@@ -14,7 +14,7 @@ from typing import Any
 
 import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from weft.common import log as weft_log
 from weft.common.errors import HeaderTooLarge, InvalidRequest, RequestTimeout, Unavailable, WeftError
@@ -81,6 +81,8 @@ class Connection(HttpToolsProtocol):
     def __init__(self, *args: Any, connections: Connections, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._all = connections
+        self._served: RequestResponseCycle | None = None
+        """The last request whose handler was started; ``cycle`` is the last one that was parsed."""
         self._unparsed = bytearray()
         self._next_turn: asyncio.Handle | None = None
         self._fault: WeftError | None = None
@@ -111,6 +113,9 @@ class Connection(HttpToolsProtocol):
         self._stop_watching()
         if self._next_turn is not None:
             self._next_turn.cancel()
+        if self._served is not None and not self._served.response_complete:
+            self._served.disconnected = True  # uvicorn tells the last one that was parsed
+            self._served.message_event.set()
         super().connection_lost(exc)
 
     # -- what was read, in pieces -------------------------------------------------------------------
@@ -195,11 +200,16 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._in_body = False
-        self._all.works(self)
+        if not self.cycle.response_complete:
+            self._all.works(self)
         super().on_message_complete()
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._served = cycle
+        super()._start_asgi_task(cycle, app)
+
     def on_response_complete(self) -> None:
-        if not self.pipeline:
+        if not self.pipeline or self.pipeline[-1][0].more_body:  # the next one, or what came of it
             self._all.waits(self)
         super().on_response_complete()
         self._schedule()
@@ -258,7 +268,9 @@ class Connection(HttpToolsProtocol):
 
     def give_way(self) -> None:
         """Closes the connection, whose client has sent no whole request."""
-        if self._in_body or self._head_bytes:
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()  # closed, it would stay until its client has read all that
+        elif self._in_body or self._head_bytes:
             self._refuse(RequestTimeout("the request did not arrive before other ones needed the connection"))
         else:
             self.transport.close()

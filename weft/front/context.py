@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 TEXT_THREADS = 2
 TEXT_QUEUE = 1024
-"""Requests that may wait for a text thread; beyond it they get 429."""
+"""Pieces of text work that may wait for a thread; beyond it new requests get 429."""
 SMALL_BODY = 64 << 10
 """Bytes of a body that is read in a thread. A larger one could hold Python's lock for long while it is
 parsed: it is read in a process of its own."""
@@ -121,9 +121,12 @@ class Front:
     async def read(self, kind: str, body: bytes, then: Callable[[Job], T]) -> T:
         """Reads a request's body off the event loop, and calls ``then`` with it in a thread.
 
-        ``kind`` is one of ``KINDS``. Raises the WeftError of a request that can't be read.
+        ``kind`` is one of ``KINDS``. Raises the WeftError of a request that can't be read, and Overloaded
+        when too much text work waits.
         """
         reader = self._ready_reader()
+        if self._pooled >= TEXT_QUEUE:
+            raise Overloaded("too many requests wait to be read; try again later")
         if len(body) <= SMALL_BODY:
             return await self.in_thread(lambda: then(KINDS[kind](reader, body)))
         assert self._workers is not None
@@ -139,9 +142,7 @@ class Front:
         return await self.in_thread(finish)
 
     async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Runs text work off the event loop. Raises Overloaded when too much of it waits."""
-        if self._pooled >= TEXT_QUEUE:
-            raise Overloaded("too many requests wait to be read; try again later")
+        """Runs text work off the event loop, however much of it waits: each request has one at a time."""
         self._pooled += 1
         try:
             work = functools.partial(function, *args, **kwargs)

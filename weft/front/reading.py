@@ -191,7 +191,7 @@ class Reader:
             for ids, text in prompts
         ]
         token_params = resolve_params(params, limits, self.text.tokenizer)
-        self._check_answer(made, params, asked)
+        self._check_answer(made, params, asked, param)
         rest = msgspec.structs.replace(params, bad_words=(), logit_bias=None, allowed_token_ids=None)
         return Job(
             prompts=made,
@@ -202,7 +202,9 @@ class Reader:
             param=param,
         )
 
-    def _check_answer(self, prompts: Sequence[Prompt], params: SamplingParams, asked: Asked) -> None:
+    def _check_answer(
+        self, prompts: Sequence[Prompt], params: SamplingParams, asked: Asked, param: str
+    ) -> None:
         """The part of an answer that the prompts fix is bounded before anything is computed."""
         width = 0 if params.prompt_logprobs is None else 1 + params.prompt_logprobs
         tokens = sum(prompt.count for prompt in prompts)
@@ -213,13 +215,19 @@ class Reader:
             if asked.echo:
                 shown += sum(len(prompt.text.encode()) for prompt in prompts)
                 shown += tokens * (TOKEN_BYTES + ECHO_BYTES * width) if width else 0
-            size = max(size, shown * (params.n if asked.echo else 1))
+            # Every choice of a completion shows its prompt's part; a chat's answer has one.
+            size = max(size, shown * (params.n if param == "prompt" else 1))
         if size > self._max_response_bytes:
+            wanted = {
+                "prompt_logprobs": asked.prompt_logprobs,
+                "logprobs": bool(width),
+                "return_token_ids": asked.return_token_ids,
+            }
             raise InvalidRequest(
                 f"the answer would repeat about {size} bytes of prompts and their logprobs; this server's "
                 f"limit is {self._max_response_bytes} (--max-response-bytes): ask for fewer prompts, choices "
                 "or logprobs a request" + ("" if asked.stream else ", or stream the answer"),
-                param="prompt_logprobs" if asked.prompt_logprobs else "logprobs" if width else "echo",
+                param=next((name for name, asks in wanted.items() if asks), "echo"),
                 code="response_too_large",
             )
 

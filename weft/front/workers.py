@@ -74,9 +74,16 @@ class WorkerPool:
             item = heapq.heappop(self._waiting)
             if item.answer.done():  # nobody waits for it any more
                 continue
-            worker = self._idle.pop() if self._idle else None
-            task = asyncio.create_task(self._work(worker, item))
+            task = asyncio.create_task(self._work(self._take_idle(), item))
             self._busy[task] = None
+
+    def _take_idle(self) -> _Worker | None:
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.alive:
+                return worker
+            worker.kill()  # it died while it had no work
+        return None
 
     async def _work(self, worker: _Worker | None, item: _Waiting) -> None:
         """Carries one payload to a process and its answer back. The process is kept if it is well."""
@@ -167,6 +174,10 @@ class _Worker:
             worker.kill()
             raise
         return worker
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
 
     async def exchange(self, payload: bytes) -> bytes:
         """Raises an EOFError or OSError when the process dies."""
