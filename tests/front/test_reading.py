@@ -40,10 +40,10 @@ def chat(reader: Reader, text: str = "Tom has 12", **fields: Any) -> Job:
 def test_a_process_reads_what_a_thread_reads(reader: Reader) -> None:
     fields = {"n": 3, "logprobs": 2, "echo": True, "stop": ["x"], "seed": -5, "logit_bias": {"7": 1.5}}
     body = json.dumps({"model": "m", "prompt": ["Tom has", "Ann"], "bad_words": ["12"], **fields}).encode()
-    answer = answer_to(reader, payload_of("completions", body))
+    answer = answer_to(reader, b"".join(payload_of("completions", [body[:9], body[9:]])))
     sent = reading.msgspec.msgpack.encode(answer)
     assert decode_answer(sent) == answer == Answer(job=reader.completions(body))
-    refused = answer_to(reader, payload_of("chat", b"[]"))
+    refused = answer_to(reader, b"".join(payload_of("chat", [b"[]"])))
     assert refused.error is not None
     assert refused.error.http_status == 400
     assert decode_answer(reading.msgspec.msgpack.encode(refused)) == refused

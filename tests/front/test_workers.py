@@ -57,6 +57,7 @@ def test_payloads_of_every_size_are_answered_by_processes_that_stay() -> None:
         assert await pool.call(b"a") == b"> a"
         large = os.urandom(9 << 20)
         assert await pool.call(large) == b"> " + large
+        assert await pool.call(b"in ", b"", large, b" pieces") == b"> in " + large + b" pieces"
         first = await pool.call(b"pid")
         assert first == await pool.call(b"pid")
         answers = await asyncio.gather(*(pool.call(str(n).encode()) for n in range(50)))

@@ -21,6 +21,8 @@ STALL_TIMEOUT = 10.0
 MEMORY = 256 << 20
 """Bytes of all bodies, or four times the largest one where that is more."""
 SMALL = 256 << 10
+PIECE = 32 << 10
+"""Bytes of a body's pieces at least, but for the last."""
 PROGRESS = 16 << 10
 """Bytes that must come for a body to count as not stalled."""
 
@@ -115,8 +117,10 @@ class Upload:
             timeout.reschedule(asyncio.get_running_loop().time())
 
 
-async def read_json(request: Request, upload: Upload) -> bytes:
-    """The body, which counts as ``upload`` until that is closed.
+async def read_json(request: Request, upload: Upload) -> list[bytes]:
+    """The body in pieces, which count as ``upload`` until that is closed.
+
+    A large body is never copied into one here: that would take milliseconds of the event loop's time.
 
     Raises UnsupportedMedia, TooLarge, RequestTimeout, Overloaded or Cancelled.
     """
@@ -130,7 +134,8 @@ async def read_json(request: Request, upload: Upload) -> bytes:
     length = request.headers.get("content-length", "0")
     if length.isascii() and length.isdecimal() and int(length[:20]) > limit:
         raise too_large
-    body = bytearray()
+    body: list[bytes] = []
+    size = 0
     now = asyncio.get_running_loop().time
     end = now() + BODY_TIMEOUT
     try:
@@ -138,8 +143,12 @@ async def read_json(request: Request, upload: Upload) -> bytes:
             upload.begin(timeout)
             async for chunk in request.stream():
                 if chunk and not upload.ended:  # it ends with the next turn of the event loop
-                    body += chunk
-                    if len(body) > limit:
+                    if body and len(body[-1]) + len(chunk) < PIECE:
+                        body[-1] += chunk
+                    else:
+                        body.append(chunk)
+                    size += len(chunk)
+                    if size > limit:
                         raise too_large
                     upload.grow(len(chunk))
                     timeout.reschedule(min(end, now() + STALL_TIMEOUT))
@@ -151,4 +160,4 @@ async def read_json(request: Request, upload: Upload) -> bytes:
         raise Cancelled("the client went away") from None
     if upload.ended:  # perhaps in the moment in which the rest came
         raise RequestTimeout("the body came so slowly that others needed its memory")
-    return bytes(body)
+    return body

@@ -118,8 +118,8 @@ class Front:
             raise Unavailable("the server is still starting")
         return self._reader
 
-    async def read(self, kind: str, body: bytes, then: Callable[[Job], T]) -> T:
-        """Reads a request's body off the event loop, and calls ``then`` with it in a thread.
+    async def read(self, kind: str, body: list[bytes], then: Callable[[Job], T]) -> T:
+        """Reads a request's body, in pieces, off the event loop, and calls ``then`` with it in a thread.
 
         ``kind`` is one of ``KINDS``. Raises the WeftError of a request that can't be read, and Overloaded
         when too much text work waits.
@@ -127,10 +127,10 @@ class Front:
         reader = self._ready_reader()
         if self._pooled >= TEXT_QUEUE:
             raise Overloaded("too many requests wait to be read; try again later")
-        if len(body) <= SMALL_BODY:
-            return await self.in_thread(lambda: then(KINDS[kind](reader, body)))
+        if sum(map(len, body)) <= SMALL_BODY:
+            return await self.in_thread(lambda: then(KINDS[kind](reader, b"".join(body))))
         assert self._workers is not None
-        data = await self._workers.call(payload_of(kind, body))
+        data = await self._workers.call(*payload_of(kind, body))
 
         def finish() -> T:
             answer = decode_answer(data)

@@ -11,6 +11,7 @@ import io
 import os
 import socket
 import sys
+from collections.abc import Iterable
 from typing import IO
 
 import msgspec
@@ -51,9 +52,9 @@ encode_setup = msgspec.msgpack.Encoder().encode
 decode_answer = msgspec.msgpack.Decoder(Answer).decode
 
 
-def payload_of(kind: str, body: bytes) -> bytes:
-    """What a worker is sent to read ``body``."""
-    return kind.encode() + b"\0" + body
+def payload_of(kind: str, body: Iterable[bytes]) -> tuple[bytes, ...]:
+    """What a worker is sent to read a body in pieces; in pieces, too."""
+    return (kind.encode() + b"\0", *body)
 
 
 def answer_to(reader: Reader, payload: bytes) -> Answer:

@@ -33,7 +33,7 @@ BYTES_A_SECOND = 1 << 20
 class _Waiting(NamedTuple):
     turn: float
     number: int
-    payload: bytes
+    payload: tuple[bytes, ...]
     answer: asyncio.Future[bytes]
 
 
@@ -55,8 +55,8 @@ class WorkerPool:
         self._busy: dict[asyncio.Task[None], None] = {}
         self._closed = False
 
-    async def call(self, payload: bytes) -> bytes:
-        """The answer of a process. Raises Overloaded when too many wait, DeadlineExceeded when it takes too
+    async def call(self, *payload: bytes) -> bytes:
+        """The answer of a process to a payload in pieces, which are not copied here. Raises Overloaded when too many wait, DeadlineExceeded when it takes too
         long, and WeftError when the process died of it."""
         if self._closed:
             raise Unavailable("the server is shutting down")
@@ -64,7 +64,7 @@ class WorkerPool:
             raise Overloaded("too many requests wait to be read; try again later")
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[bytes] = loop.create_future()
-        turn = loop.time() + len(payload) / BYTES_A_SECOND
+        turn = loop.time() + sum(map(len, payload)) / BYTES_A_SECOND
         heapq.heappush(self._waiting, _Waiting(turn, next(self._numbers), payload, answer))
         self._dispatch()
         return await answer
@@ -91,7 +91,7 @@ class WorkerPool:
             async with asyncio.timeout(self._seconds):
                 if worker is None:
                     worker = await _Worker.start(self._command, self._greeting)
-                answer = await worker.exchange(item.payload)
+                answer = await worker.exchange(*item.payload)
             if not item.answer.done():
                 item.answer.set_result(answer)
             if self._closed:
@@ -179,15 +179,14 @@ class _Worker:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    async def exchange(self, payload: bytes) -> bytes:
+    async def exchange(self, *payload: bytes) -> bytes:
         """Raises an EOFError or OSError when the process dies."""
-        await self._send(payload)
+        await self._send(*payload)
         (size,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
         return await self._reader.readexactly(size)
 
-    async def _send(self, payload: bytes) -> None:
-        self._writer.write(HEADER.pack(len(payload)))
-        self._writer.write(payload)
+    async def _send(self, *payload: bytes) -> None:
+        self._writer.writelines((HEADER.pack(sum(map(len, payload))), *payload))
         await self._writer.drain()
 
     def kill(self) -> None:
