@@ -56,8 +56,11 @@ class WorkerPool:
         self._closed = False
 
     async def call(self, *payload: bytes) -> bytes:
-        """The answer of a process to a payload in pieces, which are not copied here. Raises Overloaded when too many wait, DeadlineExceeded when it takes too
-        long, and WeftError when the process died of it."""
+        """The answer of a process to a payload in pieces, which are not copied here.
+
+        Raises Overloaded when too many wait, DeadlineExceeded when it takes too long, and WeftError when the
+        process died of it.
+        """
         if self._closed:
             raise Unavailable("the server is shutting down")
         if len(self._waiting) >= MAX_WAITING:
