@@ -139,7 +139,7 @@ async def _pieces(
 async def _first(generation: Generation) -> list[Delta]:
     """The first deltas; so that a request the head refuses gets an HTTP status, not a stream.
 
-    None when it has not refused it, and has not begun it for so long that the stream must begin.
+    Empty when it has not refused it, and has not begun it for so long that the stream must begin.
     """
     deltas: list[Delta] = []
     with Silence(generation.flow) as silence:
