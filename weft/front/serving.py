@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive
 
-from weft.common.errors import Cancelled, WeftError
+from weft.common.errors import Cancelled, DeadlineExceeded, WeftError
 from weft.common.log import get_logger
 from weft.front.body import read_json
 from weft.front.context import Front
@@ -189,6 +189,9 @@ async def _events(
                 yield event(chunk)
             yield DONE
             generation.succeeded()
+    except GeneratorExit:  # closed before its end: the client did not read it by its deadline
+        times.failed(DeadlineExceeded.code)
+        raise
     except Cancelled as error:
         times.failed(error.info().code)
     except WeftError as error:
