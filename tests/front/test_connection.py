@@ -25,7 +25,7 @@ class App:
     """Answers "ok", to a POST when all of its body came: then with the number of its bytes.
 
     Other paths than "/": "/early" is answered before the body came, "/large" with ``LARGE`` bytes, and
-    "/never" not until the client goes away.
+    "/never" with twice as many, and no end.
     """
 
     def __init__(self, most: int = MOST) -> None:
@@ -43,9 +43,12 @@ class App:
         path = scope["path"]
         if path == "/never":
             self.asked.set()
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"a" * 2 * LARGE, "more_body": True})
             while (await receive())["type"] != "http.disconnect":
                 pass
             self.left.set()
+            return
         answer, more, length = b"ok", scope["method"] == "POST" and path != "/early", 0
         while more:
             message = await receive()
@@ -257,6 +260,28 @@ def test_who_makes_room_and_does_not_read_is_gone_at_once() -> None:
         with contextlib.suppress(ConnectionError):
             read = len(read_all(raw))
         assert read < LARGE
+
+
+def test_how_long_a_client_does_not_read_is_counted_anew_for_each_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connection, "UNREAD_SECONDS", 3.0)
+    monkeypatch.setattr(connection, "WRITE_BUFFER", 1 << 30)
+    with serving(App()) as app, socket.socket() as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        raw.settimeout(10)
+        raw.connect(("127.0.0.1", app.config.port))
+        raw.sendall(b"GET /large HTTP/1.1\r\n\r\n")
+        time.sleep(0.5)
+        read = 0
+        while read < LARGE:
+            read += len(raw.recv(1 << 20))
+        time.sleep(1.5)
+        raw.sendall(b"GET /never HTTP/1.1\r\n\r\n")
+        time.sleep(2)
+        while read < 3 * LARGE and (got := len(raw.recv(1 << 20))):
+            read += got
+        assert read >= 3 * LARGE
 
 
 class _Quiet:

@@ -366,3 +366,4 @@ def test_a_paused_stream_ends_at_its_deadline(start_fake: Any) -> None:
         server.wait(lambda: server.metric("streams_paused_total") == 1, 20)
         assert server.metric("front_sequences") == 4
         server.wait(lambda: server.metric("front_sequences") == 0, 10)
+        server.wait(lambda: server.metric("request_failure_total") == 1, 10)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from weft.common.errors import EngineDead, ErrorInfo
+from weft.routing import policy as policies
 from weft.routing.ledger import MOST_LOSSES, Ledger
 from weft.routing.policy import CHUNK, LeastLoad, PrefixAffinity
 from weft.routing.registry import PROMPT_TOKENS, Registry
@@ -95,6 +96,12 @@ def test_affinity_stays_with_the_cache_unless_waiting_costs_more() -> None:
 
 def tokens(sequence: int, *ids: int, **fields: object) -> TokenEvent:
     return TokenEvent(sequence=sequence, token_ids=ids, **fields)  # type: ignore[arg-type]
+
+
+def test_one_instance_is_chosen_without_a_look_at_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policies, "chain", None)
+    (only,) = registry(1).up()
+    assert PrefixAffinity().choose([only], bytes(4 * CHUNK), "", 1) is only
 
 
 def test_a_sequence_goes_on_from_everything_that_came() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _MMAP_BYTES = 256 << 10
@@ -26,7 +25,6 @@ def keep_heap_small() -> None:
 
 
 def trim_heap() -> None:
-    """Gives freed memory back to the system, as far as possible. Takes milliseconds."""
-    gc.collect()
+    """Gives freed memory back to the system, as far as possible. Takes milliseconds, without Python's lock."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -206,6 +206,9 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._served = cycle
+        self._stop_watching()  # what is to be read from now on is another answer
+        if self.flow.write_paused:
+            self._watch_reading()
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:

@@ -12,6 +12,7 @@ from typing import ParamSpec, TypeVar
 
 from weft.common.errors import Overloaded, ReportedError, Unavailable
 from weft.common.log import get_logger
+from weft.common.memory import trim_heap
 from weft.config.resolved import EngineConfig
 from weft.config.sections import FrontSection
 from weft.front.body import Bodies
@@ -39,6 +40,8 @@ parsed: it is read in a process of its own."""
 READ_PROCESSES = 2
 READ_SECONDS = 120.0
 """For one large body."""
+TRIM_AFTER = 3.0
+"""Seconds after a large body in which its memory is given back."""
 
 
 class Front:
@@ -71,6 +74,7 @@ class Front:
         self._pool = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="weft-text")
         self._pooled = 0
         self._reader: Reader | None = None
+        self._trimming: asyncio.TimerHandle | None = None
         self._workers: WorkerPool | None = None
         self.ids = IdMint()
         self.seeds = SeedMint(config.model.seed)
@@ -105,6 +109,8 @@ class Front:
     async def close(self) -> None:
         """Ends the link; every request that is still open fails."""
         await self.client.close()
+        if self._trimming is not None:
+            self._trimming.cancel()
         if self._workers is not None:
             await self._workers.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -130,6 +136,7 @@ class Front:
         if sum(map(len, body)) <= SMALL_BODY:
             return await self.in_thread(lambda: then(KINDS[kind](reader, b"".join(body))))
         assert self._workers is not None
+        self._trim_later()
         data = await self._workers.call(*payload_of(kind, body))
 
         def finish() -> T:
@@ -140,6 +147,12 @@ class Front:
             return then(answer.job)
 
         return await self.in_thread(finish)
+
+    def _trim_later(self) -> None:
+        """Gives the memory of large bodies back when they are gone, rather than keep it for the next ones."""
+        loop = asyncio.get_running_loop()
+        if self._trimming is None or self._trimming.when() < loop.time():
+            self._trimming = loop.call_later(TRIM_AFTER, loop.run_in_executor, self._pool, trim_heap)
 
     async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Runs text work off the event loop, however much of it waits: each request has one at a time."""

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive
 
-from weft.common.errors import Cancelled, WeftError
+from weft.common.errors import Cancelled, DeadlineExceeded, WeftError
 from weft.common.log import get_logger
 from weft.front.body import read_json
 from weft.front.context import Front
@@ -139,7 +139,7 @@ async def _pieces(
 async def _first(generation: Generation) -> list[Delta]:
     """The first deltas; so that a request the head refuses gets an HTTP status, not a stream.
 
-    None when it has not refused it, and has not begun it for so long that the stream must begin.
+    Empty when it has not refused it, and has not begun it for so long that the stream must begin.
     """
     deltas: list[Delta] = []
     with Silence(generation.flow) as silence:
@@ -189,6 +189,9 @@ async def _events(
                 yield event(chunk)
             yield DONE
             generation.succeeded()
+    except GeneratorExit:  # closed before its end: the client did not read it by its deadline
+        times.failed(DeadlineExceeded.code)
+        raise
     except Cancelled as error:
         times.failed(error.info().code)
     except WeftError as error:

@@ -39,6 +39,8 @@ class PrefixAffinity:
         self._known: dict[int, Recent[bytes, bool]] = {}
 
     def choose(self, instances: Sequence[Instance], prompt: bytes, salt: str, count: int) -> Instance:
+        if len(instances) == 1:  # many long prompts take long to hash, and there is nothing to choose
+            return instances[0]
         chunks = chain(prompt, salt)
         cost = {instance.number: self._cost(instance, chunks) for instance in instances}
         made = min(instances, key=lambda one: (cost[one.number], one.chosen, one.number))
