@@ -184,17 +184,7 @@ def test_an_upload_that_was_ended_is_no_body() -> None:
 def test_a_stream_that_has_begun_is_not_refused(start_fake: Any, script: Any) -> None:
     """When much text work waits, new requests get 429, and what was admitted goes on."""
     server = start_fake(max_num_seqs=64, constants={"weft.front.context.TEXT_QUEUE": 1})
-<<<<<<< HEAD
-    asked = {
-        "model": "fake",
-        "prompt": "abcdef" * 16,
-        "seed": script.FLOOD,
-        "max_tokens": 300,
-        "logprobs": 20,
-    }
-=======
     asked = {"model": "fake", "prompt": "ab", "seed": script.FLOOD, "max_tokens": 300, "logprobs": 20}
->>>>>>> part-f
 
     async def stream(client: httpx.AsyncClient) -> str:
         while True:

@@ -25,6 +25,6 @@ def keep_heap_small() -> None:
 
 
 def trim_heap() -> None:
-    """Gives freed memory back to the system, as far as possible. Takes milliseconds, without Python's lock."""
+    """Gives freed memory back to the system, as far as possible. Takes milliseconds, not Python's lock."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
