@@ -265,7 +265,12 @@ def test_after_shutdown(settings: dict[str, Any]) -> None:
         llm.generate("a", GREEDY)
 
 
-def test_progress_goes_to_stderr(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_goes_to_a_terminal(
+    llm: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm.generate(["a", "b"], GREEDY)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     llm.generate(["a", "b"], GREEDY)
     shown = capsys.readouterr()
     assert shown.out == ""

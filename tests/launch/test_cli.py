@@ -79,7 +79,7 @@ def test_help_lists_every_flag_with_its_default(command: str) -> None:
     for setting in SETTINGS.values():
         if setting.section != "front" or command == "serve":
             assert setting.flag in text, setting.flag
-    assert "[1..1048576; default: 2048]" in text
+    assert "[0..1048576; default: 0]" in text
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def watch() -> Iterator[Any]:
         (["eval", "gsm-mini", "--limit", "500"], "1/500"),
         (["eval", "gsm-mini", "--tensor-parallel-size", "2"], "1/500"),
         (["verify", "--self", "--prompts", "2", "--tokens", "200"], "deterministic"),
-        (["generate", "Count", "--ignore-eos", "--max-tokens", "900", "--no-chat"], "Loading weights: 100%"),
+        (["generate", "Count", "--ignore-eos", "--max-tokens", "2000", "--no-chat"], "Loading weights: 100%"),
         (["bench", "offline", "--rounds", "50"], "Loading weights: 100%"),
     ],
     ids=["eval", "eval, two ranks", "verify", "generate", "bench"],

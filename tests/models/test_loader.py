@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -276,15 +277,21 @@ def test_dummy_weights(name: str, dtype: torch.dtype, checkpoints: Any, paged: A
     assert logits.std() > 0.1
 
 
-def test_progress_goes_to_stderr_and_can_be_off(checkpoints: Any, capfd: pytest.CaptureFixture[str]) -> None:
+def test_progress_goes_to_a_terminal_and_can_be_off(
+    checkpoints: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = checkpoints("llama").folder
     spec = load_spec(folder, None)
+    capsys.readouterr()  # of making the checkpoint
     load_model(folder, spec, torch.float32, CPU, progress=True)
-    shown = capfd.readouterr()
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    load_model(folder, spec, torch.float32, CPU, progress=True)
+    shown = capsys.readouterr()
     assert "Loading weights: 100%" in shown.err
     assert shown.out == ""
     load_model(folder, spec, torch.float32, CPU, progress=False)
-    assert capfd.readouterr().err == ""
+    assert capsys.readouterr().err == ""
 
 
 def test_every_parameter_is_named_by_its_family(checkpoint: Any) -> None:
