@@ -81,7 +81,7 @@ class Draft:
     def __init__(self, step: int, budget: int, columns: Columns) -> None:
         self.step = step
         self.budget = budget
-        self.prompt_logits = MAX_PROMPT_LOGITS
+        self.prompt_logits = min(MAX_PROMPT_LOGITS, max(1, budget // 2))  # they cost as much as the rest
         """Positions that may still ask for prompt logprobs."""
         self.prefill: dict[int, Row] = {}
         self.decode = NO_ROWS
