@@ -120,15 +120,7 @@ class Reader:
             raise InvalidRequest(message, param="chat_template_kwargs") from None
         except TooManyTokens as error:
             raise self._too_long(error, "messages") from None
-        form = Asked(
-            model=asked.model,
-            stream=bool(asked.stream),
-            usage_in_stream=asked.usage_in_stream,
-            return_token_ids=bool(asked.return_token_ids),
-            skip_special_tokens=asked.skip_special_tokens is not False,
-            top=params.logprobs,
-            prompt_logprobs=asked.prompt_logprobs is not None,
-        )
+        form = _form(asked, params)
         return self._job([(rendered.ids, "")], params, form, continues, "messages")
 
     def completions(self, body: bytes) -> Job:
@@ -136,17 +128,7 @@ class Reader:
         asked = parse(body, CompletionRequest)
         check_model(asked.model, self._names)
         params = asked.sampling()
-        form = Asked(
-            model=asked.model,
-            stream=bool(asked.stream),
-            usage_in_stream=asked.usage_in_stream,
-            return_token_ids=bool(asked.return_token_ids),
-            skip_special_tokens=asked.skip_special_tokens is not False,
-            top=asked.logprobs,
-            prompt_logprobs=asked.prompt_logprobs is not None,
-            echo=bool(asked.echo),
-            prompt_only=asked.prompt_only,
-        )
+        form = _form(asked, params, echo=bool(asked.echo), prompt_only=asked.prompt_only)
         prompts = [self._prompt(prompt, form.echo) for prompt in asked.prompts()]
         if params.max_tokens is None:  # OpenAI's default length, cut to what the longest prompt leaves
             room = self.limits.max_model_len - max(len(ids) for ids, _ in prompts)
@@ -230,6 +212,26 @@ class Reader:
                 param=next((name for name, asks in wanted.items() if asks), "echo"),
                 code="response_too_large",
             )
+
+
+def _form(
+    asked: ChatRequest | CompletionRequest,
+    params: SamplingParams,
+    echo: bool = False,
+    prompt_only: bool = False,
+) -> Asked:
+    """The form of the answer. ``params`` are those of ``asked``: they have logprobs in one shape for both."""
+    return Asked(
+        model=asked.model,
+        stream=bool(asked.stream),
+        usage_in_stream=asked.usage_in_stream,
+        return_token_ids=bool(asked.return_token_ids),
+        skip_special_tokens=asked.skip_special_tokens is not False,
+        top=params.logprobs,
+        prompt_logprobs=asked.prompt_logprobs is not None,
+        echo=echo,
+        prompt_only=prompt_only,
+    )
 
 
 KINDS: dict[str, Callable[[Reader, bytes], Job]] = {"chat": Reader.chat, "completions": Reader.completions}
