@@ -262,7 +262,7 @@ def test_a_signal_to_all_while_loading_ends_all_at_once(checkpoint: str, start: 
 
 
 def ended(pid: int) -> bool:
-    """Whether the process ends within 10 s: the kernel kills it with its parent, and whoever adopts it reaps it."""
+    """Whether the process ends within 10 s: the kernel kills it with its parent, and its adopter reaps it."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         try:
