@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections import deque
 
 
+MOST_LOSSES = 3
+"""Engines, or groups, that a sequence may lose. One that is open whenever one dies may be why it dies."""
+
+
 class RestartBudget:
     """At most ``most`` restarts in any ``window`` seconds, each noted when it is granted.
 

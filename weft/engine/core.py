@@ -29,7 +29,7 @@ from weft.engine.start import start_executor
 from weft.overlap.policy import OverlapPolicy, mode_of
 from weft.runner.runner import StepHandle
 from weft.scheduler.scheduler import Scheduler
-from weft.types.messages import VERSION, HeadStats, Submit, TokenEvent, Welcome
+from weft.types.messages import OLDEST, VERSION, HeadStats, Submit, TokenEvent, Welcome
 
 log = get_logger(__name__)
 
@@ -213,13 +213,14 @@ class EngineCore:
         """What a front must know of this engine."""
         kv = self.runner.kv
         return Welcome(
-            versions=(VERSION, VERSION),
+            versions=(OLDEST, VERSION),
             vocab_size=self.config.spec.vocab_size,
             max_model_len=kv.max_model_len,
             max_num_seqs=self.config.scheduler.max_num_seqs,
             num_blocks=tuple(pool.num_blocks for pool in kv.pools),
             incarnation=incarnation,
             deterministic=self.deterministic,
+            block_size=kv.block_size,
         )
 
     def close(self, failed: bool = False) -> None:

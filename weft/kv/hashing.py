@@ -39,6 +39,16 @@ def block_hash(parent: bytes, tokens: bytes, media: Sequence[bytes] = ()) -> byt
     return blake2b(data, digest_size=DIGEST_BYTES).digest()
 
 
+def prompt_hashes(prompt: bytes, salt: str, block_size: int) -> list[bytes]:
+    """The hashes of the full blocks of ``prompt`` (int32 ids), as prefix caches of that block size have them."""
+    size = 4 * block_size
+    parent, hashes = salted_root(salt), []
+    for begin in range(0, len(prompt) - size + 1, size):
+        parent = block_hash(parent, prompt[begin : begin + size])
+        hashes.append(parent)
+    return hashes
+
+
 class HashChain:
     """The block hashes of one sequence, each computed once, when asked for.
 

@@ -1,117 +1,103 @@
-"""What each open sequence was asked and has given: enough for another head to go on with it.
+"""What each open sequence was asked and has given: enough for another instance to go on with it.
 
 The Submit made by ``again`` carries every token that came, so penalties, limits and stops count them, and
-the next token is drawn at the next position. What a head computes twice (prompt logprobs that came before the
+the next token is drawn at the next position. What is computed twice (prompt logprobs that came before the
 first token) is dropped here, so whoever reads the events sees each thing once.
+
+A sequence may be at several instances at once. Each time that it is sent anywhere is an *attempt* of its own,
+which the events of it carry: so those of an earlier attempt, which may still be on their way, are told apart.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 
-from weft.common.errors import EngineDead
 from weft.types.messages import LogprobColumns, Submit, TokenEvent, ids_to_bytes
 
-MOST_LOSSES = 3
-"""Heads that a sequence may lose. One that is open whenever a head dies may be why it dies."""
 
+class Entry:
+    """One open sequence."""
 
-class _Entry:
-    __slots__ = ("again", "cached", "losses", "prompt_logprobs", "skip", "submit", "tokens", "waits")
+    __slots__ = (
+        "attempt",
+        "cached",
+        "continued",
+        "hashes",
+        "losses",
+        "pinned",
+        "places",
+        "prompt_logprobs",
+        "refused",
+        "skip",
+        "submit",
+        "tokens",
+    )
 
-    def __init__(self, submit: Submit) -> None:
+    def __init__(
+        self, submit: Submit, hashes: Sequence[bytes] | None = None, pinned: str | None = None
+    ) -> None:
         self.submit = submit
+        """What was asked."""
+        self.hashes = hashes
+        """Of its prompt's blocks, if they are known."""
+        self.pinned = pinned
+        """The only instance that may compute it."""
         self.tokens: array[int] = array("i")
+        """What came."""
+        self.places: dict[str, int] = {}
+        """Instances that work on it -> their attempt."""
+        self.attempt = -1
+        """The latest."""
+        self.refused: dict[str, None] = {}
+        """Instances that refused it, or gave it back, since a token came."""
+        self.losses = 0
+        """Instances that were lost while they worked on it."""
         self.prompt_logprobs = 0
         """Prompt logprobs that came: positions."""
         self.skip = 0
-        """Of those that the present head will send, the first ones came before."""
-        self.losses = 0
-        self.waits = False
-        """Whether it has no head, and has lost none."""
+        """Of those that the present attempt will send, the first ones came before."""
         self.cached = 0
-        """Prompt tokens that its first head found in its cache."""
-        self.again = False
-        """Whether the present head goes on with what another one, or the same earlier, has begun."""
+        """Prompt tokens that its first instance found in its cache."""
+        self.continued = False
+        """Whether the present attempt goes on behind tokens of an earlier one."""
 
-
-class Ledger:
-    """Open sequences by id."""
-
-    def __init__(self) -> None:
-        self._entries: dict[int, _Entry] = {}
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __contains__(self, sequence: int) -> bool:
-        return sequence in self._entries
-
-    def open(self, submit: Submit) -> None:
-        """A sequence starts."""
-        self._entries[submit.sequence] = _Entry(submit)
-
-    def wait(self, sequence: int) -> None:
-        """It has no head now, and has lost none: the next ``again`` counts as no loss."""
-        self._entries[sequence].waits = True
-
-    def waits(self, sequence: int) -> bool:
-        """Whether that is so."""
-        return self._entries[sequence].waits
-
-    def close(self, sequence: int) -> None:
-        """It ended, or nobody wants it any more. Idempotent."""
-        self._entries.pop(sequence, None)
+    def again(self) -> Submit:
+        """The Submit of its next attempt: it goes on behind everything that came."""
+        self.attempt += 1
+        self.skip = self.prompt_logprobs
+        if not self.tokens:
+            return msgspec.structs.replace(self.submit, attempt=self.attempt)
+        self.continued = True
+        emitted = self.submit.emitted_ids + ids_to_bytes(np.asarray(self.tokens, np.int32))
+        return msgspec.structs.replace(self.submit, attempt=self.attempt, emitted_ids=emitted)
 
     def take(self, event: TokenEvent) -> TokenEvent | None:
-        """Notes an event of an open sequence. Returns what is new of it; None when nothing is."""
-        entry = self._entries.get(event.sequence)
-        if entry is None:
-            return None
-        entry.tokens.extend(event.token_ids)
-        if not entry.again:
-            entry.cached = max(entry.cached, event.num_cached)
-        elif event.num_cached != entry.cached:
-            event = msgspec.structs.replace(event, num_cached=entry.cached)
+        """Notes an event of its present attempt. Returns what is new of it; None when nothing is."""
+        self.tokens.extend(event.token_ids)
+        if event.token_ids:
+            self.refused.clear()
+        if not self.continued:
+            self.cached = max(self.cached, event.num_cached)
+        elif event.num_cached != self.cached:
+            event = msgspec.structs.replace(event, num_cached=self.cached)
         columns = event.prompt_logprobs
-        if columns is not None:
-            count = len(columns.rank) // 4
-            dropped = min(entry.skip, count)
-            entry.skip -= dropped
-            entry.prompt_logprobs += count - dropped
-            if dropped:
-                rest = _without_first(columns, dropped) if dropped < count else None
-                event = msgspec.structs.replace(event, prompt_logprobs=rest)
-                if rest is None and not event.token_ids and event.finish is None:
-                    return None
-        if event.finish is not None:
-            self.close(event.sequence)
+        if columns is None:
+            return event
+        count = columns.positions
+        dropped = min(self.skip, count)
+        self.skip -= dropped
+        self.prompt_logprobs += count - dropped
+        if not dropped:
+            return event
+        fresh = _without_first(columns, dropped) if dropped < count else None
+        event = msgspec.structs.replace(event, prompt_logprobs=fresh)
+        if fresh is None and not event.token_ids and event.finish is None:
+            return None
         return event
-
-    def again(self, sequence: int) -> Submit:
-        """The Submit with which a head goes on, since the last one was lost (but see ``wait``).
-
-        Raises EngineDead when it has lost too many, and KeyError when it is not open.
-        """
-        entry = self._entries[sequence]
-        entry.losses += not entry.waits
-        entry.waits = False
-        if entry.losses > MOST_LOSSES:
-            raise EngineDead(f"the engine was lost {entry.losses} times while it worked on this request")
-        entry.skip = entry.prompt_logprobs
-        if not entry.tokens:
-            return entry.submit
-        entry.again = True
-        emitted = entry.submit.emitted_ids + ids_to_bytes(np.asarray(entry.tokens, np.int32))
-        return msgspec.structs.replace(entry.submit, emitted_ids=emitted)
-
-    def computed(self, sequence: int) -> bool:
-        """Whether its prompt has been computed, as far as events tell."""
-        entry = self._entries.get(sequence)
-        return entry is not None and len(entry.tokens) > 0
 
 
 def _without_first(columns: LogprobColumns, count: int) -> LogprobColumns:

@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from weft.common.recent import Recent
-from weft.routing.registry import PROMPT_TOKENS, Instance
+from weft.kv.hashing import prompt_hashes
+from weft.routing.instances import PROMPT_TOKENS, Instance
 
-CHUNK = 64
-"""Tokens whose hash an affinity remembers as one."""
-MOST_CHUNKS = 65536
-"""Chunks that an affinity remembers of one instance."""
+DEFAULT_BLOCK = 64
+"""Tokens of a block of an instance that does not say."""
+MOST_BLOCKS = 65536
+"""Blocks that an affinity remembers of one instance."""
+
+Hashes = Callable[[int], Sequence[bytes]]
+"""Block size -> the hashes of a prompt's full blocks, as the prefix caches of instances name them."""
 
 
 class Policy(Protocol):
-    """Chooses among instances that are up; there is at least one."""
+    """Chooses among instances that take sequences; there is at least one."""
 
-    def choose(self, instances: Sequence[Instance], prompt: bytes, salt: str, count: int) -> Instance:
-        """``prompt``: int32 ids, little-endian; ``count``: sequences that will share it."""
+    def choose(self, instances: Sequence[Instance], hashes: Hashes) -> Instance:
+        """``hashes``: of the prompt."""
+
+    def forget(self, name: str) -> None:
+        """Instance ``name`` starts with an empty cache."""
 
 
 class LeastLoad:
     """The least loaded; of equals the one chosen least often, then the first."""
 
-    def choose(self, instances: Sequence[Instance], prompt: bytes, salt: str, count: int) -> Instance:
-        return min(instances, key=lambda instance: (instance.load, instance.chosen, instance.number))
+    def choose(self, instances: Sequence[Instance], hashes: Hashes) -> Instance:
+        return min(instances, key=lambda instance: (instance.load, instance.chosen, instance.order))
+
+    def forget(self, name: str) -> None: ...
 
 
 class PrefixAffinity:
@@ -36,39 +44,49 @@ class PrefixAffinity:
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, Recent[bytes, bool]] = {}
+        self._known: dict[str, Recent[bytes, bool]] = {}
 
-    def choose(self, instances: Sequence[Instance], prompt: bytes, salt: str, count: int) -> Instance:
+    def choose(self, instances: Sequence[Instance], hashes: Hashes) -> Instance:
         if len(instances) == 1:  # many long prompts take long to hash, and there is nothing to choose
             return instances[0]
-        chunks = chain(prompt, salt)
-        cost = {instance.number: self._cost(instance, chunks) for instance in instances}
-        made = min(instances, key=lambda one: (cost[one.number], one.chosen, one.number))
-        self._remember(made.number, chunks)
-        return made
+        cost = {instance.name: self._cost(instance, hashes) for instance in instances}
+        chosen = min(instances, key=lambda one: (cost[one.name], one.chosen, one.order))
+        self._remember(chosen.name, hashes(block_of(chosen)))
+        return chosen
 
-    def forget(self, number: int) -> None:
-        """Instance ``number`` starts with an empty cache."""
-        self._known.pop(number, None)
+    def forget(self, name: str) -> None:
+        self._known.pop(name, None)
 
-    def _cost(self, instance: Instance, chunks: list[bytes]) -> float:
-        known = self._known.get(instance.number)
+    def _cost(self, instance: Instance, hashes: Hashes) -> float:
+        known = self._known.get(instance.name)
+        if not known:
+            return instance.load
+        block = block_of(instance)
         hit = 0
-        while known is not None and hit < len(chunks) and chunks[hit] in known:
+        for block_hash in hashes(block):
+            if block_hash not in known:
+                break
             hit += 1
-        return instance.load - hit * CHUNK / PROMPT_TOKENS
+        return instance.load - hit * block / PROMPT_TOKENS
 
-    def _remember(self, number: int, chunks: list[bytes]) -> None:
-        known = self._known.setdefault(number, Recent(MOST_CHUNKS))
-        for chunk in reversed(chunks):  # so that a prefix outlives what follows it
-            known.put(chunk, True)
+    def _remember(self, name: str, hashes: Sequence[bytes]) -> None:
+        known = self._known.setdefault(name, Recent(MOST_BLOCKS))
+        for block_hash in reversed(hashes):  # so that a prefix outlives what follows it
+            known.put(block_hash, True)
 
 
-def chain(prompt: bytes, salt: str) -> list[bytes]:
-    """The hash of each full chunk of ``prompt`` (int32 ids) together with all before it."""
-    size, made = 4 * CHUNK, []
-    last = hashlib.blake2b(salt.encode(), digest_size=16).digest()
-    for begin in range(0, len(prompt) - size + 1, size):
-        last = hashlib.blake2b(last + prompt[begin : begin + size], digest_size=16).digest()
-        made.append(last)
-    return made
+def block_of(instance: Instance) -> int:
+    """Tokens of a block of its prefix cache."""
+    return (instance.welcome.block_size if instance.welcome is not None else 0) or DEFAULT_BLOCK
+
+
+def hashes_of(prompt: bytes, salt: str, known: Sequence[bytes] | None = None) -> Hashes:
+    """Of ``prompt`` (int32 ids), computed when asked for. ``known``: those of ``DEFAULT_BLOCK``, if made."""
+    made: dict[int, Sequence[bytes]] = {} if known is None else {DEFAULT_BLOCK: known}
+
+    def hashes(block: int) -> Sequence[bytes]:
+        if block not in made:
+            made[block] = prompt_hashes(prompt, salt, block)
+        return made[block]
+
+    return hashes

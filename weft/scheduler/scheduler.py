@@ -11,6 +11,7 @@ import numpy as np
 
 from weft.common.errors import EngineDead, InvalidRequest, Overloaded
 from weft.common.log import get_logger
+from weft.common.restarts import MOST_LOSSES
 from weft.config.budget import check_budget
 from weft.config.resolved import KVConfig
 from weft.config.sections import SchedulerSection, SpeculationSection
@@ -21,7 +22,7 @@ from weft.scheduler.draft import DecodeRows, Draft, Row
 from weft.scheduler.drafting import DraftPolicy
 from weft.scheduler.fit import CostFitter
 from weft.scheduler.reserve import Reserver
-from weft.scheduler.sequence import MOST_LOSSES, Running, Sequence
+from weft.scheduler.sequence import Running, Sequence
 from weft.scheduler.validate import check_submit
 from weft.types.messages import HeadStats, Submit, TokenEvent
 from weft.types.plan import Op, StepPlan, StepResult

@@ -11,14 +11,13 @@ from array import array
 from dataclasses import dataclass, field
 
 from weft.common.errors import EngineDead
+from weft.common.restarts import MOST_LOSSES
 from weft.kv.hashing import HashChain
 from weft.kv.snapshots import Marks
 from weft.scheduler.columns import Columns
 from weft.types.messages import Submit
 from weft.types.sampling import TokenParams
 
-MOST_LOSSES = 3
-"""Times in a row, without a new token, that a group may be lost while a sequence runs. It may be why."""
 PROTECT_AFTER = 2
 """Preemptions for want of blocks after which a sequence is admitted only with a guarantee, and never
 preempted again."""

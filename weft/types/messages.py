@@ -12,7 +12,14 @@ import numpy as np
 from weft.common.errors import ErrorInfo, InvalidRequest
 from weft.types.sampling import TokenParams
 
-VERSION = 1
+VERSION = 2
+"""Of these messages, the newest that is spoken here."""
+OLDEST = 1
+"""The oldest that is understood here. What is new since is left out (it has a default) for those who speak an
+older one:
+
+    2   Submit.attempt, TokenEvent.attempt, the ends ``moved`` and ``evicted``, Welcome.block_size, Goodbye
+"""
 MAX_FRAME = 64 << 20
 
 
@@ -21,16 +28,16 @@ class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True
 
 
 class Hello(_Message, frozen=True, kw_only=True):
-    """Front to head, first: who speaks which versions."""
+    """Front to head, first of all: what the front is, and which versions it understands."""
 
     versions: tuple[int, int]
-    """[min, max] that the front understands."""
+    """[oldest, newest]. Both ends speak the newest that both understand."""
     front: str
     quiet: bool = False
     """Send heartbeats only while it has sequences here, and one in answer."""
 
 
-class Welcome(_Message, frozen=True, kw_only=True):
+class Welcome(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """Head to front, the answer to Hello: what the head serves."""
 
     versions: tuple[int, int]
@@ -42,9 +49,11 @@ class Welcome(_Message, frozen=True, kw_only=True):
     incarnation: int
     deterministic: bool = False
     """Whether logits are bitwise equal whatever is computed beside a sequence."""
+    block_size: int = 0
+    """Tokens of a block of its prefix cache; 0 when it does not say."""
 
 
-class Submit(_Message, frozen=True, kw_only=True):
+class Submit(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """Front to head: start, or continue, one sequence.
 
     Sequences of one prompt share ``request``; ``choice`` numbers them. The first of them to arrive is
@@ -66,6 +75,8 @@ class Submit(_Message, frozen=True, kw_only=True):
     owner: int = 0
     """Slots are shared fairly among owners: one id for all sequences of a client's request, of all its
     prompts; 0 stands for ``request``."""
+    attempt: int = 0
+    """Numbers the times that its front sent the sequence anywhere. A later one ends an earlier one."""
 
 
 class Finish(_Message, frozen=True, kw_only=True):
@@ -78,8 +89,12 @@ class Drain(_Message, frozen=True, kw_only=True):
     """Front to head: no new sequences will come; answer when none is left by closing."""
 
 
+class Goodbye(_Message, frozen=True, kw_only=True):
+    """Front to head: this front leaves, and its sequences end. The head serves others."""
+
+
 class Shutdown(_Message, frozen=True, kw_only=True):
-    """Front to head: stop now."""
+    """Owner of the head to head: stop now."""
 
 
 class LogprobColumns(_Message, frozen=True, kw_only=True):
@@ -139,9 +154,12 @@ class TokenEvent(_Message, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
     rejected: int = 0
     """Drafts that were verified with them and came to nothing."""
     finish: str | None = None
-    """"stop", "length", "abort" or "error"."""
+    """"stop", "length", "abort" or "error". Two more end the sequence at this head, and not the stream: after
+    "moved" another head, which has it already, goes on; after "evicted" any other may."""
     stop_id: int | None = None
     error: ErrorInfo | None = None
+    attempt: int = 0
+    """Of the Submit that it belongs to."""
 
 
 class Tokens(_Message, frozen=True, kw_only=True):
@@ -207,8 +225,16 @@ class HeadFailed(_Message, frozen=True, kw_only=True):
     error: ErrorInfo
 
 
-ToHead = Hello | Submit | Finish | Drain | Shutdown
+ToHead = Hello | Submit | Finish | Drain | Goodbye | Shutdown
 ToFront = Welcome | Tokens | Heartbeat | HeadFailed
+
+
+def common_version(versions: tuple[int, int]) -> int | None:
+    """The newest version that this end and one that understands ``versions`` have in common; or None."""
+    low, high = versions
+    newest = min(VERSION, high)
+    return newest if newest >= max(OLDEST, low) else None
+
 
 _encoder = msgspec.msgpack.Encoder()
 _to_head: msgspec.msgpack.Decoder[ToHead] = msgspec.msgpack.Decoder(ToHead)

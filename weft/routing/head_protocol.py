@@ -1,0 +1,155 @@
+"""The head's side of the messages: fronts, and which of them each live sequence belongs to. Sans-IO.
+
+Every Submit is answered by exactly one event with ``finish``, unless its front ended it, sent a later attempt,
+or left. A front that is gone, or does not read, loses its own sequences and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, TypeAlias
+
+import msgspec
+
+from weft.common.errors import EngineDead, InvalidRequest, Unavailable, WeftError
+from weft.types import messages as m
+
+Outgoing: TypeAlias = list[tuple[bytes, m.ToFront]]
+"""(front, message), in the order in which they are to be sent."""
+
+
+class Engine(Protocol):
+    """What computes. See ``weft.engine.core.EngineCore``."""
+
+    @property
+    def recovering(self) -> bool: ...
+
+    def submit(self, submit: m.Submit) -> list[m.TokenEvent]: ...
+
+    def finish(self, sequence: int) -> list[m.TokenEvent]: ...
+
+    def has_work(self) -> bool: ...
+
+    def stats(self) -> m.HeadStats: ...
+
+    def welcome(self, incarnation: int) -> m.Welcome: ...
+
+
+class _Front(NamedTuple):
+    version: int
+    quiet: bool
+    """Whether it wants heartbeats only while it has sequences."""
+
+
+class _Owner(NamedTuple):
+    front: bytes
+    attempt: int
+
+
+class HeadProtocol:
+    """One for each life of a head's process. Fronts are named by their connection."""
+
+    def __init__(self, engine: Engine, incarnation: int) -> None:
+        self._engine, self._incarnation = engine, incarnation
+        self._fronts: dict[bytes, _Front] = {}
+        self._owners: dict[int, _Owner] = {}
+        """Of live sequences."""
+        self.bad_frames = 0
+        self.draining = False
+        """Whether nothing new is taken."""
+        self.stopped = False
+        """Whether the head was told to end."""
+
+    def on(self, front: bytes, message: m.ToHead) -> Outgoing:
+        """What to answer to a message of ``front``."""
+        if isinstance(message, m.Hello):
+            return self._hello(front, message)
+        if front not in self._fronts:
+            self.bad_frames += 1
+        elif isinstance(message, m.Submit):
+            return self._submit(front, message)
+        elif isinstance(message, m.Finish):
+            if message.sequence in self._owners and self._owners[message.sequence].front == front:
+                return self.events(self._engine.finish(message.sequence))
+        elif isinstance(message, m.Drain):
+            self.draining = True
+        elif isinstance(message, m.Goodbye):
+            self.forget(front)
+        else:
+            self.stopped = True
+        return []
+
+    def events(self, events: Sequence[m.TokenEvent], step: int = -1) -> Outgoing:
+        """What the engine made in ``step``, one message to each front."""
+        by_front: dict[bytes, list[m.TokenEvent]] = {}
+        for event in events:
+            owner = self._owners.get(event.sequence)
+            if owner is None:
+                continue
+            if owner.attempt:
+                event = msgspec.structs.replace(event, attempt=owner.attempt)
+            by_front.setdefault(owner.front, []).append(event)
+            if event.finish is not None:
+                del self._owners[event.sequence]
+        return [(front, m.Tokens(step=step, events=tuple(each))) for front, each in by_front.items()]
+
+    def heartbeats(self) -> Outgoing:
+        """To every front that wants one now."""
+        heartbeat = self._heartbeat()
+        busy = {owner.front for owner in self._owners.values()}
+        return [(name, heartbeat) for name, front in self._fronts.items() if name in busy or not front.quiet]
+
+    def failed(self, error: WeftError) -> Outgoing:
+        """The engine failed. Sequences get no end of their own: their front may go on with them elsewhere."""
+        return [(front, m.HeadFailed(error=error.info())) for front in self._fronts]
+
+    def forget(self, front: bytes) -> None:
+        """It is gone: its sequences end."""
+        self._fronts.pop(front, None)
+        for sequence in [s for s, owner in self._owners.items() if owner.front == front]:
+            del self._owners[sequence]
+            self._engine.finish(sequence)
+
+    def _hello(self, front: bytes, hello: m.Hello) -> Outgoing:
+        version = m.common_version(hello.versions)
+        if version is None:
+            low, high = hello.versions
+            spoken = f"this head speaks versions {m.OLDEST} to {m.VERSION}, the front {low} to {high}"
+            return [(front, m.HeadFailed(error=EngineDead(spoken).info()))]
+        self._fronts[front] = _Front(version, hello.quiet)
+        welcome = self._engine.welcome(self._incarnation)
+        if version < 2:
+            welcome = msgspec.structs.replace(welcome, block_size=0)
+        return [(front, welcome), (front, self._heartbeat())]
+
+    def _submit(self, front: bytes, submit: m.Submit) -> Outgoing:
+        owner = self._owners.get(submit.sequence)
+        try:
+            if owner is not None and owner.front != front:
+                raise Unavailable("another front uses the sequence's id")
+            if owner is not None and submit.attempt <= owner.attempt:
+                self.bad_frames += 1  # it came twice, or late: an answer would end the attempt that runs
+                return []
+            if owner is not None:
+                del self._owners[submit.sequence]
+                self._engine.finish(submit.sequence)
+            if self.draining:
+                raise Unavailable("the server is shutting down")
+            events = self._engine.submit(submit)
+        except (ValueError, msgspec.ValidationError):
+            return self._reject(front, submit, InvalidRequest("the request is malformed"))
+        except WeftError as error:
+            return self._reject(front, submit, error)
+        self._owners[submit.sequence] = _Owner(front, submit.attempt)
+        return self.events(events)
+
+    def _reject(self, front: bytes, submit: m.Submit, error: WeftError) -> Outgoing:
+        event = m.TokenEvent(
+            sequence=submit.sequence, attempt=submit.attempt, finish="error", error=error.info()
+        )
+        return [(front, m.Tokens(step=-1, events=(event,)))]
+
+    def _heartbeat(self) -> m.Heartbeat:
+        stats = msgspec.structs.replace(self._engine.stats(), bad_frames=self.bad_frames)
+        # A group that is being formed has deadlines of its own.
+        return m.Heartbeat(idle=self._engine.recovering or not self._engine.has_work(), stats=stats)

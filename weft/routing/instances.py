@@ -1,0 +1,130 @@
+"""An instance (a head, and the group behind it) as one front knows it: its state, its load, its progress.
+
+Load is counted in sequences. One that is open here counts 1, and its prompt's tokens count as further ones
+until the prompt has been computed: so an instance that reads a long prompt gets no other one meanwhile. What
+heartbeats tell beyond that is the load of other fronts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import Enum
+
+from weft.types.messages import HeadStats, Heartbeat, Welcome
+
+PROMPT_TOKENS = 256
+"""Tokens of a prompt still to be computed that weigh as much as a running sequence."""
+
+
+class State(Enum):
+    """
+    starting ──Welcome──► up ──Draining──► draining
+       ▲                  ▲│ lost            │ lost
+       │Expected  healthy ││                 ▼
+      down ◄──────────────┼┴──────────────── ·        half_open: it died twice in a row, and gets one prompt
+       │ Retired          half_open ◄─ Welcome        at a time until it has shown that it lives
+       ▼
+     retired
+    """
+
+    STARTING = "starting"
+    UP = "up"
+    HALF_OPEN = "half_open"
+    DRAINING = "draining"
+    DOWN = "down"
+    RETIRED = "retired"
+
+
+ALIVE = (State.UP, State.HALF_OPEN, State.DRAINING)
+
+
+@dataclass(slots=True)
+class Instance:
+    """Times are seconds of the fleet's clock."""
+
+    name: str
+    domain: str = ""
+    """Instances of one domain work together or not at all; "" is none."""
+    order: int = 0
+    """Among equals the first is chosen."""
+    state: State = State.STARTING
+    link: int = -1
+    """Of its present process."""
+    welcome: Welcome | None = None
+    version: int = 0
+    """Of the messages that both ends speak."""
+    stats: HeadStats = field(default_factory=HeadStats)
+    open: dict[int, int] = field(default_factory=dict)
+    """This front's sequences there: prompt tokens that are still to be computed."""
+    prompt_tokens: int = 0
+    """The sum of ``open``."""
+    elsewhere: int = 0
+    """Sequences of other fronts there, by its last heartbeat."""
+    chosen: int = 0
+    """How often it was chosen."""
+    unanswered: set[int] = field(default_factory=set)
+    """Sequences that were taken from an instance that knows no attempts, and whose end is still to come."""
+    deaths: int = 0
+    """In a row: since it was healthy last."""
+    since: float = -math.inf
+    """When it came up last."""
+    heard: float = math.inf
+    """When something came from it last."""
+    moved: float = math.inf
+    """When it proved progress last: its step counter moved, or it had nothing to do."""
+    deadline: float = math.inf
+    """While it starts: until when it must listen or, once it does, answer."""
+    listens: bool = False
+
+    @property
+    def alive(self) -> bool:
+        """Whether it answers, so that its sequences come to their end."""
+        return self.state in ALIVE
+
+    @property
+    def load(self) -> float:
+        return len(self.open) + self.elsewhere + self.prompt_tokens / PROMPT_TOKENS
+
+    def begin(self, sequence: int, prompt_tokens: int) -> None:
+        """``sequence`` is sent there."""
+        self.open[sequence] = prompt_tokens
+        self.prompt_tokens += prompt_tokens
+        self.chosen += 1
+
+    def computed(self, sequence: int) -> None:
+        """The prompt of ``sequence`` was computed. Idempotent; unknown sequences are fine."""
+        self.prompt_tokens -= self.open.get(sequence, 0)
+        if sequence in self.open:
+            self.open[sequence] = 0
+
+    def end(self, sequence: int) -> None:
+        """``sequence`` is there no longer. Idempotent."""
+        self.prompt_tokens -= self.open.pop(sequence, 0)
+
+    def heartbeat(self, beat: Heartbeat, now: float) -> None:
+        """Takes in what it says of itself."""
+        if beat.idle or beat.stats.steps != self.stats.steps:
+            self.moved = now
+        self.stats = beat.stats
+        self.elsewhere = max(0, beat.stats.running + beat.stats.waiting - len(self.open))
+
+    def start(self, link: int, deadline: float) -> None:
+        """Another process takes its place."""
+        self.state, self.link, self.deadline = State.STARTING, link, deadline
+        self.welcome, self.listens = None, False
+        self.heard = self.moved = math.inf
+        self.stats, self.elsewhere = HeadStats(), 0
+        self.unanswered.clear()
+
+    def overdue(self, timeout: float, now: float) -> str | None:
+        """Why one that is alive counts as dead after all, or None."""
+        if now - self.heard > timeout:
+            return f"the engine has been silent for {timeout:g} seconds"
+        if now - self.moved > timeout:
+            return f"the engine made no step in {timeout:g} seconds while work waits"
+        return None
+
+    def progressing(self, window: float, now: float) -> bool:
+        """Whether it both spoke and, having work, stepped in the last ``window`` seconds."""
+        return self.alive and now - self.heard <= window and now - self.moved <= window
