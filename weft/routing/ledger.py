@@ -52,8 +52,8 @@ class Entry:
         """Instances that work on it -> their attempt."""
         self.attempt = -1
         """The latest."""
-        self.refused: dict[str, None] = {}
-        """Instances that refused it, or gave it back, since a token came."""
+        self.refused: dict[str, int] = {}
+        """Instances that refused it, or gave it back, since a token came, and how often."""
         self.losses = 0
         """Instances that were lost while they worked on it."""
         self.prompt_logprobs = 0
