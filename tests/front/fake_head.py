@@ -72,13 +72,15 @@ class Sequence:
         if (seed == DIE and self.sent >= 3) or (seed == DIE_ONCE and self.sent == 3 and not self.given):
             os._exit(9)
         if seed == EARLY_STOP and self.sent == 2:
-            return [m.TokenEvent(sequence=self.submit.sequence, finish="stop")]
+            return [self._end("stop")]
         if seed == FLOOD:
             return [self._token() for _ in range(self.submit.params.max_tokens)]
         return [self._token()]
 
     def _end(self, finish: str, error: m.ErrorInfo | None = None) -> m.TokenEvent:
-        return m.TokenEvent(sequence=self.submit.sequence, finish=finish, error=error)
+        return m.TokenEvent(
+            sequence=self.submit.sequence, attempt=self.submit.attempt, finish=finish, error=error
+        )
 
     def _token(self) -> m.TokenEvent:
         params = self.submit.params
@@ -95,6 +97,7 @@ class Sequence:
             prompt_logprobs = columns(self.prompt[1:], 1 + params.prompt_logprobs)
         return m.TokenEvent(
             sequence=self.submit.sequence,
+            attempt=self.submit.attempt,
             token_ids=(token,),
             logprobs=columns([token], 1 + params.logprobs) if params.logprobs >= 0 else None,
             prompt_logprobs=prompt_logprobs,
@@ -124,6 +127,7 @@ class FakeHead:
         self.socket = zmq.Context().socket(zmq.ROUTER)
         self.socket.bind(endpoint)
         self.live: dict[int, Sequence] = {}
+        self.versions = tuple(map(int, os.environ.get("FAKE_VERSIONS", f"{m.OLDEST},{m.VERSION}").split(",")))
         self.fronts: set[bytes] = set()
         self.finishes = 0
         self.steps = 0
@@ -147,7 +151,7 @@ class FakeHead:
         if isinstance(message, m.Hello):
             self.fronts.add(front)
             welcome = m.Welcome(
-                versions=(m.VERSION, m.VERSION),
+                versions=self.versions,
                 vocab_size=300,
                 max_model_len=512,
                 max_num_seqs=8,
@@ -159,8 +163,8 @@ class FakeHead:
             self.live[message.sequence] = Sequence(front, message)
         elif isinstance(message, m.Finish):
             self.finishes += 1
-            if self.live.pop(message.sequence, None) is not None:
-                end = m.TokenEvent(sequence=message.sequence, finish="abort")
+            if (ended := self.live.pop(message.sequence, None)) is not None:
+                end = ended._end("abort")
                 self.send(front, m.Tokens(step=self.steps, events=(end,)))
         elif isinstance(message, m.Shutdown):
             self.stop = True

@@ -30,8 +30,8 @@ from weft.config.sections import (
     SchedulerSection,
 )
 from weft.config.spec import CacheSpec, ModelSpec, RopeSpec
-from weft.front.heads import Place
 from weft.front.server import serve
+from weft.links.link import Address
 
 TEMPLATE = (
     "{%- for m in messages -%}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' -}}"
@@ -107,19 +107,19 @@ def main(folder: Path, fields: dict[str, Any]) -> int:
     with tempfile.TemporaryDirectory(prefix="weft-") as private:
         heads: list[subprocess.Popen[bytes]] = []
 
-        def start(number: int) -> Place:
+        def start(number: int) -> Address:
             endpoint = f"ipc://{private}/head{len(heads)}"
             script = str(Path(__file__).parent / "fake_head.py")
             heads.append(subprocess.Popen([sys.executable, script, endpoint, *loaded]))
-            return Place(endpoint, heads[-1])
+            return Address(endpoint, heads[-1])
 
         loaded = fields.pop("loaded", [])
         count, lives = fields.pop("heads", 1), fields.pop("lives", 0)
 
-        def respawn(number: int) -> Place | None:
+        def respawn(instance: str) -> Address | None:
             nonlocal lives
             lives -= 1
-            return start(number) if lives >= 0 else None
+            return start(int(instance)) if lives >= 0 else None
 
         front = msgspec.convert({"port": 0, **fields}, FrontSection)
         try:

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 from weft.common.errors import EngineDead
-from weft.front.head_client import HeadClient
+from weft.links.link import Address
+from weft.links.links import Links
+from weft.routing.fleet import Patience
 
 
 def text_of(answer: Any) -> str:
@@ -173,18 +175,17 @@ def test_heads_that_need_each_other(start_fake: Any, script: Any, sse: Any, live
             assert server.process.wait(20) == 1
 
 
-def test_a_head_that_never_listens_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_that_never_listens_is_given_up(tmp_path: Path) -> None:
     """It may have been stopped as soon as it was started."""
-    monkeypatch.setattr("weft.front.head_client.LISTEN_TIMEOUT", 0.3)
 
     class Stopped:
         def poll(self) -> None:
             return None
 
     async def run() -> None:
-        client = HeadClient(f"ipc://{tmp_path}/nobody", Stopped(), engine_timeout=10.0)
+        links = Links([Address(f"ipc://{tmp_path}/nobody", Stopped())], Patience(listen=0.3))
         with pytest.raises(EngineDead, match="does not listen"):
-            await asyncio.wait_for(client.start(), 30)
-        await client.close()
+            await asyncio.wait_for(links.start(), 30)
+        await links.close()
 
     asyncio.run(run())

@@ -19,9 +19,11 @@ import httpx
 import pytest
 
 from weft.common import env
-from weft.common.errors import EngineDead, Unavailable, WeftError
-from weft.front.flow import Flow
-from weft.front.heads import Heads, Place
+from weft.common.errors import Unavailable, WeftError
+from weft.links.flow import Flow
+from weft.links.link import Address
+from weft.links.links import Links
+from weft.routing.fleet import Patience
 from weft.types import messages as m
 from weft.types.sampling import TokenParams
 
@@ -35,18 +37,19 @@ class Rig:
     def __init__(self, folder: Path, count: int, lives: int) -> None:
         self._folder, self._lives = folder, lives
         self.processes: list[subprocess.Popen[bytes]] = []
-        self.heads = Heads([self._start(n) for n in range(count)], 10.0, respawn=self._respawn)
+        self.addresses = [self._start(n) for n in range(count)]
+        self.links = Links(self.addresses, Patience(engine=10.0), respawn=self._respawn)
 
-    def _start(self, number: int) -> Place:
+    def _start(self, number: int) -> Address:
         endpoint = f"ipc://{self._folder}/head{len(self.processes)}"
         variables = env.child_environment(PYTHONPATH=str(HERE.parent.parent))
         command = [sys.executable, str(HERE / "fake_head.py"), endpoint]
         self.processes.append(subprocess.Popen(command, env=variables))
-        return Place(endpoint, self.processes[-1])
+        return Address(endpoint, self.processes[-1])
 
-    def _respawn(self, number: int) -> Place | None:
+    def _respawn(self, instance: str) -> Address | None:
         self._lives -= 1
-        return self._start(number) if self._lives >= 0 else None
+        return self._start(int(instance)) if self._lives >= 0 else None
 
     def submit(self, *sequences: int, max_tokens: int = 300, seed: int = 1) -> Flow:
         params = TokenParams(max_tokens=max_tokens, prompt_logprobs=1, logprobs=2)
@@ -61,28 +64,28 @@ class Rig:
             )
             for choice, sequence in enumerate(sequences)
         ]
-        return self.heads.submit(made)
+        return self.links.submit(made)
 
     async def running(self) -> int:
         """Live sequences at all heads, by a heartbeat that was sent after this was asked."""
-        steps = [client.stats.steps for client in self.heads.clients]
+        steps = [one.stats.steps for one in self.links.instances]
         async with asyncio.timeout(20):
             while any(
-                client.alive and client.stats.steps <= before + 30
-                for client, before in zip(self.heads.clients, steps, strict=True)
+                one.alive and one.stats.steps <= before + 30
+                for one, before in zip(self.links.instances, steps, strict=True)
             ):
                 await asyncio.sleep(0.01)
-        return sum(client.stats.running for client in self.heads.clients if client.alive)
+        return sum(one.stats.running for one in self.links.instances if one.alive)
 
 
 @contextlib.asynccontextmanager
 async def rig(folder: Path, count: int = 1, lives: int = 0) -> AsyncIterator[Rig]:
     made = Rig(folder, count, lives)
     try:
-        await made.heads.start()
+        await made.links.start()
         yield made
     finally:
-        await made.heads.close()
+        await made.links.close()
         for process in made.processes:
             process.kill()
             process.wait()
@@ -143,16 +146,16 @@ def test_a_paused_flow_leaves_its_head_and_goes_on(tmp_path: Path) -> None:
         await read.until(5)
         cached = read.cached
         for _ in range(3):
-            rig.heads.pause(flow)
-            rig.heads.pause(flow)
+            rig.links.pause(flow)
+            rig.links.pause(flow)
             assert await rig.running() == 0
-            rig.heads.resume(flow)
-            rig.heads.resume(flow)
+            rig.links.resume(flow)
+            rig.links.resume(flow)
             await read.until(min(map(len, read.tokens.values())) + 3)
         await read.all()
         read.check()
         assert (read.cached, cached) == (2, 2)
-        assert (rig.heads.pauses, rig.heads.failovers, rig.heads.open_sequences) == (3, 0, 0)
+        assert (rig.links.pauses, rig.links.failovers, rig.links.open_sequences) == (3, 0, 0)
         assert await rig.running() == 0
 
     run(tmp_path, test)
@@ -165,8 +168,8 @@ def test_what_was_on_its_way_when_a_flow_was_paused_is_not_counted_twice(tmp_pat
         flow = rig.submit(1, 2)
         read = Read(flow)
         while not read.ends:
-            rig.heads.pause(flow)
-            rig.heads.resume(flow)
+            rig.links.pause(flow)
+            rig.links.resume(flow)
             await read.until(min(map(len, read.tokens.values())) + 1)
         await read.all()
         read.check()
@@ -180,22 +183,22 @@ def test_many_pauses_are_no_losses_and_heads_may_die_meanwhile(tmp_path: Path) -
         read = Read(flow)
         for number in range(8):
             await read.until(2 * number + 2)
-            rig.heads.pause(flow)
+            rig.links.pause(flow)
             if number == 2:  # all heads: it waits for one that returns
                 for process in rig.processes:
                     process.kill()
-                while rig.heads.alive:
+                while rig.links.alive:
                     await asyncio.sleep(0.01)
             if number == 5:  # one of two
-                while not rig.heads.whole:
+                while not rig.links.whole:
                     await asyncio.sleep(0.01)
                 rig.processes[-1].kill()
-                while rig.heads.whole:
+                while rig.links.whole:
                     await asyncio.sleep(0.01)
-            rig.heads.resume(flow)
+            rig.links.resume(flow)
         await read.all()
         read.check()
-        assert rig.heads.failovers == 0
+        assert rig.links.failovers == 0
 
     run(tmp_path, test, count=2, lives=3)
 
@@ -206,13 +209,13 @@ def test_a_flow_that_waits_for_a_head_can_be_paused(tmp_path: Path) -> None:
         read = Read(flow)
         await read.until(3)
         rig.processes[0].kill()
-        while rig.heads.alive:
+        while rig.links.alive:
             await asyncio.sleep(0.01)
-        rig.heads.pause(flow)
-        while not rig.heads.alive:
+        rig.links.pause(flow)
+        while not rig.links.alive:
             await asyncio.sleep(0.01)
         assert await rig.running() == 0
-        rig.heads.resume(flow)
+        rig.links.resume(flow)
         await read.all()
         read.check()
 
@@ -223,14 +226,16 @@ def test_a_paused_flow_ends_with_the_last_head(tmp_path: Path) -> None:
     async def test(rig: Rig) -> None:
         flow = rig.submit(1)
         await Read(flow).until(3)
-        rig.heads.pause(flow)
+        rig.links.pause(flow)
         rig.processes[0].kill()
-        await rig.heads.died.wait()
-        rig.heads.resume(flow)
-        with pytest.raises(EngineDead):
-            await flow.next()
-        rig.heads.release(flow)
-        assert rig.heads.open_sequences == 0
+        await rig.links.died.wait()
+        rig.links.resume(flow)
+        (end,) = await flow.next()
+        assert end.finish == "error"
+        assert end.error is not None
+        assert end.error.code == "engine_dead"
+        rig.links.release(flow)
+        assert rig.links.open_sequences == 0
 
     run(tmp_path, test)
 
@@ -240,17 +245,17 @@ def test_a_paused_flow_can_be_released_and_failed(tmp_path: Path) -> None:
         left, failed = rig.submit(1, 2), rig.submit(3)
         for flow in (left, failed):
             await Read(flow).until(3)
-            rig.heads.pause(flow)
-        rig.heads.release(left)
-        assert rig.heads.open_sequences == 1
-        rig.heads.resume(left)
-        rig.heads.fail_all(Unavailable("the server stops"))
-        rig.heads.resume(failed)
+            rig.links.pause(flow)
+        rig.links.release(left)
+        assert rig.links.open_sequences == 1
+        rig.links.resume(left)
+        rig.links.fail_all(Unavailable("the server stops"))
+        rig.links.resume(failed)
         with pytest.raises(WeftError, match="stops"):
             await failed.next()
         assert await rig.running() == 0
-        rig.heads.release(failed)
-        assert rig.heads.open_sequences == 0
+        rig.links.release(failed)
+        assert rig.links.open_sequences == 0
 
     run(tmp_path, test)
 

@@ -16,7 +16,7 @@ import pytest
 
 from weft.common import signals
 from weft.common.folder import private_folder
-from weft.launch import heads
+from weft.engine import heads
 
 
 def alive(pid: int) -> bool:

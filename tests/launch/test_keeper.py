@@ -17,9 +17,9 @@ import pytest
 from tests.faults.rig import config_of
 from weft.common.errors import EngineDead
 from weft.config.resolved import EngineConfig
+from weft.engine.keeper import Keeper
 from weft.engine.kept import KeptRanks
 from weft.engine.ranks import RankProcesses, rank_address
-from weft.launch.keeper import Keeper
 
 PATIENCE = 60.0
 
@@ -83,7 +83,7 @@ def test_workers_end_with_the_server_however_it_ends() -> None:
         "from weft.config.resolved import EngineConfig\n"
         "from weft.engine.kept import KeptRanks\n"
         "from weft.engine.ranks import RankProcesses, rank_address\n"
-        "from weft.launch.keeper import Keeper\n"
+        "from weft.engine.keeper import Keeper\n"
         "config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineConfig)\n"
         "keeper = Keeper(1, lambda _: RankProcesses(config, rank_address(config), 'error'))\n"
         "ranks = KeptRanks(keeper.link(0))\n"

@@ -1,26 +1,32 @@
-"""Registry, policies and ledger: pure bookkeeping."""
+"""Instances, policies and open sequences: pure bookkeeping."""
 
 from __future__ import annotations
 
 import random
+from array import array
 
 import numpy as np
-import pytest
 
-from weft.common.errors import EngineDead, ErrorInfo
-from weft.routing import policy as policies
-from weft.routing.ledger import MOST_LOSSES, Ledger
-from weft.routing.policy import CHUNK, LeastLoad, PrefixAffinity
-from weft.routing.registry import PROMPT_TOKENS, Registry
-from weft.types.messages import LogprobColumns, Submit, TokenEvent, ids_from_bytes, ids_to_bytes
+from weft.common.errors import ErrorInfo
+from weft.kv.hashing import HashChain, salted_root
+from weft.routing.instances import PROMPT_TOKENS, Instance, State
+from weft.routing.ledger import Entry
+from weft.routing.policy import DEFAULT_BLOCK, LeastLoad, PrefixAffinity, hashes_of
+from weft.types.messages import (
+    HeadStats,
+    Heartbeat,
+    LogprobColumns,
+    Submit,
+    TokenEvent,
+    Welcome,
+    ids_from_bytes,
+    ids_to_bytes,
+)
 from weft.types.sampling import TokenParams
 
 
-def registry(count: int) -> Registry:
-    made = Registry(count)
-    for instance in made.instances:
-        instance.up = True
-    return made
+def fleet_of(count: int) -> list[Instance]:
+    return [Instance(str(number), order=number, state=State.UP) for number in range(count)]
 
 
 def submit(sequence: int, prompt: list[int], **fields: object) -> Submit:
@@ -30,106 +36,155 @@ def submit(sequence: int, prompt: list[int], **fields: object) -> Submit:
     )  # type: ignore[arg-type]
 
 
-def test_least_load_spreads_equal_work_evenly_and_leaves_the_dead_out() -> None:
-    known, policy = registry(3), LeastLoad()
+NO_HASHES = hashes_of(b"", "")
+
+
+def test_least_load_spreads_equal_work_evenly() -> None:
+    instances, policy = fleet_of(3), LeastLoad()
     for sequence in range(30):
-        known.begin(policy.choose(known.up(), b"", "", 1).number, sequence, 10)
-    assert [len(i.open) for i in known.instances] == [10, 10, 10]
-    known.instances[1].up = False
+        policy.choose(instances, NO_HASHES).begin(sequence, 10)
+    assert [len(i.open) for i in instances] == [10, 10, 10]
     for sequence in range(30, 40):
-        known.begin(policy.choose(known.up(), b"", "", 1).number, sequence, 10)
-    assert [len(i.open) for i in known.instances] == [15, 10, 15]
+        policy.choose([instances[0], instances[2]], NO_HASHES).begin(sequence, 10)
+    assert [len(i.open) for i in instances] == [15, 10, 15]
 
 
 def test_a_long_prompt_counts_as_several_sequences_until_it_is_computed() -> None:
-    known, policy = registry(2), LeastLoad()
-    known.begin(0, 1, 8 * PROMPT_TOKENS)
+    instances, policy = fleet_of(2), LeastLoad()
+    instances[0].begin(1, 8 * PROMPT_TOKENS)
     for sequence in range(2, 10):
-        known.begin(policy.choose(known.up(), b"", "", 1).number, sequence, 0)
-    assert [len(i.open) for i in known.instances] == [1, 8]
-    known.computed(1)
-    known.computed(1)
-    assert policy.choose(known.up(), b"", "", 1).number == 0
-    assert known.instances[0].load == 1
+        policy.choose(instances, NO_HASHES).begin(sequence, 0)
+    assert [len(i.open) for i in instances] == [1, 8]
+    instances[0].computed(1)
+    instances[0].computed(1)
+    assert policy.choose(instances, NO_HASHES) is instances[0]
+    assert instances[0].load == 1
+
+
+def test_heartbeats_tell_the_load_of_other_fronts() -> None:
+    instances, policy = fleet_of(2), LeastLoad()
+    instances[0].begin(1, 0)
+    instances[0].heartbeat(Heartbeat(idle=False, stats=HeadStats(steps=3, running=4, waiting=2)), 1.0)
+    assert (instances[0].elsewhere, instances[0].load) == (5, 6)
+    for sequence in range(2, 8):
+        assert policy.choose(instances, NO_HASHES) is instances[1]
+        instances[1].begin(sequence, 0)
+    instances[0].heartbeat(Heartbeat(idle=False, stats=HeadStats(steps=4, running=1)), 2.0)
+    assert policy.choose(instances, NO_HASHES) is instances[0]
 
 
 def test_the_books_close_whatever_the_order() -> None:
-    known, rng = registry(3), random.Random(0)
-    live: set[int] = set()
-    for step in range(3000):
-        sequence = rng.randrange(50)
-        kind = rng.randrange(4)
-        if kind == 0:
-            known.begin(rng.randrange(3), sequence, rng.randrange(1000))
-            live.add(sequence)
+    (instance,), rng = fleet_of(1), random.Random(0)
+    live: dict[int, int] = {}
+    for _ in range(3000):
+        sequence, kind = rng.randrange(50), rng.randrange(4)
+        if kind == 0 and sequence not in live:
+            live[sequence] = rng.randrange(1000)
+            instance.begin(sequence, live[sequence])
         elif kind == 1:
-            known.computed(sequence)
-        else:
-            known.end(sequence)
-            live.discard(sequence)
-        assert sum(len(i.open) for i in known.instances) == len(live), step
-        assert all(i.waiting_tokens == sum(i.open.values()) for i in known.instances)
-        assert all((known.home(s) is not None) == (s in live) for s in range(50))
+            instance.computed(sequence)
+            live.update({sequence: 0} if sequence in live else {})
+        elif kind > 1:
+            instance.end(sequence)
+            live.pop(sequence, None)
+        assert instance.open == live
+        assert instance.prompt_tokens == sum(live.values())
     for sequence in range(50):
-        known.end(sequence)
-    assert [i.load for i in known.instances] == [0, 0, 0]
+        instance.end(sequence)
+    assert instance.load == 0
+
+
+def test_progress() -> None:
+    (one,) = fleet_of(1)
+    one.heard = one.moved = 0.0
+
+    def beat(steps: int, idle: bool, now: float) -> None:
+        one.heard = now
+        one.heartbeat(Heartbeat(idle=idle, stats=HeadStats(steps=steps)), now)
+
+    assert one.overdue(10, 10) is None
+    assert "silent" in (one.overdue(10, 10.1) or "")
+    beat(5, True, 9)
+    assert one.overdue(10, 19) is None
+    beat(5, False, 15)  # work came after the last idle heartbeat
+    assert one.progressing(9, 18)
+    assert not one.progressing(9, 19)
+    beat(5, False, 19.5)
+    assert "no step" in (one.overdue(10, 19.5) or "")
+    beat(6, False, 20)
+    assert one.overdue(10, 29) is None
+    one.heard = 29
+    assert one.overdue(10, 30.5) is not None, "tokens alone prove life, not steps"
 
 
 def test_affinity_stays_with_the_cache_unless_waiting_costs_more() -> None:
-    known, policy = registry(2), PrefixAffinity()
-    talk = ids_to_bytes(list(range(8 * CHUNK)))
-    assert policy.choose(known.up(), talk, "", 1).number == 0
-    known.instances[0].chosen = 5
-    assert policy.choose(known.up(), talk + ids_to_bytes([1] * CHUNK), "", 1).number == 0
-    assert policy.choose(known.up(), talk, "salted", 1).number == 1  # another salt shares nothing
-    busy = 1 + 8 * CHUNK // PROMPT_TOKENS
+    instances, policy = fleet_of(2), PrefixAffinity()
+    prompt = ids_to_bytes(list(range(8 * DEFAULT_BLOCK)))
+    talk = hashes_of(prompt, "")
+    assert policy.choose(instances, talk) is instances[0]
+    instances[0].chosen = 5
+    longer = hashes_of(prompt + ids_to_bytes([1] * DEFAULT_BLOCK), "")
+    assert policy.choose(instances, longer) is instances[0]
+    assert (
+        policy.choose(instances, hashes_of(prompt, "salted")) is instances[1]
+    )  # another salt shares nothing
+    busy = 1 + 8 * DEFAULT_BLOCK // PROMPT_TOKENS
     for sequence in range(busy):
-        known.begin(0, sequence, 0)
-    assert policy.choose(known.up(), talk, "", 1).number == 1
+        instances[0].begin(sequence, 0)
+    assert policy.choose(instances, talk) is instances[1]
     for sequence in range(busy):
-        known.end(sequence)
-    policy.forget(0)
-    policy.forget(1)
-    known.begin(0, 99, 0)
-    assert policy.choose(known.up(), talk, "", 1).number == 1
+        instances[0].end(sequence)
+    policy.forget("0")
+    policy.forget("1")
+    instances[0].begin(99, 0)
+    assert policy.choose(instances, talk) is instances[1]
+
+
+def test_the_hashes_are_those_of_the_cache_whatever_its_block_size() -> None:
+    ids = array("i", range(100))
+    for block in (16, 32):
+        chain = HashChain(salted_root("salt"), block)
+        assert hashes_of(ids.tobytes(), "salt")(block) == chain.grow(ids, len(ids))
+    instances, policy = fleet_of(2), PrefixAffinity()
+    for instance, block in zip(instances, (16, 32), strict=True):
+        instance.welcome = Welcome(
+            versions=(1, 2),
+            vocab_size=300,
+            max_model_len=512,
+            max_num_seqs=8,
+            num_blocks=(64,),
+            incarnation=1,
+            block_size=block,
+        )
+    assert policy.choose(instances, hashes_of(ids.tobytes(), "")) is instances[0]
+    instances[0].chosen = 9
+    assert policy.choose(instances, hashes_of(ids.tobytes()[: 4 * 48], "")) is instances[0]
 
 
 def tokens(sequence: int, *ids: int, **fields: object) -> TokenEvent:
     return TokenEvent(sequence=sequence, token_ids=ids, **fields)  # type: ignore[arg-type]
 
 
-def test_one_instance_is_chosen_without_a_look_at_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policies, "chain", None)
-    (only,) = registry(1).up()
-    assert PrefixAffinity().choose([only], bytes(4 * CHUNK), "", 1) is only
+def test_one_instance_is_chosen_without_a_look_at_the_prompt() -> None:
+    def never(block: int) -> list[bytes]:
+        raise AssertionError("hashed")
+
+    (only,) = fleet_of(1)
+    assert PrefixAffinity().choose([only], never) is only
 
 
 def test_a_sequence_goes_on_from_everything_that_came() -> None:
-    ledger = Ledger()
-    ledger.open(submit(1, [5, 6], emitted_ids=ids_to_bytes([7])))
-    assert ledger.take(tokens(2, 1)) is None
+    entry = Entry(submit(1, [5, 6], emitted_ids=ids_to_bytes([7])))
+    assert entry.again() == entry.submit
     for event in (tokens(1, 8, 9), tokens(1, 10)):
-        assert ledger.take(event) is event
-    again = ledger.again(1)
+        assert entry.take(event) is event
+    again = entry.again()
     assert ids_from_bytes(again.prompt_ids).tolist() == [5, 6]
     assert ids_from_bytes(again.emitted_ids).tolist() == [7, 8, 9, 10]
-    assert (again.seed, again.params) == (7, TokenParams(max_tokens=100))
-    ledger.take(tokens(1, 11))
-    assert ids_from_bytes(ledger.again(1).emitted_ids).tolist() == [7, 8, 9, 10, 11]
-    ledger.take(tokens(1, 12, finish="length"))
-    assert 1 not in ledger
-    assert len(ledger) == 0
-    with pytest.raises(KeyError):
-        ledger.again(1)
-
-
-def test_a_sequence_loses_only_so_many_heads() -> None:
-    ledger = Ledger()
-    ledger.open(submit(1, [5]))
-    for _ in range(MOST_LOSSES):
-        assert ledger.again(1).emitted_ids == b""
-    with pytest.raises(EngineDead, match="lost"):
-        ledger.again(1)
+    assert (again.seed, again.params, again.attempt) == (7, TokenParams(max_tokens=100), 1)
+    entry.take(tokens(1, 11))
+    assert ids_from_bytes(entry.again().emitted_ids).tolist() == [7, 8, 9, 10, 11]
+    assert entry.attempt == 2
 
 
 def columns(first: int, count: int) -> LogprobColumns:
@@ -144,25 +199,25 @@ def columns(first: int, count: int) -> LogprobColumns:
 
 def test_prompt_logprobs_that_came_before_are_dropped() -> None:
     """A head that died between two pieces: the next one sends all of them again, in other pieces."""
-    ledger = Ledger()
-    ledger.open(submit(1, list(range(20))))
-    shown = [ledger.take(TokenEvent(sequence=1, prompt_logprobs=columns(0, 5)))]
-    ledger.again(1)
+    entry = Entry(submit(1, list(range(20))))
+    entry.again()
+    shown = [entry.take(TokenEvent(sequence=1, prompt_logprobs=columns(0, 5)))]
+    entry.again()
     for event in (
         TokenEvent(sequence=1, prompt_logprobs=columns(0, 3)),
         TokenEvent(sequence=1, prompt_logprobs=columns(3, 8)),
     ):
-        shown.append(ledger.take(event))
-    ledger.again(1)
+        shown.append(entry.take(event))
+    entry.again()
     for event in (
         TokenEvent(sequence=1, prompt_logprobs=columns(0, 11)),
         TokenEvent(sequence=1, prompt_logprobs=columns(11, 8), token_ids=(3,)),
     ):
-        shown.append(ledger.take(event))
+        shown.append(entry.take(event))
     made = [c.prompt_logprobs.arrays() for c in shown if c is not None and c.prompt_logprobs is not None]
     for part in range(3):
         flat = np.concatenate([arrays[part].reshape(len(arrays[2]), -1)[:, 0] for arrays in made])
         assert flat.tolist() == list(range(19))
     assert shown[1] is None
     failed = TokenEvent(sequence=1, finish="error", error=ErrorInfo(code="x", message="y"))
-    assert ledger.take(failed) is failed
+    assert entry.take(failed) is failed

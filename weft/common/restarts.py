@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 
-
 MOST_LOSSES = 3
 """Engines, or groups, that a sequence may lose. One that is open whenever one dies may be why it dies."""
 

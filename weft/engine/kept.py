@@ -1,4 +1,4 @@
-"""Worker processes that outlive their head: the server keeps them (``weft.launch.keeper``) for the next one.
+"""Worker processes that outlive their head: the server keeps them (``weft.engine.keeper``) for the next one.
 
     head                        keeper
      │ Run(rank) ─────────────► │   sees that its process runs

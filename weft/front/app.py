@@ -95,7 +95,7 @@ def _add_state(app: FastAPI, front: Front) -> None:
     async def ready() -> Response:
         """Readiness: 200 once a token was really generated, while the engine makes progress."""
         window = min(READY_WINDOW, front.section.engine_timeout)
-        good = front.lifecycle.phase is Phase.READY and front.client.progressing(window)
+        good = front.lifecycle.phase is Phase.READY and front.links.progressing(window)
         phase = front.lifecycle.phase
         state = "ready" if good else "stalled" if phase is Phase.READY else phase.value
         return _json({"status": state}, 200 if good else 503)
@@ -117,14 +117,14 @@ def _add_state(app: FastAPI, front: Front) -> None:
 
 
 def _health(front: Front) -> Response:
-    if front.lifecycle.phase is Phase.DEAD or front.client.failure is not None:
+    if front.lifecycle.phase is Phase.DEAD or front.links.failure is not None:
         return _json({"status": "dead"}, 503)
     if front.lifecycle.phase is Phase.STARTING:
         return _json({"status": "starting"}, 503)
-    if front.client.whole:
+    if front.links.whole:
         return _json({"status": "alive"})
     # Heads that share experts work together or not at all.
-    others_serve = front.client.alive and not front.config.parallel.enable_expert_parallel
+    others_serve = front.links.alive and not front.config.parallel.enable_expert_parallel
     return _json({"status": "degraded" if others_serve else "recovering"})
 
 

@@ -16,13 +16,15 @@ from weft.common.memory import trim_heap
 from weft.config.resolved import EngineConfig
 from weft.config.sections import FrontSection
 from weft.front.body import Bodies
-from weft.front.heads import Heads, Place, Respawn
 from weft.front.lifecycle import Lifecycle
 from weft.front.metrics import Metrics
 from weft.front.read_worker import Setup, decode_answer, encode_setup, payload_of
 from weft.front.reading import KINDS, Job, Reader, check_model
 from weft.front.responses import ModelCard
 from weft.front.workers import WorkerPool
+from weft.links.link import Address
+from weft.links.links import Links, Respawn
+from weft.routing.fleet import Patience
 from weft.text.model import TextModel
 from weft.text.submit import IdMint, ModelLimits, SeedMint
 
@@ -51,7 +53,7 @@ class Front:
         self,
         config: EngineConfig,
         section: FrontSection,
-        places: Sequence[Place],
+        addresses: Sequence[Address],
         respawn: Respawn | None = None,
     ) -> None:
         self.config = config
@@ -59,17 +61,16 @@ class Front:
         self.names = config.served_names
         self._accepted = (*config.served_names, *config.accepted_names)
         self.created = int(time.time())
-        self.client = Heads(
-            places,
-            section.engine_timeout,
+        self.links = Links(
+            addresses,
+            Patience(engine=section.engine_timeout, recovery=section.recovery_timeout),
             respawn=respawn,
             link_timeout=config.parallel.rank_timeout,
-            patience=section.recovery_timeout,
             together=config.parallel.enable_expert_parallel,
         )
-        self.metrics = Metrics(self.names[0], self.client)
+        self.metrics = Metrics(self.names[0], self.links)
         each = config.scheduler.max_num_seqs + config.scheduler.max_queued_requests
-        self.lifecycle = Lifecycle(each * len(places))
+        self.lifecycle = Lifecycle(each * len(addresses))
         self.bodies = Bodies(section.max_request_bytes)
         self._pool = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="weft-text")
         self._pooled = 0
@@ -88,7 +89,7 @@ class Front:
             log.warning(
                 "%s; chat completions are refused until --chat-template names another one", text.chat.problem
             )
-        welcome = await self.client.start()
+        welcome = await self.links.start()
         # --tokenizer may name a folder that does not know the model's own ends.
         ends = tuple(sorted({*text.end_ids, *self.config.spec.eos_ids}))
         self.limits = ModelLimits(
@@ -108,7 +109,7 @@ class Front:
 
     async def close(self) -> None:
         """Ends the link; every request that is still open fails."""
-        await self.client.close()
+        await self.links.close()
         if self._trimming is not None:
             self._trimming.cancel()
         if self._workers is not None:

@@ -9,11 +9,11 @@ import msgspec
 
 from weft.common.errors import EngineDead, InvalidRequest, Overloaded, ReportedError
 from weft.front.context import Front
-from weft.front.flow import Flow
 from weft.front.metrics import RequestTimes
 from weft.front.reading import Job, Prompt
 from weft.front.responses import Usage, make_usage
 from weft.front.streaming import within
+from weft.links.flow import Flow
 from weft.text.choice import Choice, Delta
 from weft.text.stop import Stops
 from weft.text.submit import minted_seed, submits_of
@@ -103,11 +103,11 @@ class Generation:
 
     def submit(self) -> None:
         """Sends the sequences to the engine. Raises WeftError; then none of them runs."""
-        client = self._front.client
+        links = self._front.links
         submits, self._submits = self._submits, []
-        if client.open_sequences + len(submits) > self._front.lifecycle.capacity:
+        if links.open_sequences + len(submits) > self._front.lifecycle.capacity:
             raise Overloaded("the server's queue is full; try again later")
-        self._flow = client.submit(submits, self._times.event)
+        self._flow = links.submit(submits, self._times.event)
 
     @property
     def flow(self) -> Flow:
@@ -135,7 +135,7 @@ class Generation:
             if delta is None:
                 continue
             if delta.send_finish:
-                self._front.client.finish(self.flow, choice.sequence)
+                self._front.links.finish(self.flow, choice.sequence)
             if delta.finish_reason == "error" and delta.error is not None:
                 raise ReportedError(delta.error)
             if delta.finish_reason == "abort":
@@ -183,14 +183,14 @@ class Generation:
                 return
             self._open = False
         if self._flow is not None:
-            self._front.client.release(self._flow)
+            self._front.links.release(self._flow)
         for made in self._ids:
             self._front.ids.release(made)
 
 
 async def probe(front: Front) -> None:
     """Generates one token through every head: what readiness means. Raises WeftError when that fails."""
-    ids = [front.ids.mint() for _ in range(2 * len(front.client.clients))]
+    ids = [front.ids.mint() for _ in range(2 * len(front.links.instances))]
     submits = [
         Submit(
             sequence=sequence,
@@ -202,7 +202,7 @@ async def probe(front: Front) -> None:
         )
         for sequence, request in zip(ids[::2], ids[1::2], strict=True)
     ]
-    flow = front.client.submit_each(submits)
+    flow = front.links.submit_each(submits)
     try:
         async with asyncio.timeout(front.section.engine_timeout):
             while flow.open:
@@ -212,6 +212,6 @@ async def probe(front: Front) -> None:
     except TimeoutError:
         raise EngineDead("the engine did not make a first token in time") from None
     finally:
-        front.client.release(flow)
+        front.links.release(flow)
         for made in ids:
             front.ids.release(made)

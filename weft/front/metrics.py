@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol, TypeAlias
+from collections.abc import Callable, Iterable
+from typing import TypeAlias
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from weft.links.links import Links
 from weft.types.messages import HeadStats, TokenEvent
 
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -89,35 +90,6 @@ _E2E = (
 _TOKENS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5)
 
 
-class Head(Protocol):
-    """What a scrape reads of one head's client."""
-
-    stats: HeadStats
-
-    @property
-    def alive(self) -> bool: ...
-
-
-class Link(Protocol):
-    """What a scrape reads of the front's link to its heads."""
-
-    failovers: int
-    pauses: int
-    restarts: int
-
-    @property
-    def clients(self) -> Sequence[Head]: ...
-
-    @property
-    def bad_frames(self) -> int: ...
-
-    @property
-    def late_events(self) -> int: ...
-
-    @property
-    def open_sequences(self) -> int: ...
-
-
 #: name -> (what, value of a HeadStats). Gauges say what is now.
 _GAUGES: dict[str, tuple[str, Callable[[HeadStats], float]]] = {
     "num_requests_running": ("Sequences that have a slot.", lambda s: s.running),
@@ -172,8 +144,8 @@ _UP = "1 while the head is alive."
 _Values: TypeAlias = Iterable[tuple[tuple[str, ...], float]]
 _Family: TypeAlias = GaugeMetricFamily | CounterMetricFamily
 
-#: Of the link to all heads. Counters unless in _LINK_GAUGES.
-_LINK: dict[str, tuple[str, Callable[[Link], float]]] = {
+#: Of the links to all heads. Counters unless in _LINK_GAUGES.
+_LINK: dict[str, tuple[str, Callable[[Links], float]]] = {
     "front_bad_frames": ("Frames from heads that the front dropped.", lambda c: c.bad_frames),
     "front_late_events": ("Token events that nobody waited for any more.", lambda c: c.late_events),
     "engine_restarts": ("Heads that died and were started anew.", lambda c: c.restarts),
@@ -183,7 +155,7 @@ _LINK: dict[str, tuple[str, Callable[[Link], float]]] = {
     ),
     "front_failovers": ("Sequences that went on after the death of their head.", lambda c: c.failovers),
 }
-_LINK_GAUGES: dict[str, tuple[str, Callable[[Link], float]]] = {
+_LINK_GAUGES: dict[str, tuple[str, Callable[[Links], float]]] = {
     "front_sequences": ("Sequences that the front follows.", lambda c: c.open_sequences),
 }
 
@@ -191,14 +163,14 @@ _LINK_GAUGES: dict[str, tuple[str, Callable[[Link], float]]] = {
 class _LinkCollector(Collector):
     """Each head's numbers, as of its last heartbeat, and the link's own."""
 
-    def __init__(self, link: Link, model: str) -> None:
-        self._link = link
+    def __init__(self, links: Links, model: str) -> None:
+        self._links = links
         self._model = model
 
     def collect(self) -> Iterable[Metric]:
-        heads = list(enumerate(self._link.clients))
-        stats = [(str(number), head.stats) for number, head in heads]
-        yield self._gauge("engine_up", _UP, [((str(n),), float(h.alive)) for n, h in heads], "head")
+        instances = self._links.instances
+        stats = [(instance.name, instance.stats) for instance in instances]
+        yield self._gauge("engine_up", _UP, [((one.name,), float(one.alive)) for one in instances], "head")
         for name, (text, read) in _GAUGES.items():
             yield self._gauge(name, text, [((head,), read(its)) for head, its in stats], "head")
         free = [((head, str(k)), float(n)) for head, its in stats for k, n in enumerate(its.free_blocks)]
@@ -209,9 +181,9 @@ class _LinkCollector(Collector):
         for name, (text, read) in _COUNTERS.items():
             yield self._counter(name, text, [((head,), read(its)) for head, its in stats], "head")
         for name, (text, of_link) in _LINK_GAUGES.items():
-            yield self._gauge(name, text, [((), of_link(self._link))])
+            yield self._gauge(name, text, [((), of_link(self._links))])
         for name, (text, of_link) in _LINK.items():
-            yield self._counter(name, text, [((), of_link(self._link))])
+            yield self._counter(name, text, [((), of_link(self._links))])
 
     def _gauge(self, name: str, text: str, values: _Values, *labels: str) -> Metric:
         return self._fill(GaugeMetricFamily(f"weft:{name}", text, labels=["model_name", *labels]), values)
@@ -245,12 +217,12 @@ _EVENTS = (
 
 
 class Metrics:
-    """All metrics of one front, in a registry of their own. ``link`` is read at each scrape."""
+    """All metrics of one front, in a registry of their own. ``links`` are read at each scrape."""
 
-    def __init__(self, model: str, link: Link) -> None:
+    def __init__(self, model: str, links: Links) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
         self.model = model
-        self.registry.register(_LinkCollector(link, model))
+        self.registry.register(_LinkCollector(links, model))
         made = [
             Histogram(f"weft:{name}", text, ["model_name"], buckets=buckets, registry=self.registry)
             for name, text, buckets in _HISTOGRAMS

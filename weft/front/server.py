@@ -29,9 +29,10 @@ from weft.front.connection import Connection
 from weft.front.connections import Connections, allow_files, most_connections
 from weft.front.context import Front
 from weft.front.generation import probe
-from weft.front.heads import Place, Respawn
 from weft.front.lifecycle import Phase
 from weft.front.middleware import Gate
+from weft.links.link import Address
+from weft.links.links import Respawn
 
 log = weft_log.get_logger(__name__)
 
@@ -49,14 +50,14 @@ FORCED = 130
 
 
 def serve(
-    config: EngineConfig, front: FrontSection, places: Sequence[Place], respawn: Respawn | None = None
+    config: EngineConfig, front: FrontSection, addresses: Sequence[Address], respawn: Respawn | None = None
 ) -> int:
     """Serves until a signal (0, after draining), a second one (130) or the death of the last head (1).
 
     A signal that comes before the server is ready ends it at once, with status 128 and the signal's number.
 
-    The caller owns the heads at ``places`` and those that ``respawn`` starts in the place of dead ones; they
-    have been told to stop, or are dead, when this returns. Call from the main
+    The caller owns the heads at ``addresses`` and those that ``respawn`` starts in the place of dead ones;
+    they have been told to stop, or are dead, when this returns. Call from the main
     thread: it takes ``signals.STOPS``, and leaves them ignored, since what follows is the process's end.
     Raises ConfigError when the port or the tokenizer can't be used.
     """
@@ -64,7 +65,7 @@ def serve(
     sys.setswitchinterval(SWITCH_INTERVAL)
     keep_heap_small()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(Server(config, front, places, listener, respawn).run())
+        return runner.run(Server(config, front, addresses, listener, respawn).run())
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -111,13 +112,13 @@ class Server:
         self,
         config: EngineConfig,
         section: FrontSection,
-        places: Sequence[Place],
+        addresses: Sequence[Address],
         listener: socket.socket,
         respawn: Respawn | None = None,
     ) -> None:
         self._config = config
         self._section = section
-        self._places = places
+        self._addresses = addresses
         self._respawn = respawn
         self._listener = listener
         self._signal = 0
@@ -129,7 +130,7 @@ class Server:
         handled = signals.heeded()
         for number in handled:
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
-        front = self._front = Front(self._config, self._section, self._places, self._respawn)
+        front = self._front = Front(self._config, self._section, self._addresses, self._respawn)
         http = _Uvicorn(self._uvicorn_config(front))
         serving = asyncio.create_task(http.serve(sockets=[self._listener]))
         try:
@@ -180,9 +181,9 @@ class Server:
         gc.freeze()  # what lives as long as the server is not looked at again
         front.lifecycle.move(Phase.READY)
         self._announce()
-        await self._unless_stopped(front.client.died.wait(), serving)
-        if front.client.failure is not None:
-            log.error("the engine is dead: %s", front.client.failure.message)
+        await self._unless_stopped(front.links.died.wait(), serving)
+        if front.links.failure is not None:
+            log.error("the engine is dead: %s", front.links.failure.message)
             front.lifecycle.move(Phase.DEAD)
             return 1
         if not self._stop.is_set():
@@ -213,11 +214,11 @@ class Server:
         else:
             log.info("stopping")
         await self._until_idle(self._section.drain_timeout)
-        if front.client.failure is not None:
+        if front.links.failure is not None:
             return 1
         if front.lifecycle.active:
             log.warning("%s did not finish in time", _requests(front.lifecycle.active))
-            front.client.fail_all(Unavailable("the server shut down before the request was finished"))
+            front.links.fail_all(Unavailable("the server shut down before the request was finished"))
         return FORCED if self._stop_now.is_set() else 0
 
     async def _until_idle(self, seconds: float) -> None:

@@ -90,7 +90,7 @@ async def handle(
             times.failed(error.info().code if isinstance(error, WeftError) else "internal_error")
             raise
         events = _events(front, request.receive, generation, shape, first, times)
-        return EventStream(events, deadline + SEND_GRACE, held.pop_all(), generation.flow, front.client)
+        return EventStream(events, deadline + SEND_GRACE, held.pop_all(), generation.flow, front.links)
 
 
 async def _answer(
@@ -115,7 +115,7 @@ async def _answer(
         deadline + SEND_GRACE,
         held.pop_all(),
         generation.flow,
-        front.client,
+        front.links,
         JSON,
     )
 

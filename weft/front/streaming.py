@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from weft.common.errors import Cancelled, DeadlineExceeded
 from weft.common.log import get_logger
-from weft.front.flow import Flow
+from weft.links.flow import Flow
 
 log = get_logger(__name__)
 

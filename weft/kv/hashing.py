@@ -40,7 +40,7 @@ def block_hash(parent: bytes, tokens: bytes, media: Sequence[bytes] = ()) -> byt
 
 
 def prompt_hashes(prompt: bytes, salt: str, block_size: int) -> list[bytes]:
-    """The hashes of the full blocks of ``prompt`` (int32 ids), as prefix caches of that block size have them."""
+    """The hashes of the full blocks of ``prompt`` (int32 ids), as caches of that block size have them."""
     size = 4 * block_size
     parent, hashes = salted_root(salt), []
     for begin in range(0, len(prompt) - size + 1, size):

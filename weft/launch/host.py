@@ -23,21 +23,21 @@ from weft.common.folder import private_folder
 from weft.common.restarts import RestartBudget
 from weft.config.hosts import head_of, heads_on, meeting_place, workers_on
 from weft.config.resolved import EngineConfig
+from weft.engine.heads import LocalHeads
 from weft.engine.listener import TELL_S
 from weft.engine.ranks import RankProcesses
-from weft.front.head_client import LISTEN_TIMEOUT
-from weft.launch.heads import LocalHeads
 from weft.launch.node import RESTARTS, WINDOW, Ranks, until_stopped
 from weft.parallel.address import own_address, tcp
 from weft.parallel.board import BoardClient, board_place
 from weft.parallel.remote import host_settings
+from weft.routing.fleet import LISTEN_S as HEAD_LISTENS_S
 from weft.types import board as b
 
 logger = log.get_logger(__name__)
 
 PATIENCE = 3600.0
 """Seconds without a word of host 0 after which this host gives up."""
-LISTEN_S = LISTEN_TIMEOUT + TELL_S
+LISTEN_S = HEAD_LISTENS_S + TELL_S
 """Seconds from starting a head until the board says where it listens. One that cannot tell the board ends by
 itself before; one that was stopped, or hangs, does not, and neither does its front see it.
 """

@@ -64,8 +64,8 @@ def run(resolved: EngineConfig, front: FrontSection) -> int:
         child.forbid_core_dumps()
         keep = serve_host if uses_board(resolved.parallel) else serve_node
         return keep(resolved, front.log_level)
+    from weft.engine.heads import HeadProcesses
     from weft.front.server import serve as run_front
-    from weft.launch.heads import HeadProcesses
 
     child.forbid_core_dumps()
     # Until the front takes signals over, each ends this process in order: no folder is left behind.

@@ -53,6 +53,13 @@ class Expected(NamedTuple):
     link: int
 
 
+class Located(NamedTuple):
+    """It is known where the process will listen."""
+
+    instance: str
+    link: int
+
+
 class Linked(NamedTuple):
     """There is a connection, so the process listens."""
 
@@ -111,6 +118,7 @@ Event: TypeAlias = (
     | Paused
     | Resumed
     | Expected
+    | Located
     | Linked
     | Received
     | Lost
@@ -133,7 +141,7 @@ class Send(NamedTuple):
 
 
 class Deliver(NamedTuple):
-    """New events of open sequences, for whoever reads them. Each sequence gets exactly one with ``finish``."""
+    """New events of open sequences, for whoever reads them. A sequence gets exactly one with ``finish``."""
 
     events: tuple[TokenEvent, ...]
 

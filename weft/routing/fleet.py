@@ -1,4 +1,4 @@
-"""The fleet: all instances behind a front, and the sequences that it has open on them. One pure state machine.
+"""The fleet: all instances behind a front, and the sequences open on them, as one pure state machine.
 
     Opened ──► parked ──policy──► at an instance ──► Deliver(.., finish)
                  ▲                  │ lost, refused, evicted
@@ -37,6 +37,7 @@ ROW = 2
 """Deaths in a row after which an instance comes back half-open."""
 MOST_REFUSALS = 8
 """Times that one instance may give a sequence back before a token of it comes."""
+LISTEN_S = 60.0
 LATE = "the engine failed and did not come back in time; try again later"
 
 
@@ -48,8 +49,8 @@ class Patience:
     """Without a word, or without progress, after which an instance counts as dead."""
     recovery: float = 120.0
     """That sequences wait while no instance takes any and one is being started anew."""
-    listen: float = 60.0
-    """From an instance's start until it listens, which it does first of all."""
+    listen: float = LISTEN_S
+    """From when it is known where an instance will listen until it does, which it does first of all."""
     load: float = 3600.0
     """From then until it answers: it loads its model."""
 
@@ -362,7 +363,12 @@ class Fleet:
     def _expected(self, event: e.Expected) -> None:
         instance = self.instances[event.instance]
         self.restarts += instance.state is State.DOWN
-        instance.start(event.link, self._now + self._patience.listen)
+        instance.start(event.link, self._now + self._patience.load)
+
+    def _located(self, event: e.Located) -> None:
+        instance = self.instances[event.instance]
+        if instance.link == event.link and instance.state is State.STARTING and not instance.listens:
+            instance.deadline = self._now + self._patience.listen
 
     def _linked(self, event: e.Linked) -> None:
         instance = self.instances[event.instance]
@@ -487,6 +493,7 @@ _HANDLERS: dict[type, Callable[[Fleet, Any], None]] = {
     e.Paused: Fleet._pause,
     e.Resumed: Fleet._resume,
     e.Expected: Fleet._expected,
+    e.Located: Fleet._located,
     e.Linked: Fleet._linked,
     e.Received: Fleet._received,
     e.Lost: Fleet._lost,

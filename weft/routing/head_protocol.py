@@ -1,7 +1,7 @@
 """The head's side of the messages: fronts, and which of them each live sequence belongs to. Sans-IO.
 
-Every Submit is answered by exactly one event with ``finish``, unless its front ended it, sent a later attempt,
-or left. A front that is gone, or does not read, loses its own sequences and nothing else.
+Every Submit is answered by exactly one event with ``finish``, unless its front sent a later attempt, or
+left. A front that is gone, or does not read, loses its own sequences and nothing else.
 """
 
 from __future__ import annotations

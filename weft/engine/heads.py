@@ -17,9 +17,9 @@ from weft.common.restarts import RestartBudget
 from weft.config.gpus import gpu_environment, head_rank
 from weft.config.hosts import uses_board
 from weft.config.resolved import EngineConfig
+from weft.engine.keeper import Keeper
 from weft.engine.ranks import RankProcesses, are_kept, rank_address
-from weft.front.heads import Place
-from weft.launch.keeper import Keeper
+from weft.links.link import Address
 from weft.parallel.remote import RemoteHead, RemoteHeads
 
 logger = log.get_logger(__name__)
@@ -31,7 +31,7 @@ LEAVE_S = 3.0
 
 
 class HeadProcesses:
-    """One head for each replica. To be used from the main thread only, to which their lives are tied."""
+    """One head for each replica. Heads live no longer than the thread that starts them."""
 
     def __init__(
         self, config: EngineConfig, folder: Path, log_level: str, restarts: int, clock: Clock | None = None
@@ -48,25 +48,26 @@ class HeadProcesses:
         self._started = 0
         self._local = LocalHeads(config, folder, log_level)
 
-    def start(self, replica: int) -> Place:
+    def start(self, replica: int) -> Address:
         """Starts the head of ``replica``; does not wait for it. Every start has an address of its own, so
         nothing that was meant for one head reaches the next.
         """
         if self._remote is not None and replica in self._remote:
             head = self._remote.start(replica)
             self._running[replica] = head
-            return Place(head.endpoint, head, self._remote.keys)
+            return Address(head.endpoint, head, self._remote.keys)
         endpoint = f"ipc://{self._folder}/head{self._started}"
         self._started += 1
         process = self._local.start(replica, endpoint)
         self._running[replica] = process
-        return Place(endpoint, process)
+        return Address(endpoint, process)
 
-    def respawn(self, replica: int) -> Place | None:
+    def respawn(self, instance: str) -> Address | None:
         """Ends what is left of a head that is dead, or stopped answering, and starts it anew.
 
-        None when that was done too often lately.
+        ``instance``: its number, in digits. None when that was done too often lately.
         """
+        replica = int(instance)
         old = self._running.pop(replica, None)
         if old is not None:
             old.kill()  # also wakes one that was stopped, for its end

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.common.errors import Cancelled, EngineDead
-from weft.front.flow import MERGE_AT, Flow, merge
-from weft.front.progress import Progress
+from weft.links.flow import MERGE_AT, Flow, merge
 from weft.types.messages import LogprobColumns, TokenEvent
 
 
@@ -101,22 +100,3 @@ def test_failing_wakes_the_reader_and_the_first_error_stays() -> None:
                 await asyncio.wait_for(attempt, 1)
 
     asyncio.run(run())
-
-
-def test_progress() -> None:
-    progress = Progress(timeout=10, now=0)
-    assert progress.overdue(10) is None
-    assert progress.overdue(10.1) is not None
-    progress.beat(idle=True, steps=5, now=9)
-    assert progress.overdue(19) is None
-    progress.beat(idle=False, steps=5, now=15)  # work came after the last idle beat
-    assert progress.recent(18, 9)
-    assert not progress.recent(19, 9)
-    progress.beat(idle=False, steps=5, now=19.5)
-    reason = progress.overdue(19.5)
-    assert reason is not None
-    assert "no step" in reason
-    progress.beat(idle=False, steps=6, now=20)
-    assert progress.overdue(29) is None
-    progress.frame(29)
-    assert progress.overdue(30.5) is not None, "tokens alone prove life, not steps"

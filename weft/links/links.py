@@ -1,0 +1,314 @@
+"""The links of one front to its heads: carries out what ``weft.routing.fleet`` decides.
+
+    submit ─► Fleet ─► Send ─► Link 0 ──zmq──→ head 0
+      ▲         │ ▲              Link 1 ──zmq──→ head 1
+    flow ◄─ Deliver ╰──── Received, Lost, .. ◄──╯
+
+Nothing is decided here: whatever happens is given to the fleet as an event, and its actions are carried out
+at once, in order, on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+import zmq.asyncio
+
+from weft.common.clock import Clock, SystemClock
+from weft.common.errors import EngineDead, Overloaded, WeftError
+from weft.common.log import get_logger
+from weft.links.flow import Flow, Observer
+from weft.links.link import POLL, Address, Link
+from weft.routing import events as e
+from weft.routing.fleet import Fleet, Patience
+from weft.routing.instances import Instance
+from weft.routing.policy import Policy
+from weft.types import messages as m
+
+log = get_logger(__name__)
+
+OUTBOX_LIMIT = 20_000
+"""Messages that may wait for one head; requests beyond it are refused."""
+STALL_S = 1.0
+"""Seconds by which a tick may be late; more, and this process stood still."""
+
+Respawn: TypeAlias = Callable[[str], "Address | None"]
+"""Starts the instance of that name anew, without waiting for it; None when it is not to be tried (again)."""
+
+
+class Links:
+    """Used from one event loop. Instances are named "0", "1", .. in the order of their addresses."""
+
+    def __init__(
+        self,
+        addresses: Sequence[Address],
+        patience: Patience,
+        *,
+        respawn: Respawn | None = None,
+        link_timeout: float = 10.0,
+        together: bool = False,
+        policy: Policy | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        """``link_timeout``: seconds after which a process that does not even answer pings counts as dead.
+        ``together``: none of several heads can work without the others.
+        """
+        self._addresses = {str(number): address for number, address in enumerate(addresses)}
+        domain = "all" if together and len(addresses) > 1 else ""
+        self._fleet = Fleet(
+            dict.fromkeys(self._addresses, domain), patience, policy, front=secrets.token_hex(8)
+        )
+        self._respawn, self._link_timeout = respawn, link_timeout
+        self._clock = clock or SystemClock()
+        self._links: dict[str, Link] = {}
+        """The present one of each instance."""
+        self._started = 0
+        self._flows: dict[int, Flow] = {}
+        self._pending: deque[e.Event] = deque()
+        self._context = zmq.asyncio.Context()
+        self._ticking: asyncio.Task[None] | None = None
+        self._ending: set[asyncio.Task[None]] = set()
+        """Links that are being closed."""
+        self._ready = asyncio.Event()
+        self._past_bad_frames = 0
+        self.welcome: m.Welcome | None = None
+        """What all heads can serve."""
+        self.died = asyncio.Event()
+        """Set when no head is left, and none will come back."""
+
+    # -- life ---------------------------------------------------------------------------------------
+
+    async def start(self) -> m.Welcome:
+        """Connects to every head; returns when all have answered. Raises WeftError when one never will."""
+        for name, address in self._addresses.items():
+            self._connect(name, address)
+        self._ticking = asyncio.create_task(self._tick())
+        ended = [asyncio.create_task(event.wait()) for event in (self._ready, self.died)]
+        try:
+            await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)  # the fleet has the deadlines
+        finally:
+            for task in ended:
+                task.cancel()
+        if self._fleet.failure is not None:
+            raise self._fleet.failure
+        welcomes = [one.welcome for one in self.instances if one.welcome is not None]
+        self.welcome = min(welcomes, key=lambda welcome: welcome.max_model_len)
+        return self.welcome
+
+    async def close(self, shutdown: bool = True) -> None:
+        """Fails what is still open and closes the sockets; ``shutdown``: tells every head to stop first."""
+        self._feed(e.Closing(shutdown))
+        if self._ticking is not None:
+            self._ticking.cancel()
+            await asyncio.gather(self._ticking, return_exceptions=True)
+        answered = {one.name for one in self.instances if one.welcome is not None}
+        # A head that has not answered yet is still loading, and its process is ended by whoever owns it.
+        await asyncio.gather(*(link.close(flush=name in answered) for name, link in self._links.items()))
+        await asyncio.gather(*self._ending, return_exceptions=True)
+        self._context.destroy()  # what lingers still does
+
+    @property
+    def instances(self) -> Sequence[Instance]:
+        """In order; to be read only."""
+        return list(self._fleet.instances.values())
+
+    @property
+    def failure(self) -> WeftError | None:
+        """Why no head is left, and none will come back."""
+        return self._fleet.failure
+
+    @property
+    def alive(self) -> bool:
+        """Whether a head lives."""
+        return self._fleet.alive
+
+    @property
+    def whole(self) -> bool:
+        """Whether all heads live."""
+        return self._fleet.whole
+
+    def progressing(self, window: float) -> bool:
+        """Whether a head proved progress in the last ``window`` seconds."""
+        return any(one.progressing(window, self._clock.now()) for one in self.instances)
+
+    @property
+    def open_sequences(self) -> int:
+        return len(self._fleet.entries)
+
+    @property
+    def bad_frames(self) -> int:
+        """Frames from heads that were dropped."""
+        return self._past_bad_frames + sum(link.bad_frames for link in self._links.values())
+
+    @property
+    def late_events(self) -> int:
+        return self._fleet.late_events
+
+    @property
+    def failovers(self) -> int:
+        return self._fleet.failovers
+
+    @property
+    def restarts(self) -> int:
+        return self._fleet.restarts
+
+    @property
+    def pauses(self) -> int:
+        return self._fleet.pauses
+
+    # -- work ---------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        submits: Iterable[m.Submit],
+        observe: Observer | None = None,
+        hashes: Mapping[int, Sequence[bytes]] | None = None,
+    ) -> Flow:
+        """Sends one request's sequences, those of one prompt to one head, and opens their flow.
+
+        ``hashes``: see ``events.Opened``. Raises WeftError; then none of them runs.
+        """
+        if (refusal := self._fleet.refusal()) is not None:
+            raise refusal
+        if any(link.waiting >= OUTBOX_LIMIT for link in self._links.values()):
+            raise Overloaded("too many requests wait for the engine")
+        return self._open(e.Opened(tuple(submits), hashes or {}), observe)
+
+    def submit_each(self, submits: Sequence[m.Submit]) -> Flow:
+        """One of ``submits`` to each head, which nobody else goes on with. Raises WeftError."""
+        if (refusal := self._fleet.refusal()) is not None:
+            raise refusal
+        flow = Flow([submit.sequence for submit in submits])
+        for submit, instance in zip(submits, self.instances, strict=True):
+            self._flows[submit.sequence] = flow
+            self._feed(e.Opened((submit,), pinned=instance.name))
+        return flow
+
+    def finish(self, flow: Flow, sequence: int) -> None:
+        """Ends one sequence of a flow, if it is open: its head is told, later events of it are dropped."""
+        if sequence in flow.open:
+            self._close([sequence], flow)
+
+    def release(self, flow: Flow) -> None:
+        """Ends whatever of the flow is still open. Idempotent; every handler calls it, however it ended."""
+        self._close(list(flow.open), flow)
+
+    def fail_all(self, error: WeftError) -> None:
+        """Fails every open flow with ``error``."""
+        for flow in list({id(flow): flow for flow in self._flows.values()}.values()):
+            flow.fail(error)
+
+    def pause(self, flow: Flow) -> None:
+        """Takes the flow's open sequences from their heads until ``resume``. Idempotent.
+
+        What heads have sent by now is kept; what they send later is computed again.
+        """
+        self._feed(e.Paused(tuple(flow.open)))
+
+    def resume(self, flow: Flow) -> None:
+        """Goes on with what ``pause`` took from its heads. Idempotent."""
+        if not flow.failed:
+            self._feed(e.Resumed(tuple(flow.open)))
+
+    async def stats(self, timeout: float) -> list[m.HeadStats]:
+        """The counters of every head that lives, asked for now. Raises EngineDead when one does not say."""
+        asked = {name: link.heartbeats for name, link in self._links.items() if self._lives(name)}
+        for name in asked:
+            self._links[name].send(m.Hello(versions=(m.OLDEST, m.VERSION), front=""))
+        try:
+            async with asyncio.timeout(timeout):
+                while any(self._lives(n) and self._links[n].heartbeats <= had for n, had in asked.items()):
+                    await asyncio.sleep(0.005)
+        except TimeoutError:
+            raise EngineDead("an engine does not say how it is") from None
+        return [one.stats for one in self.instances]
+
+    def _lives(self, name: str) -> bool:
+        return self._fleet.instances[name].alive
+
+    def _open(self, opened: e.Opened, observe: Observer | None) -> Flow:
+        flow = Flow([submit.sequence for submit in opened.submits], observe)
+        for submit in opened.submits:
+            self._flows[submit.sequence] = flow
+        self._feed(opened)
+        return flow
+
+    def _close(self, sequences: Sequence[int], flow: Flow) -> None:
+        for sequence in sequences:
+            flow.open.pop(sequence, None)
+            self._flows.pop(sequence, None)
+        if sequences:
+            self._feed(e.Closed(tuple(sequences)))
+
+    # -- the fleet ----------------------------------------------------------------------------------
+
+    def _feed(self, event: e.Event) -> None:
+        """Gives the fleet an event and carries out what it wants; events that follow from that come later."""
+        self._pending.append(event)
+        if len(self._pending) > 1:
+            return
+        while self._pending:
+            for action in self._fleet.on(self._pending[0], self._clock.now()):
+                self._carry_out(action)
+            self._pending.popleft()
+
+    def _carry_out(self, action: e.Action) -> None:
+        match action:
+            case e.Deliver(events):
+                for event in events:
+                    self._deliver(event)
+            case e.Send(instance, number, message):
+                if (link := self._links[instance]).number == number:
+                    link.send(message)
+            case e.Unlink(instance, number):
+                if (link := self._links[instance]).number == number:
+                    self._end(link)
+            case e.Replace(instance, error):
+                address = None if self._respawn is None else self._respawn(instance)
+                if address is None:
+                    self._feed(e.Retired(instance, error))
+                else:
+                    self._connect(instance, address)
+            case e.Complete():
+                self._ready.set()
+            case e.Failed():
+                self.died.set()
+
+    def _deliver(self, event: m.TokenEvent) -> None:
+        flow = self._flows.get(event.sequence)
+        if flow is None:
+            return
+        if event.finish is not None:
+            del self._flows[event.sequence]
+            flow.open.pop(event.sequence, None)
+        flow.push(event)
+
+    def _connect(self, name: str, address: Address) -> None:
+        number, self._started = self._started, self._started + 1
+        if (old := self._links.get(name)) is not None:
+            self._past_bad_frames += old.bad_frames
+        self._feed(e.Expected(name, number))
+        self._links[name] = Link(name, number, address, self._context, self._link_timeout, self._feed)
+
+    def _end(self, link: Link) -> None:
+        task = asyncio.get_running_loop().create_task(link.close(flush=False))
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+    async def _tick(self) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            while True:
+                before = self._clock.now()
+                await asyncio.sleep(POLL)
+                late = self._clock.now() - before - POLL
+                if late > STALL_S:
+                    self._feed(e.Stalled(late))
+                loop_time = asyncio.get_running_loop().time()
+                for link in list(self._links.values()):
+                    link.look(loop_time)
+                self._feed(e.Tick())
