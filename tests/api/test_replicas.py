@@ -40,6 +40,14 @@ def tokens(outputs: Any) -> list[list[list[int]]]:
     return [[choice.token_ids for choice in output.outputs] for output in outputs]
 
 
+def instances(llm: LLM) -> list[Any]:
+    return list(llm._core.thread.links.instances)  # type: ignore[union-attr]
+
+
+def processes(llm: LLM) -> list[Any]:
+    return list(llm._core.heads._running.values())  # type: ignore[union-attr]
+
+
 @pytest.fixture(scope="module")
 def expected() -> Any:
     made: dict[str, Any] = {}
@@ -62,21 +70,21 @@ def test_independent_replicas(expected: Any) -> None:
         stats = llm.stats()
         assert stats.running == stats.waiting == stats.idle_steps == 0
         assert stats.generation_tokens == 2 * (3 * 16 + 3 * 2 * 9)
-        assert all(head.stats.generation_tokens > 0 for head in llm._core._heads)  # type: ignore[union-attr]
+        assert all(one.stats.generation_tokens > 0 for one in instances(llm))
         with pytest.raises(InvalidRequest):
             llm.generate("x", SamplingParams(max_tokens=10_000), use_tqdm=False)
         assert isinstance(llm.deterministic, bool)
-        victim = llm._core._heads[1]  # type: ignore[union-attr]
-        busy = llm._core._registry.instances[1].open  # type: ignore[union-attr]
-        thread = threading.Thread(target=kill_when, args=(victim.process.kill, busy))
+        victim = processes(llm)[1]
+        busy = instances(llm)[1].open
+        thread = threading.Thread(target=kill_when, args=(victim.kill, busy))
         thread.start()
         made = llm.generate(PROMPTS, params(), use_tqdm=False)
         thread.join(60)
         assert tokens(made) == expected("spool-text")
-        assert victim.process.poll() is not None
+        assert victim.poll() is not None
         assert tokens(llm.generate(PROMPTS[:2], params()[:2], use_tqdm=False)) == expected("spool-text")[:2]
-        processes = [head.process for head in llm._core._heads]  # type: ignore[union-attr]
-    assert all(process.poll() is not None for process in processes)
+        ended = processes(llm)
+    assert all(process.poll() is not None for process in ended)
     with pytest.raises(EngineDead):
         llm.stats()
 
@@ -122,12 +130,11 @@ def test_a_worker_of_one_replica_dies(expected: Any) -> None:
     """Two ranks in each of two replicas: the domain is formed anew, in both, and all go on."""
     settings = {**COMMON, "data_parallel_size": 2, "tensor_parallel_size": 2, "enable_expert_parallel": True}
     with LLM("spool-mla", **settings) as llm:
-        head = llm._core._heads[1]  # type: ignore[union-attr]
-        pid = head.process.pid
+        pid = processes(llm)[1].pid
         (worker,) = (
             int(c) for t in Path(f"/proc/{pid}/task").iterdir() for c in (t / "children").read_text().split()
         )
-        busy = llm._core._registry.instances[1].open  # type: ignore[union-attr]
+        busy = instances(llm)[1].open
         thread = threading.Thread(target=kill_when, args=(lambda: os.kill(worker, signal.SIGKILL), busy))
         thread.start()
         assert tokens(llm.generate(PROMPTS, params(), use_tqdm=False)) == expected("spool-mla")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 
@@ -31,7 +32,7 @@ class Front:
         self.socket.connect(endpoint)
         self.heartbeats: list[m.Heartbeat] = []
         if hello:
-            self.send(m.Hello(versions=(1, 1), front="test"))
+            self.send(m.Hello(versions=(m.OLDEST, m.VERSION), front="test"))
             assert isinstance(self.receive(), m.Welcome)
 
     def send(self, message: m.ToHead) -> None:
@@ -95,7 +96,7 @@ class Served:
         return self._fronts[-1]
 
     def close(self) -> None:
-        self.head._stop = True
+        self.head._protocol.stopped = True
         self.thread.join(DEADLINE)
         for front in self._fronts:
             front.close()
@@ -134,7 +135,7 @@ def test_unequal_versions_are_refused_by_name(served: Served) -> None:
     front.send(m.Hello(versions=(7, 9), front="future"))
     answer = front.receive()
     assert isinstance(answer, m.HeadFailed)
-    assert "version 1" in answer.error.message
+    assert f"versions {m.OLDEST} to {m.VERSION}" in answer.error.message
     assert "7 to 9" in answer.error.message
 
 
@@ -177,9 +178,12 @@ def test_nobody_ends_or_doubles_a_strangers_sequence(served: Served) -> None:
     owner.receive()
     other.send(m.Finish(sequence=1))
     other.send(ask(1))
+    (refused,) = other.events(1)
+    assert refused.error is not None
+    assert (refused.error.code, refused.error.retryable) == ("unavailable", True)
     events = owner.events(1)
     assert events[-1].finish == "length"
-    assert not any(isinstance(message, m.Tokens) for message in _drain(other))
+    assert sum(len(event.token_ids) for event in events) in (58, 59)
 
 
 def _drain(front: Front) -> list[m.ToFront]:
@@ -187,6 +191,47 @@ def _drain(front: Front) -> list[m.ToFront]:
     while front.socket.poll(0):
         got.append(m.decode_to_front(front.socket.recv()))
     return got
+
+
+def test_a_later_attempt_takes_the_place_of_an_earlier_one(served: Served) -> None:
+    """Its front gave the first one up, and may have told so or not; what of it is under way says so."""
+    front = served.front()
+    front.send(ask(1, tokens=60))
+    front.receive()
+    front.send(msgspec.structs.replace(ask(1, tokens=5), attempt=2))
+    front.send(msgspec.structs.replace(ask(1, tokens=60), attempt=1))  # it comes late, and is dropped
+    events: list[m.TokenEvent] = []
+    while not events or events[-1].finish is None or events[-1].attempt < 2:
+        message = front.receive()
+        assert isinstance(message, m.Tokens)
+        events += message.events
+    assert {event.attempt for event in events} == {0, 2}
+    assert all(event.finish is None for event in events if not event.attempt)
+    again = [event for event in events if event.attempt == 2]
+    assert (sum(len(event.token_ids) for event in again), again[-1].finish) == (5, "length")
+    assert front.stats_when(lambda stats: stats.running == 0).bad_frames == 1
+
+
+def test_a_front_of_the_version_before_is_served(served: Served) -> None:
+    """Fields and messages that it does not know are left out."""
+    front = served.front(hello=False)
+    front.send(m.Hello(versions=(1, 1), front="old"))
+    welcome = front.receive()
+    assert isinstance(welcome, m.Welcome)
+    assert (welcome.versions[0], welcome.block_size) == (1, 0)
+    assert b"block_size" not in m.encode(welcome)
+    front.send(ask())
+    assert {event.attempt for event in front.events(1)} == {0}
+
+
+def test_a_front_that_says_goodbye_ends_its_own_sequences(served: Served) -> None:
+    leaving, staying = served.front(), served.front()
+    leaving.send(ask(1, tokens=90))
+    staying.send(ask(2, tokens=60))
+    leaving.receive()
+    leaving.send(m.Goodbye())
+    assert sum(len(event.token_ids) for event in staying.events(2)) == 60
+    assert staying.stats_when(lambda stats: stats.running == 0).bad_frames == 0
 
 
 def test_finish_frees_at_once(served: Served) -> None:
