@@ -16,7 +16,7 @@ import pytest
 from weft.common.errors import EngineDead
 from weft.links.link import Address
 from weft.links.links import Links
-from weft.routing.fleet import Patience
+from weft.routing.roster import Patience
 
 
 def text_of(answer: Any) -> str:

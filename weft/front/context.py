@@ -24,7 +24,7 @@ from weft.front.responses import ModelCard
 from weft.front.workers import WorkerPool
 from weft.links.link import Address
 from weft.links.links import Links, Respawn
-from weft.routing.fleet import Patience
+from weft.routing.roster import Patience
 from weft.text.model import TextModel
 from weft.text.submit import IdMint, ModelLimits, SeedMint
 

@@ -30,7 +30,7 @@ from weft.launch.node import RESTARTS, WINDOW, Ranks, until_stopped
 from weft.parallel.address import own_address, tcp
 from weft.parallel.board import BoardClient, board_place
 from weft.parallel.remote import host_settings
-from weft.routing.fleet import LISTEN_S as HEAD_LISTENS_S
+from weft.routing.roster import LISTEN_S as HEAD_LISTENS_S
 from weft.types import board as b
 
 logger = log.get_logger(__name__)

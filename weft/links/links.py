@@ -25,9 +25,10 @@ from weft.common.log import get_logger
 from weft.links.flow import Flow, Observer
 from weft.links.link import POLL, Address, Link
 from weft.routing import events as e
-from weft.routing.fleet import Fleet, Patience
+from weft.routing.fleet import Fleet
 from weft.routing.instances import Instance
 from weft.routing.policy import Policy
+from weft.routing.roster import Patience
 from weft.types import messages as m
 
 log = get_logger(__name__)
@@ -115,7 +116,7 @@ class Links:
     @property
     def instances(self) -> Sequence[Instance]:
         """In order; to be read only."""
-        return list(self._fleet.instances.values())
+        return list(self._fleet.roster.instances.values())
 
     @property
     def failure(self) -> WeftError | None:
@@ -125,12 +126,12 @@ class Links:
     @property
     def alive(self) -> bool:
         """Whether a head lives."""
-        return self._fleet.alive
+        return self._fleet.roster.alive
 
     @property
     def whole(self) -> bool:
         """Whether all heads live."""
-        return self._fleet.whole
+        return self._fleet.roster.whole
 
     def progressing(self, window: float) -> bool:
         """Whether a head proved progress in the last ``window`` seconds."""
@@ -155,7 +156,7 @@ class Links:
 
     @property
     def restarts(self) -> int:
-        return self._fleet.restarts
+        return self._fleet.roster.restarts
 
     @property
     def pauses(self) -> int:
@@ -229,7 +230,7 @@ class Links:
         return [one.stats for one in self.instances]
 
     def _lives(self, name: str) -> bool:
-        return self._fleet.instances[name].alive
+        return self._fleet.roster.instances[name].alive
 
     def _open(self, opened: e.Opened, observe: Observer | None) -> Flow:
         flow = Flow([submit.sequence for submit in opened.submits], observe)

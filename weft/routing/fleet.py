@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -27,32 +26,14 @@ from weft.routing import events as e
 from weft.routing.instances import Instance, State
 from weft.routing.ledger import Entry
 from weft.routing.policy import Policy, PrefixAffinity, hashes_of
+from weft.routing.roster import Patience, Roster
 from weft.types import messages as m
 
 log = get_logger(__name__)
 
-HEALTHY_S = 5.0
-"""Seconds that an instance is up after which its death is not one of a row."""
-ROW = 2
-"""Deaths in a row after which an instance comes back half-open."""
 MOST_REFUSALS = 8
 """Times that one instance may give a sequence back before a token of it comes."""
-LISTEN_S = 60.0
 LATE = "the engine failed and did not come back in time; try again later"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
-    """Seconds."""
-
-    engine: float = 120.0
-    """Without a word, or without progress, after which an instance counts as dead."""
-    recovery: float = 120.0
-    """That sequences wait while no instance takes any and one is being started anew."""
-    listen: float = LISTEN_S
-    """From when it is known where an instance will listen until it does, which it does first of all."""
-    load: float = 3600.0
-    """From then until it answers: it loads its model."""
 
 
 class Fleet:
@@ -68,9 +49,7 @@ class Fleet:
         """``instances``: name -> domain; those of one domain work together or not at all, "" is none.
         ``front``: the name of this front.
         """
-        self.instances = {
-            name: Instance(name, domain, order) for order, (name, domain) in enumerate(instances.items())
-        }
+        self.roster = Roster(instances, patience)
         self.entries: dict[int, Entry] = {}
         """Open sequences."""
         self.failure: WeftError | None = None
@@ -79,8 +58,6 @@ class Fleet:
         """Of sequences, or attempts, that nobody waits for any more."""
         self.failovers = 0
         """Sequences that went on after an instance was lost."""
-        self.restarts = 0
-        """Processes that took another one's place."""
         self.pauses = 0
         self._patience, self._front = patience, front
         self._policy = policy or PrefixAffinity()
@@ -92,11 +69,7 @@ class Fleet:
         """Request -> its open sequences: they share a prompt, and its blocks where they are together."""
         self._bereft: set[int] = set()
         """Parked or paused sequences whose instance was lost."""
-        self._complete = False
-        """Whether all instances have been up."""
         self._closing = False
-        self._unready_since = math.inf
-        """Since when no instance takes sequences; inf while one does."""
         self._late = False
         """Whether sequences have waited long enough for one, so that none should begin to."""
         self._now = -math.inf
@@ -107,6 +80,7 @@ class Fleet:
         """What is to be done after ``event``, which happened at ``now``."""
         self._now, self._actions, self._events = now, [], []
         _HANDLERS[type(event)](self, event)
+        self._late = self._late and self.roster.unready_since < math.inf
         if self._parked:
             self._place_parked()
         if self._events:
@@ -115,37 +89,18 @@ class Fleet:
 
     def next_deadline(self) -> float:
         """When a ``Tick`` will change something, if nothing happens before; inf for never."""
-        deadlines = [math.inf]
-        for instance in self.instances.values():
-            if instance.state is State.STARTING:
-                deadlines.append(instance.deadline)
-            elif instance.alive:
-                deadlines.append(min(instance.heard, instance.moved) + self._patience.engine)
-            if instance.state is State.HALF_OPEN:
-                deadlines.append(instance.since + HEALTHY_S)
-        if not self._late:
-            deadlines.append(self._unready_since + self._patience.recovery)
-        return min(deadlines)
+        unready = math.inf if self._late else self.roster.unready_since + self._patience.recovery
+        return min(self.roster.deadline(), unready)
 
     def refusal(self) -> WeftError | None:
         """Why no request can begin now; None when it can."""
         if self.failure is not None:
             return Unavailable("the engine has failed; the server is stopping")
-        if self._closing or not self._complete:
+        if self._closing or not self.roster.complete:
             return Unavailable("the engine is not ready yet; try again later")
         if self._late:
             return Unavailable("the engine has failed and is being started again; try again later")
         return None
-
-    @property
-    def alive(self) -> bool:
-        """Whether an instance lives."""
-        return self._complete and any(instance.alive for instance in self.instances.values())
-
-    @property
-    def whole(self) -> bool:
-        """Whether all instances live."""
-        return self._complete and all(instance.alive for instance in self.instances.values())
 
     # -- requests -----------------------------------------------------------------------------------
 
@@ -185,7 +140,7 @@ class Fleet:
         """Takes an open sequence from wherever it is."""
         entry = self.entries[sequence]
         for name in entry.places:
-            instance = self.instances[name]
+            instance = self.roster.instances[name]
             instance.end(sequence)
             self._send(instance, m.Finish(sequence=sequence))
             if instance.version < 2:
@@ -196,7 +151,7 @@ class Fleet:
         """It has ended."""
         entry = self.entries.pop(sequence)
         for name in entry.places:
-            self.instances[name].end(sequence)
+            self.roster.instances[name].end(sequence)
         siblings = self._requests[entry.submit.request]
         del siblings[sequence]
         if not siblings:
@@ -212,19 +167,9 @@ class Fleet:
 
     # -- placement ----------------------------------------------------------------------------------
 
-    def _takers(self) -> list[Instance]:
-        """Instances that take sequences now, in order."""
-        up = [
-            instance
-            for instance in self.instances.values()
-            if instance.state is State.UP or (instance.state is State.HALF_OPEN and not instance.open)
-        ]
-        broken = {i.domain for i in self.instances.values() if i.domain and not i.alive}
-        return [instance for instance in up if instance.domain not in broken] if broken else up
-
     def _place_parked(self) -> None:
         """Sends parked sequences to instances, those of one prompt together."""
-        takers = self._takers()
+        takers = self.roster.takers()
         if not takers:
             return
         groups: dict[int, list[int]] = {}
@@ -240,7 +185,7 @@ class Fleet:
             hashes = hashes_of(first.submit.prompt_ids, first.submit.salt, first.hashes)
             self._place(self._policy.choose(with_siblings or able, hashes), group)
             if any(taker.state is State.HALF_OPEN for taker in takers):
-                takers = self._takers()
+                takers = self.roster.takers()
 
     def _can_take(self, instance: Instance, group: Iterable[int], pinned: str | None) -> bool:
         if pinned is not None and pinned != instance.name:
@@ -274,7 +219,7 @@ class Fleet:
     # -- what instances say -------------------------------------------------------------------------
 
     def _received(self, event: e.Received) -> None:
-        instance, message = self.instances[event.instance], event.message
+        instance, message = self.roster.instances[event.instance], event.message
         if instance.link != event.link or instance.state in (State.DOWN, State.RETIRED):
             self.late_events += len(message.events) if isinstance(message, m.Tokens) else 0
             return
@@ -291,24 +236,16 @@ class Fleet:
             self._lose(instance, ReportedError(message.error))
 
     def _welcome(self, instance: Instance, welcome: m.Welcome) -> None:
-        version = m.common_version(welcome.versions)
-        if version is None:
-            low, high = welcome.versions
-            spoken = f"the engine speaks versions {low} to {high}, this front {m.OLDEST} to {m.VERSION}"
-            self._lose(instance, EngineDead(spoken))
-        elif instance.welcome is not None and instance.welcome.incarnation != welcome.incarnation:
-            self._lose(instance, EngineDead("the engine was replaced"))
-        elif instance.state is State.STARTING:
-            instance.welcome, instance.version = welcome, version
-            instance.since = instance.heard = instance.moved = self._now
-            instance.state = State.HALF_OPEN if instance.deaths >= ROW else State.UP
+        complete = self.roster.complete
+        try:
+            up = self.roster.welcome(instance, welcome, self._now)
+        except EngineDead as error:
+            self._lose(instance, error)
+            return
+        if up:
             self._policy.forget(instance.name)  # its cache is empty
-            if self._complete:
-                log.info("engine %s is back", instance.name)
-            elif all(other.alive for other in self.instances.values()):
-                self._complete = True
-                self._actions.append(e.Complete())
-            self._changed()
+        if self.roster.complete and not complete:
+            self._actions.append(e.Complete())
 
     def _take(self, instance: Instance, event: m.TokenEvent) -> None:
         sequence = event.sequence
@@ -333,8 +270,8 @@ class Fleet:
             self._give_back(instance, sequence)
         elif event.finish is not None:
             self._forget(sequence)
-            if event.finish != "error" and instance.state is State.HALF_OPEN:
-                self._healthy(instance)
+            if event.finish != "error":
+                self.roster.prove(instance)
 
     def _may_retry(self, instance: Instance, entry: Entry, event: m.TokenEvent) -> bool:
         """Whether ``event`` says that this instance has no room, and another one may have."""
@@ -343,7 +280,7 @@ class Fleet:
             return False
         if entry.pinned is not None:
             return False
-        return any(i.name != instance.name and i.name not in entry.refused for i in self._takers())
+        return any(i.name != instance.name and i.name not in entry.refused for i in self.roster.takers())
 
     def _give_back(self, instance: Instance, sequence: int) -> None:
         """``instance`` has ``sequence`` no longer, and its stream goes on: where it is, too, or elsewhere."""
@@ -361,43 +298,38 @@ class Fleet:
     # -- instances that come and go -----------------------------------------------------------------
 
     def _expected(self, event: e.Expected) -> None:
-        instance = self.instances[event.instance]
-        self.restarts += instance.state is State.DOWN
-        instance.start(event.link, self._now + self._patience.load)
+        self.roster.expect(self.roster.instances[event.instance], event.link, self._now)
 
     def _located(self, event: e.Located) -> None:
-        instance = self.instances[event.instance]
-        if instance.link == event.link and instance.state is State.STARTING and not instance.listens:
-            instance.deadline = self._now + self._patience.listen
+        if (instance := self._linked_to(event.instance, event.link)) is not None:
+            self.roster.locate(instance, self._now)
 
-    def _linked(self, event: e.Linked) -> None:
-        instance = self.instances[event.instance]
-        if instance.link == event.link and instance.state is State.STARTING and not instance.listens:
-            instance.listens = True
-            instance.deadline = self._now + self._patience.load
+    def _listening(self, event: e.Linked) -> None:
+        instance = self._linked_to(event.instance, event.link)
+        if instance is not None and self.roster.listen(instance, self._now):
             self._send(instance, m.Hello(versions=(m.OLDEST, m.VERSION), front=self._front))
 
+    def _linked_to(self, name: str, link: int) -> Instance | None:
+        """The instance, if ``link`` is its present one."""
+        instance = self.roster.instances[name]
+        return instance if instance.link == link else None
+
     def _lost(self, event: e.Lost) -> None:
-        instance = self.instances[event.instance]
-        if instance.link == event.link:
+        if (instance := self._linked_to(event.instance, event.link)) is not None:
             self._lose(instance, event.error)
 
     def _lose(self, instance: Instance, error: WeftError, replace: bool = True) -> None:
         """The process of ``instance`` is gone, or as good as gone."""
-        if instance.state in (State.DOWN, State.RETIRED):
+        if not self.roster.lose(instance, self._now):
             return
         log.error("engine %s is lost: %s", instance.name, error.message)
-        healthy = instance.alive and self._now - instance.since >= HEALTHY_S
-        instance.deaths = 1 if healthy else instance.deaths + 1
-        instance.state = State.DOWN
         self._actions.append(e.Unlink(instance.name, instance.link))
         for sequence in list(instance.open):
             self._bereave(instance, sequence, error)
-        if not self._complete:  # it failed to start: whoever waits for that hears of it
+        if not self.roster.complete:  # it failed to start: whoever waits for that hears of it
             self._fail(error)
         elif replace and not self._closing:
             self._actions.append(e.Replace(instance.name, error))
-        self._changed()
 
     def _bereave(self, instance: Instance, sequence: int, error: WeftError) -> None:
         entry = self.entries[sequence]
@@ -416,20 +348,16 @@ class Fleet:
 
     def _retired(self, event: e.Retired) -> None:
         """With one of a domain all of it are lost for good."""
-        retired = self.instances[event.instance]
-        for instance in self.instances.values():
+        retired = self.roster.instances[event.instance]
+        for instance in self.roster.instances.values():
             if instance is retired or (retired.domain and instance.domain == retired.domain):
                 self._lose(instance, event.error, replace=False)
-                instance.state = State.RETIRED
-        if all(instance.state is State.RETIRED for instance in self.instances.values()):
+                self.roster.retire(instance)
+        if self.roster.over:
             self._fail(event.error)
-        self._changed()
 
     def _draining(self, event: e.Draining) -> None:
-        instance = self.instances[event.instance]
-        if instance.alive:
-            instance.state = State.DRAINING
-            self._changed()
+        self.roster.drain(self.roster.instances[event.instance], self._now)
 
     def _fail(self, error: WeftError) -> None:
         if self.failure is None:
@@ -438,45 +366,21 @@ class Fleet:
         for sequence in list(self.entries):
             self._end(sequence, error)
 
-    def _healthy(self, instance: Instance) -> None:
-        instance.state, instance.deaths = State.UP, 0
-        self._changed()
-
-    def _changed(self) -> None:
-        """Notes since when nobody takes sequences, after the state of an instance has changed."""
-        broken = {i.domain for i in self.instances.values() if i.domain and not i.alive}
-        takes = (State.UP, State.HALF_OPEN)
-        if any(i.state in takes and i.domain not in broken for i in self.instances.values()):
-            self._unready_since, self._late = math.inf, False
-        elif self._complete and self._unready_since == math.inf:
-            self._unready_since = self._now
-
-    # -- time ---------------------------------------------------------------------------------------
-
     def _tick(self, event: e.Tick) -> None:
-        for instance in self.instances.values():
-            if instance.alive and (why := instance.overdue(self._patience.engine, self._now)) is not None:
-                self._lose(instance, EngineDead(why))
-            elif instance.state is State.STARTING and self._now >= instance.deadline:
-                why = "did not start in time" if instance.listens else "does not listen"
-                self._lose(instance, EngineDead(f"the engine's process {why}"))
-            elif instance.state is State.HALF_OPEN and self._now - instance.since >= HEALTHY_S:
-                self._healthy(instance)
-        if not self._late and self._now - self._unready_since >= self._patience.recovery:
+        for instance, error in self.roster.overdue(self._now):
+            self._lose(instance, error)
+        if not self._late and self._now - self.roster.unready_since >= self._patience.recovery:
             self._late = True
             log.error("no engine is back: %d sequences fail", len(self._parked))
             for sequence in list(self._parked):
                 self._end(sequence, Unavailable(LATE))
 
     def _stalled(self, event: e.Stalled) -> None:
-        for instance in self.instances.values():
-            instance.heard = min(self._now, instance.heard + event.seconds)
-            instance.moved = min(self._now, instance.moved + event.seconds)
-            instance.deadline += event.seconds
+        self.roster.stall(event.seconds, self._now)
 
     def _close(self, event: e.Closing) -> None:
         self._closing = True
-        for instance in self.instances.values():
+        for instance in self.roster.instances.values():
             if not instance.listens or instance.state in (State.DOWN, State.RETIRED):
                 continue
             if event.shutdown:
@@ -494,7 +398,7 @@ _HANDLERS: dict[type, Callable[[Fleet, Any], None]] = {
     e.Resumed: Fleet._resume,
     e.Expected: Fleet._expected,
     e.Located: Fleet._located,
-    e.Linked: Fleet._linked,
+    e.Linked: Fleet._listening,
     e.Received: Fleet._received,
     e.Lost: Fleet._lost,
     e.Retired: Fleet._retired,

@@ -1,0 +1,179 @@
+"""The instances of a fleet, by name: which of them take sequences, and which were silent for too long."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from weft.common.errors import EngineDead, WeftError
+from weft.common.log import get_logger
+from weft.routing.instances import Instance, State
+from weft.types import messages as m
+
+log = get_logger(__name__)
+
+HEALTHY_S = 5.0
+"""Seconds that an instance is up after which its death is not one of a row."""
+ROW = 2
+"""Deaths in a row after which an instance comes back half-open."""
+LISTEN_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """Seconds."""
+
+    engine: float = 120.0
+    """Without a word, or without progress, after which an instance counts as dead."""
+    recovery: float = 120.0
+    """That sequences wait while no instance takes any and one is being started anew."""
+    listen: float = LISTEN_S
+    """From when it is known where an instance will listen until it does, which it does first of all."""
+    load: float = 3600.0
+    """From an instance's start until it answers; it loads its model meanwhile."""
+
+
+class Roster:
+    """States change here, and nowhere else. Times are seconds of one monotonic clock."""
+
+    def __init__(self, instances: Mapping[str, str], patience: Patience) -> None:
+        """``instances``: name -> domain; those of one domain work together or not at all, "" is none."""
+        self.instances = {
+            name: Instance(name, domain, order) for order, (name, domain) in enumerate(instances.items())
+        }
+        self.complete = False
+        """Whether all instances have been up."""
+        self.restarts = 0
+        """Processes that took another one's place."""
+        self.unready_since = math.inf
+        """Since when no instance takes sequences; inf while one does, and before all have been up."""
+        self._patience = patience
+
+    @property
+    def alive(self) -> bool:
+        """Whether an instance lives."""
+        return self.complete and any(instance.alive for instance in self.instances.values())
+
+    @property
+    def whole(self) -> bool:
+        """Whether all instances live."""
+        return self.complete and all(instance.alive for instance in self.instances.values())
+
+    @property
+    def over(self) -> bool:
+        """Whether none is left, and none will come back."""
+        return all(instance.state is State.RETIRED for instance in self.instances.values())
+
+    def takers(self) -> list[Instance]:
+        """Instances that take sequences now, in order."""
+        return [one for one in self._serving() if one.state is State.UP or not one.open]
+
+    def deadline(self) -> float:
+        """When ``overdue`` will have something to say, if nothing is heard before; inf for never."""
+        deadlines = [math.inf]
+        for instance in self.instances.values():
+            if instance.state is State.STARTING:
+                deadlines.append(instance.deadline)
+            elif instance.alive:
+                deadlines.append(min(instance.heard, instance.moved) + self._patience.engine)
+            if instance.state is State.HALF_OPEN:
+                deadlines.append(instance.since + HEALTHY_S)
+        return min(deadlines)
+
+    def overdue(self, now: float) -> list[tuple[Instance, WeftError]]:
+        """Those that count as dead, and why. Half-open ones that have shown that they live are up again."""
+        found: list[tuple[Instance, WeftError]] = []
+        for instance in self.instances.values():
+            why = instance.overdue(self._patience.engine, now) if instance.alive else None
+            if why is not None:
+                found.append((instance, EngineDead(why)))
+            elif instance.state is State.STARTING and now >= instance.deadline:
+                lacks = "did not start in time" if instance.listens else "does not listen"
+                found.append((instance, EngineDead(f"the engine's process {lacks}")))
+            elif instance.state is State.HALF_OPEN and now - instance.since >= HEALTHY_S:
+                self.prove(instance)
+        return found
+
+    def stall(self, seconds: float, now: float) -> None:
+        """This process stood still: what was not heard meanwhile may still lie there."""
+        for instance in self.instances.values():
+            instance.heard = min(now, instance.heard + seconds)
+            instance.moved = min(now, instance.moved + seconds)
+            instance.deadline += seconds
+
+    # -- states
+
+    def expect(self, instance: Instance, link: int, now: float) -> None:
+        """A process was started."""
+        self.restarts += instance.state is State.DOWN
+        instance.start(link, now + self._patience.load)
+
+    def locate(self, instance: Instance, now: float) -> None:
+        """It is known where a process will listen."""
+        if instance.state is State.STARTING and not instance.listens:
+            instance.deadline = now + self._patience.listen
+
+    def listen(self, instance: Instance, now: float) -> bool:
+        """A process listens. Whether that is news."""
+        if instance.state is not State.STARTING or instance.listens:
+            return False
+        instance.listens = True
+        instance.deadline = now + self._patience.load
+        return True
+
+    def welcome(self, instance: Instance, welcome: m.Welcome, now: float) -> bool:
+        """A process answers. Whether it is up by that. Raises EngineDead for one that cannot be used."""
+        version = m.common_version(welcome.versions)
+        if version is None:
+            low, high = welcome.versions
+            spoken = f"the engine speaks versions {low} to {high}, this front {m.OLDEST} to {m.VERSION}"
+            raise EngineDead(spoken)
+        if instance.welcome is not None and instance.welcome.incarnation != welcome.incarnation:
+            raise EngineDead("the engine was replaced")
+        if instance.state is not State.STARTING:
+            return False
+        instance.welcome, instance.version = welcome, version
+        instance.since = instance.heard = instance.moved = now
+        instance.state = State.HALF_OPEN if instance.deaths >= ROW else State.UP
+        if self.complete:
+            log.info("engine %s is back", instance.name)
+        self.complete = self.complete or all(other.alive for other in self.instances.values())
+        self._changed(now)
+        return True
+
+    def prove(self, instance: Instance) -> None:
+        """A sequence ended well there, or it was up for long: it is not one that dies again and again."""
+        if instance.state is State.HALF_OPEN:
+            instance.state, instance.deaths = State.UP, 0
+
+    def drain(self, instance: Instance, now: float) -> None:
+        """It gets nothing new."""
+        if instance.alive:
+            instance.state = State.DRAINING
+            self._changed(now)
+
+    def lose(self, instance: Instance, now: float) -> bool:
+        """Its process is gone, or as good as gone. Whether that is news."""
+        if instance.state in (State.DOWN, State.RETIRED):
+            return False
+        healthy = instance.alive and now - instance.since >= HEALTHY_S
+        instance.deaths = 1 if healthy else instance.deaths + 1
+        instance.state = State.DOWN
+        self._changed(now)
+        return True
+
+    def retire(self, instance: Instance) -> None:
+        """No other process will take the place of the one that was lost."""
+        instance.state = State.RETIRED
+
+    def _serving(self) -> list[Instance]:
+        broken = {one.domain for one in self.instances.values() if one.domain and not one.alive}
+        serving = (State.UP, State.HALF_OPEN)
+        return [one for one in self.instances.values() if one.state in serving and one.domain not in broken]
+
+    def _changed(self, now: float) -> None:
+        if self._serving():
+            self.unready_since = math.inf
+        elif self.complete:
+            self.unready_since = min(self.unready_since, now)
