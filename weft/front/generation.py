@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Mapping
 
 import msgspec
 
@@ -14,6 +15,7 @@ from weft.front.reading import Job, Prompt
 from weft.front.responses import Usage, make_usage
 from weft.front.streaming import within
 from weft.links.flow import Flow
+from weft.routing.policy import PromptHashes
 from weft.text.choice import Choice, Delta
 from weft.text.stop import Stops
 from weft.text.submit import minted_seed, submits_of
@@ -46,6 +48,7 @@ class Generation:
         self._seed = seed
         self._ids: list[int] = []
         self._submits: list[Submit] = []
+        self._hashes: Mapping[int, PromptHashes] = {}
         self._flow: Flow | None = None
         self._open = True
         self._lock = threading.Lock()
@@ -88,6 +91,7 @@ class Generation:
             )
             self._ids += [made[0].request, *(submit.sequence for submit in made)]
             self._submits += made
+        self._hashes = self._front.links.hash_prompts(self._submits)
         for index, submit in enumerate(self._submits):
             choice = Choice(
                 self.tokenizer,
@@ -107,7 +111,7 @@ class Generation:
         submits, self._submits = self._submits, []
         if links.open_sequences + len(submits) > self._front.lifecycle.capacity:
             raise Overloaded("the server's queue is full; try again later")
-        self._flow = links.submit(submits, self._times.event)
+        self._flow = links.submit(submits, self._times.event, self._hashes)
 
     @property
     def flow(self) -> Flow:

@@ -22,12 +22,13 @@ import zmq.asyncio
 from weft.common.clock import Clock, SystemClock
 from weft.common.errors import EngineDead, Overloaded, WeftError
 from weft.common.log import get_logger
+from weft.kv.hashing import prompt_hashes
 from weft.links.flow import Flow, Observer
 from weft.links.link import POLL, Address, Link
 from weft.routing import events as e
 from weft.routing.fleet import Fleet
 from weft.routing.instances import Instance
-from weft.routing.policy import Policy
+from weft.routing.policy import Policy, PromptHashes, block_of
 from weft.routing.roster import Patience
 from weft.types import messages as m
 
@@ -168,17 +169,29 @@ class Links:
         self,
         submits: Iterable[m.Submit],
         observe: Observer | None = None,
-        hashes: Mapping[int, Sequence[bytes]] | None = None,
+        hashes: Mapping[int, PromptHashes] | None = None,
     ) -> Flow:
         """Sends one request's sequences, those of one prompt to one head, and opens their flow.
 
-        ``hashes``: see ``events.Opened``. Raises WeftError; then none of them runs.
+        ``hashes``: what ``hash_prompts`` made of them. Raises WeftError; then none of them runs.
         """
         if (refusal := self._fleet.refusal()) is not None:
             raise refusal
         if any(link.waiting >= OUTBOX_LIMIT for link in self._links.values()):
             raise Overloaded("too many requests wait for the engine")
         return self._open(e.Opened(tuple(submits), hashes or {}), observe)
+
+    def hash_prompts(self, submits: Sequence[m.Submit]) -> dict[int, PromptHashes]:
+        """What placing ``submits`` needs, made ahead, since long prompts take long. From any thread."""
+        instances = self.instances
+        if len(instances) == 1:
+            return {}
+        blocks = {block_of(instance) for instance in instances}
+        return {
+            submit.request: {block: prompt_hashes(submit.prompt_ids, submit.salt, block) for block in blocks}
+            for submit in submits
+            if submit.choice == 0
+        }
 
     def submit_each(self, submits: Sequence[m.Submit]) -> Flow:
         """One of ``submits`` to each head, which nobody else goes on with. Raises WeftError."""

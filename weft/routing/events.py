@@ -6,10 +6,11 @@ old link is of a process that was given up, and changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple, TypeAlias
 
 from weft.common.errors import WeftError
+from weft.routing.policy import PromptHashes
 from weft.types.messages import Submit, ToFront, ToHead, TokenEvent
 
 # -- events: what clients ask
@@ -19,8 +20,8 @@ class Opened(NamedTuple):
     """A request of a client: its sequences are to be computed. See ``Fleet.refusal`` first."""
 
     submits: tuple[Submit, ...]
-    hashes: Mapping[int, Sequence[bytes]] = {}
-    """Request id -> hashes of its prompt's blocks (``policy.prompt_hashes``), where they were computed."""
+    hashes: Mapping[int, PromptHashes] = {}
+    """Request id -> hashes of its prompt, where they were computed already."""
     pinned: str | None = None
     """The only instance that may compute it; it ends with that instance."""
 

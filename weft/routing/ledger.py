@@ -11,11 +11,11 @@ which the events of it carry: so those of an earlier attempt, which may still be
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 
+from weft.routing.policy import PromptHashes
 from weft.types.messages import LogprobColumns, Submit, TokenEvent, ids_to_bytes
 
 
@@ -37,13 +37,11 @@ class Entry:
         "tokens",
     )
 
-    def __init__(
-        self, submit: Submit, hashes: Sequence[bytes] | None = None, pinned: str | None = None
-    ) -> None:
+    def __init__(self, submit: Submit, hashes: PromptHashes | None = None, pinned: str | None = None) -> None:
         self.submit = submit
         """What was asked."""
         self.hashes = hashes
-        """Of its prompt's blocks, if they are known."""
+        """Of its prompt, if they are known."""
         self.pinned = pinned
         """The only instance that may compute it."""
         self.tokens: array[int] = array("i")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeAlias
 
 from weft.common.recent import Recent
 from weft.kv.hashing import prompt_hashes
@@ -14,8 +14,10 @@ DEFAULT_BLOCK = 64
 MOST_BLOCKS = 65536
 """Blocks that an affinity remembers of one instance."""
 
-Hashes = Callable[[int], Sequence[bytes]]
+PromptHashes: TypeAlias = Mapping[int, Sequence[bytes]]
 """Block size -> the hashes of a prompt's full blocks, as the prefix caches of instances name them."""
+Hashes: TypeAlias = Callable[[int], Sequence[bytes]]
+"""The same, computed when asked for."""
 
 
 class Policy(Protocol):
@@ -80,9 +82,9 @@ def block_of(instance: Instance) -> int:
     return (instance.welcome.block_size if instance.welcome is not None else 0) or DEFAULT_BLOCK
 
 
-def hashes_of(prompt: bytes, salt: str, known: Sequence[bytes] | None = None) -> Hashes:
-    """Of ``prompt`` (int32 ids), computed when asked for. ``known``: those of ``DEFAULT_BLOCK``, if made."""
-    made: dict[int, Sequence[bytes]] = {} if known is None else {DEFAULT_BLOCK: known}
+def hashes_of(prompt: bytes, salt: str, known: PromptHashes | None = None) -> Hashes:
+    """Of ``prompt`` (int32 ids). ``known``: those that were made already."""
+    made = dict(known or {})
 
     def hashes(block: int) -> Sequence[bytes]:
         if block not in made:
