@@ -454,9 +454,9 @@ class Fleet:
             elif instance.state is State.STARTING and self._now >= instance.deadline:
                 why = "did not start in time" if instance.listens else "does not listen"
                 self._lose(instance, EngineDead(f"the engine's process {why}"))
-            elif instance.state is State.HALF_OPEN and self._now - instance.since >= HEALTHY_S:
+            elif instance.state is State.HALF_OPEN and self._now >= instance.since + HEALTHY_S:
                 self._healthy(instance)
-        if not self._late and self._now - self._unready_since >= self._patience.recovery:
+        if not self._late and self._now >= self._unready_since + self._patience.recovery:
             self._late = True
             log.error("no engine is back: %d sequences fail", len(self._parked))
             for sequence in list(self._parked):
