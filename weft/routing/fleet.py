@@ -467,6 +467,8 @@ class Fleet:
             instance.heard = min(self._now, instance.heard + event.seconds)
             instance.moved = min(self._now, instance.moved + event.seconds)
             instance.deadline += event.seconds
+        if self._unready_since != math.inf:
+            self._unready_since = min(self._now, self._unready_since + event.seconds)
 
     def _close(self, event: e.Closing) -> None:
         self._closing = True
