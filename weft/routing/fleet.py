@@ -154,6 +154,12 @@ class Fleet:
             self.entries[submit.sequence] = Entry(submit, hashes, event.pinned)
             self._requests.setdefault(submit.request, {})[submit.sequence] = None
             self._parked[submit.sequence] = None
+        if event.pinned is not None and not self.instances[event.pinned].alive:
+            self._end_pinned(event.pinned, Unavailable("the engine that was asked for is not there"))
+
+    def _end_pinned(self, name: str, error: WeftError) -> None:
+        for sequence in [s for s, entry in self.entries.items() if entry.pinned == name]:
+            self._end(sequence, error)
 
     def _closed(self, event: e.Closed) -> None:
         for sequence in event.sequences:
@@ -389,6 +395,7 @@ class Fleet:
         self._actions.append(e.Unlink(instance.name, instance.link))
         for sequence in list(instance.open):
             self._bereave(instance, sequence, error)
+        self._end_pinned(instance.name, error)
         if not self._complete:  # it failed to start: whoever waits for that hears of it
             self._fail(error)
         elif replace and not self._closing:
@@ -401,12 +408,10 @@ class Fleet:
         del entry.places[instance.name]
         self._leave(sequence)
         entry.losses += 1
-        if entry.pinned is not None:
-            self._end(sequence, error)
-        elif entry.losses > MOST_LOSSES:
+        if entry.losses > MOST_LOSSES:
             lost = f"the engine was lost {entry.losses} times while it worked on this request"
             self._end(sequence, EngineDead(lost))
-        else:
+        else:  # of one that is pinned, ``_lose`` sees to the end
             self._bereft.add(sequence)
             self._parked[sequence] = None
 
