@@ -62,9 +62,8 @@ class Links:
         """
         self._addresses = {str(number): address for number, address in enumerate(addresses)}
         domain = "all" if together and len(addresses) > 1 else ""
-        self._fleet = Fleet(
-            dict.fromkeys(self._addresses, domain), patience, policy, front=secrets.token_hex(8)
-        )
+        self._name = secrets.token_hex(8)
+        self._fleet = Fleet(dict.fromkeys(self._addresses, domain), patience, policy, front=self._name)
         self._respawn, self._link_timeout = respawn, link_timeout
         self._clock = clock or SystemClock()
         self._links: dict[str, Link] = {}
@@ -233,7 +232,7 @@ class Links:
         """The counters of every head that lives, asked for now. Raises EngineDead when one does not say."""
         asked = {name: link.heartbeats for name, link in self._links.items() if self._lives(name)}
         for name in asked:
-            self._links[name].send(m.Hello(versions=(m.OLDEST, m.VERSION), front=""))
+            self._links[name].send(m.Hello(versions=(m.OLDEST, m.VERSION), front=self._name))
         try:
             async with asyncio.timeout(timeout):
                 while any(self._lives(n) and self._links[n].heartbeats <= had for n, had in asked.items()):

@@ -110,6 +110,12 @@ class Fleet:
             self.entries[submit.sequence] = Entry(submit, hashes, event.pinned)
             self._requests.setdefault(submit.request, {})[submit.sequence] = None
             self._parked[submit.sequence] = None
+        if event.pinned is not None and not self.roster.instances[event.pinned].alive:
+            self._end_pinned(event.pinned, Unavailable("the engine that was asked for is not there"))
+
+    def _end_pinned(self, name: str, error: WeftError) -> None:
+        for sequence in [s for s, entry in self.entries.items() if entry.pinned == name]:
+            self._end(sequence, error)
 
     def _closed(self, event: e.Closed) -> None:
         for sequence in event.sequences:
@@ -298,7 +304,10 @@ class Fleet:
     # -- instances that come and go -----------------------------------------------------------------
 
     def _expected(self, event: e.Expected) -> None:
-        self.roster.expect(self.roster.instances[event.instance], event.link, self._now)
+        instance = self.roster.instances[event.instance]
+        if instance.link >= 0:  # the end of the process before it may be told later, over a link that is gone
+            self._lose(instance, EngineDead("another process took its place"), replace=False)
+        self.roster.expect(instance, event.link, self._now)
 
     def _located(self, event: e.Located) -> None:
         if (instance := self._linked_to(event.instance, event.link)) is not None:
@@ -326,6 +335,7 @@ class Fleet:
         self._actions.append(e.Unlink(instance.name, instance.link))
         for sequence in list(instance.open):
             self._bereave(instance, sequence, error)
+        self._end_pinned(instance.name, error)
         if not self.roster.complete:  # it failed to start: whoever waits for that hears of it
             self._fail(error)
         elif replace and not self._closing:
@@ -337,12 +347,10 @@ class Fleet:
         del entry.places[instance.name]
         self._leave(sequence)
         entry.losses += 1
-        if entry.pinned is not None:
-            self._end(sequence, error)
-        elif entry.losses > MOST_LOSSES:
+        if entry.losses > MOST_LOSSES:
             lost = f"the engine was lost {entry.losses} times while it worked on this request"
             self._end(sequence, EngineDead(lost))
-        else:
+        else:  # of one that is pinned, ``_lose`` sees to the end
             self._bereft.add(sequence)
             self._parked[sequence] = None
 
@@ -369,7 +377,7 @@ class Fleet:
     def _tick(self, event: e.Tick) -> None:
         for instance, error in self.roster.overdue(self._now):
             self._lose(instance, error)
-        if not self._late and self._now - self.roster.unready_since >= self._patience.recovery:
+        if not self._late and self._now >= self.roster.unready_since + self._patience.recovery:
             self._late = True
             log.error("no engine is back: %d sequences fail", len(self._parked))
             for sequence in list(self._parked):

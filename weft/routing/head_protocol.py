@@ -36,6 +36,8 @@ class Engine(Protocol):
 
 
 class _Front(NamedTuple):
+    name: str
+    """Of its process; every connection of it says so."""
     version: int
     quiet: bool
     """Whether it wants heartbeats only while it has sequences."""
@@ -116,7 +118,7 @@ class HeadProtocol:
             low, high = hello.versions
             spoken = f"this head speaks versions {m.OLDEST} to {m.VERSION}, the front {low} to {high}"
             return [(front, m.HeadFailed(error=EngineDead(spoken).info()))]
-        self._fronts[front] = _Front(version, hello.quiet)
+        self._fronts[front] = _Front(hello.front, version, hello.quiet)
         welcome = self._engine.welcome(self._incarnation)
         if version < 2:
             welcome = msgspec.structs.replace(welcome, block_size=0)
@@ -124,6 +126,9 @@ class HeadProtocol:
 
     def _submit(self, front: bytes, submit: m.Submit) -> Outgoing:
         owner = self._owners.get(submit.sequence)
+        if owner is not None and owner.front != front and self._is_same(owner.front, front):
+            self.forget(owner.front)  # its former connection is over, which was not noticed here yet
+            owner = None
         try:
             if owner is not None and owner.front != front:
                 raise Unavailable("another front uses the sequence's id")
@@ -142,6 +147,10 @@ class HeadProtocol:
             return self._reject(front, submit, error)
         self._owners[submit.sequence] = _Owner(front, submit.attempt)
         return self.events(events)
+
+    def _is_same(self, one: bytes, other: bytes) -> bool:
+        """Whether two connections are of one front."""
+        return bool(self._fronts[one].name) and self._fronts[one].name == self._fronts[other].name
 
     def _reject(self, front: bytes, submit: m.Submit, error: WeftError) -> Outgoing:
         event = m.TokenEvent(

@@ -119,9 +119,9 @@ class Instance:
 
     def overdue(self, timeout: float, now: float) -> str | None:
         """Why one that is alive counts as dead after all, or None."""
-        if now - self.heard > timeout:
+        if now >= self.heard + timeout:  # as a deadline is computed: now - heard may be rounded otherwise
             return f"the engine has been silent for {timeout:g} seconds"
-        if now - self.moved > timeout:
+        if now >= self.moved + timeout:
             return f"the engine made no step in {timeout:g} seconds while work waits"
         return None
 

@@ -91,7 +91,7 @@ class Roster:
             elif instance.state is State.STARTING and now >= instance.deadline:
                 lacks = "did not start in time" if instance.listens else "does not listen"
                 found.append((instance, EngineDead(f"the engine's process {lacks}")))
-            elif instance.state is State.HALF_OPEN and now - instance.since >= HEALTHY_S:
+            elif instance.state is State.HALF_OPEN and now >= instance.since + HEALTHY_S:
                 self.prove(instance)
         return found
 
@@ -101,6 +101,8 @@ class Roster:
             instance.heard = min(now, instance.heard + seconds)
             instance.moved = min(now, instance.moved + seconds)
             instance.deadline += seconds
+        if self.unready_since != math.inf:
+            self.unready_since = min(now, self.unready_since + seconds)
 
     # -- states
 

@@ -1,0 +1,82 @@
+"""The head's side of the messages, over a real scheduler; no socket."""
+
+from __future__ import annotations
+
+from weft.config.sections import SchedulerSection
+from weft.routing.head_protocol import HeadProtocol
+from weft.sim.check import TokenModel
+from weft.sim.engine import kv_config
+from weft.sim.head import Engine
+from weft.types import messages as m
+from weft.types.sampling import TokenParams
+
+
+def head() -> HeadProtocol:
+    section = SchedulerSection(max_num_seqs=2, max_num_batched_tokens=16, max_queued_requests=2)
+    return HeadProtocol(Engine(kv_config(section, 24, block_size=4), section, TokenModel({}, {})), 7)
+
+
+def hello(front: str) -> m.Hello:
+    return m.Hello(versions=(m.OLDEST, m.VERSION), front=front)
+
+
+def submit(sequence: int, attempt: int = 0) -> m.Submit:
+    params = TokenParams(max_tokens=4)
+    ids = m.ids_to_bytes([1, 2])
+    return m.Submit(
+        sequence=sequence, request=sequence, seed=1, prompt_ids=ids, params=params, attempt=attempt
+    )
+
+
+def test_a_front_that_connects_again_takes_its_sequences_over() -> None:
+    """Its former connection broke, and the head has not noticed yet."""
+    one = head()
+    one.on(b"old", hello("front"))
+    assert one.on(b"old", submit(1)) == []
+    assert one.on(b"old", submit(2)) == []
+    one.on(b"new", hello("front"))
+    assert one.on(b"new", submit(1, attempt=1)) == []
+    event = m.TokenEvent(sequence=1, token_ids=(5,))
+    told = m.TokenEvent(sequence=1, token_ids=(5,), attempt=1)
+    assert one.events([event]) == [(b"new", m.Tokens(step=-1, events=(told,)))]
+    assert one.events([m.TokenEvent(sequence=2, token_ids=(5,))]) == []  # it went with the connection
+    one.forget(b"old")
+    assert one.on(b"new", m.Finish(sequence=1)) != []
+
+
+def test_another_front_with_the_same_id_is_refused_and_disturbs_nobody() -> None:
+    one = head()
+    for name in ("one", "other"):
+        one.on(name.encode(), hello(name))
+    one.on(b"one", submit(1))
+    ((front, answer),) = one.on(b"other", submit(1, attempt=3))
+    assert front == b"other"
+    assert isinstance(answer, m.Tokens)
+    assert [event.finish for event in answer.events] == ["error"]
+    ((front, _),) = one.events([m.TokenEvent(sequence=1, token_ids=(5,))])
+    assert front == b"one"
+
+
+def test_a_submit_that_comes_twice_is_dropped_and_a_later_attempt_ends_the_earlier_one() -> None:
+    one = head()
+    one.on(b"front", hello("front"))
+    assert one.on(b"front", submit(1)) == []
+    assert one.on(b"front", submit(1)) == []
+    assert one.bad_frames == 1
+    assert one.on(b"front", submit(1, attempt=2)) == []
+    assert one.on(b"front", submit(1, attempt=1)) == []
+    ((_, answer),) = one.events([m.TokenEvent(sequence=1, token_ids=(5,))])
+    assert isinstance(answer, m.Tokens)
+    assert [event.attempt for event in answer.events] == [2]
+
+
+def test_the_end_of_a_front_ends_its_own_sequences_alone() -> None:
+    one = head()
+    for name in ("one", "other"):
+        one.on(name.encode(), hello(name))
+    one.on(b"one", submit(1))
+    one.on(b"other", submit(2))
+    one.on(b"one", m.Goodbye())
+    assert not one.stopped
+    told = one.events([m.TokenEvent(sequence=s, token_ids=(5,)) for s in (1, 2)])
+    assert [front for front, _ in told] == [b"other"]

@@ -1,0 +1,193 @@
+"""What must hold whatever happens to a cluster, and the model that makes it checkable.
+
+The token at a position is a function of prompt, seed, choice and position, so whoever computes it gets the same
+one, and every stream can be compared with what it must be.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from weft.common.errors import RowError
+from weft.types.messages import LogprobColumns, TokenEvent
+from weft.types.plan import AllocSlot, LogprobRows, StepPlan, StepResult, column
+from weft.types.sampling import TokenParams
+
+VOCABULARY = 40
+
+
+class Violation(Exception):
+    """An invariant does not hold."""
+
+
+def require(holds: bool, what: str) -> None:
+    """Raises Violation saying ``what`` is wrong unless it ``holds``."""
+    if not holds:
+        raise Violation(what)
+
+
+def token_key(prompt: bytes, seed: int, choice: int) -> int:
+    """What all tokens of a sequence are a function of."""
+    return zlib.crc32(prompt, seed * 131 + choice)
+
+
+def token(key: int, position: int) -> int:
+    """The token at ``position`` of the sequence with this ``key``."""
+    mixed = ((key ^ (position * 0x9E3779B1)) * 0x85EBCA6B) & 0xFFFFFFFF
+    return (mixed >> 11) % VOCABULARY
+
+
+def output(key: int, num_prompt: int, params: TokenParams, max_model_len: int) -> tuple[list[int], str]:
+    """All tokens of a sequence that nobody disturbs, and how it ends."""
+    made: list[int] = []
+    while True:
+        made.append(token(key, num_prompt + len(made)))
+        if made[-1] in params.stop_ids:
+            return made, "stop"
+        if len(made) >= params.max_tokens or num_prompt + len(made) >= max_model_len:
+            return made, "length"
+
+
+class TokenModel:
+    """A device whose tokens are ``token``'s. It has a slot table as a worker does, and reads nothing else."""
+
+    def __init__(self, row_errors: Mapping[int, int], poison: Mapping[int, int]) -> None:
+        """``row_errors``: key -> position whose logits are not finite. ``poison``: key -> position at which
+        whoever computes it dies.
+        """
+        self._row_errors, self._poison = row_errors, poison
+        self._slots: dict[int, tuple[int, list[int]]] = {}
+        """Slot -> key, known ids."""
+
+    def run(self, plan: StepPlan) -> tuple[StepResult, bool]:
+        """The result of ``plan``, and whether the process dies of it."""
+        for op in plan.ops:
+            if isinstance(op, AllocSlot):
+                self._allocate(op)
+        rows: list[int] = []
+        tokens: list[int] = []
+        offsets = [0]
+        errors = []
+        logprobs: list[tuple[int, int]] = []  # (prompt token, its position)
+        logprob_offsets = [0]
+        dies, number = False, -1
+        for segment in (plan.prefill, plan.decode):
+            columns = (segment.slot, segment.start, segment.count, segment.logits, segment.sample)
+            for slot, start, count, logits, sample in zip(*(one.tolist() for one in columns), strict=True):
+                number += 1
+                if not logits:
+                    continue
+                key, ids = self._slots[slot]
+                end = start + count
+                if sample:
+                    dies |= end >= self._poison.get(key, end + 1)
+                    if end >= self._row_errors.get(key, end + 1):
+                        errors.append((len(rows), RowError("logits are not finite").info()))
+                    tokens.append(token(key, end))
+                rows.append(number)
+                offsets.append(len(tokens))
+                logprobs += [(ids[p + 1], p + 1) for p in range(end - logits, end - sample)]
+                logprob_offsets.append(len(logprobs))
+        result = StepResult(
+            step=plan.step,
+            rows=column(rows),
+            offsets=column(offsets),
+            tokens=column(tokens),
+            accepted=column([0] * len(rows)),
+            row_error=tuple(errors),
+            prompt_logprobs=_logprobs(logprobs, logprob_offsets) if logprobs else None,
+        )
+        return result, dies
+
+    def _allocate(self, op: AllocSlot) -> None:
+        ids = op.token_ids.tolist()
+        key = token_key(op.token_ids[: op.num_prompt].tobytes(), op.seed, op.choice)
+        emitted = [token(key, position) for position in range(op.num_prompt, len(ids))]
+        require(ids[op.num_prompt :] == emitted, "an instance goes on from output that was never made")
+        self._slots[op.slot] = key, ids
+
+
+def _logprobs(entries: list[tuple[int, int]], offsets: list[int]) -> LogprobRows:
+    """``rank`` holds positions, by which a stream is checked."""
+    return LogprobRows(
+        offsets=column(offsets),
+        ids=column([token_id for token_id, _ in entries]).reshape(-1, 1),
+        values=np.zeros((len(entries), 1), np.float32),
+        rank=column([position for _, position in entries]),
+    )
+
+
+@dataclass(slots=True)
+class Stream:
+    """What one reader was told of one sequence, beside what it must be told."""
+
+    sequence: int
+    prompt: list[int]
+    tokens: list[int]
+    """All that it will make."""
+    finish: str
+    key: int
+    wants_prompt: bool
+    """Whether prompt logprobs are due."""
+    pinned: str | None = None
+    count: int = 0
+    """Tokens that came."""
+    prompt_positions: int = 0
+    """Prompt logprobs that came."""
+    paused: bool = False
+    closed: bool = False
+    """Whether its reader has ended it."""
+    end: str | None = None
+    """How it ended, by its own terminal event."""
+    links: set[int] = field(default_factory=set)
+    """Over which it was sent, of instances that have it."""
+    losses: int = 0
+    """Instances that were lost while they had it."""
+    given_back: set[str] = field(default_factory=set)
+    """Instances that refused it or gave it back since a token came."""
+    times_given_back: int = 0
+
+    @property
+    def open(self) -> bool:
+        return self.end is None and not self.closed
+
+    def take(self, event: TokenEvent) -> None:
+        """Checks the next event. Raises Violation."""
+        name = f"sequence {self.sequence}"
+        require(self.open, f"{name}: an event after its end ({self.end or 'closed'})")
+        require(not self.paused or event.finish == "error", f"{name}: tokens while nobody reads it")
+        if event.prompt_logprobs is not None:
+            self._take_prompt(event.prompt_logprobs)
+        new = list(event.token_ids)
+        due = self.tokens[self.count : self.count + len(new)]
+        require(new == due, f"{name}: tokens {new} at {self.count}, where {due} are due")
+        require(
+            not new or not self.wants_prompt or self.prompt_positions == len(self.prompt) - 1,
+            f"{name}: a token before all prompt logprobs",
+        )
+        self.count += len(new)
+        if new:
+            self.given_back.clear()
+        if event.finish is None:
+            require(bool(new) or event.prompt_logprobs is not None, f"{name}: an event that says nothing")
+            return
+        self.end = event.finish
+        if event.finish == "error":
+            require(event.error is not None, f"{name}: an error that does not say which")
+            return
+        whole = self.count == len(self.tokens) and event.finish == self.finish
+        require(whole, f"{name}: {event.finish} after {self.count} of {len(self.tokens)} tokens")
+
+    def _take_prompt(self, columns: LogprobColumns) -> None:
+        require(self.wants_prompt, f"sequence {self.sequence}: prompt logprobs that nobody asked for")
+        ids, _, positions = columns.arrays()
+        first = self.prompt_positions + 1
+        due = list(range(first, first + columns.positions))
+        got = f"sequence {self.sequence}: prompt logprobs of {positions.tolist()}, where {due} are due"
+        require(positions.tolist() == due, got)
+        require(ids[:, 0].tolist() == self.prompt[first : first + len(due)], got)
+        self.prompt_positions += len(due)

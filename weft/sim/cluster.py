@@ -1,0 +1,398 @@
+"""A whole cluster on virtual time: fronts with their fleets, heads with their schedulers, a supervisor, clients, a
+network, and faults. Everything random comes from one seed, so a schedule is a function of its seed.
+
+Between two events nothing happens: the loop takes the earliest one, and whoever it is for runs the code that
+serves. A simulated group of ranks plugs in behind ``weft.sim.head.Engine``.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from weft.common.errors import WeftError
+from weft.config.resolved import KVConfig
+from weft.config.sections import SchedulerSection
+from weft.routing.instances import State
+from weft.sim import faults
+from weft.sim.check import VOCABULARY, Violation, require, token_key
+from weft.sim.engine import kv_config
+from weft.sim.front import MOST_TRIES, Client, FrontProcess
+from weft.sim.head import HeadProcess
+from weft.sim.network import Link, Network
+from weft.sim.supervisor import Supervisor
+from weft.types.messages import ids_to_bytes
+from weft.types.sampling import TokenParams
+
+HORIZON = 90.0
+"""Virtual seconds in which everything has an end."""
+SETTLE = 0.25
+"""Virtual seconds between two looks at whether all is quiet."""
+BLOCK = 4
+MAX_MODEL_LEN = 24
+
+
+class Cluster:
+    """One schedule. ``run`` raises Violation where an invariant does not hold."""
+
+    def __init__(self, seed: int, log: Callable[[float, str], None] | None = None) -> None:
+        """``log``: gets (virtual seconds, what happened) of every event."""
+        self.seed = seed
+        self.rng = rng = random.Random(seed)
+        self.now = 0.0
+        self.counts: Counter[str] = Counter()
+        """What happened, by name."""
+        self.faults: Counter[str] = Counter()
+        """Faults that were seen to happen, by kind."""
+        self.events = 0
+        self.groups_lost = 0
+        self._log = log
+        self._heap: list[tuple[float, int, Any, Callable[..., None], tuple[Any, ...]]] = []
+        self._number = 0
+        self._links = 0
+        self._sequence = 1
+        self.section, self.kv = _settings(rng)
+        self.network = Network(self)
+        self.row_errors: dict[int, int] = {}
+        """Key -> position whose logits are not finite."""
+        self.poison: dict[int, int] = {}
+        """Key -> position at which whoever computes it dies."""
+        self.poison_left = 0
+        self.slow_starts = 0
+        """Processes to come that do not listen, or load, in time."""
+        heads, fronts = rng.choice((1, 2, 2, 3, 4)), rng.choice((1, 1, 2, 3))
+        domain = "d" if heads > 1 and rng.random() < 0.15 else ""
+        self.instances = {f"head{number}": domain for number in range(heads)}
+        self.fronts: list[FrontProcess] = []
+        self.supervisor = Supervisor(self, self.instances, rng.choice((1, 3, 5, 8)), rng.random() < 0.5)
+        old = rng.random() < 0.3
+        """Whether an upgrade is under way: some processes speak version 1."""
+        for number in range(fronts):
+            version = 1 if old and rng.random() < 0.4 else 2
+            self.counts["fronts of version 1"] += version == 1
+            self.fronts.append(FrontProcess(self, f"front{number}", self.instances, version))
+        for name in self.instances:
+            version = 1 if old and rng.random() < 0.5 else 2
+            self.counts["heads of version 1"] += version == 1
+            self.supervisor.start(name, version)
+        self.clients = [_client(rng, number) for number in range(rng.choice((1, 2, 3, 3, 4, 6)))]
+        for client in self.clients:
+            self.at(client.at, None, self.ask, client)
+        self.pending_faults = faults.plan(self)
+
+    # -- time
+
+    def at(self, time: float, process: Any, what: Callable[..., None], *arguments: Any) -> None:
+        """``what`` happens at ``time`` to ``process``, if that lives then, or later if it stands still."""
+        self._number += 1
+        heapq.heappush(self._heap, (time, self._number, process, what, arguments))
+
+    def run(self) -> None:
+        """Until all is quiet. Raises Violation."""
+        heap, settled = self._heap, 0.0
+        while heap:
+            time, _, process, what, arguments = heapq.heappop(heap)
+            self.now = max(time, self.now)
+            if process is not None:
+                if not process.alive:
+                    continue
+                if process.stalled_until > self.now:
+                    self.counts["events that waited for a stalled process"] += 1
+                    self.at(process.stalled_until, process, what, *arguments)
+                    continue
+            self.events += 1
+            what(*arguments)
+            if self.now >= settled:
+                settled = self.now + SETTLE
+                if self._quiet():
+                    break
+                if self.now > HORIZON:
+                    raise Violation(f"not at an end after {HORIZON:g} s: {self._unfinished()}")
+        self._finish()
+
+    def note(self, source: str, arrow: str, target: str, what: object) -> None:
+        """For the log."""
+        if self._log is not None:
+            self._log(self.now, f"{source} {arrow} {target}  {what}")
+
+    def count(self, name: str, number: int = 1) -> None:
+        self.counts[name] += number
+
+    def happened(self, kind: str) -> None:
+        """A fault has had its effect."""
+        self.faults[kind] += 1
+
+    # -- the end
+
+    def _quiet(self) -> bool:
+        if self.pending_faults or any(client.outcome is None for client in self.clients):
+            return False
+        heads = [head for head in self.supervisor.heads.values() if head.alive]
+        if any(front.alive and front.stalled_until > self.now for front in self.fronts):
+            return False
+        if any(head.stalled_until > self.now or head.engine.has_work() for head in heads):
+            return False
+        links = [link for front in self.fronts for link in front.links.values()]
+        # Heartbeats are always under way.
+        return all(not (link.up and link.to_head) and link.held_until <= self.now for link in links)
+
+    def _unfinished(self) -> str:
+        waiting = [client.number for client in self.clients if client.outcome is None]
+        entries = {front.name: list(front.fleet.entries) for front in self.fronts if front.alive}
+        return f"clients {waiting}, open sequences {entries}, faults to come {self.pending_faults}"
+
+    def _finish(self) -> None:
+        """What must hold when all is quiet."""
+        for client in self.clients:
+            self.counts[f"requests {client.outcome}"] += 1
+        for front in self.fronts:
+            fleet = front.fleet
+            self.counts["fail-overs"] += fleet.failovers
+            self.counts["pauses"] += fleet.pauses
+            self.counts["late events"] += fleet.late_events
+            losses = sum(stream.losses for stream in front.streams.values())
+            require(fleet.failovers <= losses, f"{front.name}: {fleet.failovers} fail-overs, {losses} losses")
+            if not front.alive:
+                continue
+            require(not fleet.entries, f"{front.name}: sequences {list(fleet.entries)} are open at the end")
+            for name, one in fleet.roster.instances.items():
+                require(not one.open, f"{front.name}: {name} has a load at the end")
+        disturbed = any(self.counts[why] for why in ("paused", "abandoned", "ended by the text side"))
+        if not self.faults and not disturbed:
+            for name in ("fail-overs", "late events", "retired"):
+                require(not self.counts[name], f"{name} without a fault")
+            require(not self.supervisor.restarts, "restarts without a fault")
+        for head in self.supervisor.heads.values():
+            if head.alive and head.ready:
+                self._check_idle(head)
+
+    def _check_idle(self, head: HeadProcess) -> None:
+        head.check()
+        scheduler = head.engine.scheduler
+        live = list(scheduler._book.live)
+        require(not live, f"{head.name}: sequences {live} live when nobody asks for any")
+        stats = scheduler.stats()
+        require(stats.free_slots == self.kv.num_slots, f"{head.name}: slots are missing when idle")
+        blocks = tuple(pool.num_blocks for pool in self.kv.pools)
+        require(stats.free_blocks == blocks, f"{head.name}: blocks are missing when idle")
+
+    # -- processes and links
+
+    def start_times(self, head: HeadProcess, listen: float, load: float) -> tuple[float, float]:
+        """When a process listens and serves."""
+        if self.slow_starts and self.supervisor.restarts:
+            self.slow_starts -= 1
+            self.happened("slow start")
+            head.slow = True
+            return (listen, 30.0) if self.rng.random() < 0.5 else (30.0, load)
+        return listen, load
+
+    def new_link(self, front: FrontProcess, head: HeadProcess) -> Link:
+        """A link of ``front`` to ``head``, not connected yet."""
+        self._links += 1
+        link = Link(self._links, front, head, self.rng.uniform(0.0002, 0.004))
+        link.excused = head.slow or not head.alive
+        link.silence = max(0.0, head.stalled_until - self.now)
+        return link
+
+    def connect(self, link: Link) -> None:
+        """Connects as soon as the process listens."""
+        head = link.head
+        if not head.alive or link.unlinked:
+            return
+        if not head.listens:
+            head.connecting.append(link)
+            return
+        link.up = True
+        head.links[link.connection] = link
+        self.at(self.now + link.latency, link.front, link.front.linked, link)
+
+    def disconnect(self, link: Link) -> None:
+        """The front has closed the link."""
+        self.network.cut(link, lingers=self.rng.random() < 0.3)
+        self.at(self.now + self.rng.random() * 0.05, link.head, link.head.forget, link)
+
+    def end_head(self, head: HeadProcess, lingers: bool | None = None) -> bool:
+        """Its process ends now. Whether it lived."""
+        if not head.alive:
+            return False
+        head.alive = False
+        self.note(head.name, "..", "", "its process ends")
+        for front in self.fronts:
+            for link in front.links.values():
+                if link.head is head:
+                    self._break(link, self.rng.random() < 0.5 if lingers is None else lingers)
+        self.at(self.now + self.rng.random() * 0.03, None, self.supervisor.ended, head)
+        return True
+
+    def _break(self, link: Link, lingers: bool) -> int:
+        link.excused = True
+        if not link.up:
+            return 0
+        gone = self.network.cut(link, lingers)
+        rng = self.rng
+        self.at(self.now + rng.random() * 0.05, link.front, link.front.lost, link, "the connection broke")
+        late = 3.0 if rng.random() < 0.1 else 0.05
+        self.at(self.now + rng.random() * late, link.head, link.head.forget, link)
+        return gone
+
+    def break_link(self, link: Link) -> bool:
+        """The connection breaks, and both ends notice it some time. Whether it was up."""
+        was_up = link.up
+        self._break(link, self.rng.random() < 0.3)
+        return was_up
+
+    def end_front(self, front: FrontProcess) -> bool:
+        """Its process ends now; clients that it had ask another one. Whether it lived."""
+        if not front.alive:
+            return False
+        front.alive = False
+        self.note(front.name, "..", "", "its process ends")
+        for link in front.links.values():
+            if link.up:
+                self._break(link, False)
+        for client in (*front.clients.values(), *front.asked.values()):
+            self.at(self.now + self.rng.random() * 0.1, None, self.ask, client)
+        front.clients.clear()
+        front.asked.clear()
+        return True
+
+    def front_failed(self, front: FrontProcess) -> None:
+        """A fleet says that no instance is left, or that one failed to start: its front ends."""
+        gone = all(name in self.supervisor.retired for name in self.instances)
+        states = [one.state for one in front.fleet.roster.instances.values()]
+        require(gone or not front.fleet.roster.complete, f"{front.name} failed, and instances are left: {states}")
+        require(State.UP not in states or not gone, f"{front.name} failed while an instance is up")
+        self.count("fronts failed")
+        self.at(self.now, None, self.end_front, front)
+
+    def stopped(self, head: HeadProcess) -> None:
+        """A head was told to shut down."""
+        others = [front.name for front in self.fronts if front.alive and not front.closing]
+        require(not others, f"{head.name} was shut down while {others} use it")
+        self.end_head(head)
+
+    def poisoned(self, head: HeadProcess) -> None:
+        """A head died of what it computed."""
+        self.poison_left -= 1
+        if not self.poison_left:
+            self.poison.clear()
+        self.happened("poison")
+        self.end_head(head)
+
+    def lose_group(self, head: HeadProcess, seconds: float | None) -> None:
+        """The ranks of a head are lost, for so long, or until its domain is whole."""
+        if head.ready and not head.engine.recovering:
+            self.groups_lost += 1
+            lost = head.lose_group()
+            self.note(head.name, "..", "", f"its ranks are lost, with {lost} steps")
+            self.counts["steps lost with their ranks"] += lost
+            if seconds is not None:
+                self.at(self.now + seconds, head, head.regroup)
+
+    # -- clients
+
+    def ask(self, client: Client) -> None:
+        """A client sends its request, to one front or another."""
+        alive = [front for front in self.fronts if front.alive and not front.closing]
+        client.tries += 1
+        if not alive or client.tries > MOST_TRIES:
+            client.outcome = "refused"
+            return
+        front = self.rng.choice(alive)
+        first = self._sequence
+        self._sequence += client.choices
+        self.note("client", "=>", front.name, f"request {client.number}: {client.choices} choices from {first}")
+        front.asked[client.number] = client
+        self.at(self.now, front, self._open, client, front, first)
+        if front.stalled_until > self.now:
+            self.count("asked a stalled front")
+
+    def _open(self, client: Client, front: FrontProcess, first: int) -> None:
+        front.open(client, first)
+        for after, seconds in client.pauses:
+            self.at(self.now + after, front, front.pause, first, True)
+            self.at(self.now + after + seconds, front, front.pause, first, False)
+        if client.leaves is not None:
+            self.at(self.now + client.leaves, front, front.abandon, first)
+
+    def client_ended(self, client: Client, front: FrontProcess, outcome: str) -> None:
+        """A request has ended at ``front``; one that was refused is sent again later."""
+        self.note(front.name, "=>", "client", f"request {client.number} {outcome}")
+        if outcome == "refused" and client.tries <= MOST_TRIES:
+            self.at(self.now + 0.3, None, self.ask, client)
+        else:
+            client.outcome = outcome
+
+    def keys_of(self, client: Client) -> list[int]:
+        """The keys of all its sequences."""
+        prompt = ids_to_bytes(client.prompt)
+        return [token_key(prompt, client.seed, choice) for choice in range(client.choices)]
+
+    def pin(self) -> str:
+        """An instance that a request may be tied to."""
+        return self.rng.choice(list(self.instances))
+
+
+def _settings(rng: random.Random) -> tuple[SchedulerSection, KVConfig]:
+    """A tiny engine: few slots, few blocks, a short queue."""
+    sequences = rng.choice((2, 3))
+    section = SchedulerSection(
+        max_num_seqs=sequences,
+        max_num_batched_tokens=rng.choice((8, 16)),
+        max_queued_requests=rng.choice((1, 2, 4)),
+        steps_in_flight=rng.choice((1, 2)),
+        step_policy=rng.choice(("mixed", "mixed", "exclusive")),
+    )
+    tokens = rng.choice((1, 2, 3)) * MAX_MODEL_LEN + BLOCK
+    kv = kv_config(
+        section, MAX_MODEL_LEN, tokens=tokens, block_size=BLOCK, caching=rng.random() < 0.7
+    )
+    return section, kv
+
+
+def _client(rng: random.Random, number: int) -> Client:
+    """A request: short, as whatever can go wrong can go wrong in a few tokens."""
+    prompt = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 10))]
+    if rng.random() < 0.3:
+        prompt = [7] * len(prompt)
+    choices = rng.choice((1, 1, 2, 3))
+    stops = (rng.randrange(VOCABULARY),) if rng.random() < 0.3 else ()
+    kind = rng.random()
+    pauses: tuple[tuple[float, float], ...] = ()
+    if kind < 0.2:
+        pauses = ((rng.random() * 0.3, rng.random() * 0.3),)
+        if rng.random() < 0.5:
+            pauses += ((0.65 + rng.random() * 0.2, rng.random() * 0.1),)
+    leaves = rng.random() * 0.5 if 0.2 <= kind < 0.3 else None
+    if kind < 0.03:
+        pauses, leaves = ((0.1, 60.0),), 3.0  # it never reads, and is closed at last
+    return Client(
+        number=number,
+        prompt=prompt,
+        choices=choices,
+        seed=rng.getrandbits(32),
+        params=TokenParams(
+            max_tokens=rng.randint(1, 8),
+            stop_ids=stops,
+            prompt_logprobs=0 if rng.random() < 0.25 else -1,
+        ),
+        at=0.45 + rng.random() * 0.6,
+        pinned=rng.random() < 0.08,
+        text_stops={0: rng.randint(1, 4)} if rng.random() < 0.2 else {},
+        pauses=pauses,
+        leaves=leaves,
+    )
+
+
+def simulate_cluster(seed: int, log: Callable[[float, str], None] | None = None) -> Cluster:
+    """Runs the schedule of ``seed``. Raises Violation where an invariant does not hold."""
+    cluster = Cluster(seed, log)
+    try:
+        cluster.run()
+    except (WeftError, KeyError, AssertionError, IndexError, AttributeError) as error:
+        raise Violation(f"{type(error).__name__}: {error}") from error
+    return cluster

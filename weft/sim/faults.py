@@ -1,0 +1,249 @@
+"""What goes wrong in a schedule, and the proof that it did.
+
+A fault is planned before anything runs. When its time comes it picks its victim among what there is, and counts
+as having happened only when its effect was seen: a process that lived and ends, messages that were under way and
+are late or lost, steps that were in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from weft.common.errors import EngineDead
+from weft.sim.head import HeadProcess
+from weft.sim.network import Link
+
+if TYPE_CHECKING:
+    from weft.sim.cluster import Cluster
+    from weft.sim.front import FrontProcess
+
+
+def plan(cluster: Cluster) -> int:
+    """Chooses faults and their times. Returns how many are to come."""
+    rng = cluster.rng
+    if rng.random() < 0.1:
+        return 0
+    kinds = rng.choices(list(KINDS), weights=[weight for weight, _ in KINDS.values()], k=rng.choice((1, 1, 2, 3)))
+    planned = 0
+    for kind in kinds:
+        at = 0.4 + rng.random() * 0.9
+        times = [at]
+        if kind == "head killed" and rng.random() < 0.3:  # and again as soon as it is back
+            victim = rng.choice(list(cluster.instances))
+            times = [at + 0.5 * again + rng.random() * 0.2 for again in range(rng.choice((2, 3, 5)))]
+            for time in times:
+                cluster.at(time, None, _fire, cluster, lambda _: _kill_named(cluster, victim), kind)
+        else:
+            cluster.at(at, None, _fire, cluster, KINDS[kind][1], kind)
+        planned += len(times)
+    return planned
+
+
+def _fire(cluster: Cluster, apply: Callable[[Cluster], bool], kind: str) -> None:
+    cluster.pending_faults -= 1
+    cluster.note("fault", "..", "", kind)
+    if apply(cluster):
+        cluster.happened(kind)
+
+
+# -- whom it hits
+
+
+def _head(cluster: Cluster, ready: bool = True) -> HeadProcess | None:
+    """A head that lives; rather one that works."""
+    alive = [head for head in cluster.supervisor.heads.values() if head.alive and (head.ready or not ready)]
+    busy = [head for head in alive if head.ready and head.engine.has_work()]
+    return cluster.rng.choice(busy or alive) if alive else None
+
+
+def _front(cluster: Cluster) -> FrontProcess | None:
+    """A front that lives; rather one that has requests."""
+    alive = [front for front in cluster.fronts if front.alive and not front.closing]
+    busy = [front for front in alive if front.clients]
+    return cluster.rng.choice(busy or alive) if alive else None
+
+
+def _link(cluster: Cluster, version: int = 1) -> Link | None:
+    """A link that is up; rather one of a front that has requests."""
+    front = _front(cluster)
+    links = [] if front is None else [one for one in front.links.values() if one.up and one.version >= version]
+    busy = [one for one in links if one.head.engine.has_work()]
+    return cluster.rng.choice(busy or links) if links else None
+
+
+# -- what it does; whether that was possible
+
+
+def _kill_head(cluster: Cluster) -> bool:
+    head = _head(cluster, ready=False)
+    return head is not None and cluster.end_head(head)
+
+
+def _kill_named(cluster: Cluster, instance: str) -> bool:
+    return cluster.end_head(cluster.supervisor.heads[instance])
+
+
+def _fail_head(cluster: Cluster) -> bool:
+    head = _head(cluster)
+    if head is None or head.stalled_until > cluster.now:
+        return False
+    head.fail(EngineDead("the engine failed; see the server's log"))
+    return True
+
+
+def _stall(cluster: Cluster, process: HeadProcess | FrontProcess, seconds: float) -> bool:
+    if process.stalled_until > cluster.now:
+        return False
+    process.stalled_until = cluster.now + seconds
+    cluster.note(process.name, "..", "", f"stands still for {seconds:.3f} s")
+    return True
+
+
+def _stall_head(cluster: Cluster) -> bool:
+    """Shortly, or until its fronts give it up."""
+    head = _head(cluster)
+    seconds = cluster.rng.uniform(0.05, 1.0) if cluster.rng.random() < 0.6 else cluster.rng.uniform(5.0, 9.0)
+    if head is None or not _stall(cluster, head, seconds):
+        return False
+    for front in cluster.fronts:
+        for link in front.links.values():
+            if link.head is head:
+                link.silence += seconds
+    return True
+
+
+def _stall_front(cluster: Cluster) -> bool:
+    """However long it is, that gives no head a reason to be given up."""
+    front = _front(cluster)
+    seconds = cluster.rng.uniform(0.05, 1.0) if cluster.rng.random() < 0.5 else cluster.rng.uniform(3.0, 9.0)
+    if front is None or not _stall(cluster, front, seconds):
+        return False
+    cluster.at(front.stalled_until, front, front.woke, seconds)
+    return True
+
+
+def _lose_group(cluster: Cluster) -> bool:
+    """The ranks behind a head are lost, with the steps in flight."""
+    head = _head(cluster)
+    if head is None or head.engine.recovering or cluster.instances[head.instance]:
+        return False
+    if head.stalled_until > cluster.now:
+        return False
+    before = cluster.counts["steps lost with their ranks"]
+    cluster.lose_group(head, cluster.rng.uniform(0.05, 0.6))
+    return cluster.counts["steps lost with their ranks"] > before
+
+
+def _poison(cluster: Cluster) -> bool:
+    """A request of which heads die: proved where one does."""
+    client = cluster.rng.choice(cluster.clients)
+    key = cluster.rng.choice(cluster.keys_of(client))
+    cluster.poison[key] = len(client.prompt) + cluster.rng.randrange(3)
+    cluster.poison_left = cluster.rng.choice((1, 2, 3, 9))
+    return False
+
+
+def _row_error(cluster: Cluster) -> bool:
+    """Logits of a sequence are not finite: proved where it fails of that."""
+    client = cluster.rng.choice(cluster.clients)
+    key = cluster.rng.choice(cluster.keys_of(client))
+    cluster.row_errors[key] = len(client.prompt) + cluster.rng.randrange(3)
+    return False
+
+
+def _slow_start(cluster: Cluster) -> bool:
+    """A head dies, and the next processes do not start in time: proved where one is started."""
+    cluster.slow_starts = cluster.rng.choice((1, 2))
+    _kill_head(cluster)
+    return False
+
+
+def _kill_front(cluster: Cluster) -> bool:
+    front = _front(cluster)
+    return front is not None and cluster.end_front(front)
+
+
+def _close_front(cluster: Cluster) -> bool:
+    """It ends in order; a moment later its connections are closed."""
+    front = _front(cluster)
+    if front is None or front.stalled_until > cluster.now:
+        return False
+    front.close()
+    cluster.at(cluster.now + 0.05, None, cluster.end_front, front)
+    return True
+
+
+def _break_link(cluster: Cluster) -> bool:
+    link = _link(cluster)
+    return link is not None and cluster.break_link(link)
+
+
+def _partition(cluster: Cluster) -> bool:
+    """Silence between a front and a head, or between a head and all fronts; then all comes late, or a break."""
+    rng, link = cluster.rng, _link(cluster)
+    if link is None:
+        return False
+    seconds = rng.uniform(0.1, 1.0) if rng.random() < 0.6 else rng.uniform(4.0, 8.0)
+    links = [link]
+    if rng.random() < 0.4:
+        links = [one for front in cluster.fronts for one in front.links.values() if one.head is link.head and one.up]
+    breaks = rng.random() < 0.3
+    for one in links:
+        cluster.network.hold(one, seconds)
+        if breaks:
+            cluster.at(cluster.now + seconds * 0.9, None, cluster.break_link, one)
+    return True
+
+
+def _delay(cluster: Cluster) -> bool:
+    """What is under way over a link takes long."""
+    link = _link(cluster)
+    if link is None:
+        return False
+    cluster.network.hold(link, cluster.rng.uniform(0.02, 0.4))
+    return True
+
+
+def _duplicate(cluster: Cluster) -> bool:
+    """The next Submit over a link is sent twice: proved where it is."""
+    link = _link(cluster, version=2)
+    if link is not None:
+        link.duplicate = True
+    return False
+
+
+def _evict(cluster: Cluster) -> bool:
+    """A head gives a sequence back: any other may go on with it."""
+    head = _head(cluster)
+    if head is None or head.stalled_until > cluster.now or head.engine.recovering:
+        return False
+    return head.evict() is not None
+
+
+def _drain(cluster: Cluster) -> bool:
+    """A head is upgraded."""
+    head = _head(cluster)
+    return head is not None and cluster.supervisor.drain(head.instance)
+
+
+KINDS: dict[str, tuple[int, Callable[[Cluster], bool]]] = {
+    "head killed": (8, _kill_head),
+    "engine failed": (3, _fail_head),
+    "head stalled": (4, _stall_head),
+    "front stalled": (4, _stall_front),
+    "ranks lost": (5, _lose_group),
+    "poison": (3, _poison),
+    "row error": (2, _row_error),
+    "slow start": (2, _slow_start),
+    "front killed": (4, _kill_front),
+    "front closed": (4, _close_front),
+    "link broken": (5, _break_link),
+    "partition": (5, _partition),
+    "delay": (4, _delay),
+    "submit sent twice": (4, _duplicate),
+    "evicted": (4, _evict),
+    "head upgraded": (4, _drain),
+}
+"""Kind -> how often it is planned, what it does and whether that was seen. Where the effect comes later, whoever
+sees it calls ``Cluster.happened``."""

@@ -1,0 +1,411 @@
+"""A simulated front: the real ``Fleet``, and a shell that carries out its actions; and the clients that ask it.
+
+Whatever the fleet does is compared with what the cluster knows to be so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from weft.common.errors import EngineDead, WeftError
+from weft.common.restarts import MOST_LOSSES
+from weft.routing import events as e
+from weft.routing.fleet import LATE, MOST_REFUSALS, Fleet
+from weft.routing.roster import Patience
+from weft.routing.instances import State
+from weft.sim.check import Stream, output, require, token_key
+from weft.sim.network import Link
+from weft.types import messages as m
+from weft.types.sampling import TokenParams
+
+if TYPE_CHECKING:
+    from weft.sim.cluster import Cluster
+    from weft.sim.head import HeadProcess
+
+PATIENCE = Patience(engine=4.0, recovery=6.0, listen=2.0, load=4.0)
+MOST_SILENCE = 1.2
+"""Seconds of silence that give no front a reason to give an instance up."""
+MOST_TRIES = 4
+"""Times that a client asks."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Client:
+    """A client's request, and what it does beside reading."""
+
+    number: int
+    prompt: list[int]
+    choices: int
+    seed: int
+    params: TokenParams
+    at: float
+    pinned: bool = False
+    text_stops: dict[int, int]
+    """Choice -> tokens after which the text side ends it."""
+    pauses: tuple[tuple[float, float], ...] = ()
+    """(seconds after its request, seconds that it does not read)."""
+    leaves: float | None = None
+    """Seconds after its request at which it leaves."""
+    tries: int = 0
+    outcome: str | None = None
+    """How it ended: done, failed, left or refused."""
+
+
+class FrontProcess:
+    """A process with a fleet. Links are its own: a number for each process that it connects to."""
+
+    def __init__(self, cluster: Cluster, name: str, instances: dict[str, str], version: int) -> None:
+        self.cluster, self.name, self.version = cluster, name, version
+        self.alive = True
+        self.closing = False
+        self.stalled_until = 0.0
+        self.fleet = Fleet(instances, PATIENCE, front=name)
+        self.links: dict[int, Link] = {}
+        self.streams: dict[int, Stream] = {}
+        self.clients: dict[int, Client] = {}
+        """First sequence of a request -> its client."""
+        self.asked: dict[int, Client] = {}
+        """Clients whose request is on its way, by number."""
+        self.requests: dict[int, list[int]] = {}
+        """First sequence of a request -> its sequences."""
+        self.replaced: set[int] = set()
+        """Links whose instance was to be replaced."""
+        self.retired_instances: set[str] = set()
+        self.registry_at = 0.0
+        """When the registry's latest event arrives."""
+        self._ticks_at = float("inf")
+        self._unready_since = 0.0
+        """Since when no instance was up, in time in which this process ran."""
+
+    # -- the shell
+
+    def feed(self, event: e.Event) -> None:
+        """Gives the fleet an event and carries out what it answers."""
+        if not self.alive:
+            return
+        cluster = self.cluster
+        fleet = self.fleet
+        for action in fleet.on(event, cluster.now):
+            self._carry_out(action)
+        if self._takes():
+            self._unready_since = cluster.now
+        self._check()
+        self._after(event)
+        if self.alive:
+            self._schedule_tick()
+
+    def _carry_out(self, action: e.Action) -> None:
+        cluster = self.cluster
+        if isinstance(action, e.Send):
+            link = self.links[action.link]
+            require(not link.unlinked, f"{self.name}: {type(action.message).__name__} over a link given up")
+            self._track(link, action.message)
+            cluster.network.to_head(link, self._outgoing(action.message))
+        elif isinstance(action, e.Deliver):
+            for token_event in action.events:
+                self._deliver(token_event)
+        elif isinstance(action, e.Unlink):
+            self._unlink(action)
+        elif isinstance(action, e.Replace):
+            require(action.instance not in self.retired_instances, f"{self.name}: a retired one replaced")
+            number = self.fleet.roster.instances[action.instance].link
+            require(number not in self.replaced, f"{self.name}: link {number} was replaced twice")
+            self.replaced.add(number)
+            head = self.links[number].head
+            cluster.note(self.name, "..", head.name, f"replace it: {action.error.message}")
+            cluster.at(cluster.now + cluster.rng.random() * 0.05, None, cluster.supervisor.replace, self, head)
+        elif isinstance(action, e.Failed):
+            cluster.note(self.name, "..", "", f"failed: {action.error.message}")
+            cluster.front_failed(self)
+        else:
+            cluster.note(self.name, "..", "", "all instances have answered")
+
+    def _outgoing(self, message: m.ToHead) -> m.ToHead:
+        """An older front's Hello says so."""
+        if self.version < 2 and isinstance(message, m.Hello):
+            return msgspec.structs.replace(message, versions=(1, 1))
+        return message
+
+    def _track(self, link: Link, message: m.ToHead) -> None:
+        """Which sequences are at which links."""
+        if isinstance(message, m.Submit):
+            stream = self.streams[message.sequence]
+            require(stream.open, f"{self.name}: sequence {message.sequence} was sent after its end")
+            require(not stream.paused, f"{self.name}: sequence {message.sequence} was sent, and nobody reads")
+            stream.links.add(link.number)
+            if stream.times_given_back and link.head.instance not in stream.given_back:
+                self.cluster.count("retried elsewhere")
+        elif isinstance(message, m.Finish):
+            self.streams[message.sequence].links.discard(link.number)
+
+    def _unlink(self, action: e.Unlink) -> None:
+        if action.link not in self.links:  # it never had a process
+            return
+        cluster, link = self.cluster, self.links[action.link]
+        require(not link.unlinked, f"{self.name}: link {link.number} was given up twice")
+        excused = link.excused or link.silence > MOST_SILENCE
+        require(excused, f"{self.name} gave {link.head.name} up, and nothing had happened to it")
+        link.unlinked = True
+        cluster.note(self.name, "..", link.head.name, f"link {link.number} given up")
+        for stream in self.streams.values():
+            if stream.open and link.number in stream.links:
+                stream.links.discard(link.number)
+                stream.losses += 1
+                cluster.count("lost with an instance")
+        if link.up:
+            cluster.disconnect(link)
+
+    def _deliver(self, event: m.TokenEvent) -> None:
+        stream = self.streams.get(event.sequence)
+        require(stream is not None, f"{self.name}: an event of sequence {event.sequence}, which nobody asked")
+        assert stream is not None
+        self.cluster.note(self.name, "=>", "client", event)
+        stream.take(event)
+        if event.finish is not None:
+            stream.links.clear()
+        if event.finish == "error":
+            assert event.error is not None
+            self._explain(stream, event.error.code, event.error.message)
+
+    def _explain(self, stream: Stream, code: str, message: str) -> None:
+        """Raises Violation where ``stream`` failed for no reason that the schedule knows."""
+        cluster, fleet = self.cluster, self.fleet
+        why = f"{self.name}: sequence {stream.sequence} failed ({code}: {message})"
+        cluster.count(f"failed: {code}")
+        if fleet.failure is not None:
+            return  # see front_failed
+        if code == "overloaded":
+            takers = [i.name for i in fleet.roster.takers() if stream.pinned in (None, i.name)]
+            left = [name for name in takers if name not in stream.given_back]
+            require(stream.pinned is not None or not left, f"{why}, and {left} had not refused it")
+        elif message == LATE:
+            waited = cluster.now - self._unready_since
+            require(waited >= PATIENCE.recovery - 1e-6, f"{why} after {waited:.3f} seconds")
+        elif "takes the request no more" in message:
+            require(stream.times_given_back > MOST_REFUSALS, why)
+        elif "shutting down" in message:
+            require(self.closing or cluster.supervisor.drains > 0, why)
+        elif code == "non_finite_logits":
+            require(stream.key in cluster.row_errors, why)
+            cluster.happened("row error")
+        elif "3 times while it worked" in message:
+            require(cluster.groups_lost >= MOST_LOSSES, why)
+        elif "times while it worked" in message:
+            require(stream.losses > MOST_LOSSES, f"{why}, and lost {stream.losses}")
+        else:  # it ends with its only instance
+            require(stream.pinned is not None and code in ("engine_dead", "unavailable"), why)
+
+    # -- time
+
+    def _schedule_tick(self) -> None:
+        deadline = self.fleet.next_deadline()
+        if deadline < self._ticks_at:
+            self._ticks_at = deadline
+            self.cluster.at(max(deadline, self.cluster.now), self, self._tick, deadline)
+
+    def _tick(self, planned: float) -> None:
+        if planned != self._ticks_at:
+            return
+        self._ticks_at = float("inf")
+        now = self.cluster.now
+        if self.fleet.next_deadline() > now:
+            self._schedule_tick()
+            return
+        self.feed(e.Tick())
+        if self.alive:
+            later = self.fleet.next_deadline() > now
+            require(later, f"{self.name}: a tick at the fleet's deadline changed nothing")
+
+    def woke(self, seconds: float) -> None:
+        """It stood still for so long."""
+        self._unready_since += seconds
+        self.cluster.note(self.name, "..", "", f"stood still for {seconds:.3f} s")
+        self.feed(e.Stalled(seconds))
+
+    # -- what it learns
+
+    def receive(self, link: Link, message: m.ToFront) -> None:
+        """A message arrived."""
+        if link.unlinked:
+            self.cluster.count("messages of a link given up")
+        note = message if isinstance(message, m.Tokens | m.HeadFailed) else type(message).__name__
+        self.cluster.note(link.head.name, "->", self.name, note)
+        if isinstance(message, m.Tokens):
+            for event in message.events:
+                self._track_back(link, event)
+        if isinstance(message, m.Welcome) and self.version < 2:
+            message = msgspec.structs.replace(message, versions=(1, 1))
+        self.feed(e.Received(link.head.instance, link.number, message))
+
+    def _track_back(self, link: Link, event: m.TokenEvent) -> None:
+        stream = self.streams.get(event.sequence)
+        if stream is None or link.number not in stream.links:
+            return
+        entry = self.fleet.entries.get(event.sequence)
+        if entry is None or (link.version > 1 and entry.attempt != event.attempt):
+            return
+        refused = event.error is not None and event.error.blame == "capacity"
+        if refused or event.finish in ("moved", "evicted"):
+            stream.given_back.add(link.head.instance)
+            stream.times_given_back += 1
+        if event.finish is not None:
+            stream.links.discard(link.number)
+
+    def linked(self, link: Link) -> None:
+        """There is a connection."""
+        self.feed(e.Linked(link.head.instance, link.number))
+
+    def lost(self, link: Link, why: str) -> None:
+        """The connection broke, or the process has ended, as it notices now."""
+        self.cluster.note(self.name, "..", link.head.name, f"link {link.number}: {why}")
+        self.feed(e.Lost(link.head.instance, link.number, EngineDead(why)))
+
+    def started(self, head: HeadProcess) -> None:
+        """The registry says that there is another process, or another way to it."""
+        link = self.cluster.new_link(self, head)
+        self.links[link.number] = link
+        self.cluster.note(self.name, "..", head.name, f"expected over link {link.number}")
+        self.feed(e.Expected(head.instance, link.number))
+        self.cluster.connect(link)
+
+    def ended(self, head: HeadProcess) -> None:
+        """The registry says that the process has ended."""
+        for link in list(self.links.values()):
+            if link.head is head:
+                self.lost(link, "its process ended")
+
+    def retired(self, instance: str, error: WeftError) -> None:
+        """The registry says that it will not come back."""
+        self.retired_instances.add(instance)
+        self.feed(e.Retired(instance, error))
+
+    def draining(self, instance: str) -> None:
+        """The registry says that it takes nothing new."""
+        self.feed(e.Draining(instance))
+
+    def close(self) -> None:
+        """It ends in order, and nobody else with it."""
+        self.closing = True
+        self.feed(e.Closing(shutdown=False))
+
+    # -- clients
+
+    def open(self, client: Client, first: int) -> None:
+        """Opens the request of ``client``; its sequences are ``first``, ``first`` + 1, ..."""
+        del self.asked[client.number]
+        refusal = self.fleet.refusal()
+        if refusal is not None:
+            self.cluster.count("refused before it began")
+            self.cluster.client_ended(client, self, "refused")
+            return
+        prompt = m.ids_to_bytes(client.prompt)
+        pinned = self.cluster.pin() if client.pinned else None
+        submits = []
+        for choice in range(client.choices):
+            submits.append(self._submit(client, first, choice, prompt))
+            self._stream(client, submits[-1], pinned)
+        self.clients[first] = client
+        self.requests[first] = [submit.sequence for submit in submits]
+        self.feed(e.Opened(tuple(submits), pinned=pinned))
+
+    def _submit(self, client: Client, first: int, choice: int, prompt: bytes) -> m.Submit:
+        return m.Submit(
+            sequence=first + choice,
+            request=first,
+            choice=choice,
+            seed=client.seed,
+            prompt_ids=prompt,
+            params=client.params,
+        )
+
+    def _stream(self, client: Client, submit: m.Submit, pinned: str | None) -> None:
+        key = token_key(submit.prompt_ids, submit.seed, submit.choice)
+        length = self.cluster.kv.max_model_len
+        tokens, finish = output(key, len(client.prompt), client.params, length)
+        self.streams[submit.sequence] = Stream(
+            sequence=submit.sequence,
+            prompt=client.prompt,
+            tokens=tokens,
+            finish=finish,
+            key=key,
+            wants_prompt=client.params.prompt_logprobs >= 0 and submit.choice == 0,
+            pinned=pinned,
+        )
+
+    def _after(self, event: e.Event) -> None:
+        """What clients and the text side do about what they were told."""
+        if not isinstance(event, e.Received) or not isinstance(event.message, m.Tokens):
+            if not self.clients:
+                return
+        for first, client in list(self.clients.items()):
+            streams = [self.streams[sequence] for sequence in self.requests[first]]
+            stops = client.text_stops
+            ended = tuple(
+                s.sequence for c, s in enumerate(streams) if s.open and s.count >= stops.get(c, 1 << 30)
+            )
+            if ended and first in self.clients:
+                self.cluster.count("ended by the text side", len(ended))
+                self.end_streams(ended)
+            elif first in self.clients and not any(stream.open for stream in streams):
+                failed = any(stream.end == "error" for stream in streams)
+                del self.clients[first]
+                self.cluster.client_ended(client, self, "failed" if failed else "done")
+
+    def end_streams(self, sequences: tuple[int, ...]) -> None:
+        """Their reader has enough."""
+        for sequence in sequences:
+            self.streams[sequence].closed = True
+        self.feed(e.Closed(sequences))
+
+    def pause(self, first: int, paused: bool) -> None:
+        """The client of a request stops, or goes on, reading."""
+        if first not in self.clients:
+            return
+        streams = [self.streams[sequence] for sequence in self.requests[first]]
+        sequences = tuple(stream.sequence for stream in streams if stream.open)
+        for sequence in sequences:
+            self.streams[sequence].paused = paused
+        self.cluster.note("client", "..", self.name, f"{'pauses' if paused else 'resumes'} {sequences}")
+        self.cluster.count("paused" if paused else "resumed")
+        self.feed(e.Paused(sequences) if paused else e.Resumed(sequences))
+
+    def abandon(self, first: int) -> None:
+        """The client of a request leaves."""
+        client = self.clients.pop(first, None)
+        if client is None:
+            return
+        self.cluster.note("client", "..", self.name, f"leaves {self.requests[first]}")
+        self.cluster.count("abandoned")
+        self.cluster.client_ended(client, self, "left")
+        self.end_streams(tuple(s for s in self.requests[first] if self.streams[s].open))
+
+    # -- what must hold
+
+    def _takes(self) -> bool:
+        """Whether an instance takes sequences, now or after one that it has."""
+        instances = self.fleet.roster.instances.values()
+        broken = {one.domain for one in instances if one.domain and not one.alive}
+        up = (State.UP, State.HALF_OPEN)
+        return any(one.state in up and one.domain not in broken for one in instances)
+
+    def _check(self) -> None:
+        """Raises Violation unless the fleet's books agree with each other and with the streams."""
+        fleet = self.fleet
+        at = {name: set(one.open) for name, one in fleet.roster.instances.items()}
+        for sequence, entry in fleet.entries.items():
+            stream = self.streams[sequence]
+            places = entry.places
+            states = bool(places) + (sequence in fleet._parked) + (sequence in fleet._paused)
+            require(states == 1, f"{self.name}: sequence {sequence} is in {states} states at once")
+            for name in places:
+                require(sequence in at[name], f"{self.name}: the load of {name} lacks sequence {sequence}")
+                at[name].discard(sequence)
+            lost = f"{self.name}: sequence {sequence} lost {stream.losses} instances, {entry.losses} counted"
+            require(entry.losses == stream.losses, lost)
+            require(stream.open, f"{self.name}: sequence {sequence} ended and is open in the fleet")
+        for name, one in fleet.roster.instances.items():
+            require(not at[name], f"{self.name}: {name} has sequences that are not open: {at[name]}")
+            require(one.prompt_tokens == sum(one.open.values()), f"{self.name}: the load of {name} is off")

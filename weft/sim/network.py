@@ -1,0 +1,154 @@
+"""The network of a simulated cluster: links that are ordered and reliable while they are up, as zmq's over a
+socket are. What can happen to one: delay, silence (a partition), a break that loses what was under way, and
+messages that come after the break was noticed otherwise.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from weft.sim.check import Violation
+from weft.types import messages as m
+
+if TYPE_CHECKING:
+    from weft.sim.cluster import Cluster
+    from weft.sim.front import FrontProcess
+    from weft.sim.head import HeadProcess
+
+
+class Link:
+    """One connection of a front to one process of an instance."""
+
+    __slots__ = (
+        "connection",
+        "duplicate",
+        "excused",
+        "front",
+        "head",
+        "held_until",
+        "latency",
+        "lingers",
+        "number",
+        "silence",
+        "to_front",
+        "to_head",
+        "unlinked",
+        "up",
+        "version",
+    )
+
+    def __init__(self, number: int, front: FrontProcess, head: HeadProcess, latency: float) -> None:
+        self.number, self.front, self.head = number, front, head
+        self.connection = f"{front.name}/{number}".encode()
+        """By what the head knows it."""
+        self.latency = latency
+        self.version = min(front.version, head.version)
+        """Of the messages that both ends speak."""
+        self.up = False
+        self.unlinked = False
+        """Whether its front has given it up."""
+        self.lingers = False
+        """Whether what was under way to the front when the link broke is read all the same, later."""
+        self.held_until = 0.0
+        """Silence in both directions until then."""
+        self.duplicate = False
+        """Whether the next Submit is sent twice."""
+        self.silence = 0.0
+        """Seconds of silence that were imposed on it."""
+        self.excused = False
+        """Whether something happened to it or its head for which a front may give it up."""
+        self.to_head: deque[tuple[float, m.ToHead]] = deque()
+        self.to_front: deque[tuple[float, m.ToFront]] = deque()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way that will arrive."""
+        return not ((self.up and self.to_head) or ((self.up or self.lingers) and self.to_front))
+
+
+class Network:
+    """Carries messages over links, in order."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self.lost = 0
+        """Messages that were under way on links that broke."""
+
+    def to_head(self, link: Link, message: m.ToHead) -> None:
+        """Sends ``message``. Raises Violation for what the version of the link does not know."""
+        cluster = self._cluster
+        if link.version < 2:
+            if isinstance(message, m.Goodbye) or (isinstance(message, m.Submit) and message.attempt):
+                raise Violation(f"{type(message).__name__} of version 2 to one that speaks version 1")
+        cluster.note(link.front.name, "->", link.head.name, message)
+        if not link.up:
+            self.lost += 1
+            return
+        at = self._arrival(link, link.to_head[-1][0] if link.to_head else 0.0)
+        link.to_head.append((at, message))
+        if len(link.to_head) == 1:
+            cluster.at(at, link.head, self._deliver_to_head, link)
+        if link.duplicate and isinstance(message, m.Submit):
+            link.duplicate = False
+            link.to_head.append((at, message))
+            cluster.happened("submit sent twice")
+            cluster.note(link.front.name, "->", link.head.name, "the same Submit again")
+
+    def to_front(self, link: Link, message: m.ToFront) -> None:
+        """Sends ``message``. Raises Violation for what the version of the link does not know."""
+        cluster = self._cluster
+        if link.version < 2 and isinstance(message, m.Tokens):
+            for event in message.events:
+                if event.attempt or event.finish in ("moved", "evicted"):
+                    raise Violation("an event of version 2 to a front that speaks version 1")
+        if not link.up:
+            self.lost += 1
+            return
+        at = self._arrival(link, link.to_front[-1][0] if link.to_front else 0.0)
+        link.to_front.append((at, message))
+        if len(link.to_front) == 1:
+            cluster.at(at, link.front, self._deliver_to_front, link)
+
+    def hold(self, link: Link, seconds: float) -> None:
+        """Nothing arrives in either direction for so long; then all of it does."""
+        link.held_until = max(link.held_until, self._cluster.now + seconds)
+        link.silence += seconds
+
+    def cut(self, link: Link, lingers: bool) -> int:
+        """The link is no more. Returns how many messages were under way and are lost."""
+        if not link.up:
+            return 0
+        link.up, link.excused = False, True
+        link.lingers = lingers
+        gone = len(link.to_head) + (0 if lingers else len(link.to_front))
+        self.lost += gone
+        return gone
+
+    def _arrival(self, link: Link, after: float) -> float:
+        cluster = self._cluster
+        return max(after, cluster.now + link.latency * (1.0 + cluster.rng.random()))
+
+    def _deliver_to_head(self, link: Link) -> None:
+        now, queue = self._cluster.now, link.to_head
+        if not link.up:
+            return
+        if now < link.held_until:
+            self._cluster.at(link.held_until, link.head, self._deliver_to_head, link)
+            return
+        while queue and queue[0][0] <= now and link.up and link.head.alive:
+            link.head.receive(link, queue.popleft()[1])
+        if queue and link.up:
+            self._cluster.at(queue[0][0], link.head, self._deliver_to_head, link)
+
+    def _deliver_to_front(self, link: Link) -> None:
+        now, queue = self._cluster.now, link.to_front
+        if not (link.up or link.lingers):
+            return
+        if now < link.held_until:
+            self._cluster.at(link.held_until, link.front, self._deliver_to_front, link)
+            return
+        while queue and queue[0][0] <= now and (link.up or link.lingers) and link.front.alive:
+            link.front.receive(link, queue.popleft()[1])
+        if queue and (link.up or link.lingers):
+            self._cluster.at(queue[0][0], link.front, self._deliver_to_front, link)

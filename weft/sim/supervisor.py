@@ -1,0 +1,141 @@
+"""The supervisor of a simulated cluster: it owns the processes of heads, starts dead ones again while its budget
+lasts, and tells fronts through a registry what there is.
+
+A front that gives an instance up says so, and others may still work with the same process: where the supervisor
+finds it well, that front alone gets another link to it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.common.errors import EngineDead
+from weft.common.restarts import RestartBudget
+from weft.sim.head import HeadProcess
+
+if TYPE_CHECKING:
+    from weft.sim.cluster import Cluster
+    from weft.sim.front import FrontProcess
+
+
+class Supervisor:
+    """Never dies."""
+
+    def __init__(self, cluster: Cluster, instances: dict[str, str], restarts: int, relinks: bool) -> None:
+        """``restarts``: of all heads together. ``relinks``: whether a process that is well is kept."""
+        self._cluster, self._domains, self._relinks = cluster, instances, relinks
+        self._budget = RestartBudget(restarts, 600.0)
+        self.heads: dict[str, HeadProcess] = {}
+        """The present process of each instance, alive or not."""
+        self.retired: set[str] = set()
+        """Instances that get no process any more."""
+        self.restarts = 0
+        self.drains = 0
+        """Instances that were told to take nothing new."""
+        self._started = 0
+        self._upgrading: set[str] = set()
+
+    def start(self, instance: str, version: int) -> None:
+        """Starts a process and tells the fronts."""
+        cluster, rng = self._cluster, self._cluster.rng
+        head = HeadProcess(cluster, instance, self._started, version)
+        self._started += 1
+        self.heads[instance] = head
+        head.start(*cluster.start_times(head, rng.uniform(0.01, 0.1), rng.uniform(0.02, 0.3)))
+        cluster.note("supervisor", "..", head.name, f"started, version {version}")
+        for front in cluster.fronts:
+            self.tell(front, front.started, head)
+
+    def introduce(self, front: FrontProcess) -> None:
+        """``front`` has just begun: it hears of all there is."""
+        for head in self.heads.values():
+            self.tell(front, front.started, head)
+
+    def tell(self, front: FrontProcess, what: object, *arguments: object) -> None:
+        """An entry of the registry, which reaches a front in order, some time."""
+        cluster = self._cluster
+        front.registry_at = max(front.registry_at, cluster.now + 0.001 + cluster.rng.random() * 0.03)
+        cluster.at(front.registry_at, front, what, *arguments)
+
+    def ended(self, head: HeadProcess) -> None:
+        """A process has ended, as the supervisor notices now."""
+        if not self._present(head):
+            return
+        if self._cluster.rng.random() < 0.7:  # else the fronts see what follows before they see that
+            for front in self._cluster.fronts:
+                self.tell(front, front.ended, head)
+        self._again(head, "its process ended")
+
+    def replace(self, front: FrontProcess, head: HeadProcess) -> None:
+        """``front`` has given ``head`` up."""
+        if not self._present(head):
+            return  # there is another one already, of which the front has heard or will hear
+        well = head.alive and head.listens and head.stalled_until <= self._cluster.now
+        if self._relinks and well and not head.protocol.draining and not self._domains[head.instance]:
+            self._cluster.count("relinked")
+            self.tell(front, front.started, head)
+            return
+        self._cluster.end_head(head)
+        self._again(head, "a front gave it up")
+
+    def drain(self, instance: str) -> bool:
+        """A rolling upgrade: the process finishes what it has, and another one takes its place."""
+        head = self.heads[instance]
+        if not (head.alive and head.ready) or instance in self._upgrading or head.protocol.draining:
+            return False
+        self.drains += 1
+        self._upgrading.add(instance)
+        for front in self._cluster.fronts:
+            self.tell(front, front.draining, instance)
+        self._cluster.at(self._cluster.now + self._cluster.rng.random() * 0.04, head, head.drain)
+        return True
+
+    def drained(self, head: HeadProcess) -> None:
+        """Nothing is left to do for a process that was told to take nothing new."""
+        self._cluster.count("upgraded")
+        self._cluster.end_head(head, lingers=True)
+
+    def serves(self, head: HeadProcess) -> None:
+        """It has loaded. In a domain the others form their groups with it."""
+        domain = self._domains[head.instance]
+        members = [self.heads[name] for name, other in self._domains.items() if other == domain]
+        if not domain or not all(member.alive and member.ready for member in members):
+            return
+        for member in members:
+            if member is not head:
+                self._cluster.at(self._cluster.now + 0.05, member, member.regroup)
+
+    def _present(self, head: HeadProcess) -> bool:
+        """Whether nothing was done yet about the end of ``head``."""
+        return head.instance not in self.retired and head is self.heads[head.instance] and not head.replaced
+
+    def _again(self, head: HeadProcess, why: str) -> None:
+        cluster, instance = self._cluster, head.instance
+        head.replaced = True
+        upgrade = instance in self._upgrading
+        self._upgrading.discard(instance)
+        domain = self._domains[instance]
+        for name, other in self._domains.items():
+            if domain and other == domain and name != instance and self.heads[name].alive:
+                cluster.lose_group(self.heads[name], None)
+        if not upgrade and not self._budget.grant(cluster.now):
+            self._retire(instance, why)
+            return
+        self.restarts += 1
+        version = 2 if upgrade else head.version
+        cluster.at(cluster.now + cluster.rng.random() * 0.05, None, self.start, instance, version)
+
+    def _retire(self, instance: str, why: str) -> None:
+        """No more restarts: of a domain, all end."""
+        cluster = self._cluster
+        domain = self._domains[instance]
+        names = [n for n, other in self._domains.items() if n == instance or (domain and other == domain)]
+        for name in names:
+            if name in self.retired:
+                continue
+            cluster.count("retired")
+            cluster.note("supervisor", "..", name, "retired")
+            self.retired.add(name)
+            cluster.end_head(self.heads[name])
+            for front in cluster.fronts:
+                self.tell(front, front.retired, name, EngineDead(f"{why}, and was too often"))
