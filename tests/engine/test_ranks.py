@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from tests.faults.rig import config_of
 from tests.support.checkpoints import make_checkpoint
+from tests.support.slowness import deadline
 from weft import LLM, SamplingParams
 from weft.api.settings import read_settings
 from weft.config.resolve import resolve
@@ -28,7 +29,7 @@ from weft.engine.ranks import RankProcesses, threads_each
 from weft.types.messages import HeadStats, Submit, ids_to_bytes
 from weft.types.sampling import TokenParams
 
-PATIENCE = 120.0
+PATIENCE = deadline(120.0)
 GREEDY = TokenParams(temperature=0.0, max_tokens=16)
 SEEDED = TokenParams(temperature=0.9, top_p=0.9, max_tokens=20, logprobs=1)
 

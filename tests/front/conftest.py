@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.slowness import deadline
 from weft.common import env
 
 HERE = Path(__file__).parent
@@ -36,7 +37,7 @@ class Running:
         self.output: list[str] = []
         threading.Thread(target=self._read, daemon=True).start()
         self.url, self.model = self._ready(seconds)
-        self.http = httpx.Client(base_url=self.url, timeout=30)
+        self.http = httpx.Client(base_url=self.url, timeout=deadline(30))
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -46,9 +47,9 @@ class Running:
         self.lines.put(None)
 
     def _ready(self, seconds: float) -> tuple[str, str]:
-        deadline = time.monotonic() + seconds
+        until = time.monotonic() + deadline(seconds)
         while True:
-            line = self.lines.get(timeout=max(0.1, deadline - time.monotonic()))
+            line = self.lines.get(timeout=max(0.1, until - time.monotonic()))
             if line is None:
                 raise AssertionError(f"the server ended: {''.join(self.output)[-2000:]}")
             if found := READY.match(line.strip()):
@@ -81,8 +82,8 @@ class Running:
         return sum(map(float, found))
 
     def wait(self, condition: Callable[[], bool], seconds: float = 5.0) -> float:
-        """Waits until ``condition``; how long it took. Fails after ``seconds``."""
-        start = time.monotonic()
+        """Waits until ``condition``; how long it took. Fails after ``seconds`` of a fast machine."""
+        start, seconds = time.monotonic(), deadline(seconds)
         while not condition():
             assert time.monotonic() - start < seconds, "did not happen in time"
             time.sleep(0.02)
@@ -98,14 +99,14 @@ class Running:
     def stop(self, number: int = signal.SIGTERM, seconds: float = 20.0) -> int:
         """Sends a signal and returns the exit status."""
         self.process.send_signal(number)
-        return self.process.wait(seconds)
+        return self.process.wait(deadline(seconds))
 
     def close(self) -> None:
         self.http.close()
         if self.process.poll() is None:
             self.process.terminate()
             try:
-                self.process.wait(10)
+                self.process.wait(deadline(10))
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.slowness import deadline
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -30,7 +32,7 @@ def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=deadline(280),
     )
     assert made.returncode == 0, made.stderr[-4000:]
     names = {line.split()[0] for line in made.stdout.splitlines()}
