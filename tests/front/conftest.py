@@ -103,13 +103,11 @@ class Running:
 
     def close(self) -> None:
         self.http.close()
-        if self.process.poll() is None:
-            self.process.terminate()
-            try:
-                self.process.wait(deadline(10))
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
+        for end in (self.process.terminate, self.process.terminate, self.process.kill):
+            if self.process.poll() is None:
+                end()  # at the second signal it no longer waits for its streams
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.process.wait(deadline(3))
 
 
 def events(source: httpx.Response | Iterator[str]) -> list[Any]:
@@ -158,16 +156,33 @@ class Servers:
             raise
         return self._running[-1]
 
-    def close(self) -> None:
-        for server in self._running:
-            server.close()
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """Servers that are started inside are ended at its end."""
+        before = len(self._running)
+        yield
+        while len(self._running) > before:
+            self._running.pop().close()
 
 
 @pytest.fixture(scope="session")
 def servers() -> Iterator[Servers]:
     made = Servers()
-    yield made
-    made.close()
+    with made.scope():
+        yield made
+
+
+# Idle servers take a few percent of a core each, so each ends with the test or module that started it.
+@pytest.fixture(scope="module", autouse=True)
+def _module_scope(servers: Servers) -> Iterator[None]:
+    with servers.scope():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _test_scope(_module_scope: None, servers: Servers) -> Iterator[None]:
+    with servers.scope():
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -194,7 +209,7 @@ def start_weft(servers: Servers) -> Start:
     return start
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def weft_server(start_weft: Start) -> Running:
     """One ``weft serve`` for tests that leave it as it was."""
     return start_weft()
