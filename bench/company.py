@@ -3,7 +3,7 @@
 python -m bench.company --name company-mine
 python -m bench.company --engines weft,weft-tp2,vllm --model qwen3-dense-s --rounds 5
 
-Each round starts every engine anew beside every number of busy processes, and lets it decode one request alone.
+Each round starts every engine anew beside every number of busy processes, and lets it decode one request.
 With N busy processes on C cores, an engine of T threads has a fair share of the cores when it takes
 max(1, (N + T) / C) / max(1, T / C) times as long as alone. Engines that are not set up are left out
 (bench/README.md says how they are).
@@ -73,7 +73,7 @@ def once(
 def measure(
     rows: Sequence[Row], setting: Setting, args: argparse.Namespace
 ) -> dict[str, dict[int, list[Any]]]:
-    """Engine -> number of busy processes -> a sample a round. An engine that fails is left out from then on."""
+    """Engine -> number of busy processes -> a sample a round. An engine that fails is left out."""
     samples: dict[str, dict[int, list[Any]]] = {row.name: {count: [] for count in args.busy} for row in rows}
     vocabulary = json.loads((setting.model / "config.json").read_text())["vocab_size"]
     for number in range(args.rounds):
@@ -101,7 +101,7 @@ def table(samples: Mapping[str, Mapping[int, Sequence[Mapping[str, float]]]], th
     rows = []
     for name, by_count in samples.items():
         alone = min(by_count)
-        for count, found in by_count.items():
+        for count in by_count:
             row: dict[str, Any] = {"engine": name, "busy processes": count}
             for measure in ("ms_per_token", "start_s"):
                 here, base = (

@@ -79,13 +79,13 @@ def watch() -> Iterator[Any]:
 @pytest.mark.parametrize(
     ("arguments", "shown"),
     [
-        (["eval", "gsm-mini", "--limit", "500"], "1/500"),
         (["eval", "gsm-mini", "--tensor-parallel-size", "2"], "1/500"),
         (["verify", "--self", "--prompts", "2", "--tokens", "200"], "deterministic"),
         (["generate", "Count", "--ignore-eos", "--max-tokens", "2000", "--no-chat"], "Loading weights: 100%"),
-        (["bench", "offline", "--rounds", "50"], "Loading weights: 100%"),
+        pytest.param(["eval", "gsm-mini", "--limit", "500"], "1/500", marks=pytest.mark.grid),
+        pytest.param(["bench", "offline", "--rounds", "50"], "Loading weights: 100%", marks=pytest.mark.grid),
     ],
-    ids=["eval", "eval, two ranks", "verify", "generate", "bench"],
+    ids=["eval, two ranks", "verify", "generate", "eval", "bench"],
 )
 def test_an_interrupt_gives_130_and_no_traceback(watch: Any, arguments: list[str], shown: str) -> None:
     command = watch(*arguments)

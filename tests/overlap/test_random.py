@@ -55,7 +55,7 @@ def take(events: Any, answers: dict[int, Answer]) -> None:
             answer.ends.append(event.finish)
 
 
-@pytest.mark.parametrize("steps", [120, pytest.param(1000, marks=pytest.mark.grid)])
+@pytest.mark.parametrize("steps", [60, pytest.param(1000, marks=pytest.mark.grid)])
 def test_random_steps(tmp_path: Path, steps: int) -> None:
     folder = make_checkpoint(tmp_path, "llama")
     engine, alone = make_engine(folder, **SETTINGS)
