@@ -7,12 +7,19 @@ OPS := $(VENV)/.ops
 # The CPU threads of tests: several processes with many threads each fight.
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
-.PHONY: serve test setup ops lint types imports unit test-grid test-gpu bench bench-peers wheel clean help
+.PHONY: serve test quick setup ops lint types imports unit test-grid test-gpu bench bench-peers wheel clean help
 
 serve: setup ops  ## serve the bundled model on http://127.0.0.1:8000
 	$(BIN)/weft serve $(ARGS)
 
 test: lint types imports unit  ## lint, types, import contracts and the default tests
+
+# What starts no server and no ranks: most of the code, in a fraction of the time.
+QUICK := common types config kv scheduler routing text sampling layers attention moe speculation runner sim docs \
+	e0/test_grid.py e0/test_states.py front/test_completions.py front/test_chat.py front/test_http.py
+
+quick: lint imports setup ops  ## lint, import contracts and the tests that start few processes, in under 4 minutes
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix tests/,$(QUICK)) $(ARGS)
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/'

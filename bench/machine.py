@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from weft.common.cores import usable_cores
+
 #: CPU flags that decide which kernels an engine picks.
 _FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8")
 
@@ -58,7 +60,7 @@ def describe() -> dict[str, Any]:
     """The machine, as a result file keeps it."""
     return {
         "cpu": cpu(_read("/proc/cpuinfo")),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": usable_cores(),
         "memory_bytes": memory_bytes(_read("/proc/meminfo")),
         "system": system_name(),
         "python": platform.python_version(),

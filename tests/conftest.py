@@ -6,11 +6,14 @@ That is chosen when Triton is imported, so it is set here, before any test modul
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+
+from tests.support.slowness import deadline
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -20,6 +23,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--write-composition", action="store_true", help="write docs/composition.md from tests/composition"
     )
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """The time-out of a test, its marker's or the default, is one of a fast machine."""
+    marker = item.get_closest_marker("timeout")
+    given = marker.args[0] if marker else item.config.getoption("timeout") or item.config.getini("timeout")
+    item.add_marker(pytest.mark.timeout(deadline(float(given))), append=False)
+    return (yield)
 
 
 @pytest.fixture(scope="session")

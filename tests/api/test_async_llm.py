@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.slowness import deadline
 from weft import LLM, AsyncLLM, RequestOutput, SamplingParams
 from weft.common.errors import EngineDead, InvalidRequest, Overloaded
 from weft.engine.core import EngineCore
@@ -25,7 +26,7 @@ def go(settings: dict[str, Any], work: Callable[[AsyncLLM], Coroutine[Any, Any, 
     async def whole() -> None:
         engine = AsyncLLM(**{**settings, **more})
         try:
-            await asyncio.wait_for(work(engine), 60)
+            await asyncio.wait_for(work(engine), deadline(60))
         finally:
             await asyncio.to_thread(engine.shutdown)
         assert engine._requests == {}
@@ -40,12 +41,12 @@ async def collect(stream: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
 
 async def idle(engine: AsyncLLM) -> None:
     """Waits until the engine holds nothing; a second is all it may take."""
-    deadline = time.monotonic() + 5
+    until = time.monotonic() + deadline(5)
     while True:
         stats = await engine.stats()
         if (stats.running, stats.waiting, stats.kv_usage) == (0, 0, 0):
             return
-        assert time.monotonic() < deadline, stats
+        assert time.monotonic() < until, stats
         await asyncio.sleep(0.01)
 
 
@@ -183,13 +184,14 @@ def test_shutdown_ends_what_runs(settings: dict[str, Any]) -> None:
 
 
 def test_a_hanging_engine_counts_as_dead(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(EngineCore, "step", lambda core: time.sleep(2) or [])
+    hang = deadline(2.0)
+    monkeypatch.setattr(EngineCore, "step", lambda core: time.sleep(hang) or [])
 
     async def work(engine: AsyncLLM) -> None:
         began = time.monotonic()
         with pytest.raises(EngineDead, match="no progress"):
             await collect(engine.generate("Tom", GREEDY))
-        assert time.monotonic() - began < 1.9
+        assert time.monotonic() - began < hang
         with pytest.raises(EngineDead, match="no progress"):
             await collect(engine.generate("Tom", GREEDY))
 

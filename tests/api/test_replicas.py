@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.slowness import deadline
 from weft import LLM, AsyncLLM, SamplingParams
 from weft.common.errors import ConfigError, EngineDead, InvalidRequest
 
@@ -23,7 +24,7 @@ COMMON: dict[str, Any] = {
     "max_model_len": 256,
     "max_num_seqs": 4,
     "seed": 1,
-    "rank_timeout": 60.0,
+    "rank_timeout": deadline(60.0),
 }
 PROMPTS = [f"Tom has {n} apples and buys {n + 3} more. How many apples does he have?" for n in range(2, 8)]
 PARAMS = [
@@ -79,7 +80,7 @@ def test_independent_replicas(expected: Any) -> None:
         thread = threading.Thread(target=kill_when, args=(victim.kill, busy))
         thread.start()
         made = llm.generate(PROMPTS, params(), use_tqdm=False)
-        thread.join(60)
+        thread.join(deadline(60))
         assert tokens(made) == expected("spool-text")
         assert victim.poll() is not None
         assert tokens(llm.generate(PROMPTS[:2], params()[:2], use_tqdm=False)) == expected("spool-text")[:2]
@@ -95,7 +96,7 @@ def test_what_only_the_replicas_can_refuse_is_still_a_mistake_of_who_asked() -> 
 
 
 def kill_when(kill: Any, busy: Any) -> None:
-    until = time.monotonic() + 60
+    until = time.monotonic() + deadline(60)
     while len(busy) < 3 and time.monotonic() < until:
         time.sleep(0.001)
     time.sleep(0.05)
@@ -138,7 +139,7 @@ def test_a_worker_of_one_replica_dies(expected: Any) -> None:
         thread = threading.Thread(target=kill_when, args=(lambda: os.kill(worker, signal.SIGKILL), busy))
         thread.start()
         assert tokens(llm.generate(PROMPTS, params(), use_tqdm=False)) == expected("spool-mla")
-        thread.join(60)
+        thread.join(deadline(60))
         assert not Path(f"/proc/{worker}").exists()
         stats = llm.stats()
         assert (stats.recoveries, stats.running) == (2, 0)

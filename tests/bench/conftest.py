@@ -17,6 +17,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from tests.support.slowness import deadline
+
 
 class Fake:
     """What the server does, set by tests, and what it was asked."""
@@ -111,11 +113,11 @@ def fake() -> Iterator[Fake]:
         found.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
-        until = time.monotonic() + 20
+        until = time.monotonic() + deadline(20)
         while not server.started:
             assert time.monotonic() < until
             time.sleep(0.01)
         yield found
         server.should_exit = True
-        thread.join(20)
+        thread.join(deadline(20))
         assert not thread.is_alive()

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.slowness import deadline
 from weft.bench import plots, report, serving, sweep
 from weft.bench.load import Limits
 from weft.bench.schedule import Lengths, Planned
@@ -100,7 +101,7 @@ def test_interrupting_gives_what_was_measured(fake: Any) -> None:
     fake.faults = {7: "hang"}
 
     def interrupt() -> None:
-        until = time.monotonic() + 8
+        until = time.monotonic() + deadline(8)
         while time.monotonic() < until and not (len(fake.bodies) == 8 and fake.live == 1):
             time.sleep(0.01)
         time.sleep(0.3)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.slowness import deadline
 from weft.bench.memory import Peak, Process, Sample, sample, tree
 from weft.bench.process import ServerFailed, ServerProcess
 from weft.common.errors import ConfigError
@@ -73,7 +74,7 @@ def test_it_ends_when_whoever_started_it_is_killed(tmp_path: Path) -> None:
         assert lives(server)
         owner.kill()
         owner.wait(20)
-    until = time.monotonic() + 20
+    until = time.monotonic() + deadline(20)
     while lives(server):
         assert time.monotonic() < until, "the server outlived its owner"
         time.sleep(0.05)
@@ -133,5 +134,5 @@ def test_load_over_http_needs_no_torch() -> None:
         "try:\n    main(['bench', 'sweep', '--help'])\nexcept SystemExit as end:\n    assert end.code == 0\n"
         "loaded = {'torch', 'transformers', 'matplotlib'} & set(sys.modules)\nassert not loaded, loaded\n"
     )
-    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=deadline(120))
     assert made.returncode == 0, made.stderr

@@ -12,6 +12,7 @@ import pytest
 
 from bench.driver import Driver, PeerError, pinned
 from bench.peers.protocol import tree
+from tests.support.slowness import deadline
 
 PEERS = Path(__file__).parents[2] / "bench" / "peers"
 
@@ -53,7 +54,7 @@ def state(pid: int) -> str:
 
 
 def reaches(pid: int, states: str) -> bool:
-    until = time.monotonic() + 10
+    until = time.monotonic() + deadline(10)
     while state(pid) not in states.split() and time.monotonic() < until:
         time.sleep(0.02)
     return state(pid) in states.split()
@@ -132,6 +133,10 @@ def test_a_stopped_driver_dies_with_the_comparison(tmp_path: Path) -> None:
         "os._exit(9)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=PEERS.parents[1], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", script],
+        cwd=PEERS.parents[1],
+        capture_output=True,
+        text=True,
+        timeout=deadline(60),
     )
     assert reaches(int(done.stdout), "Z gone")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.slowness import deadline
 from weft.common.errors import ConfigError
 from weft.config import hub
 
@@ -90,6 +91,6 @@ def test_the_clients_own_cache_and_no_torch(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=120,
+        timeout=deadline(120),
     )
     assert Path(made.stdout.strip()) == snapshot

@@ -6,6 +6,7 @@ can go through.
 
 from __future__ import annotations
 
+import functools
 import random
 from pathlib import Path
 
@@ -35,11 +36,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {shape: make_checkpoint(root, shape) for shape in SHAPES}
 
 
+@functools.cache
 def _alone(folder: Path, kv_cache_dtype: str) -> list[list[int]]:
     tokens = []
     for number, prompt in enumerate(PROMPTS):
         engine, _ = make_engine(folder, caching=False, max_num_seqs=1, kv_cache_dtype=kv_cache_dtype)
         tokens.append(run(engine, [[submit(1, prompt, PARAMS, request=number)]])[1].tokens)
+        engine.close()
     return tokens
 
 
@@ -49,6 +52,7 @@ def _answers(folder: Path, **settings: object) -> tuple[list[Answer], object]:
     assert torch.float8_e4m3fn in dtypes
     arrivals = [[submit(i + 1, prompt, PARAMS, request=i)] for i, prompt in enumerate(PROMPTS)]
     found = run(engine, arrivals)
+    engine.close()
     return [found[i + 1] for i in range(len(PROMPTS))], engine
 
 

@@ -19,6 +19,7 @@ from tests.support.checkpoints import make_checkpoint
 from tests.support.domains import Leading
 from tests.support.mtp_models import make_mtp_checkpoint
 from tests.support.ranks import on_ranks
+from tests.support.slowness import deadline
 from weft.config.sections import SpeculationSection
 from weft.engine.balance import Balance
 from weft.engine.core import EngineCore
@@ -33,7 +34,7 @@ from weft.types.messages import Submit
 from weft.types.plan import StepPlan, StepResult
 from weft.types.sampling import TokenParams
 
-WAIT = 60.0
+WAIT = deadline(60.0)
 """Seconds for a plan or a result of another rank."""
 CASES: dict[str, dict[str, Any]] = {
     "chunks, deep": {"shape": "qwen2_windowed", "chunk": 7, "depth": 2},

@@ -54,7 +54,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> speculation.Reference:
     return speculation.Reference(tmp_path_factory.mktemp("e0-sparse-drafts"))
 
 
-@pytest.mark.parametrize("case", covering(FEATURES), ids=name)
+@pytest.mark.parametrize("case", covering(FEATURES, cheap=grid.CHEAP), ids=name)
 def test_pairwise_cover(case: dict[str, Any], reference: grid.Reference, cuts: list[float]) -> None:
     grid.check(case, reference)
     assert min(cuts) > MARGIN, "the fixture has a tie among groups"

@@ -69,7 +69,8 @@ FEATURES: dict[str, list[Any]] = {
     "sampling": list(SAMPLING),
     "replayed": [False, True],
 }
-COVER = covering(FEATURES)
+CHEAP = {"n": 1}
+COVER = covering(FEATURES, cheap=CHEAP)
 MTP_FEATURES = {**FEATURES, "model": ["deepseek_mtp"], "drafter": ["mtp"]}
 BATCH = 6
 
@@ -179,7 +180,7 @@ def test_pairwise_cover(case: dict[str, Any], reference: Reference) -> None:
     check(case, reference)
 
 
-@pytest.mark.parametrize("case", covering(MTP_FEATURES), ids=name)
+@pytest.mark.parametrize("case", covering(MTP_FEATURES, cheap=CHEAP), ids=name)
 def test_pairwise_cover_of_the_models_own_drafts(case: dict[str, Any], reference: Reference) -> None:
     check(case, reference)
 

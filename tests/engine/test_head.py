@@ -14,12 +14,13 @@ import zmq
 
 from tests.e0.rig import make_engine, submit
 from tests.support.checkpoints import make_checkpoint
+from tests.support.slowness import deadline
 from weft.engine.core import EngineCore
 from weft.engine.head import Head
 from weft.types import messages as m
 from weft.types.sampling import TokenParams
 
-DEADLINE = 20.0
+DEADLINE = deadline(20.0)
 
 
 class Front:
@@ -40,8 +41,8 @@ class Front:
 
     def receive(self) -> m.ToFront:
         """The next message that is not a heartbeat; heartbeats are kept."""
-        deadline = time.monotonic() + DEADLINE
-        while time.monotonic() < deadline:
+        until = time.monotonic() + DEADLINE
+        while time.monotonic() < until:
             if self.socket.poll(100):
                 message = m.decode_to_front(self.socket.recv())
                 if not isinstance(message, m.Heartbeat):
@@ -60,8 +61,8 @@ class Front:
 
     def stats_when(self, wanted: Callable[[m.HeadStats], bool]) -> m.HeadStats:
         """Waits for a heartbeat whose stats are as wanted."""
-        deadline = time.monotonic() + DEADLINE
-        while time.monotonic() < deadline:
+        until = time.monotonic() + DEADLINE
+        while time.monotonic() < until:
             if self.socket.poll(100):
                 message = m.decode_to_front(self.socket.recv())
                 if isinstance(message, m.Heartbeat) and wanted(message.stats):

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from msgspec.structs import replace
 
 from tests.faults.rig import config_of
 from tests.support.checkpoints import make_checkpoint
+from tests.support.slowness import deadline
 from weft import LLM, SamplingParams
 from weft.api.settings import read_settings
 from weft.config.resolve import resolve
@@ -28,7 +30,7 @@ from weft.engine.ranks import RankProcesses, threads_each
 from weft.types.messages import HeadStats, Submit, ids_to_bytes
 from weft.types.sampling import TokenParams
 
-PATIENCE = 120.0
+PATIENCE = deadline(120.0)
 GREEDY = TokenParams(temperature=0.0, max_tokens=16)
 SEEDED = TokenParams(temperature=0.9, top_p=0.9, max_tokens=20, logprobs=1)
 
@@ -46,6 +48,24 @@ def test_cores_are_divided_among_all_ranks_of_the_host() -> None:
     assert threads(2, data_parallel_size=8) == 1
     set_by_hand = replace(config_of(), parallel=ParallelSection(data_parallel_size=2))
     assert threads_each(replace(set_by_hand, runner=replace(set_by_hand.runner, threads=3)), 2) == 3
+
+
+def test_threads_are_those_asked_for_or_what_affinity_quota_and_torch_allow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def taken(asked: int, cores: int, torchs: int) -> int:
+        monkeypatch.setattr(start, "usable_cores", lambda: cores)
+        torch.set_num_threads(torchs)
+        start.set_threads(asked)
+        return torch.get_num_threads()
+
+    before = torch.get_num_threads()
+    try:
+        assert taken(0, cores=2, torchs=8) == 2, "a quota, which torch does not know of"
+        assert taken(0, cores=8, torchs=1) == 1, "OMP_NUM_THREADS"
+        assert taken(3, cores=2, torchs=1) == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 def sequence(number: int, prompt: list[int], params: TokenParams) -> Submit:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.e0.rig import make_engine, run, submit
 from tests.support.checkpoints import VOCAB, make_checkpoint
+from tests.support.slowness import deadline
 from weft.common.clock import SystemClock
 from weft.common.errors import EngineDead
 from weft.common.restarts import RestartBudget
@@ -21,7 +22,7 @@ from weft.runner.runner import Runner, StepHandle
 from weft.types.plan import StepPlan, StepResult
 from weft.types.sampling import TokenParams
 
-DEADLINE = 60.0
+DEADLINE = deadline(60.0)
 
 
 class Lossy:
@@ -138,8 +139,8 @@ def test_a_rank_lost_while_idle_is_back_before_anyone_asks(folder: Path) -> None
     engine.check()
     assert engine.recovering
     assert engine.has_work()
-    deadline = time.monotonic() + DEADLINE
-    while engine.has_work() and time.monotonic() < deadline:
+    until = time.monotonic() + DEADLINE
+    while engine.has_work() and time.monotonic() < until:
         assert engine.step() == []
     assert executor.recoveries == 1
     answers = run(engine, asked(3)[:1])

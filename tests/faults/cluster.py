@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults.netns import ANSWER, Hosts, Lines
+from tests.support.slowness import deadline
 
 SETTINGS: dict[str, Any] = {
     "dtype": "float64",
     "max_model_len": 256,
     "max_num_seqs": 4,
     "kv_cache_memory": "8MiB",
-    "rank_timeout": 8.0,
+    "rank_timeout": deadline(8.0),
 }
 
 
@@ -40,8 +41,8 @@ class Program(Lines):
         """Both end in order."""
         assert self.process.stdin is not None
         self.process.stdin.close()
-        assert self.process.wait(60) == 0
-        assert self.other.wait(60) == 0
+        assert self.process.wait(deadline(60)) == 0
+        assert self.other.wait(deadline(60)) == 0
 
 
 @dataclass
@@ -75,8 +76,8 @@ class Server:
         assert self.client.process.stdin is not None
         self.client.process.stdin.close()
         self.process.terminate()
-        assert self.process.wait(60) == 0
-        assert [other.wait(60) for other in self.others] == [0] * len(self.others)
+        assert self.process.wait(deadline(60)) == 0
+        assert [other.wait(deadline(60)) for other in self.others] == [0] * len(self.others)
 
 
 class Cluster:

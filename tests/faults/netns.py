@@ -11,10 +11,11 @@ import threading
 import time
 from pathlib import Path
 
+from tests.support.slowness import deadline
 from weft.common import env
 
 ROOT = Path(__file__).resolve().parents[2]
-ANSWER = 200.0
+ANSWER = deadline(200.0)
 """Seconds for any answer of a host's process."""
 
 
@@ -62,7 +63,7 @@ class Hosts:
 
 
 def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=30)
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=deadline(30))
 
 
 class Lines:
@@ -110,7 +111,7 @@ def children_of(process: subprocess.Popen[str], module: str = "") -> list[int]:
 
 def child_of(process: subprocess.Popen[str], module: str = "") -> int:
     """The youngest of them; waits for one."""
-    until = time.monotonic() + 60
+    until = time.monotonic() + deadline(60)
     while time.monotonic() < until:
         if found := children_of(process, module):
             return found[-1]

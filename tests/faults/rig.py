@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from tests.support.slowness import deadline
 from weft.api.settings import read_settings
 from weft.common.clock import SystemClock
 from weft.config.resolve import resolve
@@ -20,7 +21,7 @@ from weft.types.faults import Deed, Fault, Phase
 from weft.types.messages import Submit, ids_to_bytes
 from weft.types.sampling import TokenParams
 
-ROUND = 240.0
+ROUND = deadline(240.0)
 """Seconds in which all requests of a round must be answered, whatever befalls."""
 Plan = tuple[int, Phase, Deed]
 """Rank, where it is, and what befalls it there."""
@@ -36,7 +37,13 @@ class Told:
 
 def config_of(**settings: Any) -> EngineConfig:
     """The bundled model over ranks; in float64, so that no token depends on what is computed beside it."""
-    settings = {"dtype": "float64", "max_num_seqs": 4, "rank_timeout": 10.0, "max_model_len": 256, **settings}
+    settings = {
+        "dtype": "float64",
+        "max_num_seqs": 4,
+        "rank_timeout": deadline(10.0),
+        "max_model_len": 256,
+        **settings,
+    }
     return resolve(read_settings("spool-text", settings))
 
 

@@ -15,6 +15,7 @@ from tests.faults.cluster import SETTINGS, Cluster
 from tests.faults.host_zero import PROMPTS
 from tests.faults.netns import child_of, children_of
 from tests.faults.rig import config_of
+from tests.support.slowness import deadline
 from weft import LLM, SamplingParams
 from weft.common.errors import ConfigError
 from weft.config import hosts as over
@@ -170,7 +171,7 @@ def test_a_head_of_another_host_that_stops_before_it_listens(cluster: Cluster, a
     killed = child_of(host, "head_main")
     os.kill(killed, signal.SIGKILL)
     server.ask()
-    until = time.monotonic() + 60
+    until = time.monotonic() + deadline(60)
     while (found := children_of(host, "head_main")) in ([], [killed]):
         assert time.monotonic() < until, "no head follows"
     os.kill(found[0], signal.SIGSTOP)
@@ -205,7 +206,7 @@ def test_a_host_that_dies_and_returns(cluster: Cluster, alone: Alone, shared: bo
         assert server.told() == wanted
     server.until_whole()
     twin = cluster.serve(1)  # as somebody who forgot to change --node-rank
-    assert twin.wait(60) == 2
+    assert twin.wait(deadline(60)) == 2
     server.ask()
     assert server.told() == wanted
     assert server.metrics()["engine_restarts_total"] == 1
@@ -235,7 +236,7 @@ def test_replicas_over_hosts_behind_a_program(cluster: Cluster, alone: Alone) ->
 
     differs = cluster.serve(1, max_num_seqs=5)
     assert cluster.serve(0).wait(60) == 2
-    assert differs.wait(60) == 2
+    assert differs.wait(deadline(60)) == 2
 
 
 # ---- settings

@@ -21,9 +21,10 @@ import pytest
 from tests.faults.netns import command_lines
 from tests.faults.rig import Plan, fallen
 from tests.front.conftest import Running, Servers, events, servers  # noqa: F401  (a fixture)
+from tests.support.slowness import deadline
 from weft.engine.recovery import MOST
 
-ANSWER = 200.0
+ANSWER = deadline(200.0)
 """Seconds in which a request must be answered, whatever befalls."""
 KILL = signal.SIGKILL
 Outlive = Callable[..., None]
@@ -214,7 +215,7 @@ def test_a_head_that_stops_before_it_listens(outlive: Outlive) -> None:
     def strike(server: int) -> None:
         (head,) = heads(server)
         os.kill(head, KILL)
-        until = time.monotonic() + 60
+        until = time.monotonic() + deadline(60)
         while heads(server) in ([], [head]):
             assert time.monotonic() < until, "no head follows"
         os.kill(next(pid for pid in heads(server) if pid != head), signal.SIGSTOP)

@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.slowness import deadline
 from weft.common import env
 
 HERE = Path(__file__).parent
@@ -36,7 +37,7 @@ class Running:
         self.output: list[str] = []
         threading.Thread(target=self._read, daemon=True).start()
         self.url, self.model = self._ready(seconds)
-        self.http = httpx.Client(base_url=self.url, timeout=30)
+        self.http = httpx.Client(base_url=self.url, timeout=deadline(30))
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -46,9 +47,9 @@ class Running:
         self.lines.put(None)
 
     def _ready(self, seconds: float) -> tuple[str, str]:
-        deadline = time.monotonic() + seconds
+        until = time.monotonic() + deadline(seconds)
         while True:
-            line = self.lines.get(timeout=max(0.1, deadline - time.monotonic()))
+            line = self.lines.get(timeout=max(0.1, until - time.monotonic()))
             if line is None:
                 raise AssertionError(f"the server ended: {''.join(self.output)[-2000:]}")
             if found := READY.match(line.strip()):
@@ -81,8 +82,8 @@ class Running:
         return sum(map(float, found))
 
     def wait(self, condition: Callable[[], bool], seconds: float = 5.0) -> float:
-        """Waits until ``condition``; how long it took. Fails after ``seconds``."""
-        start = time.monotonic()
+        """Waits until ``condition``; how long it took. Fails after ``seconds`` of a fast machine."""
+        start, seconds = time.monotonic(), deadline(seconds)
         while not condition():
             assert time.monotonic() - start < seconds, "did not happen in time"
             time.sleep(0.02)
@@ -98,17 +99,15 @@ class Running:
     def stop(self, number: int = signal.SIGTERM, seconds: float = 20.0) -> int:
         """Sends a signal and returns the exit status."""
         self.process.send_signal(number)
-        return self.process.wait(seconds)
+        return self.process.wait(deadline(seconds))
 
     def close(self) -> None:
         self.http.close()
-        if self.process.poll() is None:
-            self.process.terminate()
-            try:
-                self.process.wait(10)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
+        for end in (self.process.terminate, self.process.terminate, self.process.kill):
+            if self.process.poll() is None:
+                end()  # at the second signal it no longer waits for its streams
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.process.wait(deadline(3))
 
 
 def events(source: httpx.Response | Iterator[str]) -> list[Any]:
@@ -157,16 +156,33 @@ class Servers:
             raise
         return self._running[-1]
 
-    def close(self) -> None:
-        for server in self._running:
-            server.close()
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """Servers that are started inside are ended at its end."""
+        before = len(self._running)
+        yield
+        while len(self._running) > before:
+            self._running.pop().close()
 
 
 @pytest.fixture(scope="session")
 def servers() -> Iterator[Servers]:
     made = Servers()
-    yield made
-    made.close()
+    with made.scope():
+        yield made
+
+
+# Idle servers take a few percent of a core each, so each ends with the test or module that started it.
+@pytest.fixture(scope="module", autouse=True)
+def _module_scope(servers: Servers) -> Iterator[None]:
+    with servers.scope():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _test_scope(_module_scope: None, servers: Servers) -> Iterator[None]:
+    with servers.scope():
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -193,7 +209,7 @@ def start_weft(servers: Servers) -> Start:
     return start
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def weft_server(start_weft: Start) -> Running:
     """One ``weft serve`` for tests that leave it as it was."""
     return start_weft()

@@ -137,7 +137,7 @@ class FakeHead:
 
     def run(self) -> None:
         while not self.stop:
-            while self.socket.poll(0 if self.live else 5):
+            while self.socket.poll(0 if self.live else 20):
                 front, body = self.socket.recv_multipart()
                 self.take(front, m.decode_to_head(body))
             self.step()
@@ -145,7 +145,8 @@ class FakeHead:
                 self.beat = time.monotonic()
                 for front in self.fronts:
                     self.send(front, self.heartbeat())
-            time.sleep(TICK)
+            if self.live:
+                time.sleep(TICK)
 
     def take(self, front: bytes, message: m.ToHead) -> None:
         if isinstance(message, m.Hello):

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import uvicorn
 
+from tests.support.slowness import deadline
 from weft.front import connection
 from weft.front.connections import MOST, MOST_AHEAD, Connections, most_connections
 
@@ -74,7 +75,7 @@ def serving(made: App) -> Iterator[App]:
         yield made
     finally:
         made.server.should_exit = True
-        thread.join(10)
+        thread.join(deadline(10))
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +94,7 @@ def port(app: App) -> int:
 
 @pytest.fixture
 def raw(port: int) -> Iterator[socket.socket]:
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as made:
+    with socket.create_connection(("127.0.0.1", port), timeout=deadline(10)) as made:
         yield made
 
 
@@ -196,7 +197,7 @@ def test_requests_sent_ahead_wait_as_bytes(app: App, raw: socket.socket) -> None
     while len(found) < count:
         answers += raw.recv(1 << 16)
         found = re.findall(rb"\r\n\r\n(\d+?)(?=HTTP|$)", answers)
-    sender.join(10)
+    sender.join(deadline(10))
     assert [int(body) for body in found] == [n % 100 for n in range(count)]
     assert app.most_waiting <= connection.PIECE // 18
 
@@ -217,10 +218,10 @@ def test_a_head_that_waits_behind_a_request_is_not_slow(app: App, raw: socket.so
 
 def test_a_client_that_leaves_while_a_request_waits_is_noticed() -> None:
     with serving(App()) as app:
-        with socket.create_connection(("127.0.0.1", app.config.port), timeout=10) as raw:
+        with socket.create_connection(("127.0.0.1", app.config.port), timeout=deadline(10)) as raw:
             raw.sendall(b"GET /never HTTP/1.1\r\n\r\nGET / HTTP/1.1\r\n\r\n")
-            assert app.asked.wait(10)
-        assert app.left.wait(10)
+            assert app.asked.wait(deadline(10))
+        assert app.left.wait(deadline(10))
 
 
 @pytest.mark.parametrize(
@@ -234,12 +235,12 @@ def test_a_client_that_leaves_while_a_request_waits_is_noticed() -> None:
 def test_who_waits_for_its_client_makes_room(first: bytes, then: bytes) -> None:
     with serving(App(most=1)) as app:
         address = ("127.0.0.1", app.config.port)
-        with socket.create_connection(address, timeout=10) as raw:
+        with socket.create_connection(address, timeout=deadline(10)) as raw:
             raw.sendall(first)
             assert raw.recv(4096).endswith(b"ok")
             raw.sendall(then)
             time.sleep(0.2)
-            with socket.create_connection(address, timeout=10) as other:
+            with socket.create_connection(address, timeout=deadline(10)) as other:
                 other.sendall(b"GET / HTTP/1.1\r\n\r\n")
                 assert other.recv(4096).endswith(b"ok")
             read_all(raw)
@@ -253,7 +254,7 @@ def test_who_makes_room_and_does_not_read_is_gone_at_once() -> None:
         raw.connect(address)
         raw.sendall(b"GET /large HTTP/1.1\r\n\r\n")
         raw.recv(1)
-        with socket.create_connection(address, timeout=10) as other:
+        with socket.create_connection(address, timeout=deadline(10)) as other:
             other.sendall(b"GET / HTTP/1.1\r\n\r\n")
             assert other.recv(4096).endswith(b"ok")
         read = 0

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.slowness import deadline
 from weft.common.errors import EngineDead
 from weft.links.link import Address
 from weft.links.links import Links
@@ -69,7 +70,7 @@ def test_streams_go_on_at_another_head(start_fake: Any, script: Any, sse: Any, l
         assert events[-1] == "[DONE]"
         assert "".join(e["choices"][0]["text"] for e in events[:-1]) == ("xyz" * 17)[:50]
         assert sum(len(e["choices"][0]["logprobs"]["tokens"]) for e in events[:-1]) == 50
-        assert {text_of(other.result(60)) for other in others} == {("abcdefg" * 43)[:300]}
+        assert {text_of(other.result(deadline(60))) for other in others} == {("abcdefg" * 43)[:300]}
     assert server.metric("front_failovers_total") >= 1
     if lives:
         server.wait(lambda: server.http.get("/health").json() == {"status": "alive"}, 20)
@@ -128,7 +129,7 @@ def test_the_server_ends_when_the_last_head_dies(start_fake: Any, script: Any) -
             os.kill(child, signal.SIGKILL)
         error = json.loads([line for line in lines if line][-1].removeprefix("data: "))
         assert error["error"]["code"] == "engine_dead", error
-    assert server.process.wait(20) == 1
+    assert server.process.wait(deadline(20)) == 1
 
 
 @pytest.mark.parametrize(
@@ -167,12 +168,12 @@ def test_heads_that_need_each_other(start_fake: Any, script: Any, sse: Any, live
             events = sse(answer)
         if lives:
             assert "".join(e["choices"][0]["text"] for e in events[:-1]) == ("xyz" * 17)[:50]
-            assert text_of(other.result(60)) == ("abcdefg" * 43)[:300]
+            assert text_of(other.result(deadline(60))) == ("abcdefg" * 43)[:300]
             assert server.metric("front_failovers_total") == 1
         else:
             assert events[-1]["error"]["code"] == "engine_dead"
-            assert other.result(60).status_code == 500
-            assert server.process.wait(20) == 1
+            assert other.result(deadline(60)).status_code == 500
+            assert server.process.wait(deadline(20)) == 1
 
 
 def test_a_head_that_never_listens_is_given_up(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import httpx
 import pytest
 from starlette.requests import Request
 
+from tests.support.slowness import deadline
 from weft.common.errors import Overloaded, RequestTimeout
 from weft.front.body import Bodies, read_json
 
@@ -26,7 +27,7 @@ def connect(server: Any, *, receive_buffer: int | None = None) -> socket.socket:
     raw = socket.socket()
     if receive_buffer is not None:
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-    raw.settimeout(20)
+    raw.settimeout(deadline(20))
     raw.connect(("127.0.0.1", httpx.URL(server.url).port))
     return raw
 
@@ -54,7 +55,7 @@ def ended(connections: list[socket.socket]) -> list[socket.socket]:
 def ask_anew(server: Any) -> int:
     """The status of a small request on a connection of its own."""
     body = {"model": "fake", "prompt": "ab", "max_tokens": 2}
-    return httpx.post(server.url + "/v1/completions", json=body, timeout=20).status_code
+    return httpx.post(server.url + "/v1/completions", json=body, timeout=deadline(20)).status_code
 
 
 def test_uploads_that_stall_take_no_place_in_the_queue(start_fake: Any) -> None:
@@ -99,10 +100,11 @@ def test_the_connection_that_waits_longest_makes_room(start_fake: Any, script: A
 
 
 def test_a_body_must_make_progress(start_fake: Any) -> None:
-    server = start_fake(constants={"weft.front.body.STALL_TIMEOUT": 1.0})
+    stall = deadline(1.0)
+    server = start_fake(constants={"weft.front.body.STALL_TIMEOUT": stall})
     with uploads(server, 2, 100, b"{") as (silent, slow):
         for _ in range(5):
-            time.sleep(0.5)
+            time.sleep(stall / 2)
             slow.sendall(b" ")
         assert status(silent) == 408
         slow.sendall(b" " * 94)
@@ -193,7 +195,7 @@ def test_a_stream_that_has_begun_is_not_refused(start_fake: Any, script: Any) ->
                 return answer.text
 
     async def test() -> list[str]:
-        async with httpx.AsyncClient(base_url=server.url, timeout=30) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=deadline(30)) as client:
             return await asyncio.gather(*(stream(client) for _ in range(8)))
 
     for text in asyncio.run(test()):

@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.slowness import deadline
 from weft.bench.process import free_port
 from weft.front.metrics import describe
 from weft.front.middleware import Keys
@@ -130,17 +131,17 @@ def test_probes_while_the_model_loads(start_fake: Any, tmp_path: Path) -> None:
     loaded, log, port = tmp_path / "loaded", tmp_path / "log", free_port()
     with (
         concurrent.futures.ThreadPoolExecutor(1) as pool,
-        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as http,
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=deadline(30)) as http,
     ):
         starting = pool.submit(start_fake, port=port, loaded=[str(loaded)], log_file=str(log))
         try:
-            deadline = time.monotonic() + 60
+            until = time.monotonic() + deadline(60)
             while True:
                 try:
                     http.get("/live")
                     break
                 except httpx.ConnectError:
-                    assert time.monotonic() < deadline
+                    assert time.monotonic() < until
                     time.sleep(0.05)
             for _ in range(20):
                 for path in ("/health", "/ping", "/ready", "/health/"):
@@ -170,7 +171,7 @@ def test_what_is_no_request_is_counted_and_not_logged(start_fake: Any, tmp_path:
     before = log.read_text()
     address = ("127.0.0.1", httpx.URL(server.url).port)
     for _ in range(5):
-        with socket.create_connection(address, timeout=10) as raw:
+        with socket.create_connection(address, timeout=deadline(10)) as raw:
             raw.sendall(b"\x16\x03\x01\x02\x00 hello\r\n\r\n")
             assert raw.makefile("rb").readline().split()[1] == b"400"
         upgrade = {"connection": "upgrade", "upgrade": "websocket"}
@@ -207,7 +208,7 @@ def test_a_key_on_every_route(locked: Any) -> None:
         "/v1/models#/health",
         "/health%2f..%2fv1",
     ):
-        with socket.create_connection(("127.0.0.1", httpx.URL(locked.url).port), timeout=5) as raw:
+        with socket.create_connection(("127.0.0.1", httpx.URL(locked.url).port), timeout=deadline(5)) as raw:
             raw.sendall(b"GET " + path.encode() + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
             assert raw.makefile("rb").readline().split()[1] == b"401", path
     for key in ("sesame", "second"):
@@ -325,10 +326,10 @@ def test_over_capacity(locked: Any, script: Any) -> None:
     url = locked.url + "/v1/completions"
     with (
         concurrent.futures.ThreadPoolExecutor(4) as pool,
-        httpx.Client(timeout=1.5, headers=headers) as client,
+        httpx.Client(timeout=deadline(1.5), headers=headers) as client,
     ):
         waiting = [pool.submit(client.post, url, json=body) for _ in range(4)]
-        metrics = httpx.Client(base_url=locked.url, headers=headers)
+        metrics = httpx.Client(base_url=locked.url, headers=headers, timeout=deadline(30))
         locked.wait(lambda: 'weft:front_sequences{model_name="fake"} 4.0' in metrics.get("/metrics").text)
         answer = httpx.post(url, json=body, headers=headers)
         assert answer.status_code == 429
@@ -336,7 +337,7 @@ def test_over_capacity(locked: Any, script: Any) -> None:
         assert answer.headers["retry-after"]
         for future in waiting:
             with pytest.raises(httpx.ReadTimeout):
-                future.result(5)
+                future.result(deadline(5))
     locked.wait(lambda: 'weft:front_sequences{model_name="fake"} 0.0' in metrics.get("/metrics").text)
     assert httpx.post(url, json={**body, "seed": 1}, headers=headers).status_code == 200
     answer = httpx.post(url, json={**body, "n": 5}, headers=headers)
@@ -346,7 +347,7 @@ def test_over_capacity(locked: Any, script: Any) -> None:
 
 
 def test_a_deadline(start_fake: Any, script: Any, sse: Any) -> None:
-    server = start_fake(request_timeout=0.5)
+    server = start_fake(request_timeout=deadline(0.5))
     for seed in (script.HANG, script.HANG_AFTER):
         answer = server.chat(seed=seed)
         assert answer.status_code == 504
@@ -518,7 +519,7 @@ def test_a_slow_reader_holds_up_nobody_and_loses_nothing(fake: Any, script: Any)
         fake.wait(lambda: fake.metric("inter_token_latency_seconds_count") >= before + 16 * 489)
         start = time.monotonic()
         assert fake.chat(max_tokens=20).status_code == 200
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - start < deadline(2)
         data = b"".join(iter(lambda: raw.recv(1 << 16), b""))
     chunks = [json.loads(line) for line in re.findall(rb"^data: ({.*})\r?$", data, re.M)]
     texts: dict[int, int] = dict.fromkeys(range(16), 0)

@@ -9,14 +9,17 @@ from typing import Any
 import openai
 import pytest
 
+from tests.support.slowness import deadline
 from weft.bench.records import Record, read_stream
 
 COMMENT = ": keep-alive"
+OFTEN = {"weft.front.streaming.KEEP_ALIVE": 0.1}
+"""Ten times in each second that the fake head pauses for."""
 
 
 @pytest.fixture(scope="module")
 def server(start_fake: Any) -> Any:
-    return start_fake(constants={"weft.front.streaming.KEEP_ALIVE": 0.2}, request_timeout=4.0)
+    return start_fake(constants=OFTEN)
 
 
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
@@ -34,7 +37,8 @@ def test_comments_before_and_between_tokens(server: Any, script: Any, sse: Any, 
     assert ends[-1] == "length"
 
 
-def test_no_comment_while_events_come(server: Any) -> None:
+def test_no_comment_while_events_come(start_fake: Any) -> None:
+    server = start_fake(constants={"weft.front.streaming.KEEP_ALIVE": deadline(0.4)})
     with server.stream(max_tokens=400) as answer:
         assert COMMENT not in answer.iter_lines()
 
@@ -44,7 +48,8 @@ def test_refusals_still_have_their_status(server: Any, script: Any) -> None:
         assert answer.status_code == 429
 
 
-def test_what_fails_after_the_first_comment_is_an_event(server: Any, script: Any, sse: Any) -> None:
+def test_what_fails_after_the_first_comment_is_an_event(start_fake: Any, script: Any, sse: Any) -> None:
+    server = start_fake(constants=OFTEN, request_timeout=deadline(2.0))
     with server.stream(seed=script.HANG) as answer:
         assert answer.status_code == 200
         lines = list(answer.iter_lines())
@@ -55,7 +60,8 @@ def test_what_fails_after_the_first_comment_is_an_event(server: Any, script: Any
 
 def test_a_client_that_leaves_during_the_comments(server: Any, script: Any) -> None:
     with server.stream(seed=script.HANG) as answer:
-        assert next(answer.iter_lines()) == COMMENT
+        lines = answer.iter_lines()  # kept: when it goes, httpx closes the connection
+        assert next(lines) == COMMENT
         server.wait(lambda: server.metric("front_sequences") == 1, 3)  # a comment may precede the Submit
     server.wait(lambda: server.metric("front_sequences") == 0, 3)
 
@@ -72,7 +78,8 @@ def test_clients_skip_comments(server: Any, script: Any) -> None:
             return "".join([chunk.choices[0].text async for chunk in stream])
 
     assert asyncio.run(ask()) == "abcdef"
-    with server.stream("/v1/completions", **asked) as answer:
+    # Tokens that come together are one event, so the server's own count is asked for.
+    with server.stream("/v1/completions", stream_options={"include_usage": True}, **asked) as answer:
         lines = [(time.monotonic(), line.encode()) for line in answer.iter_lines()]
     record = Record(number=0, planned=None, sent=lines[0][0])
     read_stream(record, lines)

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.slowness import deadline
 from weft.common.errors import ConfigError, Overloaded, Unavailable
 from weft.front.lifecycle import Lifecycle, Phase
 from weft.front.server import bind, ready_text
@@ -28,7 +29,7 @@ ROOT = Path(__file__).parent.parent.parent
 def test_a_client_that_leaves_frees_its_sequences(fake: Any, script: Any, seed: str, stream: bool) -> None:
     body = {"model": "fake", "prompt": "x", "seed": getattr(script, seed), "n": 2, "stream": stream}
     before = fake.metric("num_preemptions_total")
-    with httpx.Client(base_url=fake.url, timeout=0.5) as client:
+    with httpx.Client(base_url=fake.url, timeout=deadline(0.5)) as client:
         if stream and seed == "HANG_AFTER":
             with client.stream("POST", "/v1/completions", json=body) as answer:
                 next(answer.iter_lines())
@@ -36,7 +37,7 @@ def test_a_client_that_leaves_frees_its_sequences(fake: Any, script: Any, seed: 
             with pytest.raises(httpx.ReadTimeout):
                 client.post("/v1/completions", json=body)
     took = fake.wait(lambda: fake.metric("num_preemptions_total") == before + 2)
-    assert took < 1
+    assert took < deadline(1)
     fake.wait(lambda: fake.metric("num_requests_running") == 0)
     assert fake.metric("front_sequences") == 0
 
@@ -56,7 +57,7 @@ def test_sigterm_drains(start_fake: Any, script: Any, sse: Any) -> None:
         assert refused.json()["error"]["code"] == "unavailable"
         assert refused.headers["retry-after"]
         assert [line for line in lines if line][-1] == "data: [DONE]"
-    assert server.process.wait(10) == 0
+    assert server.process.wait(deadline(10)) == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -67,8 +68,8 @@ def test_draining_has_a_deadline(start_fake: Any, script: Any, sse: Any, number:
         server.wait(lambda: server.metric("front_sequences") == 2)
         server.process.send_signal(number)
         assert sse(running)[-1]["error"]["code"] == "unavailable"
-        assert whole.result(5).status_code == 503
-    assert server.process.wait(10) == 0
+        assert whole.result(deadline(5)).status_code == 503
+    assert server.process.wait(deadline(10)) == 0
 
 
 def test_a_second_signal_stops_now(start_fake: Any, script: Any) -> None:
@@ -80,7 +81,7 @@ def test_a_second_signal_stops_now(start_fake: Any, script: Any) -> None:
         time.sleep(0.3)
         assert server.process.poll() is None
         server.process.send_signal(signal.SIGINT)
-        assert server.process.wait(5) == 130
+        assert server.process.wait(deadline(5)) == 130
 
 
 def test_a_client_that_does_not_read_cannot_stop_the_stop(start_fake: Any, script: Any) -> None:
@@ -99,19 +100,19 @@ def test_a_client_that_does_not_read_cannot_stop_the_stop(start_fake: Any, scrip
 @pytest.mark.parametrize("death", ["DIE", "FAILED", "STUCK"])
 def test_a_dead_head_ends_everything(start_fake: Any, script: Any, sse: Any, death: str) -> None:
     """Every live request gets its one terminal answer, health turns bad and the process ends non-zero."""
-    server = start_fake(engine_timeout=1.0)
+    server = start_fake(engine_timeout=deadline(1.0))
     with server.stream(max_tokens=480) as other, concurrent.futures.ThreadPoolExecutor() as pool:
         lines = other.iter_lines()
         next(lines)
         whole = pool.submit(server.chat, seed=script.HANG)
         dying = pool.submit(lambda: server.chat(seed=getattr(script, death)))
         assert sse(lines)[-1]["error"]["code"] == "engine_dead"
-        codes = {future.result(5).json()["error"]["code"] for future in (whole, dying)}
+        codes = {future.result(deadline(5)).json()["error"]["code"] for future in (whole, dying)}
         assert codes == {"engine_dead"}
         assert {future.result().status_code for future in (whole, dying)} == {500}
     with contextlib.suppress(httpx.TransportError):  # it may have ended already
         assert server.http.get("/health").status_code == 503
-    assert server.process.wait(10) == 1
+    assert server.process.wait(deadline(10)) == 1
 
 
 def test_phases() -> None:
@@ -158,4 +159,7 @@ def test_the_ready_text() -> None:
 
 def test_the_front_never_imports_torch() -> None:
     code = "import sys, weft.front.server; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=False).returncode == 0
+    assert (
+        subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=deadline(60), check=False).returncode
+        == 0
+    )

@@ -8,12 +8,14 @@ from typing import Any
 import openai
 import pytest
 
+from tests.support.slowness import deadline
+
 MESSAGES: list[Any] = [{"role": "user", "content": "hello"}]
 
 
 @pytest.fixture
 def client(fake: Any) -> openai.OpenAI:
-    return openai.OpenAI(base_url=fake.url + "/v1", api_key="none", max_retries=0, timeout=20)
+    return openai.OpenAI(base_url=fake.url + "/v1", api_key="none", max_retries=0, timeout=deadline(20))
 
 
 def test_chat(client: openai.OpenAI) -> None:
@@ -93,7 +95,7 @@ def test_errors_have_their_classes(client: openai.OpenAI, script: Any) -> None:
 
 
 def test_the_client_retries_what_is_retryable(fake: Any, script: Any) -> None:
-    client = openai.OpenAI(base_url=fake.url + "/v1", api_key="none", max_retries=1, timeout=20)
+    client = openai.OpenAI(base_url=fake.url + "/v1", api_key="none", max_retries=1, timeout=deadline(20))
     answered = 'weft:http_requests_total{method="POST",route="/v1/chat/completions",status="429"}'
 
     def refusals() -> float:
@@ -112,12 +114,14 @@ def test_a_closed_stream_frees_its_sequence(fake: Any, client: openai.OpenAI, sc
     )
     next(iter(stream))
     stream.close()
-    assert fake.wait(lambda: fake.metric("num_requests_running") == 0) < 1
+    assert fake.wait(lambda: fake.metric("num_requests_running") == 0) < deadline(1)
 
 
 def test_async(fake: Any) -> None:
     async def run() -> None:
-        async with openai.AsyncOpenAI(base_url=fake.url + "/v1", api_key="none", timeout=20) as client:
+        async with openai.AsyncOpenAI(
+            base_url=fake.url + "/v1", api_key="none", timeout=deadline(20)
+        ) as client:
 
             async def one(number: int) -> str:
                 text = f"number {number}"

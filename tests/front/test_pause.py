@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.slowness import deadline
 from weft.common import env
 from weft.common.errors import Unavailable, WeftError
 from weft.links.flow import Flow
@@ -348,14 +349,15 @@ def test_a_paused_stream_is_finished_while_the_server_drains(start_fake: Any) ->
     server.wait(lambda: server.http.get("/ready").status_code == 503)
     chunks = read_stream(raw)
     assert {len(joined(chunks, index)[1]) for index in range(4)} == {490}
-    assert server.process.wait(20) == 0
+    assert server.process.wait(deadline(20)) == 0
 
 
 def test_a_client_that_reads_nothing_is_cut_off(start_fake: Any) -> None:
-    server = start_fake(constants={"weft.front.connection.UNREAD_SECONDS": 1.0})
+    unread = deadline(1.0)
+    server = start_fake(constants={"weft.front.connection.UNREAD_SECONDS": unread})
     with begin(server, **LONG), begin(server, **LONG) as reads:
         server.wait(lambda: server.metric("streams_paused_total") == 2, 20)
-        data, end = b"", time.monotonic() + 3
+        data, end = b"", time.monotonic() + 3 * unread
         while time.monotonic() < end and (more := reads.recv(1 << 16)):
             data += more
             time.sleep(0.01)
@@ -366,7 +368,7 @@ def test_a_client_that_reads_nothing_is_cut_off(start_fake: Any) -> None:
 
 
 def test_a_paused_stream_ends_at_its_deadline(start_fake: Any) -> None:
-    server = start_fake(request_timeout=2.0, constants={"weft.front.serving.SEND_GRACE": 0.5})
+    server = start_fake(request_timeout=deadline(2.0), constants={"weft.front.serving.SEND_GRACE": 0.5})
     with begin(server, **LONG):
         server.wait(lambda: server.metric("streams_paused_total") == 1, 20)
         assert server.metric("front_sequences") == 4

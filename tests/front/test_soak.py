@@ -9,6 +9,8 @@ from typing import Any
 
 import httpx
 
+from tests.support.slowness import deadline
+
 CONTEXT = 256
 BLOCK = 16
 #: spool-text in float32: 4 layers, keys and values of 2 heads of 32.
@@ -86,7 +88,7 @@ def test_two_hundred_hostile_requests(start_weft: Any) -> None:
 
     async def run() -> list[str]:
         limits = httpx.Limits(max_connections=40)
-        async with httpx.AsyncClient(base_url=server.url, limits=limits, timeout=120) as client:
+        async with httpx.AsyncClient(base_url=server.url, limits=limits, timeout=deadline(120)) as client:
             asked = (one(client, random.Random(rng.random()), n, server.model) for n in range(200))
             return await asyncio.gather(*asked)
 

@@ -12,6 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.slowness import deadline
+
 COMMON = (
     "--data-parallel-size",
     "2",
@@ -23,7 +25,7 @@ COMMON = (
     "20",
 )
 SHARED = ("spool-mla", *COMMON, "--enable-expert-parallel", "--max-num-seqs", "2")
-PATIENCE = 180.0
+PATIENCE = deadline(180.0)
 """Seconds, for a machine that does much else."""
 QUESTIONS = [f"Tom has {n} apples and buys {n + 3} more. How many apples does he have?" for n in range(2, 8)]
 LONG: dict[str, Any] = {"max_tokens": 30, "ignore_eos": True}

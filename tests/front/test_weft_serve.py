@@ -16,6 +16,7 @@ import httpx
 import openai
 import pytest
 
+from tests.support.slowness import deadline
 from weft.text.submit import minted_seed
 
 QUESTION = "Tom has 12 apples and buys 7 more. How many apples does he have?"
@@ -25,7 +26,9 @@ LONG = {"max_tokens": 1900, "ignore_eos": True}
 
 @pytest.fixture
 def client(weft_server: Any) -> openai.OpenAI:
-    return openai.OpenAI(base_url=weft_server.url + "/v1", api_key="none", max_retries=0, timeout=60)
+    return openai.OpenAI(
+        base_url=weft_server.url + "/v1", api_key="none", max_retries=0, timeout=deadline(60)
+    )
 
 
 def idle(server: Any) -> bool:
@@ -46,7 +49,9 @@ def test_a_right_answer_in_every_way_of_asking(weft_server: Any, client: openai.
         texts.append(helper.get_final_completion().choices[0].message.content or "")
 
     async def ask() -> str:
-        async with openai.AsyncOpenAI(base_url=weft_server.url + "/v1", api_key="none", timeout=60) as other:
+        async with openai.AsyncOpenAI(
+            base_url=weft_server.url + "/v1", api_key="none", timeout=deadline(60)
+        ) as other:
             stream = await other.chat.completions.create(**asked, stream=True)
             return "".join([c.choices[0].delta.content or "" async for c in stream])
 
@@ -108,7 +113,7 @@ def test_stop_strings_end_the_sequence_at_the_head(weft_server: Any, client: ope
 def test_a_client_that_leaves_frees_its_sequences(weft_server: Any, stream: bool) -> None:
     weft_server.wait(lambda: idle(weft_server))
     body = {"model": weft_server.model, "messages": MESSAGES, "n": 2, "stream": stream, **LONG}
-    with httpx.Client(base_url=weft_server.url, timeout=1.0) as client:
+    with httpx.Client(base_url=weft_server.url, timeout=deadline(60) if stream else 1.0) as client:
         if stream:
             with client.stream("POST", "/v1/chat/completions", json=body) as answer:
                 lines = answer.iter_lines()
@@ -118,7 +123,7 @@ def test_a_client_that_leaves_frees_its_sequences(weft_server: Any, stream: bool
             with pytest.raises(httpx.ReadTimeout):
                 client.post("/v1/chat/completions", json=body)
     # The head frees within a second; half a second more until its heartbeat says so.
-    assert weft_server.wait(lambda: idle(weft_server)) < 1.5
+    assert weft_server.wait(lambda: idle(weft_server)) < deadline(1.5)
 
 
 def test_hostile_clients_leave_no_trace(weft_server: Any) -> None:
@@ -194,7 +199,7 @@ def test_minted_seeds_and_a_full_queue(start_weft: Any) -> None:
         assert refused.status_code == 429
         assert refused.headers["retry-after"]
         running.close()
-        assert waiting.result(30).status_code == 200
+        assert waiting.result(deadline(30)).status_code == 200
     assert server.chat(max_tokens=3).status_code == 200
     assert server.stop() == 0
 
@@ -211,7 +216,7 @@ def text_of(lines: Any, sse: Any) -> tuple[str, str]:
 )
 def test_streams_outlive_the_head(start_weft: Any, sse: Any, death: signal.Signals) -> None:
     """Greedy and sampled, streamed and whole, with stop strings and logprobs: all as without the death."""
-    server = start_weft("--max-num-seqs", "4", "--dtype", "float64", "--rank-timeout", "8")
+    server = start_weft("--max-num-seqs", "4", "--dtype", "float64", "--rank-timeout", str(deadline(8)))
     asked: list[dict[str, Any]] = [
         {"max_tokens": 400, "ignore_eos": True, "temperature": 0},
         {"max_tokens": 200, "ignore_eos": True, "temperature": 1.0, "seed": 5, "logprobs": True, "n": 2},
@@ -247,8 +252,8 @@ def test_streams_outlive_the_head(start_weft: Any, sse: Any, death: signal.Signa
         late = pool.submit(server.chat, QUESTION, max_tokens=30, temperature=0)
         rest, reason = text_of(lines, sse)
         assert (before + rest, reason) == wanted[0][0][0]
-        assert [told(one.result(90)) for one in whole] == wanted[1:]
-        assert late.result(90).status_code == 200
+        assert [told(one.result(deadline(90))) for one in whole] == wanted[1:]
+        assert late.result(deadline(90)).status_code == 200
     assert server.metric("engine_restarts_total") >= 1
     assert server.metric("front_failovers_total") >= 4
     assert not Path(f"/proc/{first}").exists() or server.head() != first
@@ -281,7 +286,7 @@ def test_an_engine_that_is_not_back_in_time(start_weft: Any, sse: Any) -> None:
         os.kill(server.head(), signal.SIGKILL)
         refused = pool.submit(server.chat, max_tokens=2)
         assert sse(lines)[-1]["error"]["code"] == "unavailable"
-        assert refused.result(30).status_code == 503
+        assert refused.result(deadline(30)).status_code == 503
         assert refused.result().headers["retry-after"]
     server.wait(lambda: server.http.get("/ready").status_code == 200, 60)
     assert server.chat(max_tokens=2).status_code == 200
@@ -296,10 +301,10 @@ def test_an_engine_that_must_not_be_started_again(start_weft: Any, sse: Any) -> 
         server.wait(lambda: server.metric("front_sequences") == 2)
         os.kill(server.head(), signal.SIGKILL)
         assert sse(lines)[-1]["error"]["code"] == "engine_dead"
-        assert whole.result(10).status_code == 500
+        assert whole.result(deadline(10)).status_code == 500
     with contextlib.suppress(httpx.TransportError):  # it may have ended already
         assert server.http.get("/health").status_code == 503
-    assert server.process.wait(10) == 1
+    assert server.process.wait(deadline(10)) == 1
 
 
 def test_equal_prompts_of_one_request_have_seeds_of_their_own(start_weft: Any) -> None:
@@ -342,7 +347,7 @@ def test_sigterm_finishes_what_runs(start_weft: Any) -> None:
         server.wait(lambda: server.http.get("/ready").status_code == 503)
         assert server.chat(max_tokens=1).status_code == 503
         assert [line for line in lines if line][-1] == "data: [DONE]"
-    assert server.process.wait(15) == 0
+    assert server.process.wait(deadline(15)) == 0
     assert not Path(f"/proc/{head}").exists()
 
 
@@ -352,7 +357,9 @@ def test_the_ready_text_can_be_pasted(weft_server: Any) -> None:
     body = re.search(r"-d '(.*)'$", line.strip())
     assert url is not None
     assert body is not None
-    answer = httpx.post(url[0], content=body[1], headers={"Content-Type": "application/json"}, timeout=30)
+    answer = httpx.post(
+        url[0], content=body[1], headers={"Content-Type": "application/json"}, timeout=deadline(30)
+    )
     assert "19" in answer.json()["choices"][0]["message"]["content"]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.slowness import deadline
 from weft.common.errors import DeadlineExceeded, Unavailable, WeftError
 from weft.front.workers import WorkerPool
 
@@ -48,7 +49,7 @@ def run(
         finally:
             await pool.close()
 
-    asyncio.run(asyncio.wait_for(main(), 120))
+    asyncio.run(asyncio.wait_for(main(), deadline(120)))
 
 
 def test_payloads_of_every_size_are_answered_by_processes_that_stay() -> None:

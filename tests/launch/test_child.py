@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.slowness import deadline
 from weft.common import signals
 from weft.common.folder import private_folder
 from weft.engine import heads
@@ -29,8 +30,8 @@ def alive(pid: int) -> bool:
 
 
 def until(condition: object, seconds: float = 20.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
+    end = time.monotonic() + deadline(seconds)
+    while time.monotonic() < end:
         if condition():  # type: ignore[operator]
             return True
         time.sleep(0.05)
@@ -63,7 +64,7 @@ def test_a_child_dies_with_its_parent() -> None:
 
 def test_a_child_whose_parent_is_gone_already_ends_at_once() -> None:
     code = "from weft.launch import child; child.die_with_parent(1 << 30); print('lives')"
-    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=deadline(60))
     assert (made.returncode, made.stdout) == (1, "")
 
 

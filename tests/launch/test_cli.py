@@ -12,6 +12,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from tests.support.slowness import deadline
 from weft import __version__
 from weft.common.errors import ConfigError, EngineDead, WeftError
 from weft.config.flags import SETTINGS
@@ -24,7 +25,11 @@ COMMANDS = ["serve", "generate", "eval", "verify", "models", "sim"]
 
 def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "weft", *arguments], capture_output=True, text=True, input=stdin, timeout=120
+        [sys.executable, "-m", "weft", *arguments],
+        capture_output=True,
+        text=True,
+        input=stdin,
+        timeout=deadline(120),
     )
 
 
@@ -57,7 +62,7 @@ def test_no_torch_before_it_is_needed(arguments: list[str]) -> None:
         f"try:\n    main({arguments!r})\nexcept SystemExit as end:\n    assert end.code == 0, end.code\n"
         "loaded = {'torch', 'transformers'} & set(sys.modules)\nassert not loaded, loaded\n"
     )
-    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=deadline(120))
     assert made.returncode == 0, made.stderr
     assert made.stdout.strip()
 
@@ -65,7 +70,7 @@ def test_no_torch_before_it_is_needed(arguments: list[str]) -> None:
 def test_the_front_process_of_serve_imports_no_torch() -> None:
     code = "import sys, weft.launch.serve, weft.config.resolve, weft.front.server\n"
     code += "assert 'torch' not in sys.modules"
-    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=deadline(120))
     assert made.returncode == 0, made.stderr
 
 

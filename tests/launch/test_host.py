@@ -13,14 +13,15 @@ import msgspec
 import pytest
 
 from tests.faults.rig import config_of
+from tests.support.slowness import deadline
 from weft.launch import host as module
 from weft.parallel.board import Board, BoardClient
 from weft.parallel.secret import derive
 from weft.types import board as b
 
 KEYS = derive(b"0123456789abcdef")
-PATIENCE = 20.0
-LISTEN_S = 0.5
+PATIENCE = deadline(20.0)
+LISTEN_S = deadline(0.5)
 
 
 class Sleepers:

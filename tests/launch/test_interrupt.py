@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.slowness import deadline
+
 
 class Watched:
     """A command in a terminal of its own: standard output and error are that terminal."""
@@ -48,16 +50,16 @@ class Watched:
 
     def until(self, text: str) -> None:
         """Waits until ``text`` was shown."""
-        deadline = time.monotonic() + 120
+        end = time.monotonic() + deadline(120)
         while text not in self.shown:
-            assert time.monotonic() < deadline, self.shown
+            assert time.monotonic() < end, self.shown
             time.sleep(0.02)
 
     def close(self) -> None:
         """Ends it; to be called once."""
         self.process.kill()
         self.process.wait()
-        self._reader.join(20)
+        self._reader.join(deadline(20))
         os.close(self._terminal)
 
 
@@ -77,20 +79,20 @@ def watch() -> Iterator[Any]:
 @pytest.mark.parametrize(
     ("arguments", "shown"),
     [
-        (["eval", "gsm-mini", "--limit", "500"], "1/500"),
         (["eval", "gsm-mini", "--tensor-parallel-size", "2"], "1/500"),
         (["verify", "--self", "--prompts", "2", "--tokens", "200"], "deterministic"),
         (["generate", "Count", "--ignore-eos", "--max-tokens", "2000", "--no-chat"], "Loading weights: 100%"),
-        (["bench", "offline", "--rounds", "50"], "Loading weights: 100%"),
+        pytest.param(["eval", "gsm-mini", "--limit", "500"], "1/500", marks=pytest.mark.grid),
+        pytest.param(["bench", "offline", "--rounds", "50"], "Loading weights: 100%", marks=pytest.mark.grid),
     ],
-    ids=["eval", "eval, two ranks", "verify", "generate", "bench"],
+    ids=["eval, two ranks", "verify", "generate", "eval", "bench"],
 )
 def test_an_interrupt_gives_130_and_no_traceback(watch: Any, arguments: list[str], shown: str) -> None:
     command = watch(*arguments)
     command.until(shown)
     time.sleep(0.3)  # into the computation
     os.killpg(command.process.pid, signal.SIGINT)
-    assert command.process.wait(60) == 130, command.shown
+    assert command.process.wait(deadline(60)) == 130, command.shown
     assert "Traceback" not in command.shown
     assert "weft: interrupted" in command.shown
 
@@ -98,12 +100,16 @@ def test_an_interrupt_gives_130_and_no_traceback(watch: Any, arguments: list[str
 def test_bars_are_for_terminals(checkpoint: str, watch: Any) -> None:
     arguments = ["eval", "gsm-mini", checkpoint, "--limit", "2", "--max-tokens", "2"]
     command = watch(*arguments)
-    assert command.process.wait(120) == 0, command.shown
+    assert command.process.wait(deadline(120)) == 0, command.shown
     command.until("gsm-mini: ")
     assert "Loading weights: 100%" in command.shown
     assert "Prompts" in command.shown
     made = subprocess.run(
-        [sys.executable, "-m", "weft", *arguments], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-m", "weft", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=deadline(120),
+        check=True,
     )
     assert "Loading weights" not in made.stderr
     assert "Prompts" not in made.stderr

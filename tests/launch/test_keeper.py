@@ -15,13 +15,14 @@ import msgspec
 import pytest
 
 from tests.faults.rig import config_of
+from tests.support.slowness import deadline
 from weft.common.errors import EngineDead
 from weft.config.resolved import EngineConfig
 from weft.engine.keeper import Keeper
 from weft.engine.kept import KeptRanks
 from weft.engine.ranks import RankProcesses, rank_address
 
-PATIENCE = 60.0
+PATIENCE = deadline(60.0)
 
 
 def config_in(folder: str) -> EngineConfig:

@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.slowness import deadline
 from weft.common import signals
 from weft.common.cores import usable_cores
 from weft.common.errors import ConfigError
@@ -108,7 +109,7 @@ def test_it_serves_and_ends_with_nothing_left_behind(checkpoint: str, start: Any
         "max_tokens": 4,
         "temperature": 0,
     }
-    answer = httpx.post(f"{base}/v1/chat/completions", json=body, timeout=60)
+    answer = httpx.post(f"{base}/v1/chat/completions", json=body, timeout=deadline(60))
     assert answer.status_code == 200, answer.text
     assert answer.json()["model"] == "tiny"
     head = server.head()
@@ -117,7 +118,7 @@ def test_it_serves_and_ends_with_nothing_left_behind(checkpoint: str, start: Any
     report = tmp_path / "report.json"
     command = ["eval", "gsm-mini", "--url", base, "--limit", "5", "--max-tokens", "4", "--json", str(report)]
     made = subprocess.run(
-        [sys.executable, "-m", "weft", *command], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "weft", *command], capture_output=True, text=True, timeout=deadline(120)
     )
     assert made.returncode == 0, made.stderr
     assert re.fullmatch(r"gsm-mini: \d+ / 5 exact \(\d+\.\d%\), [\d.]+ s\n", made.stdout)
@@ -128,14 +129,14 @@ def test_it_serves_and_ends_with_nothing_left_behind(checkpoint: str, start: Any
         [sys.executable, "-m", "weft", "eval", "gsm-mini", "other", "--url", base, "--limit", "1"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=deadline(120),
     )
     assert wrong.returncode == 2
     assert "404" in wrong.stderr
     assert "Traceback" not in wrong.stderr
 
     server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(60) == 0, server.log.read_text()
+    assert server.process.wait(deadline(60)) == 0, server.log.read_text()
     assert ended(head)
     assert os.listdir(server.temporary) == []
 
@@ -155,12 +156,14 @@ def test_ranks_of_replicas_share_the_cores_and_each_has_a_name_and_a_trace(
     prompts = [f"{number} " * 200 for number in range(8)]  # without a common prefix: spread over both
     with ThreadPoolExecutor(len(prompts)) as pool:
         asked = [
-            pool.submit(httpx.post, f"{base}/v1/completions", json={**body, "prompt": prompt}, timeout=60)
+            pool.submit(
+                httpx.post, f"{base}/v1/completions", json={**body, "prompt": prompt}, timeout=deadline(60)
+            )
             for prompt in prompts
         ]
         assert {made.result().status_code for made in asked} == {200}
     server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(60) == 0, server.log.read_text()
+    assert server.process.wait(deadline(60)) == 0, server.log.read_text()
     log = server.log.read_text()
     spoken = re.findall(r"\d\d:\d\d:\d\d \w (.+?) weft\.\S+: (.*)$", log, re.MULTILINE)
     threads = max(1, usable_cores() // len(names))
@@ -177,7 +180,7 @@ def test_it_fails_when_its_head_dies_and_must_not_be_started_again(checkpoint: s
     server = start(checkpoint, "--port", "0", "--engine-restarts", "0")
     server.url()
     os.kill(server.head(), signal.SIGKILL)
-    assert server.process.wait(60) == 1
+    assert server.process.wait(deadline(60)) == 1
     assert os.listdir(server.temporary) == []
 
 
@@ -205,7 +208,7 @@ def test_the_next_start_removes_the_folder_of_a_killed_server(checkpoint: str, s
         env={**os.environ, "TMPDIR": server.temporary, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=deadline(120),
         check=False,
     )
     assert again.returncode == 2, again.stderr
@@ -214,7 +217,7 @@ def test_the_next_start_removes_the_folder_of_a_killed_server(checkpoint: str, s
 
 def test_a_configuration_that_only_the_head_can_refuse_gives_status_2(checkpoint: str, start: Any) -> None:
     server = start(checkpoint, "--port", "0", "--attention-backend", "no-such-backend")
-    assert server.process.wait(60) == 2
+    assert server.process.wait(deadline(60)) == 2
     log = server.log.read_text()
     assert "weft: no attention backend called 'no-such-backend'" in log
     assert "Traceback" not in log
@@ -226,19 +229,19 @@ def test_an_address_in_use_gives_status_2_and_leaves_no_head(checkpoint: str, st
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         server = start(checkpoint, "--port", str(taken.getsockname()[1]))
-        assert server.process.wait(60) == 2
+        assert server.process.wait(deadline(60)) == 2
     assert "--port" in server.log.read_text()
     assert os.listdir(server.temporary) == []
 
 
 def test_sigterm_while_loading_ends_in_order(checkpoint: str, start: Any) -> None:
     server = start(checkpoint, "--port", "0")
-    deadline = time.monotonic() + 60
+    until = time.monotonic() + deadline(60)
     while not os.listdir(server.temporary):
-        assert time.monotonic() < deadline
+        assert time.monotonic() < until
         time.sleep(0.02)
     server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(60) in (0, 143)
+    assert server.process.wait(deadline(60)) in (0, 143)
     assert os.listdir(server.temporary) == []
 
 
@@ -246,16 +249,16 @@ def test_sigterm_while_loading_ends_in_order(checkpoint: str, start: Any) -> Non
 def test_a_signal_to_all_while_loading_ends_all_at_once(checkpoint: str, start: Any, number: int) -> None:
     """It comes when the head has just begun, and imports; the status is 128 and the signal's number."""
     server = start(checkpoint, "--port", "0")
-    deadline = time.monotonic() + 60
+    until = time.monotonic() + deadline(60)
     while True:
-        assert time.monotonic() < deadline
+        assert time.monotonic() < until
         try:
             head = server.head()
             break
         except AssertionError:
             time.sleep(0.005)
     server.signal_group(number)
-    assert server.process.wait(60) == 128 + number
+    assert server.process.wait(deadline(60)) == 128 + number
     assert ended(head)
     assert os.listdir(server.temporary) == []
     assert "Traceback" not in server.log.read_text()
@@ -263,8 +266,8 @@ def test_a_signal_to_all_while_loading_ends_all_at_once(checkpoint: str, start: 
 
 def ended(pid: int) -> bool:
     """Whether the process ends within 10 s: the kernel kills it with its parent, and its adopter reaps it."""
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
+    until = time.monotonic() + deadline(10)
+    while time.monotonic() < until:
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         except (FileNotFoundError, ProcessLookupError):
@@ -277,9 +280,9 @@ def ended(pid: int) -> bool:
 
 def stopped_head(server: Server) -> int:
     """The head's process id, once it listens; it does nothing from then on, as if loading took for ever."""
-    deadline = time.monotonic() + 60
+    until = time.monotonic() + deadline(60)
     while not list(Path(server.temporary).glob("*/head0")):
-        assert time.monotonic() < deadline
+        assert time.monotonic() < until
         time.sleep(0.005)
     head = server.head()
     os.kill(head, signal.SIGSTOP)
@@ -290,7 +293,7 @@ def test_a_head_that_loads_is_not_waited_for(checkpoint: str, start: Any) -> Non
     server = start(checkpoint, "--port", "0")
     head = stopped_head(server)
     server.signal_group(signal.SIGINT)
-    assert server.process.wait(60) == 130
+    assert server.process.wait(deadline(60)) == 130
     assert ended(head)
     assert os.listdir(server.temporary) == []
     assert "Traceback" not in server.log.read_text()
@@ -307,7 +310,7 @@ def test_a_signal_to_all_drains(checkpoint: str, start: Any, number: int, more: 
     base = server.url()
     body = {"model": checkpoint, "prompt": "x", "max_tokens": 500, "temperature": 0, "stream": True}
     with httpx.stream(
-        "POST", f"{base}/v1/completions", json={**body, "ignore_eos": True}, timeout=120
+        "POST", f"{base}/v1/completions", json={**body, "ignore_eos": True}, timeout=deadline(120)
     ) as answer:
         lines = (line for line in answer.iter_lines() if line)
         first = next(lines)
@@ -318,7 +321,7 @@ def test_a_signal_to_all_drains(checkpoint: str, start: Any, number: int, more: 
         *_, last, done = [first, *lines]
     assert done == "data: [DONE]"
     assert json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
-    assert server.process.wait(60) == 0
+    assert server.process.wait(deadline(60)) == 0
     told = "stopping: 1 request may run for 30 more seconds; a second Ctrl-C stops at once"
     assert told in server.log.read_text()
     assert os.listdir(server.temporary) == []
@@ -328,7 +331,7 @@ def test_an_idle_server_says_nothing_of_requests_when_it_stops(checkpoint: str, 
     server = start(checkpoint, "--port", "0")
     server.url()
     server.process.terminate()
-    assert server.process.wait(60) == 0
+    assert server.process.wait(deadline(60)) == 0
     log = server.log.read_text()
     assert "stopping" in log
     assert "request" not in log.partition("stopping")[2]
@@ -386,7 +389,7 @@ def test_no_bars_in_a_log_and_no_folder_for_operations(checkpoint: str, start: A
     server = start(checkpoint, "--port", "0", WEFT_OPS_CACHE=str(tmp_path / "file" / "ops"))
     base = server.url()
     body = {"model": checkpoint, "prompt": "x", "max_tokens": 2}
-    assert httpx.post(f"{base}/v1/completions", json=body, timeout=60).status_code == 200
+    assert httpx.post(f"{base}/v1/completions", json=body, timeout=deadline(60)).status_code == 200
     log = server.log.read_text()
     assert "Traceback" not in log
     assert "\r" not in log

@@ -12,6 +12,7 @@ import torch
 
 from tests.support.ranks import on_ranks
 from tests.support.routed import routed, tokens
+from tests.support.slowness import deadline
 from weft.common.errors import EngineDead
 from weft.moe.choice import Chooser
 from weft.moe.cost import Shape
@@ -259,7 +260,7 @@ def test_more_rows_than_agreed_end_the_step() -> None:
         return drive(block.steps(*rows[mesh.rank], Exchange("low-latency", 2)))
 
     with pytest.raises(EngineDead, match="3 rows in a step whose ranks agreed on 2"):
-        on_ranks(layout, work, timeout=10.0)
+        on_ranks(layout, work, timeout=deadline(10.0))
 
 
 class Counter(Launcher):

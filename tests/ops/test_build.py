@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from tests.support.slowness import deadline
 from weft.common import signals
 from weft.common.measurements import cache_folder
 from weft.launch.build_ops import build_ops
@@ -253,12 +254,12 @@ def test_an_interrupted_build_stops_its_compilers_and_goes_on(
             stderr=subprocess.DEVNULL,
             preexec_fn=heed_signals,
         )
-        until = time.monotonic() + 60
+        until = time.monotonic() + deadline(60)
         while not ((tmp_path / "hangs").exists() and list(cache_folder().glob("objects/*.o"))):
             assert time.monotonic() < until
             time.sleep(0.02)
         process.send_signal(number)
-        statuses.append(process.wait(60))
+        statuses.append(process.wait(deadline(60)))
         (tmp_path / "hangs").unlink()
         assert running(str(sources / "one.cpp")) == (number == signal.SIGKILL)
     assert statuses == [130, 143, 129, -9]

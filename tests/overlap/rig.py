@@ -15,6 +15,7 @@ import torch
 
 from tests.e0.rig import Answer, Recorder, make_engine, run, spec_of
 from tests.support.ranks import on_ranks
+from tests.support.slowness import deadline
 from weft.engine.core import EngineCore
 from weft.layers.build import ExpertOptions
 from weft.models.decoder import Decoder
@@ -27,7 +28,7 @@ from weft.types.messages import HeadStats, Submit
 from weft.types.plan import StepPlan
 
 CPU = torch.device("cpu")
-DEADLINE = 60.0
+DEADLINE = deadline(60.0)
 
 
 class Decisions:

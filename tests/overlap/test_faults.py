@@ -21,6 +21,7 @@ from tests.e0.test_grid import PROMPTS
 from tests.overlap.rig import Decided, Decisions, on_engines, rank_model
 from tests.support.checkpoints import make_checkpoint
 from tests.support.ranks import on_ranks
+from tests.support.slowness import deadline
 from weft.models.decoder import Decoder
 from weft.overlap.policy import OverlapPolicy
 from weft.parallel.group import CommLost
@@ -30,7 +31,7 @@ from weft.types.messages import Submit
 from weft.types.sampling import TokenParams
 
 GREEDY = TokenParams(temperature=0.0, max_tokens=12)
-DEADLINE = 60.0
+DEADLINE = deadline(60.0)
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from tests.e0.rig import Answer, make_engine, submit
 from tests.overlap.rig import Decided, Decisions, rank_model
 from tests.support.checkpoints import VOCAB, make_checkpoint
 from tests.support.ranks import on_ranks
+from tests.support.slowness import deadline
 from weft.engine.core import EngineCore
 from weft.parallel.mesh import Mesh
 from weft.types.layout import Layout
@@ -54,7 +55,7 @@ def take(events: Any, answers: dict[int, Answer]) -> None:
             answer.ends.append(event.finish)
 
 
-@pytest.mark.parametrize("steps", [120, pytest.param(1000, marks=pytest.mark.grid)])
+@pytest.mark.parametrize("steps", [60, pytest.param(1000, marks=pytest.mark.grid)])
 def test_random_steps(tmp_path: Path, steps: int) -> None:
     folder = make_checkpoint(tmp_path, "llama")
     engine, alone = make_engine(folder, **SETTINGS)
@@ -70,7 +71,7 @@ def test_random_steps(tmp_path: Path, steps: int) -> None:
         engine.close()
         return made, len(runner.plans), halved, engine.stats().preemptions
 
-    for made, number, halved, preemptions in on_ranks(Layout(tensor=2), work, timeout=120):
+    for made, number, halved, preemptions in on_ranks(Layout(tensor=2), work, timeout=deadline(120)):
         assert {n: (a.tokens, a.ends) for n, a in made.items()} == {
             n: (a.tokens, a.ends) for n, a in want.items()
         }

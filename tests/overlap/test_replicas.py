@@ -14,6 +14,7 @@ from tests.e0.rig import make_engine, run, submit
 from tests.overlap.rig import rank_model
 from tests.support.checkpoints import VOCAB, make_checkpoint
 from tests.support.ranks import on_ranks
+from tests.support.slowness import deadline
 from weft.engine.domain import Domain
 from weft.overlap.policy import OverlapPolicy
 from weft.parallel.agreement import AgreementGroup, LocalBell
@@ -23,7 +24,7 @@ from weft.types.messages import Submit
 from weft.types.plan import StepPlan
 from weft.types.sampling import TokenParams
 
-DEADLINE = 60.0
+DEADLINE = deadline(60.0)
 LAYOUT = Layout(data=2, expert=True)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from tests.support.slowness import deadline
 from weft.common.errors import EngineDead
 from weft.parallel.agreement import AgreementGroup, LocalBell, ZmqBell
 from weft.parallel.group import CommLost
@@ -139,7 +140,7 @@ def in_threads(count: int, work) -> list[object]:  # type: ignore[no-untyped-def
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(deadline(60))
         assert not thread.is_alive(), "a replica hangs"
     return made
 
@@ -156,7 +157,7 @@ def test_votes_over_gloo(kind: str, tmp_path) -> None:  # type: ignore[no-untype
         bell = local.of(number) if kind == "local" else ZmqBell(addresses[number], number, keys)
         group = AgreementGroup(number, 3, bell)
         listening[number] = bell.address if isinstance(bell, ZmqBell) else ""
-        done.wait(60)
+        done.wait(deadline(60))
         group.connect(store, 0, 30, listening)
         seen = []
         work = 5 if number == 1 else 0
@@ -170,7 +171,7 @@ def test_votes_over_gloo(kind: str, tmp_path) -> None:  # type: ignore[no-untype
                 if made.sleep:
                     seen.append(made.agreed.wave)
                     work = 2 if number == made.agreed.wave % 3 else 0
-            done.wait(60)  # nobody leaves while another still reads
+            done.wait(deadline(60))  # nobody leaves while another still reads
             return seen
         finally:
             group.close()
@@ -217,7 +218,7 @@ def test_another_epoch_begins_asleep_and_ignores_calls_of_the_last() -> None:
         group = AgreementGroup(number, 2, bell.of(number))
         group.connect(stores[0], 0, 30)
         group.agree(BUSY)
-        both.wait(60)
+        both.wait(deadline(60))
         if number == 0:
             bell.of(0).ring(0, 2)  # of the epoch that is over by the time it is heard
             bell.of(0).ring(1, 1)

@@ -12,6 +12,7 @@ import pytest
 import zmq
 
 from tests.faults.rig import config_of
+from tests.support.slowness import deadline
 from weft.common.errors import ConfigError, EngineDead
 from weft.config.resolved import EngineConfig
 from weft.launch.host import due
@@ -21,7 +22,7 @@ from weft.parallel.secret import derive
 from weft.types import board as b
 
 KEYS = derive(b"0123456789abcdef")
-LONG = 20.0
+LONG = deadline(20.0)
 
 
 @pytest.fixture

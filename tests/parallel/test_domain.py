@@ -16,6 +16,7 @@ from tests.e0 import rig
 from tests.parallel.exchange import spread_out
 from tests.support.checkpoints import make_checkpoint
 from tests.support.mtp_models import make_mtp_checkpoint
+from tests.support.slowness import deadline
 from weft.common.errors import EngineDead
 from weft.config.sections import SpeculationSection
 from weft.engine.balance import Balance
@@ -30,7 +31,7 @@ from weft.parallel.mesh import Mesh, make_mesh
 from weft.types.layout import Layout
 from weft.types.sampling import TokenParams
 
-DEADLINE = 120.0
+DEADLINE = deadline(120.0)
 
 
 @pytest.fixture(scope="session")
@@ -280,7 +281,7 @@ def test_a_replica_that_raises_ends_the_step_everywhere(checkpoints: Any) -> Non
 
     long = [rig.submit(n, [5, 6, 7], TokenParams(max_tokens=60), request=n) for n in range(2)]
     arrivals = [[(0.0, long[0])], [(0.0, long[1])]]
-    first, second = serve(checkpoints("qwen3_moe"), 2, arrivals, timeout=20, between=between)
+    first, second = serve(checkpoints("qwen3_moe"), 2, arrivals, timeout=deadline(20), between=between)
     assert isinstance(first, EngineDead)
     assert second.message == "planted"
 

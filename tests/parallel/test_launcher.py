@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.support.ranks import on_ranks
+from tests.support.slowness import deadline
 from weft.parallel.comm import Pending
 from weft.parallel.group import CommLost
 from weft.parallel.launcher import DelayedLauncher, Launcher, ThreadLauncher
@@ -17,11 +18,11 @@ from weft.types.layout import Layout
 
 
 def test_launches_run_in_order_beside_the_caller() -> None:
-    launcher, order, go = ThreadLauncher(timeout=30), [], threading.Event()
+    launcher, order, go = ThreadLauncher(timeout=deadline(30)), [], threading.Event()
     launcher.threaded(True)
 
     def work(number: int) -> torch.Tensor:
-        assert go.wait(30)
+        assert go.wait(deadline(30))
         order.append(number)
         return torch.tensor(number)
 
@@ -34,7 +35,7 @@ def test_launches_run_in_order_beside_the_caller() -> None:
 
 
 def test_it_runs_at_once_where_no_thread_is_wanted() -> None:
-    launcher = ThreadLauncher(timeout=30)
+    launcher = ThreadLauncher(timeout=deadline(30))
     here: list[threading.Thread] = []
 
     def work() -> torch.Tensor:
@@ -47,7 +48,7 @@ def test_it_runs_at_once_where_no_thread_is_wanted() -> None:
 
 
 def test_an_exception_is_the_results() -> None:
-    launcher = ThreadLauncher(timeout=30)
+    launcher = ThreadLauncher(timeout=deadline(30))
     launcher.threaded(True)
 
     def work() -> torch.Tensor:
@@ -64,7 +65,7 @@ def test_a_wait_has_a_deadline() -> None:
     launcher.threaded(True)
 
     def work() -> torch.Tensor:
-        go.wait(30)
+        go.wait(deadline(30))
         return torch.zeros(1)
 
     pending = launcher.launch(work)
@@ -77,13 +78,13 @@ def test_a_wait_has_a_deadline() -> None:
 
 def test_what_was_cancelled_never_runs() -> None:
     """A collective of an epoch that has ended must not reach the next one's group."""
-    launcher, go, ran = ThreadLauncher(timeout=30), threading.Event(), []
+    launcher, go, ran = ThreadLauncher(timeout=deadline(30)), threading.Event(), []
     runs = threading.Event()
     launcher.threaded(True)
 
     def first() -> torch.Tensor:
         runs.set()
-        assert go.wait(30)
+        assert go.wait(deadline(30))
         return torch.zeros(1)
 
     def later() -> torch.Tensor:
@@ -91,7 +92,7 @@ def test_what_was_cancelled_never_runs() -> None:
         return torch.zeros(1)
 
     launcher.launch(first)
-    assert runs.wait(30)
+    assert runs.wait(deadline(30))
     dropped = [launcher.launch(later) for _ in range(3)]
     launcher.cancel()
     for one in dropped:
@@ -136,7 +137,7 @@ def test_flights_say_what_was_waited_for(kind: type[Launcher], threaded: bool) -
 
 
 def test_delays_of_several_collectives_pass_together() -> None:
-    launcher = DelayedLauncher(0.2, timeout=30)
+    launcher = DelayedLauncher(0.2, timeout=deadline(30))
     launcher.recording = True
     began = time.monotonic()
     pending: list[Pending] = [launcher.launch(lambda: torch.zeros(1)) for _ in range(8)]
@@ -180,5 +181,5 @@ def test_abort_frees_who_waits_on_a_thread() -> None:
                 one.result()
 
     began = time.monotonic()
-    on_ranks(Layout(tensor=2), work, timeout=60)
+    on_ranks(Layout(tensor=2), work, timeout=deadline(60))
     assert time.monotonic() - began < 50

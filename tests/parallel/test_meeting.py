@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.slowness import deadline
 from weft.parallel.board import Board, BoardClient
 from weft.parallel.group import CommLost
 from weft.parallel.meeting import BoardSeats, FolderSeats, Meeting, Met, Seat, complete, propose
 from weft.parallel.secret import derive
 
-DEADLINE = 60.0
+DEADLINE = deadline(60.0)
 Seating = Callable[[int, int], Meeting]
 """(replica, replicas) -> a new life of that head."""
 

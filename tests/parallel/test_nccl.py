@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests.parallel.test_group import value
+from tests.support.slowness import deadline
 from weft.common.errors import ConfigError
 from weft.parallel import nccl
 from weft.parallel.group import CommLost, GroupComm
@@ -58,7 +59,7 @@ def side_by_side(ranks: int, work: Callable[[int], R]) -> list[R]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(deadline(60))
         assert not thread.is_alive(), "a rank hangs"
     if errors:
         raise errors[0]
@@ -151,7 +152,7 @@ class Slow:
 
     def abort(self) -> None:
         self.aborted.set()
-        assert self.go.wait(30)
+        assert self.go.wait(deadline(30))
 
 
 def test_an_abort_that_takes_long_holds_up_nobody_but_who_waits_for_its_end() -> None:
@@ -161,7 +162,7 @@ def test_an_abort_that_takes_long_holds_up_nobody_but_who_waits_for_its_end() ->
     group.abort()
     group.abort()
     assert time.monotonic() - began < 5
-    assert inner.aborted.wait(30)
+    assert inner.aborted.wait(deadline(30))
     with pytest.raises(CommLost, match="does not end"):
         group.settle(0.05)
     inner.go.set()
@@ -173,14 +174,14 @@ def test_forming_has_a_deadline_and_what_forms_too_late_is_aborted(monkeypatch: 
     late.go.set()
 
     def form(*_: Any) -> Any:
-        assert go.wait(30)
+        assert go.wait(deadline(30))
         return late
 
     monkeypatch.setattr(nccl, "_form", form)
     with pytest.raises(CommLost, match=r"within 0.05 s"):
         nccl.connect(dist.HashStore(), 0, 2, CPU, 0.05, True)
     go.set()
-    assert late.aborted.wait(30)
+    assert late.aborted.wait(deadline(30))
 
 
 def test_what_forming_raises_is_told_and_the_other_groups_go(monkeypatch: pytest.MonkeyPatch) -> None:

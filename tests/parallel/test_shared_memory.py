@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.ranks import on_ranks
+from tests.support.slowness import deadline
 from weft.ops import cpu
 from weft.parallel import shared
 from weft.parallel.group import CommLost, GroupComm, Launcher
@@ -31,7 +32,7 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 WHOLE = (torch.int64, torch.int32, torch.uint8)
 SIZES = (0, 1, 7, 4097, 2 * shared.SLOT // 4 + 3)
 """The last is larger than a slot in every dtype of four bytes or more."""
-LONG = 60.0
+LONG = deadline(60.0)
 """Seconds: a wait that ends before was ended."""
 
 
@@ -223,6 +224,7 @@ def test_epochs_follow_each_other_while_a_thread_still_waits() -> None:
 
 
 def member(rank: int, ranks: int, store: str, timeout: float, out: Any) -> None:
+    out.put(rank)  # it has imported torch, which may take longer than ``timeout``
     comm = GroupComm("x", range(ranks), rank, Launcher())
     comm.connect(join_store(store, LONG), 0, timeout)
     out.put((rank, comm.shares, float(result(comm.all_reduce(torch.tensor([1.0 + rank]))))))
@@ -249,6 +251,7 @@ class Peers:
         ]
         for process in self.processes:
             process.start()
+        assert {self.said() for _ in self.processes} == set(range(1, ranks))
         self.comm = GroupComm("x", range(ranks), 0, Launcher())
         self.comm.connect(join_store(store, LONG), 0, timeout)
         total = float(sum(range(1, ranks + 1)))
@@ -290,7 +293,7 @@ def test_a_peer_that_was_killed_is_noticed_long_before_the_deadline(peers: Calla
 
 
 def test_a_peer_that_is_stopped_is_given_up_at_the_deadline(peers: Callable[..., Peers]) -> None:
-    group = peers(2, 2.0)
+    group = peers(2, deadline(2.0))
     pid = group.processes[0].pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)

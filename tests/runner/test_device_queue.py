@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from tests.support.slowness import deadline
 from weft.common.errors import EngineDead
 from weft.runner.device_queue import DeviceQueue, result_of
 
@@ -23,10 +24,10 @@ def test_work_runs_in_order_and_errors_stay_with_their_work(threaded: bool) -> N
         return 10 * number
 
     futures = [queue.submit(work, number) for number in range(4)]
-    deadline = time.monotonic() + 10
-    assert [result_of(futures[i], deadline) for i in (0, 2, 3)] == [0, 20, 30]
+    until = time.monotonic() + deadline(10)
+    assert [result_of(futures[i], until) for i in (0, 2, 3)] == [0, 20, 30]
     with pytest.raises(ValueError, match="one"):
-        result_of(futures[1], deadline)
+        result_of(futures[1], until)
     assert seen == [0, 1, 2, 3]
     queue.close()
 
@@ -41,7 +42,7 @@ def test_a_hung_step_is_given_up() -> None:
     queue.close(timeout=0.05)
     assert time.monotonic() - began < 5
     release.set()
-    assert result_of(future, time.monotonic() + 10) is True
+    assert result_of(future, time.monotonic() + deadline(10)) is True
 
 
 def test_an_interrupt_of_inline_work_is_raised() -> None:

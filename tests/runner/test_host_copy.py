@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.slowness import deadline
 from weft.common.errors import EngineDead
 from weft.parallel.launcher import CommLost, Launcher
 from weft.runner import result
@@ -38,17 +39,17 @@ def test_what_an_abort_let_through_is_refused() -> None:
     launcher, event = Launcher(), Event()
     copy = copy_of(event)
     event.reached = True
-    copy.wait(time.monotonic() + 30, launcher.check)
+    copy.wait(time.monotonic() + deadline(30), launcher.check)
     launcher.broken = True
     with pytest.raises(CommLost, match="in the middle of a step"):
-        copy.wait(time.monotonic() + 30, launcher.check)
+        copy.wait(time.monotonic() + deadline(30), launcher.check)
 
 
 def test_an_abort_frees_who_waits_for_a_result() -> None:
     launcher, event = Launcher(), Event()
     launcher.broken = True
     with pytest.raises(CommLost):
-        copy_of(event).wait(time.monotonic() + 30, launcher.check)
+        copy_of(event).wait(time.monotonic() + deadline(30), launcher.check)
 
 
 def test_a_result_that_does_not_come_is_an_error_at_the_deadline() -> None:

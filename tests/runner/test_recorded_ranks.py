@@ -17,6 +17,7 @@ from tests.e0.rig import run, submit
 from tests.e1.rig import VOCAB, make_checkpoint, make_engine
 from tests.support.mtp_models import make_mtp_checkpoint
 from tests.support.ranks import on_ranks
+from tests.support.slowness import deadline
 from weft.common.errors import EngineDead
 from weft.config.sections import SpeculationSection
 from weft.engine.core import EngineCore
@@ -34,7 +35,7 @@ from weft.types.sampling import TokenParams
 pytestmark = pytest.mark.skipif(not cpu.load(), reason="the C++ operations are not built")
 
 TWO = Layout(tensor=2)
-LONG = 30.0
+LONG = deadline(30.0)
 """Seconds: a wait that ends before was ended."""
 
 

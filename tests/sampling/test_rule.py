@@ -84,7 +84,7 @@ def run(make: SimpleNamespace, rows: list[SimpleNamespace], logits: torch.Tensor
     return sampler.sample(logits, where, history_table(rows, length), num_prompt)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(rows=st.lists(row(), min_size=1, max_size=4), wide=st.booleans(), pad=st.integers(0, 3))
 def test_matches_plain_reading(
     plain: SimpleNamespace, make: SimpleNamespace, rows: list[SimpleNamespace], wide: bool, pad: int

@@ -255,13 +255,16 @@ def test_with_one_sequence_an_owner_plans_are_those_of_first_come_first_served(
         assert all(same(a, b) for a, b in zip(one.plans, other.plans, strict=True))
 
 
+@pytest.mark.parametrize("seeds", [range(14), pytest.param(range(14, 40), marks=pytest.mark.grid)])
 @pytest.mark.parametrize("turn", [3, 128])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_random_loads_of_several_clients(depth: int, turn: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_loads_of_several_clients(
+    depth: int, turn: int, seeds: range, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tokens are those that each sequence gets alone, whoever gave way to whom."""
     monkeypatch.setattr(book_module, "TURN", turn)
     yielded = 0
-    for seed in range(40):
+    for seed in seeds:
         rng = random.Random(seed)
         kv = kv_config(
             blocks=rng.choice([14, 30, 120]),

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from tests.sim.shapes import TRUTH, shape
+from tests.support.slowness import deadline
 from weft.common.errors import ConfigError
 from weft.config.sections import SchedulerSection
 from weft.scheduler import Scheduler
@@ -251,7 +252,7 @@ def test_presets_and_files(tmp_path: Path) -> None:
 
 def test_no_torch() -> None:
     code = "import sys, weft.sim, weft.launch.sim; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=deadline(60)).returncode == 0
 
 
 def test_drafts_make_steps_fewer_where_they_are_right() -> None:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tests.e0 import rig
+from tests.support.slowness import deadline
 from weft.engine.core import EngineCore
 from weft.engine.domain import Domain
 from weft.layers.build import ExpertOptions
@@ -31,7 +32,7 @@ from weft.types.layout import Layout
 from weft.types.messages import HeadStats, Submit
 from weft.types.plan import StepPlan, StepResult
 
-DEADLINE = 180.0
+DEADLINE = deadline(180.0)
 """Seconds for a whole run; what waits for another rank waits no longer."""
 
 

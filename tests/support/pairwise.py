@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from typing import Any
 
 
-def covering(features: dict[str, list[Any]], seed: int = 0) -> list[dict[str, Any]]:
-    """Greedy and deterministic: each new combination covers as many uncovered pairs as were found."""
+def covering(
+    features: dict[str, list[Any]], seed: int = 0, cheap: dict[str, Any] | None = None
+) -> list[dict[str, Any]]:
+    """Greedy and deterministic: each new combination covers as many uncovered pairs as were found.
+
+    ``cheap``: of features whose values differ in cost, the one to take wherever no pair needs another.
+    """
     names = list(features)
     rng = random.Random(seed)
     uncovered = {
@@ -28,7 +34,25 @@ def covering(features: dict[str, list[Any]], seed: int = 0) -> list[dict[str, An
         best = max(candidates, key=gain)
         rows.append(best)
         uncovered -= {(p, best[p], q, best[q]) for p, q in itertools.combinations(names, 2)}
+    _lighten(rows, cheap or {})
     return rows
+
+
+def _pairs(row: dict[str, Any]) -> list[tuple[Any, ...]]:
+    return [(a, row[a], b, row[b]) for a, b in itertools.combinations(row, 2)]
+
+
+def _lighten(rows: list[dict[str, Any]], cheap: dict[str, Any]) -> None:
+    """Gives features their cheap value in every row whose pairs occur in other rows, too."""
+    count = Counter(pair for row in rows for pair in _pairs(row))
+    for row in rows:
+        for feature, value in cheap.items():
+            lighter = {**row, feature: value}
+            lost = set(_pairs(row)) - set(_pairs(lighter))
+            if all(count[pair] > 1 for pair in lost):
+                count.subtract(_pairs(row))
+                row[feature] = value
+                count.update(_pairs(row))
 
 
 def everything(features: dict[str, list[Any]]) -> list[dict[str, Any]]:

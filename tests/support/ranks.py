@@ -8,17 +8,19 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from tests.support.slowness import deadline
 from weft.parallel.mesh import Mesh, make_mesh
 from weft.types.layout import Layout
 
 R = TypeVar("R")
 
 
-def on_ranks(layout: Layout, work: Callable[[Mesh], R], timeout: float = 30.0) -> list[R]:
+def on_ranks(layout: Layout, work: Callable[[Mesh], R], timeout: float | None = None) -> list[R]:
     """``work(mesh)`` on every rank of ``layout`` at once; what each returned, by rank.
 
     Raises the first rank's exception. A rank that fails aborts its groups, so that no other waits for it.
     """
+    timeout = deadline(30.0) if timeout is None else timeout
     store = dist.HashStore()
     results: list[R | None] = [None] * layout.ranks
     errors: list[BaseException | None] = [None] * layout.ranks

@@ -55,16 +55,19 @@ def layout_of(config: EngineConfig) -> Layout:
 
 
 def take_threads(config: EngineConfig) -> None:
-    """Gives this process the CPU threads of one rank, and says how many.
-
-    Never more than torch would take by itself, unless --threads says so: OMP_NUM_THREADS is heeded.
-    """
+    """Gives this process the CPU threads of one rank, and says how many."""
     cores, ranks = usable_cores(), config.parallel.ranks_here
-    threads = threads_each(config, cores)
-    if not config.runner.threads:
-        threads = min(threads, torch.get_num_threads())
-    torch.set_num_threads(threads)
+    set_threads(config.runner.threads, threads_each(config, cores))
     log.info("CPU threads: %d (%d cores for %d ranks on this host)", torch.get_num_threads(), cores, ranks)
+
+
+def set_threads(asked: int | None, most: int | None = None) -> None:
+    """Sets the CPU threads of this process's operators: ``asked``, or else at most ``most`` (its cores).
+
+    Never more than torch would take by itself, unless they are asked for: OMP_NUM_THREADS is heeded. torch
+    follows the affinity, but takes a thread for each core of the host where a cgroup's quota leaves two.
+    """
+    torch.set_num_threads(asked or min(usable_cores() if most is None else most, torch.get_num_threads()))
 
 
 def start_executor(config: EngineConfig, *, progress: bool = True) -> Executor:

@@ -8,7 +8,6 @@ import click
 
 from weft.bench.workloads import WORKLOADS
 from weft.common import log
-from weft.common.cores import usable_cores
 from weft.common.errors import ConfigError
 from weft.common.progress import progress_bar
 from weft.launch import bench_load, options
@@ -140,13 +139,14 @@ def moe_table(device: str, threads: int | None, json_file: str | None) -> int:
     import torch
 
     from weft.bench import moe_table as run
+    from weft.engine.start import set_threads
     from weft.ops import moe_table as table
 
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("there is no CUDA device here", param="--device")
-    torch.set_num_threads(threads or min(usable_cores(), torch.get_num_threads()))
+    set_threads(threads)
     with progress_bar(total=run.cases(device), title="moe-table", unit="case") as bar:
 
         def tick(done: str) -> None:

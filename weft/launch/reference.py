@@ -22,6 +22,9 @@ class Reference:
         transformers = require_transformers()
         import torch
 
+        from weft.engine.start import set_threads
+
+        set_threads(config.runner.threads)
         model = config.model
         if model.load_format == "dummy":
             raise ConfigError(

@@ -8,11 +8,13 @@
 // A rank writes its slot of round n, arrives, waits until the round is complete, and reads all slots of round n. The
 // slot is written again for round n + 2, after round n + 1 was complete: its arrivals come after all reads of round n.
 //
-// Who waits spins briefly, then sleeps on `word` (a futex), which the last arrival and an abort change. Sleep ends
-// now and then to look for peers whose process has ended and for the deadline. After an abort nothing works any more.
+// Who waits spins briefly (patience.h), then sleeps on `word` (a futex), which the last arrival and an abort change.
+// Sleep ends now and then to look for peers whose process has ended and for the deadline. After an abort nothing works
+// any more.
 #pragma once
 
 #include "common.h"
+#include "patience.h"
 
 #include <fcntl.h>
 #include <linux/futex.h>
@@ -58,7 +60,7 @@ class Segment {
  public:
   // `pids`: of each rank's process, in a namespace that all share. `spin`: of waiting without sleep.
   Segment(int fd, int rank, std::vector<int64_t> pids, int64_t bytes, double timeout, double spin)
-      : rank(rank), size(int(pids.size())), bytes(bytes), timeout_(timeout), spin_(seconds(spin)) {
+      : rank(rank), size(int(pids.size())), bytes(bytes), timeout_(timeout), patience_(seconds(spin)) {
     TORCH_CHECK(size > 1 && size <= kMostRanks && rank >= 0 && rank < size, "a segment is for 2 to ", kMostRanks,
                 " ranks");
     TORCH_CHECK(bytes >= 64 && bytes % 64 == 0, "the bytes of a slot must be a multiple of 64");
@@ -147,13 +149,11 @@ class Segment {
   static bool ended(uint32_t word, uint32_t complete) { return (word & kAborted) || reached(word, complete); }
 
   void wait(uint32_t complete) {
-    const auto awake_until = Clock::now() + spin_;
-    do {
-      for (int turn = 0; turn < 32; ++turn) {
-        if (ended(head_->word.load(std::memory_order_acquire), complete)) return;
-        pause();
-      }
-    } while (Clock::now() < awake_until);
+    if (const auto awake = patience_.awake(); awake > Clock::duration::zero()) {
+      const bool in_time = spin(complete, Clock::now() + awake);
+      patience_.ended(in_time);
+      if (in_time) return;
+    }
     head_->sleepers.fetch_add(1);
     uint32_t word;
     while (!ended(word = head_->word.load(), complete)) {
@@ -166,6 +166,17 @@ class Segment {
       }
     }
     head_->sleepers.fetch_sub(1);
+  }
+
+  // Whether the round, or the group, ended before `until`.
+  bool spin(uint32_t complete, Clock::time_point until) const {
+    do {
+      for (int turn = 0; turn < 32; ++turn) {
+        if (ended(head_->word.load(std::memory_order_acquire), complete)) return true;
+        pause();
+      }
+    } while (Clock::now() < until);
+    return false;
   }
 
   void wake() { syscall(SYS_futex, &head_->word, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0); }
@@ -186,7 +197,7 @@ class Segment {
   }
 
   const double timeout_;
-  const Clock::duration spin_;
+  Patience patience_;
   Head* head_ = nullptr;
   int64_t length_ = 0;
   uint32_t round_ = 0;
