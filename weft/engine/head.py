@@ -41,7 +41,7 @@ class Head:
         self._listener = Listener(endpoint) if isinstance(endpoint, str) else endpoint
         self._socket = self._listener.socket
         self._poller = zmq.Poller()
-        for one in (self._socket, *(core.domain.sockets if core.domain is not None else ())):
+        for one in (self._socket, *core.sockets):
             self._poller.register(one, zmq.POLLIN)
         self._incarnation = secrets.randbits(64)
         self._fronts: dict[bytes, bool] = {}
@@ -60,11 +60,12 @@ class Head:
             while not self._stop:
                 busy = self._core.has_work()
                 self._receive(0 if busy else IDLE_POLL_MS)
+                self._dispatch(self._core.hear())
                 self._core.check()
                 if self._core.has_work():
                     busy = True
                     self._dispatch(self._core.step())
-                elif self._draining:
+                elif self._draining and not self._owner:  # what awaits something ends before
                     break
                 # Fronts hear at once that all is done: their gauges would show what ran for a while yet.
                 self._beat(at_once=busy and not self._core.has_work())
