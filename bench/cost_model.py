@@ -51,7 +51,7 @@ class Explorer(ChunkPolicy):
 
 def measure(core: EngineCore, steps: int, longest: int, rng: random.Random) -> Steps:
     """Runs ``steps`` steps of varied composition: waves of prompts, and decodes of all contexts."""
-    core.scheduler.chunks = explorer = Explorer(rng, longest)
+    core.scheduler.planner.chunks = explorer = Explorer(rng, longest)
     context, vocabulary = core.welcome(0).max_model_len, core.config.spec.vocab_size
     seats, number = core.config.scheduler.max_num_seqs, 0
     with tqdm(total=steps, desc="measuring", unit="step") as bar:

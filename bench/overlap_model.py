@@ -62,17 +62,17 @@ class Overlapped(FakeDevice):
 
     def launch(self, plan: StepPlan, now: float) -> float:
         self.now = now
-        plan = self._policy.decide(plan)
-        halves = split(plan) if plan.halves > 1 else None
+        halves = split(plan) if self._policy.wants(plan) else None
         if halves is None:
             drive(self._model(plan.tokens))
         else:
             interleave(self._model(halves.first.tokens), self._model(halves.second.tokens))
-        times = StepTimes(halves=plan.halves, seconds=self.now - now, flights=self._flights)
+        number = 1 if halves is None else 2
+        times = StepTimes(halves=number, seconds=self.now - now, flights=self._flights)
         self._flights = []
         self._policy.observe(plan, times)
         self.steps += 1
-        self.halved += plan.halves > 1
+        self.halved += number > 1
         self.waited += times.waited
         self.under_way += times.communication
         return self.now

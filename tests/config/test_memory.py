@@ -7,6 +7,7 @@ import pytest
 from tests.support.specs import model_spec
 from weft.common.errors import ConfigError
 from weft.config import memory
+from weft.config.layout import block_bytes
 from weft.config.sections import SchedulerSection
 from weft.config.spec import CacheSpec, ModelSpec, StatePart
 
@@ -38,11 +39,11 @@ def test_blocks_are_whole_in_base_blocks_and_groups() -> None:
 
 
 def test_bytes_of_blocks() -> None:
-    assert FULL.block_bytes(64, "bfloat16") == 2 * 2 * 2 * 64 * 64 * 2
-    assert LATENT.block_bytes(64, "bfloat16") == 3 * 64 * 96 * 2
-    assert FEW_GROUPS.block_bytes(256, "float32") == 2 * 96 * 4
-    assert STATE.block_bytes(64, "bfloat16") == ONE_STATE
-    assert STATE.block_bytes(64, "float64") == 6 * (4 * 32 * 32 + 3 * 128) * 8
+    assert block_bytes(FULL, 64, "bfloat16") == 2 * 2 * 2 * 64 * 64 * 2
+    assert block_bytes(LATENT, 64, "bfloat16") == 3 * 64 * 96 * 2
+    assert block_bytes(FEW_GROUPS, 256, "float32") == 2 * 96 * 4
+    assert block_bytes(STATE, 64, "bfloat16") == ONE_STATE
+    assert block_bytes(STATE, 64, "float64") == 6 * (4 * 32 * 32 + 3 * 128) * 8
 
 
 @pytest.mark.parametrize("caches", [(LATENT,), (SLIDING, GROUPS, FEW_GROUPS), (FULL, SLIDING, FEW_GROUPS)])
@@ -54,7 +55,7 @@ def test_kinds_hold_the_same_number_of_sequences(caches: tuple[CacheSpec, ...]) 
         for pool in pools
     ]
     assert max(held) - min(held) < 1
-    used = sum((pool.num_blocks + 1) * pool.cache.block_bytes(pool.block_size, "bfloat16") for pool in pools)
+    used = sum((pool.num_blocks + 1) * block_bytes(pool.cache, pool.block_size, "bfloat16") for pool in pools)
     assert 0.97 * 64 * MIB < used <= 64 * MIB
     assert all(pool.block_size % pool.cache.ratio == 0 for pool in pools)
 
@@ -70,7 +71,7 @@ def test_states_of_the_slots_come_off_first() -> None:
     assert live == 17 * 3 * ONE_STATE
     for copies in (1, 3):
         pools = memory.pools_for(model, 64, "bfloat16", 64 * MIB, 4096, SCHEDULER, copies=copies)
-        used = sum((p.num_blocks + 1) * p.cache.block_bytes(p.block_size, "bfloat16") for p in pools)
+        used = sum((p.num_blocks + 1) * block_bytes(p.cache, p.block_size, "bfloat16") for p in pools)
         live = memory.state_bytes(model, "bfloat16", 16, copies)
         assert 0.98 * 64 * MIB < used + live <= 64 * MIB
 
@@ -79,7 +80,7 @@ def test_snapshots_get_a_share_that_is_never_the_larger() -> None:
     model = spec(FULL, STATE)
     for length in (256, 4096, 65536):
         lines, snapshots = memory.pools_for(model, 64, "bfloat16", 512 * MIB, length, SCHEDULER)
-        full = lines.num_blocks * FULL.block_bytes(64, "bfloat16")
+        full = lines.num_blocks * block_bytes(FULL, 64, "bfloat16")
         states = (snapshots.num_blocks - memory.MIN_SNAPSHOTS) * ONE_STATE
         assert states <= full
         assert states > 0.1 * full
@@ -94,7 +95,7 @@ def test_a_snapshot_costs_no_more_than_the_lines_it_saves_from() -> None:
     heavy = CacheSpec(kind="state", layers=tuple(range(36)), parts=PARTS, form="delta")
     small = CacheSpec(kind="full", layers=(40,), kv_heads=1, head_dim=32)
     stride = memory.snapshot_stride(spec(small, heavy), 64, "bfloat16")
-    assert stride == -(-heavy.block_bytes(64, "bfloat16") // (128 * 64)) * 64
+    assert stride == -(-block_bytes(heavy, 64, "bfloat16") // (128 * 64)) * 64
     assert memory.snapshot_stride(spec(STATE), 48, "bfloat16") == -(-memory.MIN_STRIDE // 48) * 48
 
 

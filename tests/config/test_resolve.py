@@ -17,6 +17,7 @@ from weft.config import devices, memory
 from weft.config.families import load_spec
 from weft.config.flags import from_keywords
 from weft.config.group import shared_settings
+from weft.config.layout import block_bytes
 from weft.config.names import accepted_names, served_names
 from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig
@@ -127,7 +128,7 @@ def test_the_default_cache_exceeds_its_cap_for_one_long_sequence(
 
 def test_kv_cache_memory_is_taken_whole(tmp_path: Path) -> None:
     (pool,) = resolved(checkpoint(tmp_path), kv_cache_memory="64M").kv.pools
-    assert pool.num_blocks == 64 * MIB // pool.cache.block_bytes(16, "bfloat16") - 1
+    assert pool.num_blocks == 64 * MIB // block_bytes(pool.cache, 16, "bfloat16") - 1
 
 
 def test_a_context_that_the_cache_cannot_hold_is_refused_and_the_values_named_work(tmp_path: Path) -> None:
@@ -169,7 +170,7 @@ def test_two_kinds_hold_the_same_number_of_sequences(tmp_path: Path) -> None:
     need = [memory.blocks_for_one(pool.cache, 16, 512, config.scheduler) for pool in config.kv.pools]
     assert need == [32, 6]  # 512 positions; ceil((32 - 1 + 48) / 16) + 1
     assert full.num_blocks // need[0] == window.num_blocks // need[1] == 6
-    used = sum((pool.num_blocks + 1) * pool.cache.block_bytes(16, "bfloat16") for pool in config.kv.pools)
+    used = sum((pool.num_blocks + 1) * block_bytes(pool.cache, 16, "bfloat16") for pool in config.kv.pools)
     assert MIB * 0.98 < used <= MIB
     # The default is what four such sequences use.
     assert [pool.num_blocks for pool in resolved(folder, **scheduling).kv.pools] == [128, 24]
@@ -363,7 +364,7 @@ def test_weight_bytes_of_a_known_model() -> None:
     )
     # Llama 3.1 8B has 8,030,261,248 parameters, 266,240 of them norms.
     assert memory.weight_bytes(spec, "bfloat16") == 2 * (8_030_261_248 - 266_240)
-    assert spec.caches[0].block_bytes(1, "bfloat16") == 131072
+    assert block_bytes(spec.caches[0], 1, "bfloat16") == 131072
     layers = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
     assert memory.weight_bytes(spec, "bfloat16", "int8") == layers + 2 * 2 * 128256 * 4096
 

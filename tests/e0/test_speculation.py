@@ -22,7 +22,7 @@ from tests.support.pairwise import covering, name
 from weft.config.sections import SpeculationSection
 from weft.runner import graphs
 from weft.runner import runner as runner_module
-from weft.scheduler.drafting import DraftPolicy
+from weft.scheduler.draft_policy import DraftPolicy
 from weft.scheduler.fit import CostFitter
 from weft.scheduler.scheduler import Scheduler
 from weft.speculation.mtp import MtpDrafter
@@ -144,7 +144,7 @@ class Whim(DraftPolicy):
     """Any number of drafts for anybody, and now and then for nobody: what measured times may lead to."""
 
     def __init__(self, most: int, scheduler: Scheduler) -> None:
-        super().__init__(most, False, scheduler._book.columns, CostFitter())
+        super().__init__(most, False, scheduler._state.columns, CostFitter())
         self._whim = np.random.default_rng(3)
 
     def resting(self) -> bool:
@@ -210,7 +210,7 @@ def check(case: dict[str, Any], reference: Reference) -> None:
         graphs=replaying(case["drafts"]) if case["replayed"] else None,
     )
     if case["number"] == "whim":
-        engine.scheduler.drafts = Whim(engine.runner.kv.drafts, engine.scheduler)
+        engine.scheduler.planner.drafts = Whim(engine.runner.kv.drafts, engine.scheduler)
     try:
         if hit:
             known = [*PROMPTS[:BATCH], FILLER]

@@ -218,12 +218,12 @@ class Witness(Runner):
 
 def force_preemptions(engine: EngineCore, number: int, every: int = 7) -> list[TokenEvent]:
     """Before every seventh step, sends a running sequence back to the queue, also out of steps in flight."""
-    book = engine.scheduler._book
-    running = [sequence for sequence in book.running if not sequence.protected]
+    state = engine.scheduler._state
+    running = [sequence for sequence in state.running if not sequence.protected]
     if running and number % every == every - 1:
         victim = running[number // every % len(running)]
         assert isinstance(victim.state, Running)
-        book.preempt(victim, victim.state)
+        state.preempt(victim, victim.state)
     return []
 
 

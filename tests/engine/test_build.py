@@ -13,6 +13,7 @@ from weft.attention.base import Backends
 from weft.attention.triton_backend import TritonAttention
 from weft.common.errors import ConfigError
 from weft.config.flags import from_keywords
+from weft.config.layout import block_bytes
 from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig
 from weft.config.sharding import local_spec
@@ -32,7 +33,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
 def test_pools_take_what_weights_activations_and_others_leave(config: EngineConfig) -> None:
     half = fit_pools(config, 8 << 30, 10 << 30).pools[0].num_blocks
     whole = fit_pools(config, 10 << 30, 10 << 30).pools[0].num_blocks
-    block = config.spec.caches[0].block_bytes(8, config.dtype)
+    block = block_bytes(config.spec.caches[0], 8, config.dtype)
     assert (whole - half) * block == pytest.approx(2 << 30, rel=0.01)
     assert whole * block < 9 << 30
 
@@ -50,7 +51,7 @@ def test_ranks_on_one_gpu_have_equal_parts_whoever_loads_first(config: EngineCon
     parallel = msgspec.structs.replace(parallel, collectives="auto")
     nccl = msgspec.structs.replace(own, parallel=parallel)
     needs = fit_pools(nccl, 19 << 30, 20 << 30, used=1 << 30).pools[0].num_blocks
-    block = local_spec(config.spec, parallel.layout).caches[0].block_bytes(8, config.dtype)
+    block = block_bytes(local_spec(config.spec, parallel.layout).caches[0], 8, config.dtype)
     assert (alone - needs) * block == pytest.approx(LATER, rel=0.01), "communicators come later"
     left = fit_pools(two, 4 << 30, 20 << 30, used=1 << 30).pools[0].num_blocks
     assert left < first, "somebody else has the rest"

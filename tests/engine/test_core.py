@@ -13,11 +13,13 @@ import torch
 from tests.e0.rig import MAX_LEN, make_engine, model_of, run, submit
 from tests.support.checkpoints import VOCAB, make_checkpoint
 from weft.common.errors import EngineDead, InvalidRequest, Overloaded
+from weft.engine.balance import Balance
+from weft.overlap.policy import OverlapPolicy
 from weft.runner.runner import StepHandle
 from weft.runner.trace import StepTrace
 from weft.scheduler.sequence import Sequence
 from weft.types.messages import TokenEvent
-from weft.types.plan import StepResult
+from weft.types.plan import Rebalance, StepPlan, StepResult
 from weft.types.sampling import TokenParams
 
 
@@ -113,7 +115,7 @@ def test_soak_of_cancels_and_stops_on_a_small_pool(
 
     def watching_add(one: object, now: float) -> list[TokenEvent]:
         events = add(one, now)  # type: ignore[arg-type]
-        seen.update(engine.scheduler._book.live)
+        seen.update(engine.scheduler._state.live)
         return events
 
     monkeypatch.setattr(engine.scheduler, "add", watching_add)
@@ -289,3 +291,49 @@ def test_models_are_shared_between_engines(folder: Path) -> None:
             for event in engine.step() if engine.has_work() else []:
                 tokens.extend(event.token_ids)
     assert got == [alone(folder, ids, greedy(10), 1) for ids in prompts]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_plan_of_ops_alone_runs_between_others(folder: Path, depth: int) -> None:
+    """It is validated, carried out and committed, with rows in flight and without."""
+    engine, runner = make_engine(folder, depth=depth)
+    ids, params = [1, 2, 3, 4], greedy(8)
+
+    def each_step(number: int) -> list[TokenEvent]:
+        if number in (0, 3):
+            engine.scheduler.enqueue(Rebalance())
+        return []
+
+    arrivals = [[], [submit(1, ids, params, request=1)]]
+    answers = run(engine, arrivals, each_step)
+    engine.scheduler.enqueue(Rebalance())
+    while engine.has_work():
+        assert engine.step() == []
+    engine.close()
+    moved = [plan for plan in runner.plans if Rebalance() in plan.ops]
+    assert [plan.rows for plan in moved] == [0, 1, 0]
+    assert engine.stats().idle_steps == 2
+    assert engine.stats().steps == len(runner.plans)
+    assert answers[1].tokens == alone(folder, ids, params, 1)
+
+
+def test_what_runs_is_what_is_in_flight(folder: Path) -> None:
+    """One object from seal to commit, whatever the parts said about it."""
+    engine, runner = make_engine(folder, depth=2)
+    engine.balance, engine.overlap = Balance(2), OverlapPolicy("all")
+    engine.submit(submit(1, list(range(1, 40)), greedy(6), request=1))
+    commit, committed = engine.scheduler.commit, []
+
+    def listening(plan: StepPlan, result: StepResult, now: float) -> list[TokenEvent]:
+        assert plan is engine.scheduler._state.in_flight[0]
+        committed.append(plan)
+        return commit(plan, result, now)
+
+    engine.scheduler.commit = listening  # type: ignore[method-assign]
+    while engine.has_work():
+        engine.step()
+    engine.close()
+    assert len(committed) == len(runner.plans) > 4
+    assert all(ours is theirs for ours, theirs in zip(committed, runner.plans, strict=True))
+    assert {plan.halves for plan in committed} == {1, 2}
+    assert engine.balance.asked == sum(Rebalance() in plan.ops for plan in committed) > 0

@@ -25,7 +25,7 @@ from weft.parallel.loopback import LinkFault, Loopback, lose, repeat
 from weft.parallel.mesh import Mesh
 from weft.sim.clock import VirtualClock
 from weft.types import frames as f
-from weft.types.plan import AllocSlot, FreeSlot, StepPlan
+from weft.types.plan import AllocSlot, FreeSlot, Rebalance, StepPlan
 
 
 def make_rig(depth: int = 1, workers: int = 3, up: bool = True, **section: Any) -> GroupRig:
@@ -121,6 +121,22 @@ def test_all_ranks_carry_out_every_step(depth: int) -> None:
     rig.ranks.head.close()
     rig.ranks.settle()
     assert all(runner.closed for runner in rig.ranks.runners.values())
+
+
+def test_a_plan_of_ops_alone_is_carried_out_by_both_ranks() -> None:
+    """One frame, one digest, an outcome of every rank: among steps with rows, and with nothing else to do."""
+    rig = make_rig(depth=2, workers=1)
+    load(rig, 2)
+    rig.step()
+    rig.scheduler.enqueue(Rebalance())
+    finish(rig)
+    rig.scheduler.enqueue(Rebalance())
+    finish(rig)
+    assert [plan.rows for plan in rig.plans if Rebalance() in plan.ops][-1] == 0
+    assert rig.ranks.workers[1].step == rig.ranks.head.step == rig.plans[-1].step
+    load(rig, 2)
+    finish(rig)
+    rig.ranks.head.close()
 
 
 def test_settings_that_differ_are_refused_by_name_with_both_values() -> None:
@@ -484,7 +500,7 @@ def test_sequences_stay_in_their_slots_whoever_finishes() -> None:
     where: dict[int, int] = {}
     while rig.scheduler.has_work():
         rig.step()
-        for running in rig.scheduler._book.running:
+        for running in rig.scheduler._state.running:
             slot = running.state.slot  # type: ignore[union-attr]
             assert where.setdefault(running.id, slot) == slot, "a sequence moved"
     assert len(set(where.values())) == 4

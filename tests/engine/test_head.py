@@ -17,6 +17,7 @@ from tests.support.checkpoints import make_checkpoint
 from tests.support.slowness import deadline
 from weft.engine.core import EngineCore
 from weft.engine.head import Head
+from weft.scheduler import Scheduler
 from weft.types import messages as m
 from weft.types.sampling import TokenParams
 
@@ -350,3 +351,56 @@ def test_heartbeats_come_while_idle_and_tell_so(served: Served) -> None:
     beats = [message for message in _drain(front) if isinstance(message, m.Heartbeat)]
     assert len(beats) >= 2
     assert all(beat.idle for beat in beats)
+
+
+class Arrivals:
+    """A source that says of a sequence that what it awaited is there."""
+
+    def __init__(self, context: zmq.Context[Any]) -> None:
+        self.sockets = [context.socket(zmq.PAIR)]
+        self.sockets[0].bind("inproc://arrivals")
+        self.taken = 0
+
+    def take(self, scheduler: Scheduler) -> list[m.TokenEvent]:
+        while self.sockets[0].poll(0):
+            scheduler.arrived(int(self.sockets[0].recv()))
+            self.taken += 1
+        return []
+
+
+def test_a_source_wakes_the_loop_and_a_drain_waits_for_what_is_awaited(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop sleeps on the source's socket: what arrives is taken at once, though a sleep has no end."""
+    monkeypatch.setattr("weft.engine.head.IDLE_POLL_MS", None)
+    core, _ = make_engine(folder)
+    add = core.scheduler.add
+    monkeypatch.setattr(core.scheduler, "add", lambda one, now: add(one, now, awaits=True))
+    context: zmq.Context[Any] = zmq.Context()
+    source = Arrivals(context)
+    core.sources.append(source)
+    served = Served(core, f"ipc://{tmp_path}/head")
+    outside = context.socket(zmq.PAIR)
+    outside.connect("inproc://arrivals")
+    front = served.front()
+    try:
+        front.send(submit(1, [1, 2, 3], TokenParams(temperature=0.0, max_tokens=4), request=1))
+        front.send(m.Drain())
+        deadline = time.monotonic() + DEADLINE
+        while core.scheduler.stats().waiting == 0 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert core.scheduler.steps == source.taken == 0
+        assert served.thread.is_alive()
+        outside.send(b"1")
+        assert front.events(1)[-1].finish == "length"
+        assert source.taken == 1
+        front.send(m.Drain())  # wakes the loop, which finds nothing left to wait for
+        served.thread.join(DEADLINE)
+        assert not served.thread.is_alive()
+    finally:
+        served.head._stop = True
+        front.send(m.Drain())  # wakes the loop, if it still sleeps
+        served.close()
+        for socket in (outside, *source.sockets):
+            socket.close(0)
+        context.term()

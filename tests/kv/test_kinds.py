@@ -148,10 +148,10 @@ def test_window_hit_needs_only_the_blocks_in_the_window(window: int, lost: list[
     kind = windowed(window)
     hashes = cached(kind, 16)
     for entry in lost:
-        block = kind._pool._index.pop(hashes[entry])
-        kind._pool._key[block] = None
-        del kind._pool._cached[block]
-        kind._pool._free.append(block)
+        block = kind.pool._index.pop(hashes[entry])
+        kind.pool._key[block] = None
+        del kind.pool._cached[block]
+        kind.pool._free.append(block)
     assert kind.hit(hashes, 100) == hit
     blocks = blocks_of(kind.acquire(1, hashes, hit, hit + 1))
     first = max(0, hit - window + 1) // BLOCK

@@ -107,3 +107,66 @@ def test_leading_and_held_keys() -> None:
     pool.release(pool.find(b"b"), 0)
     assert [pool.leading(keys) for keys in ([], [b"a", b"b"], [b"a", b"x", b"b"], [b"x"])] == [0, 2, 1, 0]
     assert pool.held([b"a", b"b", b"c"]) == 2
+
+
+def test_a_block_on_hold_is_free_after_its_last_step_and_its_last_hold() -> None:
+    for hold_ends_first in (True, False):
+        pool = BlockPool(2)
+        block = pool.take()
+        pool.hold(block)
+        pool.hold(block)
+        pool.release(block, 3)
+        assert (pool.available(), pool.pending(), pool.num_on_hold()) == (1, 0, 1)
+        ends = [lambda: pool.unhold(block), lambda: pool.committed(3)]  # noqa: B023
+        pool.unhold(block)
+        for end in ends if hold_ends_first else ends[::-1]:
+            assert pool.available() == 1
+            end()
+        assert (pool.available(), pool.num_on_hold()) == (2, 0)
+
+
+def test_a_published_block_on_hold_can_be_shared_and_is_not_evicted() -> None:
+    pool = BlockPool(2)
+    pool.committed(0)
+    block = pool.take()
+    pool.publish(block, b"a")
+    pool.hold(block)
+    pool.release(block, 0)
+    assert (pool.find(b"a"), pool.held([b"a"]), pool.available()) == (block, 1, 1)
+    pool.forget(b"a")
+    assert pool.find(b"a") == block
+    pool.share(block)
+    pool.unhold(block)
+    assert pool.available() == 1
+    pool.release(block, 0)
+    assert (pool.available(), pool.held([b"a"])) == (2, 0)
+
+
+def test_a_reset_leaves_holds_and_nothing_else() -> None:
+    pool = BlockPool(4)
+    held, cached, _ = (pool.take() for _ in range(3))
+    pool.publish(held, b"a")
+    pool.publish(cached, b"b")
+    pool.release(cached, -1)
+    pool.release(held, 7)
+    pool.hold(held)
+    pool.reset()
+    assert (pool.available(), pool.pending(), pool.num_on_hold()) == (3, 0, 1)
+    assert pool.find(b"a") == pool.find(b"b") == NULL_BLOCK
+    pool.committed(7)  # nothing of before is due
+    assert held not in [pool.take() for _ in range(3)]
+    with pytest.raises(EngineDead):
+        pool.take()
+    pool.unhold(held)
+    assert pool.take() == held
+
+
+def test_only_who_has_a_block_holds_it_and_gives_it_back_once() -> None:
+    pool = BlockPool(1)
+    with pytest.raises(EngineDead, match="nobody has"):
+        pool.hold(1)
+    block = pool.take()
+    pool.hold(block)
+    pool.unhold(block)
+    with pytest.raises(EngineDead, match="not on hold"):
+        pool.unhold(block)

@@ -166,7 +166,7 @@ def test_siblings_that_say_the_same_make_one_snapshot() -> None:
         saved(kind, slot, hashes[0], 0, keep=False)  # neither knows of the other's yet
     kind.committed(0)
     assert kind.available() == 8
-    assert len(kind._pool._cached) == 1
+    assert len(kind.pool._cached) == 1
     for slot in (0, 1):
         kind.save(slot, hashes[1], 0, False, 1)
     kind.committed(1)

@@ -17,7 +17,7 @@ from weft.parallel.group import CommLost
 from weft.parallel.secret import derive
 from weft.scheduler.agreement import FIELDS, Vote, Waves, decide, to_row
 
-BUSY = Vote(unfinished=True, rows=3, tokens=7, halves=True, half=4, drafts=1)
+BUSY = Vote(unfinished=True, launch=True, rows=3, tokens=7, halves=True, half=4, drafts=1)
 IDLE = Vote()
 
 
@@ -53,7 +53,13 @@ def test_one_plan_that_does_not_split_decides_for_all() -> None:
     assert not decided(IDLE, IDLE).agreed.halves
 
 
-def test_nobody_steps_without_rows_and_nobody_sleeps_with_unfinished_work() -> None:
+def test_ops_alone_are_a_step_for_all() -> None:
+    made = decided(IDLE, changed(IDLE, unfinished=True, launch=True), IDLE)
+    assert (made.launch, made.sleep, made.agreed.tokens) == (True, False, (0, 0, 0))
+    assert not made.agreed.halves
+
+
+def test_nobody_steps_without_a_plan_and_nobody_sleeps_with_unfinished_work() -> None:
     waits = changed(IDLE, unfinished=True)
     assert (decided(IDLE, IDLE).launch, decided(IDLE, IDLE).sleep) == (False, True)
     assert (decided(waits, IDLE).launch, decided(waits, IDLE).sleep) == (False, False)
@@ -114,7 +120,9 @@ def test_no_request_is_stranded(seed: int) -> None:
                     if other != one:
                         mail[one][other].append(called)
             rows = min(work[one], 1)
-            voting[one] = Vote(wave=waves[one].wave, unfinished=bool(work[one]), rows=rows, tokens=rows)
+            voting[one] = Vote(
+                wave=waves[one].wave, unfinished=bool(work[one]), launch=rows > 0, rows=rows, tokens=rows
+            )
         if len(voting) == count:
             decision = decided(*(voting[n] for n in range(count)))
             for number in rng.sample(range(count), count):
@@ -166,7 +174,7 @@ def test_votes_over_gloo(kind: str, tmp_path) -> None:  # type: ignore[no-untype
                 if not (work or group.awake):
                     continue
                 rows = int(work > 0)
-                made = group.agree(Vote(unfinished=work > 0, rows=rows, tokens=rows * work))
+                made = group.agree(Vote(unfinished=work > 0, launch=rows > 0, rows=rows, tokens=rows * work))
                 work -= rows
                 if made.sleep:
                     seen.append(made.agreed.wave)

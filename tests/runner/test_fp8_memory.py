@@ -8,6 +8,7 @@ import torch
 
 from tests.support.specs import model_spec
 from weft.common.errors import ConfigError
+from weft.config.layout import block_bytes
 from weft.config.memory import pools_for
 from weft.config.resolve import with_cache_dtype
 from weft.config.resolved import KVConfig, PoolSpec
@@ -44,12 +45,12 @@ def test_bytes_are_those_allocated(name: str, dtype: str) -> None:
 
 def test_bytes_by_hand() -> None:
     """In bf16: keys and values of 128 numbers are 132 bytes for 256, a latent line 512 + 4 + 128 for 1152."""
-    assert _spec(KINDS["full"]).caches[0].block_bytes(64, "bfloat16") == 64 * 2 * 2 * 132
-    assert KINDS["full"].block_bytes(64, "bfloat16") == 64 * 2 * 2 * 256
+    assert block_bytes(_spec(KINDS["full"]).caches[0], 64, "bfloat16") == 64 * 2 * 2 * 132
+    assert block_bytes(KINDS["full"], 64, "bfloat16") == 64 * 2 * 2 * 256
     latent = _spec(KINDS["latent"]).caches[0]
     assert latent.exact == 64
-    assert latent.block_bytes(64, "bfloat16") == 64 * (512 + 4 + 64 * 2)
-    assert KINDS["latent"].block_bytes(64, "bfloat16") == 64 * 1152
+    assert block_bytes(latent, 64, "bfloat16") == 64 * (512 + 4 + 64 * 2)
+    assert block_bytes(KINDS["latent"], 64, "bfloat16") == 64 * 1152
 
 
 def test_the_same_memory_holds_more() -> None:

@@ -46,7 +46,7 @@ class Bench:
         for tensor in [t for tensors in self.memory for t in tensors]:
             tensor.fill_(torch.nan)
         self.live = torch.zeros(SLOTS + 1, dtype=torch.int64)
-        self.states = States(self.kv, self.memory, self.live)
+        self.states = States(self.kv, self.memory, self.live, dtype)
         self.slots: dict[tuple[int, int, int], float] = {}
         self.blocks: dict[tuple[int, int], float] = {}
 
@@ -157,4 +157,6 @@ def test_models_without_states_have_nothing_to_do() -> None:
     lines = KVConfig(
         pools=kv.pools[:1], block_size=4, enable_prefix_caching=True, max_model_len=16, num_slots=SLOTS
     )
-    States(lines, stacked(lines, torch.float32, CPU), torch.zeros(SLOTS + 1, dtype=torch.int64)).apply([])
+    States(
+        lines, stacked(lines, torch.float32, CPU), torch.zeros(SLOTS + 1, dtype=torch.int64), torch.float32
+    ).apply([])

@@ -72,7 +72,7 @@ class Rig:
 
     def plan(self) -> StepPlan | None:
         plan = self.scheduler.plan(0.0)
-        for sequence in self.scheduler._book.live.values():
+        for sequence in self.scheduler._state.live.values():
             self.most_preempted = max(self.most_preempted, sequence.preemptions)
         if plan is None:
             return None
@@ -97,7 +97,7 @@ class Rig:
 
     def lose(self) -> None:
         """The ranks are lost, with what is in flight, and formed anew: empty, at the same step."""
-        ran, waited = len(self.scheduler._book.running), self.scheduler.stats().waiting
+        ran, waited = len(self.scheduler._state.running), self.scheduler.stats().waiting
         events = self.scheduler.requeue_all()
         self.in_flight.clear()
         self.runner = self.runner.anew()
@@ -172,9 +172,9 @@ class Rig:
 
     def audit(self) -> None:
         """Every block and slot is in exactly one place, and the pool's counts agree with the tables."""
-        book = self.scheduler._book
-        for kind in book.caches.kinds:
-            pool = kind._pool  # type: ignore[attr-defined]
+        state = self.scheduler._state
+        for kind in state.caches.kinds:
+            pool = kind.pool  # type: ignore[attr-defined]
             held: dict[int, int] = {}
             if isinstance(kind, StateKind):
                 savings = [saving for savings in kind._saving.values() for saving in savings]
@@ -191,20 +191,19 @@ class Rig:
             assert all(pool._references[block] == held.get(block, 0) for block in places)
             assert {pool._index[key] for key in pool._index} == {b for b in places if pool._key[b]}
             assert all(pool._key[block] is not None for block in pool._cached)
-        slots = book.slots
-        taken = [s.state.slot for s in book.running]  # type: ignore[union-attr]
+        slots = state.slots
+        taken = [s.state.slot for s in state.running]  # type: ignore[union-attr]
         pending = [slot for due in slots._pending.values() for slot in due]
         assert sorted([*slots._free, *taken, *pending]) == list(range(slots.num_slots))
-        states = [type(s.state).__name__ for s in book.live.values()]
-        assert len(book.running) == states.count("Running")
-        assert len(book.waiting) == states.count("Waiting")
-        assert book.num_held == states.count("Held")
-        waiting, shares = book.waiting, list(book.waiting._shares.values())
-        assert all(any(s.share is share for share in shares) for s in book.live.values())
+        states = [type(s.state).__name__ for s in state.live.values()]
+        assert len(state.running) == states.count("Running")
+        assert len(state.waiting) == states.count("Waiting")
+        waiting, shares = state.waiting, list(state.waiting._shares.values())
+        assert all(any(s.share is share for share in shares) for s in state.live.values())
         for share in shares:
-            mine = [s for s in book.live.values() if s.share is share]
+            mine = [s for s in state.live.values() if s.share is share]
             assert share.live == len(mine) > 0
-            assert share.running == sum(s in mine for s in book.running)
+            assert share.running == sum(s in mine for s in state.running)
             assert share.waiting == sorted(
                 (s for s in mine if isinstance(s.state, Waiting)), key=lambda s: s.key
             )
@@ -214,15 +213,15 @@ class Rig:
             for share in shares
             if share.waiting
         )
-        members = [i for request in book.requests.values() for i in request.members]
-        assert sorted(members) == sorted(book.live)
+        members = [i for request in state.requests.values() for i in request.members]
+        assert sorted(members) == sorted(state.live)
 
     def _check_snapshots(self, plan: StepPlan) -> None:
         """What a plan saves is the state after the very prefix that it will be found by."""
-        book = self.scheduler._book
-        for kind in book.caches.kinds:
+        state = self.scheduler._state
+        for kind in state.caches.kinds:
             for saving in kind._saving.get(plan.step, []) if isinstance(kind, StateKind) else []:
-                sequence = book.tenants[saving.slot]
+                sequence = state.tenants[saving.slot]
                 length = (sequence.chain.hashes.index(saving.key) + 1) * self.kv.block_size
                 found = self.runner.memory[kind.number][saving.block, 0]
                 assert found == self.runner.tenants[saving.slot].prefix[length - 1], (

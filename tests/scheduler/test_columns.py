@@ -11,7 +11,7 @@ from tests.scheduler.fake_runner import alone, kv_config, submit
 from tests.scheduler.harness import Rig, random_run
 from weft.kv.caches import Caches
 from weft.scheduler.columns import MAX_STOPS, Columns
-from weft.scheduler.draft import DecodeRows, Draft
+from weft.scheduler.plan_builder import DecodeRows, PlanBuilder
 from weft.scheduler.sequence import Running
 from weft.types.messages import TokenEvent
 from weft.types.plan import AppendBlocks, AppendEach, Op, StepPlan, column
@@ -86,17 +86,17 @@ def test_a_dropped_row_takes_its_growth_with_it() -> None:
     for number in range(2):
         rig.submit(submit(number, [number, 1, 2], max_tokens=9))
     rig.step()
-    book = rig.scheduler._book
-    sequence = book.live[0]
+    state = rig.scheduler._state
+    sequence = state.live[0]
     assert isinstance(sequence.state, Running)
-    draft = Draft(1, 10, book.columns)
-    draft.grow([AppendEach(kind=0, slots=column([0, 1]), blocks=column([8, 9]))])
-    draft.grow([AppendBlocks(slot=0, kind=0, blocks=column([10]))])
-    draft.add_decode(DecodeRows.plain(np.array([0, 1])))
-    assert (draft.rows, draft.budget) == (2, 8)
-    draft.drop(sequence, sequence.state)
-    assert (draft.rows, draft.budget) == (1, 9)
-    plan = draft.seal([])
+    builder = PlanBuilder(1, 10, state.columns)
+    builder.grow([AppendEach(kind=0, slots=column([0, 1]), blocks=column([8, 9]))])
+    builder.grow([AppendBlocks(slot=0, kind=0, blocks=column([10]))])
+    builder.add_decode(DecodeRows.plain(np.array([0, 1])))
+    assert (builder.rows, builder.budget) == (2, 8)
+    builder.drop(sequence, sequence.state)
+    assert (builder.rows, builder.budget) == (1, 9)
+    plan = builder.close().seal([])
     assert plan.decode.slot.tolist() == [1]
     assert appended(plan.ops) == {(1, 0): 1}
 
@@ -140,12 +140,12 @@ def test_a_slot_without_a_tenant_is_nobodys() -> None:
     rig = Rig(kv_config(), 1)
     rig.submit(submit(0, [1, 2], max_tokens=4))
     rig.step()
-    book = rig.scheduler._book
-    assert book.columns.gen[0] == 1
-    assert book.order().tolist() == [0]
-    assert book.tenants[0].id == 0
+    state = rig.scheduler._state
+    assert state.columns.gen[0] == 1
+    assert state.order().tolist() == [0]
+    assert state.tenants[0].id == 0
     rig.finish(0)
-    assert book.columns.gen[0] == 0
-    assert book.order().tolist() == []
-    assert book.tenants[0] is None
-    assert not np.any(book.columns.gen)
+    assert state.columns.gen[0] == 0
+    assert state.order().tolist() == []
+    assert state.tenants[0] is None
+    assert not np.any(state.columns.gen)

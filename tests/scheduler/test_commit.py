@@ -10,7 +10,7 @@ from tests.scheduler.fake_runner import ROW_ERROR, kv_config, submit
 from tests.scheduler.harness import Rig
 from weft.common.errors import EngineDead
 from weft.scheduler.commit import commit
-from weft.scheduler.draft import DecodeRows, Draft
+from weft.scheduler.plan_builder import DecodeRows, PlanBuilder
 from weft.scheduler.sequence import Running
 from weft.types.messages import TokenEvent
 from weft.types.plan import EMPTY, StepPlan, StepResult, column
@@ -18,16 +18,16 @@ from weft.types.plan import EMPTY, StepPlan, StepResult, column
 
 def verify_step(rig: Rig, drafts: int) -> tuple[StepPlan, Running]:
     """Puts a verify row of ``drafts`` drafts of sequence 0 in flight."""
-    book = rig.scheduler._book
-    sequence = book.live[0]
+    state = rig.scheduler._state
+    sequence = state.live[0]
     run = sequence.state
     assert isinstance(run, Running)
     count = 1 + drafts
-    draft = Draft(book.last_commit + 1, 16, book.columns)
-    draft.grow(book.caches.reserve(run.slot, run.num_scheduled + count))
-    draft.add_decode(DecodeRows(np.array([run.slot]), np.array([count]), np.array([0])))
-    plan = draft.seal([])
-    book.launched(plan)
+    builder = PlanBuilder(state.last_commit + 1, 16, state.columns)
+    builder.grow(state.caches.reserve(run.slot, run.num_scheduled + count))
+    builder.add_decode(DecodeRows(np.array([run.slot]), np.array([count]), np.array([0])))
+    plan = builder.close().seal([])
+    state.launched(plan)
     return plan, run
 
 
@@ -53,16 +53,16 @@ def test_accepted_drafts_and_one_more_are_appended(accepted: int, told: list[int
     rig = started()
     plan, run = verify_step(rig, 2)
     assert (run.num_computed, run.num_scheduled) == (3, 6)
-    (event,) = commit(rig.scheduler._book, plan, result(plan, [7, 8, 9], accepted))
+    (event,) = commit(rig.scheduler._state, plan, result(plan, [7, 8, 9], accepted))
     assert event == TokenEvent(sequence=0, token_ids=tuple(told), accepted=accepted, rejected=2 - accepted)
     assert run.num_computed == run.num_scheduled == 4 + accepted
-    assert len(rig.scheduler._book.live[0].tokens) == run.num_computed + 1
+    assert len(rig.scheduler._state.live[0].tokens) == run.num_computed + 1
 
 
 def test_an_end_among_the_drafts_cuts_what_follows() -> None:
     rig = started(stop_ids=(8,), min_tokens=2)
     plan, _ = verify_step(rig, 2)
-    (event,) = commit(rig.scheduler._book, plan, result(plan, [7, 8, 9], 2))
+    (event,) = commit(rig.scheduler._state, plan, result(plan, [7, 8, 9], 2))
     assert (event.token_ids, event.finish, event.stop_id) == ((7, 8), "stop", 8)
     assert (event.accepted, event.rejected) == (2, 0)
     rig.check_idle()
@@ -72,7 +72,7 @@ def test_drafts_behind_an_end_are_not_accepted() -> None:
     """They were right, but they are none of the sequence's tokens."""
     rig = started(stop_ids=(7,))
     plan, _ = verify_step(rig, 2)
-    (event,) = commit(rig.scheduler._book, plan, result(plan, [7, 8, 9], 2))
+    (event,) = commit(rig.scheduler._state, plan, result(plan, [7, 8, 9], 2))
     assert (event.token_ids, event.finish) == ((7,), "stop")
     assert (event.accepted, event.rejected) == (1, 1)
 
@@ -81,7 +81,7 @@ def test_an_error_behind_accepted_drafts_ends_the_sequence_after_them() -> None:
     rig = started(logprobs=-1)
     plan, _ = verify_step(rig, 2)
     wrong = msgspec.structs.replace(result(plan, [7, 0, 9], 1), row_error=((0, ROW_ERROR),))
-    (event,) = commit(rig.scheduler._book, plan, wrong)
+    (event,) = commit(rig.scheduler._state, plan, wrong)
     assert (event.token_ids, event.finish, event.error) == ((7,), "error", ROW_ERROR)
     assert rig.scheduler.stats().row_errors == 1
     rig.check_idle()
@@ -91,22 +91,22 @@ def test_an_end_before_an_error_is_the_end() -> None:
     rig = started(stop_ids=(7,))
     plan, _ = verify_step(rig, 2)
     wrong = msgspec.structs.replace(result(plan, [7, 0, 9], 1), row_error=((0, ROW_ERROR),))
-    (event,) = commit(rig.scheduler._book, plan, wrong)
+    (event,) = commit(rig.scheduler._state, plan, wrong)
     assert (event.token_ids, event.finish, event.error) == ((7,), "stop", None)
     assert rig.scheduler.stats().row_errors == 0
 
 
 def test_results_that_do_not_fit_their_plan() -> None:
     rig = started(logprobs=1)
-    book = rig.scheduler._book
+    state = rig.scheduler._state
     plan, _ = verify_step(rig, 0)
     good = result(plan, [7], 0)
     with pytest.raises(EngineDead, match="order"):
-        commit(book, plan, msgspec.structs.replace(good, step=plan.step + 1))
+        commit(state, plan, msgspec.structs.replace(good, step=plan.step + 1))
     with pytest.raises(EngineDead, match="other rows"):
-        commit(book, plan, msgspec.structs.replace(good, rows=EMPTY))
+        commit(state, plan, msgspec.structs.replace(good, rows=EMPTY))
     with pytest.raises(EngineDead, match="logprobs"):
-        commit(book, plan, good)
+        commit(state, plan, good)
 
 
 @pytest.mark.parametrize("accepted", [0, 1, 2])
@@ -116,7 +116,7 @@ def test_states_after_rejected_drafts_are_no_states(accepted: int) -> None:
     rig.step()
     plan, run = verify_step(rig, 2)
     assert run.exact == 3
-    commit(rig.scheduler._book, plan, result(plan, [7, 8, 9], accepted))
+    commit(rig.scheduler._state, plan, result(plan, [7, 8, 9], accepted))
     assert run.exact == 1 + accepted
 
 
@@ -126,6 +126,6 @@ def test_states_of_a_later_row_are_left_alone() -> None:
     rig.step()
     first, run = verify_step(rig, 2)
     later = msgspec.structs.replace(first, step=first.step + 1)
-    rig.scheduler._book.launched(later)
-    commit(rig.scheduler._book, first, result(first, [7, 8, 9], 0))
+    rig.scheduler._state.launched(later)
+    commit(rig.scheduler._state, first, result(first, [7, 8, 9], 0))
     assert (run.num_scheduled, run.exact) == (7, 3)

@@ -9,7 +9,7 @@ import pytest
 
 from weft.scheduler.columns import Columns
 from weft.scheduler.cost import NAMES, PRIOR, CostModel, shape_of
-from weft.scheduler.drafting import DraftPolicy
+from weft.scheduler.draft_policy import DraftPolicy
 from weft.scheduler.fit import CostFitter
 from weft.scheduler.ledger import GRANT
 from weft.types.plan import Segment, StepPlan, column

@@ -13,7 +13,7 @@ import pytest
 from tests.scheduler.fake_runner import VOCAB, kv_config, submit
 from tests.scheduler.harness import Rig
 from tests.scheduler.test_steps import same
-from weft.scheduler import book as book_module
+from weft.scheduler import state as state_module
 from weft.scheduler.queue import FairQueue, SequenceQueue
 from weft.scheduler.sequence import MOST_YIELDS, Sequence
 from weft.types.plan import AllocSlot
@@ -22,7 +22,7 @@ LARGE, OTHER = 1 << 40, 1 << 41
 
 
 def running(rig: Rig) -> list[int]:
-    return [s.id for s in rig.scheduler._book.running]
+    return [s.id for s in rig.scheduler._state.running]
 
 
 def flood(rig: Rig, count: int, first: int = 0, owner: int = LARGE, **params: Any) -> None:
@@ -80,7 +80,7 @@ def test_a_late_small_request_runs_at_once_beside_a_thousand_siblings(
     while rig.told[5000].finish is None:
         assert 5000 in running(rig)
         rig.step()
-    assert [rig.scheduler._book.live[n].yielded for n in ran] == [False] * 7 + [True]  # the last in order
+    assert [rig.scheduler._state.live[n].yielded for n in ran] == [False] * 7 + [True]  # the last in order
     assert rig.scheduler.stats().preemptions == 1  # not one a step while the slot is not free yet
     for _ in range(depth + 1):
         rig.step()
@@ -142,7 +142,9 @@ def test_nobody_gives_way_twice(no_turns: None, depth: int) -> None:
         for _ in range(2):
             rig.step()
     assert rig.scheduler.stats().preemptions == 4
-    assert {rig.scheduler._book.live[n].preemptions for n in range(4) if n in rig.scheduler._book.live} <= {1}
+    assert {rig.scheduler._state.live[n].preemptions for n in range(4) if n in rig.scheduler._state.live} <= {
+        1
+    }
     rig.drain()
     rig.check_told()
     rig.check_idle()
@@ -164,7 +166,7 @@ def test_the_protected_do_not_give_way() -> None:
     rig.step()
     rig.step()
     for number in range(4):
-        rig.scheduler._book.live[number].preemptions = 2
+        rig.scheduler._state.live[number].preemptions = 2
     rig.submit(submit(9, [9], max_tokens=2))
     for _ in range(5):
         rig.step()
@@ -247,7 +249,7 @@ def test_with_one_sequence_an_owner_plans_are_those_of_first_come_first_served(
         return rig
 
     fair = [run(seed) for seed in range(6)]
-    monkeypatch.setattr(book_module, "FairQueue", Arrivals)
+    monkeypatch.setattr(state_module, "FairQueue", Arrivals)
     plain = [run(seed) for seed in range(6)]
     assert sum(rig.scheduler.stats().preemptions for rig in plain) > 0
     for one, other in zip(fair, plain, strict=True):
@@ -262,7 +264,7 @@ def test_random_loads_of_several_clients(
     depth: int, turn: int, seeds: range, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens are those that each sequence gets alone, whoever gave way to whom."""
-    monkeypatch.setattr(book_module, "TURN", turn)
+    monkeypatch.setattr(state_module, "TURN", turn)
     yielded = 0
     for seed in seeds:
         rng = random.Random(seed)
@@ -284,7 +286,7 @@ def test_random_loads_of_several_clients(
             for _ in range(rng.choice([0, 0, 0, 3])):
                 rig.step()
                 rig.audit()
-                yielded += sum(s.yielded for s in rig.scheduler._book.waiting)
+                yielded += sum(s.yielded for s in rig.scheduler._state.waiting)
             if rng.random() < 0.1:
                 rig.finish(rng.randrange(number + 1))
             if rng.random() < 0.02:
@@ -302,12 +304,12 @@ LONG = {"max_model_len": 40 * TURN, "blocks": 500}
 @pytest.fixture
 def no_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots are given up for shares alone."""
-    monkeypatch.setattr(book_module, "TURN", 1 << 30)
+    monkeypatch.setattr(state_module, "TURN", 1 << 30)
 
 
 @pytest.fixture
 def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(book_module, "TURN", TURN)
+    monkeypatch.setattr(state_module, "TURN", TURN)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -330,7 +332,7 @@ def test_a_short_request_gets_in_where_long_ones_have_all_slots(short_turns: Non
     # the first four find somebody who had a turn; the next ones wait until somebody had another
     assert max(waits[:4]) <= 8
     assert max(waits) <= TURN + 8
-    yielded = [rig.scheduler._book.live[n].yielded for n in range(4)]
+    yielded = [rig.scheduler._state.live[n].yielded for n in range(4)]
     assert sum(yielded) == 12
     assert max(yielded) - min(yielded) <= 1
     rig.audit()

@@ -19,9 +19,9 @@ from weft.kv.pool import BlockPool
 from weft.kv.slots import SlotTable
 from weft.kv.snapshots import StateKind
 from weft.scheduler import commit
-from weft.scheduler.book import Book
 from weft.scheduler.columns import Columns
 from weft.scheduler.sequence import Sequence
+from weft.scheduler.state import SchedulerState
 from weft.types.plan import Op, StepPlan
 
 SEEDS = range(40)
@@ -56,11 +56,13 @@ def publish_before_commit(patch: pytest.MonkeyPatch) -> None:
         table = self._tables[slot]
         for entry in range(min(len(hashes) // self._ratio, len(table.blocks))):
             if table.blocks[entry]:
-                self._pool.publish(table.blocks[entry], hashes[(entry + 1) * self._ratio - 1])
+                self.pool.publish(table.blocks[entry], hashes[(entry + 1) * self._ratio - 1])
 
     patch.setattr(FullKind, "publish", publish)
-    whole = Book.hashes
-    patch.setattr(Book, "hashes", lambda self, sequence, upto: whole(self, sequence, len(sequence.tokens)))
+    whole = SchedulerState.hashes
+    patch.setattr(
+        SchedulerState, "hashes", lambda self, sequence, upto: whole(self, sequence, len(sequence.tokens))
+    )
 
 
 def forget_to_free(patch: pytest.MonkeyPatch) -> None:
@@ -80,7 +82,7 @@ def miss_an_end(patch: pytest.MonkeyPatch) -> None:
 
 
 def commit_the_dead(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(commit, "_alive", lambda book, segment: np.ones(segment.rows, bool))
+    patch.setattr(commit, "_alive", lambda state, segment: np.ones(segment.rows, bool))
 
 
 def grow_without_asking(patch: pytest.MonkeyPatch) -> None:
@@ -92,15 +94,15 @@ def tell_of_quiet_rows_only(patch: pytest.MonkeyPatch) -> None:
 
 
 def save_what_is_not_known(patch: pytest.MonkeyPatch) -> None:
-    snapshots = Book.snapshots
+    snapshots = SchedulerState.snapshots
 
-    def saving(self: Book, step: int) -> list[Op]:
+    def saving(self: SchedulerState, step: int) -> list[Op]:
         in_flight, self.in_flight = self.in_flight, deque()
         ops = snapshots(self, step)
         self.in_flight = in_flight
         return ops
 
-    patch.setattr(Book, "snapshots", saving)
+    patch.setattr(SchedulerState, "snapshots", saving)
 
 
 def save_the_last_state(patch: pytest.MonkeyPatch) -> None:
@@ -114,20 +116,20 @@ def save_the_last_state(patch: pytest.MonkeyPatch) -> None:
 
 def save_too_late(patch: pytest.MonkeyPatch) -> None:
     """After the row that goes on from the boundary, which has written over it."""
-    launched = Book.launched
+    launched = SchedulerState.launched
 
-    def forgetting(self: Book, plan: StepPlan) -> None:
+    def forgetting(self: SchedulerState, plan: StepPlan) -> None:
         launched(self, plan)
         self.columns.exact[plan.prefill.slot] = 4
 
-    patch.setattr(Book, "launched", forgetting)
+    patch.setattr(SchedulerState, "launched", forgetting)
 
 
 def publish_a_snapshot_at_once(patch: pytest.MonkeyPatch) -> None:
     def saving(self: StateKind, slot: int, key: bytes, back: int, keep: bool, step: int) -> Op | None:
         op = _save(self, slot, key, back, keep, step)
         if op is not None:
-            self._pool.publish(op.block, key)  # type: ignore[union-attr]
+            self.pool.publish(op.block, key)  # type: ignore[union-attr]
         return op
 
     patch.setattr(StateKind, "save", saving)
@@ -156,15 +158,15 @@ def load_nothing(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_that_a_snapshot_names_its_slot(patch: pytest.MonkeyPatch) -> None:
-    snapshot = Book._snapshot
+    snapshot = SchedulerState._snapshot
 
-    def saving(self: Book, slot: int, back: int, step: int) -> list[Op]:
+    def saving(self: SchedulerState, slot: int, back: int, step: int) -> list[Op]:
         last = int(self.columns.last_step[slot])
         ops = snapshot(self, slot, back, step)
         self.columns.last_step[slot] = last
         return ops
 
-    patch.setattr(Book, "_snapshot", saving)
+    patch.setattr(SchedulerState, "_snapshot", saving)
 
 
 DEPTH_2 = [

@@ -54,7 +54,7 @@ def test_victim_is_the_last_in_priority_then_arrival() -> None:
     rig.submit(submit(2, [3] * 12, max_tokens=36))
     while not rig.scheduler.stats().preemptions:
         rig.step()
-    waiting = [s.id for s in rig.scheduler._book.waiting]
+    waiting = [s.id for s in rig.scheduler._state.waiting]
     assert waiting == [0]
     rig.drain()
     rig.check_told()
@@ -154,7 +154,7 @@ def test_blocks_promised_to_prefills_are_not_there_for_admission() -> None:
     rig.commit()
     rig.submit(submit(2, [3] * 8, max_tokens=2))  # beside its prefill under way
     while not rig.told[0].tokens:
-        assert [s.id for s in rig.scheduler._book.running] == [0]
+        assert [s.id for s in rig.scheduler._state.running] == [0]
         rig.step()
     rig.drain()
     rig.check_told()
@@ -165,11 +165,11 @@ def test_the_protected_run_side_by_side_only_where_all_can_grow() -> None:
     rig = Rig(kv_config(blocks=12, caching=False), 1)
     for number, limit in enumerate((30, 30, 6)):
         rig.submit(submit(number, [number] * 4, max_tokens=limit - 4))
-        rig.scheduler._book.live[number].preemptions = PROTECT_AFTER
+        rig.scheduler._state.live[number].preemptions = PROTECT_AFTER
     together = []
     while rig.scheduler.has_work():
         rig.step()
-        together.append([s.id for s in rig.scheduler._book.running])
+        together.append([s.id for s in rig.scheduler._state.running])
     assert [0] in together
     assert not any(0 in ids and 1 in ids for ids in together)  # 8 blocks each, of 12
     assert [1, 2] in together

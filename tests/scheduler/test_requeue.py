@@ -29,7 +29,7 @@ def test_steps_in_flight_are_forgotten_and_the_order_is_kept() -> None:
     rig.plan()
     assert rig.in_flight
     rig.lose()
-    with_slot = [s.id for s in rig.scheduler._book.waiting]
+    with_slot = [s.id for s in rig.scheduler._state.waiting]
     assert with_slot == [1, 2, 3, 0]  # by priority and arrival, as at first
     assert rig.scheduler.stats().requeued == 2
     rig.audit()

@@ -10,7 +10,7 @@ from tests.scheduler.fake_runner import BAD_SEED, ROW_ERROR, VOCAB, alone, kv_co
 from tests.scheduler.harness import Rig
 from weft.common.errors import ContextLength, EngineDead, InvalidRequest
 from weft.scheduler.columns import Columns
-from weft.scheduler.sequence import TRANSITIONS, Ended, Held, Running, Sequence, Waiting
+from weft.scheduler.sequence import TRANSITIONS, Awaiting, AwaitingLeader, Ended, Running, Sequence, Waiting
 from weft.types.messages import Submit
 
 
@@ -248,10 +248,10 @@ def test_prompt_logprobs_are_delivered_once_across_preemption() -> None:
     rig.submit(submit(1, list(range(30)), max_tokens=3, prompt_logprobs=0))
     for _ in range(5):
         rig.step()
-    victim = rig.scheduler._book.live[1]
+    victim = rig.scheduler._state.live[1]
     assert isinstance(victim.state, Running)
     assert 0 < victim.delivered < 29
-    rig.scheduler._book.preempt(victim, victim.state)
+    rig.scheduler._state.preempt(victim, victim.state)
     rig.drain()
     rig.check_told()
     rig.check_idle()
@@ -260,7 +260,8 @@ def test_prompt_logprobs_are_delivered_once_across_preemption() -> None:
 
 def test_states_change_by_the_table_alone() -> None:
     states = [
-        Held(),
+        AwaitingLeader(),
+        Awaiting(),
         Waiting(),
         Running(columns=Columns(1), slot=0, gen=1, known=1),
         Ended("stop"),

@@ -80,8 +80,8 @@ def test_of_a_sequence_that_decodes_one_snapshot_is_left() -> None:
     it.submit(submit(0, PROMPT[:9], max_tokens=30))
     it.drain()
     assert len(saves(it.plans)) == 8
-    kind = it.scheduler._book.caches.kinds[1]
-    assert len(kind._pool._index) == 2  # type: ignore[attr-defined]
+    kind = it.scheduler._state.caches.kinds[1]
+    assert len(kind.pool._index) == 2  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("copies", [2, 4])
@@ -177,11 +177,11 @@ def test_a_slot_is_not_given_away_while_its_state_is_saved() -> None:
     else:
         raise AssertionError("no such plan came")
     it.finish(0)
-    assert it.scheduler._book.slots.available() == 2
+    assert it.scheduler._state.slots.available() == 2
     it.commit()
-    assert it.scheduler._book.slots.available() == 2
+    assert it.scheduler._state.slots.available() == 2
     it.commit()
-    assert it.scheduler._book.slots.available() == 3
+    assert it.scheduler._state.slots.available() == 3
     it.drain()
     it.check_told()
 
@@ -209,8 +209,8 @@ def test_a_row_that_failed_leaves_no_snapshot() -> None:
     it.submit(submit(0, PROMPT[:6], seed=BAD_SEED))
     it.drain()
     assert len(saves(it.plans)) == 2
-    kind = it.scheduler._book.caches.kinds[1]
-    assert len(kind._pool._index) == 1  # type: ignore[attr-defined]
+    kind = it.scheduler._state.caches.kinds[1]
+    assert len(kind.pool._index) == 1  # type: ignore[attr-defined]
     it.check_idle()
 
 

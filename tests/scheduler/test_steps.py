@@ -13,7 +13,7 @@ from weft.types.plan import AllocSlot, FreeSlot, StepPlan
 
 def sequences(rig: Rig, plan: StepPlan) -> tuple[list[int], list[int]]:
     """Ids of the sequences of the prefill and the decode rows."""
-    by_slot = {s.state.slot: s.id for s in rig.scheduler._book.running}  # type: ignore[union-attr]
+    by_slot = {s.state.slot: s.id for s in rig.scheduler._state.running}  # type: ignore[union-attr]
     return [by_slot[s] for s in plan.prefill.slot.tolist()], [by_slot[s] for s in plan.decode.slot.tolist()]
 
 
@@ -206,7 +206,7 @@ def test_steps_commit_in_order() -> None:
 
 def test_a_step_computes_a_bounded_number_of_prompt_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of logits are wide: prompts that want logprobs share a limit, and all get theirs in the end."""
-    monkeypatch.setattr("weft.scheduler.draft.MAX_PROMPT_LOGITS", 10)
+    monkeypatch.setattr("weft.scheduler.plan_builder.MAX_PROMPT_LOGITS", 10)
     rig = Rig(kv_config(), 2)
     for number in range(3):
         rig.submit(submit(number, list(range(1, 25)), prompt_logprobs=1, max_tokens=3))

@@ -56,9 +56,9 @@ def test_the_engine_feeds_the_chunk_policy(tmp_path: Path, depth: int) -> None:
     made = []
     for target in (None, 1e-6):
         engine, runner = make_engine(make_checkpoint(tmp_path, "llama"), depth=depth)
-        assert engine.scheduler.chunks is None  # without a target nothing is measured
+        assert engine.scheduler.planner.chunks is None  # without a target nothing is measured
         if target is not None:
-            engine.scheduler.chunks = ChunkPolicy(target)
+            engine.scheduler.planner.chunks = ChunkPolicy(target)
         greedy = TokenParams(temperature=0.0, max_tokens=30)
         first = [submit(1, [3, 4, 5], greedy, request=1)]
         rest = [submit(n, [n + i for i in range(50)], greedy, request=n) for n in range(2, 5)]
@@ -66,7 +66,7 @@ def test_the_engine_feeds_the_chunk_policy(tmp_path: Path, depth: int) -> None:
         made.append({number: answer.tokens for number, answer in answers.items()})
         engine.close()
     assert made[0] == made[1]
-    chunks = engine.scheduler.chunks
+    chunks = engine.scheduler.planner.chunks
     assert chunks is not None
     assert chunks.cost != PRIOR
     assert runner.deepest == depth

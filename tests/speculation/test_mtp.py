@@ -22,7 +22,7 @@ from weft.config.sections import SpeculationSection
 from weft.engine.core import EngineCore
 from weft.runner import graphs
 from weft.runner import runner as runner_module
-from weft.scheduler.drafting import DraftPolicy
+from weft.scheduler.draft_policy import DraftPolicy
 from weft.speculation import mtp, waiting
 from weft.speculation.mtp import MtpDrafter
 from weft.types.plan import StepPlan, StepResult
@@ -62,11 +62,11 @@ class Watch:
 
     def __init__(self, runner: Recorder, engine: EngineCore) -> None:
         self.seen: list[tuple[list[int], list[int]]] = []
-        self._book = engine.scheduler._book
+        self._state = engine.scheduler._state
         commit = engine.scheduler.commit
 
         def listening(plan: StepPlan, result: StepResult, now: float) -> Any:
-            tenants = {int(s): self._book.tenants[s] for p in (plan.prefill, plan.decode) for s in p.slot}
+            tenants = {int(s): self._state.tenants[s] for p in (plan.prefill, plan.decode) for s in p.slot}
             events = commit(plan, result, now)
             drafts = result.drafts.tolist()
             for segment in (plan.prefill, plan.decode):
@@ -99,7 +99,7 @@ def fixed(drafts: int) -> SpeculationSection:
 def at_rest(folder: Path) -> tuple[EngineCore, Recorder, MtpDrafter]:
     """An engine whose policy wants no drafts until told otherwise."""
     engine, runner = make_engine(folder, speculation=fixed(2))
-    policy, drafter = engine.scheduler.drafts, runner.drafter
+    policy, drafter = engine.scheduler.planner.drafts, runner.drafter
     assert policy is not None
     assert isinstance(drafter, MtpDrafter)
     policy.most = 0
@@ -184,7 +184,7 @@ def test_drafts_after_a_prefix_hit(beside: bool, folders: dict[str, Path]) -> No
     speculation = fixed(2)
     engine, runner = make_engine(folders["skilled"], speculation=speculation)
     watch = Watch(runner, engine)
-    policy = engine.scheduler.drafts
+    policy = engine.scheduler.planner.drafts
     assert policy is not None
     asked = submit(1, PROMPTS[0], TokenParams(temperature=0.0, max_tokens=70), request=1)
 
@@ -221,7 +221,7 @@ def test_siblings_draft_behind_a_prompt_whose_states_waited(folders: dict[str, P
     speculation = fixed(2)
     engine, runner = make_engine(folders["skilled"], speculation=speculation, caching=False)
     watch = Watch(runner, engine)
-    policy = engine.scheduler.drafts
+    policy = engine.scheduler.planner.drafts
     assert policy is not None
     policy.most = 0
 

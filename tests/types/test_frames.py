@@ -22,6 +22,7 @@ from weft.types.plan import (
     SaveState,
     Segment,
     StepPlan,
+    TokenMasks,
     column,
 )
 from weft.types.sampling import TokenParams
@@ -105,7 +106,7 @@ TO_RANK: list[f.ToRank] = [
     f.Pools(blocks=(5, 7)),
     f.Form(epoch=1, store="file:///x"),
     f.StepFrame(step=1, epoch=2, plan=StepPlan(step=1), digest=3),
-    f.LateMasks(step=1, epoch=2, rows=column([0, 2]), words=column([-1, 5])),
+    f.LateMasks(step=1, epoch=2, masks=TokenMasks(entries=column([0, 2]), words=column([-1, 5]))),
     f.Abort(epoch=1),
     f.Shutdown(),
     f.Beat(rank=0, epoch=1, step=2, life="1f", aborted=0),
@@ -145,7 +146,7 @@ def test_unknown_fields_and_tags_are_named(frame: Any, decode: Callable[[bytes],
     with pytest.raises(f.FrameError, match="Sneaky"):
         decode(msgspec.msgpack.encode({**fields, "type": "Sneaky"}))
     for name in fields:
-        if name not in ("type", "comm", "aborted", "rows", "words", "version"):
+        if name not in ("type", "comm", "aborted", "version"):
             with pytest.raises(f.FrameError):
                 decode(msgspec.msgpack.encode({key: fields[key] for key in fields if key != name}))
 
@@ -165,9 +166,9 @@ def test_unknown_fields_deep_in_a_plan_are_refused() -> None:
 
 @pytest.mark.parametrize("value", [b"abc", "abcd", [1], 1, None])
 def test_columns_are_whole_int32_bytes(value: Any) -> None:
-    fields = msgspec.msgpack.decode(f.encode(f.LateMasks(step=1, epoch=1)))
+    fields = msgspec.msgpack.decode(f.encode(f.LateMasks(step=1, epoch=1, masks=TokenMasks())))
     with pytest.raises(f.FrameError):
-        f.decode_to_rank(msgspec.msgpack.encode({**fields, "rows": value}))
+        f.decode_to_rank(msgspec.msgpack.encode({**fields, "masks": {"entries": value}}))
 
 
 def test_columns_of_unequal_length_are_refused() -> None:

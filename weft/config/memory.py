@@ -14,6 +14,7 @@ import math
 from dataclasses import dataclass
 
 from weft.common.errors import ConfigError
+from weft.config.layout import block_bytes, slot_tensors
 from weft.config.resolved import PoolSpec
 from weft.config.sections import SchedulerSection
 from weft.config.sharding import local_spec
@@ -61,11 +62,11 @@ def snapshot_stride(spec: ModelSpec, block_size: int, dtype: str) -> int:
     and no fewer than ``MIN_STRIDE``: a snapshot ends a chunk early.
     """
     states = [cache for cache in spec.caches if cache.kind == "state"]
-    snapshot = sum(cache.block_bytes(block_size, dtype) for cache in states)
+    snapshot = sum(block_bytes(cache, block_size, dtype) for cache in states)
     positions, unit = MIN_STRIDE, hit_unit(spec, block_size)
     lines = [cache for cache in spec.caches if cache.kind != "state" and not cache.window]
     if lines:
-        kept = sum(cache.block_bytes(unit, dtype) for cache in lines)  # of one unit of positions
+        kept = sum(block_bytes(cache, unit, dtype) for cache in lines)  # of one unit of positions
         positions = max(positions, -(-snapshot * unit // kept))
     return -(-positions // unit) * unit
 
@@ -91,7 +92,7 @@ def longest_chunk(scheduler: SchedulerSection, max_model_len: int) -> int:
 def state_bytes(spec: ModelSpec, dtype: str, num_slots: int, copies: int = 1) -> int:
     """Bytes of the recurrent state that slots have, ``copies`` each; one line more than there are slots."""
     states = [cache for cache in spec.caches if cache.kind == "state"]
-    return (num_slots + 1) * copies * sum(cache.block_bytes(1, dtype) for cache in states)
+    return sum(t.nbytes for cache in states for t in slot_tensors(cache, num_slots, copies, dtype))
 
 
 def live_bytes(spec: ModelSpec, dtype: str, scheduler: SchedulerSection, copies: int = 1) -> int:
@@ -125,7 +126,7 @@ def _needs(
     snapshots: bool,
 ) -> _Needs:
     at = [kind_block(cache, block_size) for cache in spec.caches]
-    sizes = [cache.block_bytes(size, dtype) for cache, size in zip(spec.caches, at, strict=True)]
+    sizes = [block_bytes(cache, size, dtype) for cache, size in zip(spec.caches, at, strict=True)]
     blocks = [
         blocks_for_one(cache, size, max_model_len, scheduler)
         for cache, size in zip(spec.caches, at, strict=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from weft.config.layout import TensorLayout, pool_tensors, slot_tensors
 from weft.config.sections import (
     CacheSection,
     Config,
@@ -29,7 +30,11 @@ class PoolSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def nbytes(self, dtype: str) -> int:
         """Bytes of all its blocks in a model of ``dtype``, the null block included."""
-        return (1 + self.num_blocks) * self.cache.block_bytes(self.block_size, dtype)
+        return sum(tensor.nbytes for tensor in self.tensors(dtype))
+
+    def tensors(self, dtype: str) -> tuple[TensorLayout, ...]:
+        """What its blocks are made of in a model of ``dtype``."""
+        return pool_tensors(self.cache, self.block_size, self.num_blocks, dtype)
 
     def describe(self, dtype: str) -> str:
         """For the log: ``512 blocks of 64 (full, 18.9 MB in fp8)``."""
@@ -50,6 +55,12 @@ class KVConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Slots of the table: running sequences, and those that await their last commit."""
     copies: int = 1
     """Copies of a slot's recurrent state: one, and one for each draft that a step may verify."""
+
+    def tensors(self, pool: PoolSpec, dtype: str) -> tuple[TensorLayout, ...]:
+        """What layers read and write of a kind in a model of ``dtype``: blocks, or the states of slots."""
+        if pool.cache.kind == "state":
+            return slot_tensors(pool.cache, self.num_slots, self.copies, dtype)
+        return pool.tensors(dtype)
 
     @property
     def drafts(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 import msgspec
@@ -160,10 +159,6 @@ class StatePart(msgspec.Struct, frozen=True, kw_only=True):
     wide: bool
     """In float32 (float64 in a float64 model); else in the model's dtype."""
 
-    def nbytes(self, dtype: str) -> int:
-        """Bytes of one copy in a model of ``dtype``."""
-        return math.prod(self.shape) * (max(4, DTYPE_BYTES[dtype]) if self.wide else DTYPE_BYTES[dtype])
-
 
 class CacheSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One cache kind of a model: layers that share one block table and one pool. A layer may be in several.
@@ -190,19 +185,6 @@ class CacheSpec(msgspec.Struct, frozen=True, kw_only=True):
     each latent line)."""
     exact: int = 0
     """Elements at the end of a latent line that keep the model's dtype all the same."""
-
-    def block_bytes(self, block_size: int, dtype: str) -> int:
-        """Bytes of one block of ``block_size`` positions (a snapshot, for ``state``) over all the layers."""
-        if self.kind == "state":
-            return len(self.layers) * sum(part.nbytes(dtype) for part in self.parts)
-        return len(self.layers) * (block_size // self.ratio) * self.position_bytes(dtype)
-
-    def position_bytes(self, dtype: str) -> int:
-        """Bytes that one layer keeps of one position (of ``ratio`` of them): lines and their scales."""
-        number = DTYPE_BYTES[dtype]
-        if self.width:
-            return self.width - self.exact + 4 + self.exact * number if self.fp8 else self.width * number
-        return 2 * self.kv_heads * (self.head_dim + 4 if self.fp8 else self.head_dim * number)
 
 
 class QuantizedSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import msgspec
-
+from weft.scheduler.plan_builder import PlanBuilder
 from weft.types.plan import Rebalance, StepPlan
 
 
@@ -17,26 +16,13 @@ class Balance:
         self.asked = 0
         """Steps launched with a ``Rebalance``."""
 
-    def ask(self, plan: StepPlan) -> StepPlan:
-        """``plan``, and with it a ``Rebalance`` where it is time."""
-        due = 0 < self._interval <= self._steps
-        return with_rebalance(plan) if due else plan
+    def ask(self, builder: PlanBuilder) -> None:
+        """Has experts move before the step where it is time."""
+        builder.rebalance = 0 < self._interval <= self._steps
 
     def launched(self, plan: StepPlan) -> None:
         """``plan`` is final."""
         self._steps += 1
-        if rebalances(plan):
+        if any(isinstance(op, Rebalance) for op in plan.ops):
             self._steps = 0
             self.asked += 1
-
-
-def rebalances(plan: StepPlan) -> bool:
-    """Whether experts move before the step."""
-    return any(isinstance(op, Rebalance) for op in plan.ops)
-
-
-def with_rebalance(plan: StepPlan) -> StepPlan:
-    """The plan with such an op, which it has once."""
-    if rebalances(plan):
-        return plan
-    return msgspec.structs.replace(plan, ops=(*plan.ops, Rebalance()))

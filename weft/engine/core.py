@@ -1,6 +1,11 @@
 """The engine of one group: scheduler and executor, with one or two steps in flight.
 
-With two, step N + 1 is planned and launched before step N's tokens are read:
+    _plan     the scheduler drafts; balance, overlap and domain have their say; it is sealed, once
+    _launch   forward, (late masks,) sample
+    _commit   read, commit, learn
+
+What is in flight is what ran: one immutable plan, from ``seal`` to ``commit``. With two steps in flight, step
+N + 1 is planned and launched before step N's tokens are read:
 
     launch N+1 ──────────────┐
     read N, commit N         │ runs meanwhile
@@ -13,6 +18,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import msgspec
 
@@ -30,11 +37,26 @@ from weft.overlap.policy import OverlapPolicy, mode_of
 from weft.runner.runner import StepHandle
 from weft.scheduler.scheduler import Scheduler
 from weft.types.messages import OLDEST, VERSION, HeadStats, Submit, TokenEvent, Welcome
+from weft.types.plan import StepPlan
 
 log = get_logger(__name__)
 
 RECOVERY_POLL = 0.05
 """Seconds that a ``step`` waits for a group that is being formed anew."""
+
+
+class Source(Protocol):
+    """Where a group hears, besides requests, of what its sequences await: a room, a mask.
+
+    Nobody polls it: whoever has nothing to do sleeps on its sockets, too.
+    """
+
+    @property
+    def sockets(self) -> Sequence[Any]:
+        """zmq sockets or descriptors that are readable once there is something to ``take``."""
+
+    def take(self, scheduler: Scheduler) -> list[TokenEvent]:
+        """Tells the scheduler what came since the last call. Does not wait."""
 
 
 class EngineCore:
@@ -67,11 +89,12 @@ class EngineCore:
         """Which steps are computed in halves."""
         self.balance = Balance(config.parallel.eplb_interval)
         """At which steps experts move."""
+        self.sources: list[Source] = []
         self._depth = config.scheduler.steps_in_flight
         self._in_flight: deque[tuple[StepHandle, float]] = deque()
         """Steps in flight, and when the planning of each began."""
         self._launching = False
-        """Whether a step is being launched; one that an interrupt cut short stays so, and none can follow."""
+        """Whether a step is being made; one that an interrupt cut short stays so, and none can follow."""
         self._completed = -math.inf
         """When the last result was read."""
         self._recovery = Recovery(self._clock)
@@ -108,6 +131,16 @@ class EngineCore:
     def finish(self, sequence: int) -> list[TokenEvent]:
         """Ends a sequence wherever it is. Idempotent; unknown ids are fine."""
         return self.scheduler.finish(sequence)
+
+    @property
+    def sockets(self) -> Sequence[Any]:
+        """To sleep on while there is no work: replicas ring there, and sources speak."""
+        domain = () if self.domain is None else self.domain.sockets
+        return [*domain, *(socket for source in self.sources for socket in source.sockets)]
+
+    def hear(self) -> list[TokenEvent]:
+        """Takes in what came from ``sources``. Does not wait."""
+        return [event for source in self.sources for event in source.take(self.scheduler)]
 
     def has_work(self) -> bool:
         """Whether ``step`` has anything to do, if only beside other replicas."""
@@ -164,26 +197,37 @@ class EngineCore:
             raise EngineDead("a step was interrupted, and the engine can't go on")
         plan = None
         if len(self._in_flight) < self._depth:  # else an interrupt cut the last wait short: read first
-            now = self._clock.now()
-            plan = self.scheduler.plan(now)
-            if plan is not None:
-                plan = self.balance.ask(self.overlap.decide(plan))
-            if self.domain is not None:
-                plan = self.domain.settle(plan, self._unfinished(), self.scheduler.idle)
-        if plan is not None:
             self._launching = True
-            self.balance.launched(plan)
-            handle = self.runner.forward(plan)
-            self.runner.sample(handle)
-            self._in_flight.append((handle, now))
+            began = self._clock.now()
+            plan = self._plan(began)
+            if plan is not None:
+                self._launch(plan, began)
             self._launching = False
         if self._in_flight and (plan is None or len(self._in_flight) >= self._depth):
-            return self._commit_oldest()
+            return self._commit()
         if plan is None and self.scheduler.in_flight:
             raise EngineDead("a step was planned and never launched")
         return []
 
-    def _commit_oldest(self) -> list[TokenEvent]:
+    def _plan(self, now: float) -> StepPlan | None:
+        """The next step, with everybody's share in it; None when there is none to make."""
+        builder = self.scheduler.draft(now)
+        if builder is not None:
+            self.balance.ask(builder)
+            self.overlap.ask(builder)
+        if self.domain is not None:
+            builder = self.domain.settle(builder, self._unfinished(), self.scheduler.idle)
+        return None if builder is None else self.scheduler.seal(builder)
+
+    def _launch(self, plan: StepPlan, began: float) -> None:
+        """Masks of a constrained plan are due before ``sample``: see ``weft.types.plan.TokenMasks``."""
+        self.balance.launched(plan)
+        handle = self.runner.forward(plan)
+        self.runner.sample(handle)
+        self._in_flight.append((handle, began))
+
+    def _commit(self) -> list[TokenEvent]:
+        """Waits for the oldest step, and commits it."""
         handle, began = self._in_flight[0]  # it stays there when an interrupt cuts the wait short
         try:
             result = self.runner.read(handle)

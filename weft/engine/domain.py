@@ -9,10 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
-
 from weft.common.errors import EngineDead
-from weft.engine.balance import rebalances, with_rebalance
 from weft.engine.executor import GroupLost
 from weft.engine.group import GroupExecutor
 from weft.engine.watch import COLLECTIVE
@@ -22,7 +19,7 @@ from weft.parallel.group import CommLost
 from weft.parallel.meeting import Meeting
 from weft.parallel.store import join_store
 from weft.scheduler.agreement import Vote, most_drafts
-from weft.types.plan import StepPlan
+from weft.scheduler.plan_builder import PlanBuilder
 
 
 class Domain:
@@ -42,26 +39,25 @@ class Domain:
         return self._group.sockets
 
     def settle(
-        self, plan: StepPlan | None, unfinished: bool, idle: Callable[[], StepPlan]
-    ) -> StepPlan | None:
-        """The plan to launch now: ``plan`` as agreed, or ``idle()``; None where no replica has rows.
+        self, builder: PlanBuilder | None, unfinished: bool, idle: Callable[[], PlanBuilder]
+    ) -> PlanBuilder | None:
+        """The step to launch now: ``builder`` as agreed, or ``idle()``; None where no replica has one.
 
-        ``plan`` says in ``halves`` what this replica would like. ``unfinished``: whether sequences live or
+        ``builder`` says what this replica would like. ``unfinished``: whether sequences live or
         steps are in flight here. Raises GroupLost when a replica is gone or late, and EngineDead when
         replicas are not at the same step.
         """
         try:
-            decision = self._group.agree(vote_of(plan, unfinished))
+            decision = self._group.agree(vote_of(builder, unfinished))
         except CommLost as error:
             raise GroupLost(None, f"another replica is gone or late ({error.message})") from error
         if not decision.launch:
             return None
-        if plan is None:
-            plan = idle()
-        agreed = decision.agreed
-        if agreed.rebalance:
-            plan = with_rebalance(plan)
-        return msgspec.structs.replace(plan, agreed=agreed, halves=1 + agreed.halves)
+        builder, agreed = builder or idle(), decision.agreed
+        builder.agreed = agreed
+        builder.halves = 1 + agreed.halves
+        builder.rebalance = agreed.rebalance
+        return builder
 
     def connect(self, store: Any, epoch: int, timeout: float, bells: Sequence[str] = ()) -> None:
         """Begins ``epoch`` with all heads, asleep. See ``AgreementGroup.connect``. Raises CommLost."""
@@ -76,18 +72,19 @@ class Domain:
         self._group.close()
 
 
-def vote_of(plan: StepPlan | None, unfinished: bool) -> Vote:
-    """What a replica votes about its final plan; None: it has none."""
-    if plan is None:
+def vote_of(builder: PlanBuilder | None, unfinished: bool) -> Vote:
+    """What a replica votes about the step that it would launch; None: it has none."""
+    if builder is None:
         return Vote(unfinished=unfinished)
     return Vote(
         unfinished=True,
-        rows=plan.rows,
-        tokens=plan.tokens,
-        halves=plan.halves > 1,
-        half=larger_half(plan) if plan.halves > 1 else 0,
-        drafts=most_drafts(plan),
-        rebalance=rebalances(plan),
+        launch=True,
+        rows=builder.rows,
+        tokens=builder.tokens,
+        halves=builder.halves > 1,
+        half=larger_half(builder) if builder.halves > 1 else 0,
+        drafts=most_drafts(builder),
+        rebalance=builder.rebalance,
     )
 
 

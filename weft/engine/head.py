@@ -42,7 +42,7 @@ class Head:
         self._listener = Listener(endpoint) if isinstance(endpoint, str) else endpoint
         self._socket = self._listener.socket
         self._poller = zmq.Poller()
-        for one in (self._socket, *(core.domain.sockets if core.domain is not None else ())):
+        for one in (self._socket, *core.sockets):
             self._poller.register(one, zmq.POLLIN)
         self._protocol = HeadProtocol(core, secrets.randbits(64))
         self._last_heartbeat = 0.0
@@ -55,12 +55,12 @@ class Head:
             while not self._protocol.stopped:
                 busy = self._core.has_work()
                 self._receive(0 if busy else IDLE_POLL_MS)
+                self._tell(self._core.hear())
                 self._core.check()
                 if self._core.has_work():
                     busy = True
-                    events = self._core.step()
-                    self._send(self._protocol.events(events, self._core.scheduler.steps))
-                elif self._protocol.draining:
+                    self._tell(self._core.step())
+                elif self._protocol.draining and not self._protocol.live:  # what awaits something ends before
                     break
                 # Fronts hear at once that all is done: their gauges would show what ran for a while yet.
                 self._heartbeat(at_once=busy and not self._core.has_work())
@@ -91,6 +91,9 @@ class Head:
             log.warning("dropped a frame that is not a message (%s)", type(error).__name__)
             return
         self._send(self._protocol.on(front, message))
+
+    def _tell(self, events: list[m.TokenEvent]) -> None:
+        self._send(self._protocol.events(events, self._core.scheduler.steps))
 
     def _send(self, outgoing: Outgoing) -> None:
         for front, message in outgoing:

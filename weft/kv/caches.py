@@ -127,6 +127,15 @@ class Caches:
         for kind in self.kinds:
             kind.committed(step)
 
+    def reset(self) -> None:
+        """``CacheKind.reset`` of each kind."""
+        for kind in self.kinds:
+            kind.reset()
+
+    def num_on_hold(self) -> int:
+        """Blocks of all kinds that somebody outside the group has."""
+        return sum(kind.pool.num_on_hold() for kind in self.kinds)
+
     def guaranteed(self, lengths: Sequence[int]) -> bool:
         """Whether sequences that grow to ``lengths`` tokens can all run to their ends side by side.
 

@@ -35,6 +35,8 @@ class CacheKind(Protocol):
     num_blocks: int
     slides: bool
     """Whether ``slide`` may ever give anything up."""
+    pool: BlockPool
+    """To be asked and changed by the kind alone, but for holds."""
 
     def available(self) -> int:
         """Blocks that can be taken now."""
@@ -82,6 +84,9 @@ class CacheKind(Protocol):
     def committed(self, step: int) -> None:
         """``step`` and all before it have committed."""
 
+    def reset(self) -> None:
+        """No slot has a table, and nothing is cached; blocks on hold stay out of use."""
+
     def most(self, upto: int) -> int:
         """The most blocks that a sequence of ``upto`` tokens needs at once to go on without waiting."""
 
@@ -121,18 +126,18 @@ class FullKind:
         self.block_size = spec.block_size
         self.num_blocks = spec.num_blocks
         self._ratio = spec.block_size // base_block
-        self._pool = BlockPool(spec.num_blocks)
+        self.pool = BlockPool(spec.num_blocks)
         self._tables: dict[int, _Table] = {}
 
     def available(self) -> int:
-        return self._pool.available()
+        return self.pool.available()
 
     def pending(self) -> int:
-        return self._pool.pending()
+        return self.pool.pending()
 
     def hit(self, hashes: Sequence[bytes], limit: int) -> int:
         most = min(limit // self.block_size, len(hashes) // self._ratio)
-        return self._pool.leading(self._keys(hashes, 0, most)) * self.block_size
+        return self.pool.leading(self._keys(hashes, 0, most)) * self.block_size
 
     def needed(self, slot: int, upto: int, num_hit: int = 0, hashes: Sequence[bytes] = ()) -> int:
         table = self._tables.get(slot)
@@ -142,9 +147,9 @@ class FullKind:
 
     def acquire(self, slot: int, hashes: Sequence[bytes], num_hit: int, upto: int) -> list[Op]:
         first, hits = self._first_read(num_hit), num_hit // self.block_size
-        blocks = [NULL_BLOCK] * first + [self._pool.find(key) for key in self._keys(hashes, first, hits)]
+        blocks = [NULL_BLOCK] * first + [self.pool.find(key) for key in self._keys(hashes, first, hits)]
         for block in blocks[first:]:  # all hits leave the LRU before anything can be evicted from it
-            self._pool.share(block)
+            self.pool.share(block)
         self._tables[slot] = _Table(blocks, first, hits)
         ops: list[Op] = []
         if blocks:
@@ -153,7 +158,7 @@ class FullKind:
 
     def reserve(self, slot: int, upto: int) -> list[Op]:
         table = self._tables[slot]
-        new = [self._pool.take() for _ in range(self._blocks(upto) - len(table.blocks))]
+        new = [self.pool.take() for _ in range(self._blocks(upto) - len(table.blocks))]
         if not new:
             return []
         table.blocks += new
@@ -168,7 +173,7 @@ class FullKind:
         tables, ops = self._tables, list[Op]()
         for have in range(max(short, default=0)):  # an op gives a slot one block
             named = [slot for slot, lacks in zip(slots, short, strict=True) if lacks > have]
-            new = [self._pool.take() for _ in named]
+            new = [self.pool.take() for _ in named]
             for slot, block in zip(named, new, strict=True):
                 tables[slot].blocks.append(block)
             ops.append(AppendEach(kind=self.number, slots=column(named), blocks=column(new)))
@@ -183,7 +188,7 @@ class FullKind:
         if upto <= table.published:
             return
         for entry in range(max(table.published, table.live), upto):
-            self._pool.publish(table.blocks[entry], hashes[(entry + 1) * ratio - 1])
+            self.pool.publish(table.blocks[entry], hashes[(entry + 1) * ratio - 1])
         table.published = upto
 
     def slide(self, slot: int, committed: int, after_step: int) -> None:
@@ -195,10 +200,14 @@ class FullKind:
     def release(self, slot: int, after_step: int) -> None:
         table = self._tables.pop(slot)
         for block in reversed(table.blocks[table.live :]):  # the ends of prefixes are evicted first
-            self._pool.release(block, after_step)
+            self.pool.release(block, after_step)
 
     def committed(self, step: int) -> None:
-        self._pool.committed(step)
+        self.pool.committed(step)
+
+    def reset(self) -> None:
+        self.pool.reset()
+        self._tables.clear()
 
     def most(self, upto: int) -> int:
         return self._blocks(upto)
@@ -219,7 +228,7 @@ class FullKind:
 
     def _held(self, hashes: Sequence[bytes], num_hit: int) -> int:
         first, end = self._first_read(num_hit), num_hit // self.block_size
-        return self._pool.held(self._keys(hashes, first, end))
+        return self.pool.held(self._keys(hashes, first, end))
 
 
 class WindowKind(FullKind):
@@ -242,7 +251,7 @@ class WindowKind(FullKind):
         length = min(limit // self.block_size, len(hashes) // self._ratio)
         while length > 0:
             first = self._first_read(length * self.block_size)
-            found = self._pool.leading(self._keys(hashes, first, length)[::-1])
+            found = self.pool.leading(self._keys(hashes, first, length)[::-1])
             if found == length - first:
                 break
             length -= found + 1  # every hit that is longer than this, and shorter than the last, reads it too
@@ -261,7 +270,7 @@ class WindowKind(FullKind):
         table = self._tables[slot]
         first = min(self._first_read(committed), len(table.blocks))
         for entry in range(table.live, first):
-            self._pool.release(table.blocks[entry], after_step)
+            self.pool.release(table.blocks[entry], after_step)
             table.blocks[entry] = NULL_BLOCK
         table.live = max(table.live, first)
 

@@ -9,6 +9,10 @@ A block is in exactly one of these places:
                                           cached ──forget──> free, and out of the index
 
 A reference given back while plans in flight still name the block lasts until the last of them commits.
+
+A *hold* is a reference of somebody outside the group who may read the block or write to it (a transfer): it
+goes by no step, and outlives ``reset``. So a block is out of use until its last step and its last hold are
+over.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ class BlockPool:
         self._key: list[bytes | None] = [None] * (num_blocks + 1)
         self._index: dict[bytes, int] = {}
         self._pending: dict[int, list[int]] = {}  # step -> references that end when it commits
+        self._holds: dict[int, int] = {}  # block -> how many of its references are holds, if any
         self._last_commit = -1
 
     def available(self) -> int:
@@ -111,6 +116,35 @@ class BlockPool:
             self._pending.setdefault(after_step, []).append(block)
         else:
             self._drop(block)
+
+    def hold(self, block: int) -> None:
+        """One more hold on a block that somebody has. Raises EngineDead for any other."""
+        if not self._references[block]:
+            raise EngineDead("a block was put on hold that nobody has")
+        self._references[block] += 1
+        self._holds[block] = self._holds.get(block, 0) + 1
+
+    def unhold(self, block: int) -> None:
+        """Gives back one hold. Raises EngineDead when there is none."""
+        left = self._holds.pop(block, 0) - 1
+        if left < 0:
+            raise EngineDead("a block was given back that is not on hold")
+        if left:
+            self._holds[block] = left
+        self._drop(block)
+
+    def num_on_hold(self) -> int:
+        """Blocks that are on hold, whoever else has them."""
+        return len(self._holds)
+
+    def reset(self) -> None:
+        """Nothing is cached, no plan is in flight, and nobody has a block but by a hold."""
+        self._cached.clear()
+        self._index.clear()
+        self._pending.clear()
+        self._key = [None] * (self.num_blocks + 1)
+        self._references = [self._holds.get(block, 0) for block in range(self.num_blocks + 1)]
+        self._free = [block for block in range(self.num_blocks, 0, -1) if not self._references[block]]
 
     def committed(self, step: int) -> None:
         """``step`` and all before it have committed."""

@@ -102,7 +102,7 @@ class StateKind:
         self.num_blocks = spec.num_blocks
         self.stride = spec.stride
         self._base = base_block
-        self._pool = BlockPool(spec.num_blocks)
+        self.pool = BlockPool(spec.num_blocks)
         self._loaded: dict[int, int] = {}  # slot -> the block that its first plan loads
         self._saving: dict[int, list[_Saving]] = {}  # step -> what its plan saves
         self._newest: dict[int, bytes] = {}  # slot -> its snapshot that a newer one replaces
@@ -111,15 +111,15 @@ class StateKind:
     # ---- of every kind
 
     def available(self) -> int:
-        return self._pool.available()
+        return self.pool.available()
 
     def pending(self) -> int:
-        return self._pool.pending()
+        return self.pool.pending()
 
     def hit(self, hashes: Sequence[bytes], limit: int) -> int:
         unit = self.block_size
         for boundary in range(min(limit, len(hashes) * self._base) // unit * unit, 0, -unit):
-            if self._pool.find(hashes[boundary // self._base - 1]) != NULL_BLOCK:
+            if self.pool.find(hashes[boundary // self._base - 1]) != NULL_BLOCK:
                 return boundary
         return 0
 
@@ -130,8 +130,8 @@ class StateKind:
         if not num_hit:
             return []
         key = hashes[num_hit // self._base - 1]
-        block = self._pool.find(key)
-        self._pool.share(block)
+        block = self.pool.find(key)
+        self.pool.share(block)
         self._loaded[slot] = block
         self._keep(key)
         return [LoadState(slot=slot, kind=self.number, block=block)]
@@ -165,12 +165,17 @@ class StateKind:
             del self._owner[key]
 
     def committed(self, step: int) -> None:
-        self._pool.committed(step)
+        self.pool.committed(step)
         for due in [s for s in self._saving if s <= step]:
             for saving in self._saving.pop(due):
                 if saving.sound:
-                    self._pool.publish(saving.block, saving.key)
-                self._pool.release(saving.block, due)
+                    self.pool.publish(saving.block, saving.key)
+                self.pool.release(saving.block, due)
+
+    def reset(self) -> None:
+        self.pool.reset()
+        for by_slot in (self._loaded, self._saving, self._newest, self._owner):
+            by_slot.clear()
 
     def most(self, upto: int) -> int:
         return 0
@@ -182,7 +187,7 @@ class StateKind:
 
     def has(self, key: bytes) -> bool:
         """Whether there is a snapshot of ``key`` to hit."""
-        return self._pool.find(key) != NULL_BLOCK
+        return self.pool.find(key) != NULL_BLOCK
 
     def save(self, slot: int, key: bytes, back: int, keep: bool, step: int) -> Op | None:
         """Makes a snapshot of ``key`` in plan ``step``; None when there is one, or no block for it.
@@ -195,9 +200,9 @@ class StateKind:
             return None
         if not keep:
             self._replace(slot)
-        if not self._pool.available():
+        if not self.pool.available():
             return None
-        block = self._pool.take()
+        block = self.pool.take()
         self._saving.setdefault(step, []).append(_Saving(slot, block, key))
         if not keep and key not in self._owner:
             self._newest[slot] = key
@@ -215,13 +220,13 @@ class StateKind:
     def _unload(self, slot: int, after_step: int) -> None:
         block = self._loaded.pop(slot, None)
         if block is not None:
-            self._pool.release(block, after_step)
+            self.pool.release(block, after_step)
 
     def _touch(self, key: bytes, keep: bool) -> None:
         """``key`` was of use to someone: it is the last to be evicted."""
-        block = self._pool.find(key)
-        self._pool.share(block)
-        self._pool.release(block, -1)
+        block = self.pool.find(key)
+        self.pool.share(block)
+        self.pool.release(block, -1)
         if keep:
             self._keep(key)
 
@@ -236,4 +241,4 @@ class StateKind:
         key = self._newest.pop(slot, None)
         if key is not None:
             del self._owner[key]
-            self._pool.forget(key)
+            self.pool.forget(key)

@@ -21,7 +21,7 @@ from weft.overlap.split import Halves
 from weft.overlap.times import StepTimes
 from weft.scheduler.cost import shape_of
 from weft.scheduler.fit import CostFitter, solve_non_negative
-from weft.types.plan import StepPlan
+from weft.types.plan import PlannedRows
 
 LATEST = 8
 """Steps of a kind that a correction is the median of."""
@@ -83,16 +83,16 @@ class HalvesCost:
         """Whether there is anything to predict from."""
         return self._compute.observations > 0
 
-    def observe(self, plan: StepPlan, times: StepTimes) -> None:
+    def observe(self, plan: PlannedRows, times: StepTimes) -> None:
         """Takes in a step that was computed whole."""
         self._compute.observe(shape_of(plan), times.compute)
         self._link.observe(plan.tokens, times.communication)
 
-    def whole(self, plan: StepPlan) -> float:
+    def whole(self, plan: PlannedRows) -> float:
         """Seconds."""
         return self._compute.model.predict(shape_of(plan)) + self._link.predict(plan.tokens)
 
-    def share(self, plan: StepPlan) -> float:
+    def share(self, plan: PlannedRows) -> float:
         """Of communication in a step computed whole: no more than this can be hidden."""
         whole = self.whole(plan)
         return self._link.predict(plan.tokens) / whole if whole > 0.0 else 0.0

@@ -15,13 +15,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import msgspec
-
 from weft.config.sections import ParallelSection
 from weft.overlap.cost import LATEST, HalvesCost, Ratios
 from weft.overlap.split import split, splits
 from weft.overlap.times import StepTimes
-from weft.types.plan import StepPlan
+from weft.scheduler.plan_builder import PlanBuilder
+from weft.types.plan import PlannedRows, StepPlan
 
 ENTER, LEAVE = 0.05, 0.01
 """Shares of a step's time that halves must save."""
@@ -77,11 +76,11 @@ class OverlapPolicy:
         self._cost = HalvesCost()
         self._kinds: dict[tuple[int, ...], _Kind] = {}
 
-    def decide(self, plan: StepPlan) -> StepPlan:
-        """The plan, to be computed in halves if that is wanted."""
-        return msgspec.structs.replace(plan, halves=2) if self.wants(plan) else plan
+    def ask(self, builder: PlanBuilder) -> None:
+        """Has the step computed in halves if that is wanted."""
+        builder.halves = 1 + self.wants(builder)
 
-    def wants(self, plan: StepPlan) -> bool:
+    def wants(self, plan: PlannedRows) -> bool:
         """Whether the plan should be computed in halves. An idle replica's wants what others want."""
         if self.mode == "off":
             return False
@@ -131,7 +130,7 @@ class OverlapPolicy:
             f"{share:.0%} of {self.communication:.2f} s of communication went on under compute"
         )
 
-    def saves(self, plan: StepPlan) -> float:
+    def saves(self, plan: PlannedRows) -> float:
         """Predicted: what share of the step's time halves save; negative where they cost. Never more than
         the share of its communication, whatever a model of compute that is off says."""
         halves = split(plan)
@@ -144,7 +143,7 @@ class OverlapPolicy:
         saved = 1.0 - self._cost.halved(halves) * kind.halved.factor / whole
         return min(saved, self._cost.share(plan))
 
-    def _pays(self, plan: StepPlan) -> bool:
+    def _pays(self, plan: PlannedRows) -> bool:
         """``auto``: as the module's docstring says. A prediction takes a part of a millisecond, so what is
         known is looked at now and then."""
         kind = self._kind(plan)
@@ -162,7 +161,7 @@ class OverlapPolicy:
             kind.retry = RETRY_FIRST
         return kind.steps % WHOLE_EVERY != 0
 
-    def _may_enter(self, kind: _Kind, plan: StepPlan) -> bool:
+    def _may_enter(self, kind: _Kind, plan: PlannedRows) -> bool:
         if len(kind.whole.seen) < WARM or (kind.steps > LATEST and kind.steps % NOW_AND_THEN):
             return False
         if kind.halved.seen and kind.steps >= kind.retry:  # a trial, as if it were the first
@@ -173,7 +172,7 @@ class OverlapPolicy:
         kind.pays, kind.steps = True, 0
         return True
 
-    def _kind(self, plan: StepPlan) -> _Kind:
+    def _kind(self, plan: PlannedRows) -> _Kind:
         """Of steps that are alike: powers of two of prompt tokens, decode rows and drafts."""
         rows, tokens = plan.decode.rows, plan.decode.tokens
         key = (plan.prefill.tokens.bit_length(), rows.bit_length(), (tokens - rows).bit_length())

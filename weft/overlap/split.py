@@ -7,9 +7,9 @@ by their number, prompts by tokens; where no boundary of rows balances, the cut 
     first     [p0 | p1 .....  | d0 d1]
     second          [. p1 ... | p2 | d2 d3]         its first row begins ``cut`` tokens into p1's
 
-Each half is a plan that could run alone, the second after the first. Interleaved, the second half of a cut
-prompt reads, in every layer, what the first half wrote in that layer: the first is always one layer's stretch
-ahead (see ``interleave``). Pure: numbers alone, the same on all ranks.
+Each half is a plan of rows alone (ops come once, before both), the second after the first. Interleaved, the
+second half of a cut prompt reads, in every layer, what the first half wrote in that layer: the first is
+always one layer's stretch ahead (see ``interleave``). Pure: numbers alone, the same on all ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from weft.types.plan import Segment, StepPlan, column
+from weft.types.plan import PlannedRows, Segment, StepPlan, column
 
 LEAST = 16
 """Tokens that a part of a cut prompt has at least: fewer are not worth a row of their own."""
@@ -30,14 +30,12 @@ class Halves(NamedTuple):
     """What ``split`` made."""
 
     first: StepPlan
-    """With the plan's ops."""
     second: StepPlan
-    """Without."""
     cut: int
     """Tokens of the second half's first prompt row that the first half computes; 0: no prompt is cut."""
 
 
-def split(plan: StepPlan) -> Halves | None:
+def split(plan: PlannedRows) -> Halves | None:
     """The plan as two halves, neither of them empty; None where it has but one row that cannot be cut.
 
     A plan without rows (an idle replica's) gives two like it.
@@ -57,12 +55,12 @@ def split(plan: StepPlan) -> Halves | None:
     return None if best is None else _halves(plan, *best[2:])
 
 
-def splits(plan: StepPlan) -> bool:
+def splits(plan: PlannedRows) -> bool:
     """What a replica votes: whether its plan has two halves. An idle one's has two empty ones."""
     return plan.rows != 1 or split(plan) is not None
 
 
-def larger_half(plan: StepPlan) -> int:
+def larger_half(plan: PlannedRows) -> int:
     """Tokens of the larger half of a plan that splits."""
     halves = split(plan)
     return 0 if halves is None else max(halves.first.tokens, halves.second.tokens)
@@ -83,7 +81,7 @@ def _places(prefill: Segment, want: int) -> Iterator[tuple[int, int, int]]:
         yield rows, cut, before + cut
 
 
-def _halves(plan: StepPlan, decodes: int, rows: int, cut: int) -> Halves:
+def _halves(plan: PlannedRows, decodes: int, rows: int, cut: int) -> Halves:
     prefill, decode = plan.prefill, plan.decode
     first, second = _rows(prefill, 0, rows + int(cut > 0)), _rows(prefill, rows, prefill.rows)
     if cut:
@@ -93,10 +91,9 @@ def _halves(plan: StepPlan, decodes: int, rows: int, cut: int) -> Halves:
         second = _with(
             second, 0, start=int(prefill.start[rows]) + cut, count=rest, logits=min(trailing, rest)
         )
-    replace = msgspec.structs.replace
     return Halves(
-        replace(plan, prefill=first, decode=_rows(decode, 0, decodes), halves=1),
-        replace(plan, ops=(), prefill=second, decode=_rows(decode, decodes, decode.rows), halves=1),
+        StepPlan(step=plan.step, prefill=first, decode=_rows(decode, 0, decodes)),
+        StepPlan(step=plan.step, prefill=second, decode=_rows(decode, decodes, decode.rows)),
         cut,
     )
 

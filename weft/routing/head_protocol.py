@@ -62,6 +62,11 @@ class HeadProtocol:
         self.stopped = False
         """Whether the head was told to end."""
 
+    @property
+    def live(self) -> bool:
+        """Whether a front's sequence is live."""
+        return bool(self._owners)
+
     def on(self, front: bytes, message: m.ToHead) -> Outgoing:
         """What to answer to a message of ``front``."""
         if isinstance(message, m.Hello):

@@ -10,8 +10,7 @@ import torch
 
 from weft.attention.base import LayerCache
 from weft.config.resolved import KVConfig, PoolSpec
-from weft.ops import kv_fp8
-from weft.ops.torch_ops import wide
+from weft.kv.layout import TensorLayout
 
 
 def allocate(kv: KVConfig, dtype: torch.dtype, device: torch.device) -> list[LayerCache]:
@@ -22,13 +21,14 @@ def allocate(kv: KVConfig, dtype: torch.dtype, device: torch.device) -> list[Lay
 def stacked(kv: KVConfig, dtype: torch.dtype, device: torch.device) -> list[list[torch.Tensor]]:
     """For each cache kind its tensors, zeros; the first dim of each counts the kind's layers.
 
-    Block 0 is the null block: padding of tables points at it, no row's own positions ever do. Likewise the
-    last line of a state is nobody's slot.
+    Block 0 is the null block: padding of tables points at it, no row's own positions ever do.
     """
-    return [
-        [zeros((len(pool.cache.layers), *shape), of, device) for shape, of in _shapes(kv, pool, dtype)]
-        for pool in kv.pools
-    ]
+    return [_allocated(kv.tensors(pool, _name(dtype)), device) for pool in kv.pools]
+
+
+def snapshots(pool: PoolSpec, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+    """Memory for the snapshots of a recurrent kind, zeros."""
+    return _allocated(pool.tensors(_name(dtype)), device)
 
 
 def by_layer(kv: KVConfig, memory: Sequence[Sequence[torch.Tensor]]) -> list[LayerCache]:
@@ -40,22 +40,12 @@ def by_layer(kv: KVConfig, memory: Sequence[Sequence[torch.Tensor]]) -> list[Lay
     return [layers[number] for number in sorted(layers)]
 
 
-def _shapes(kv: KVConfig, pool: PoolSpec, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of each tensor of one layer in the kind of ``pool``."""
-    cache, blocks = pool.cache, 1 + pool.num_blocks
-    if cache.kind == "state":
-        slots = (kv.num_slots + 1, kv.copies)
-        return [((*slots, *part.shape), wide(dtype) if part.wide else dtype) for part in cache.parts]
-    if cache.width:
-        lines: tuple[int, ...] = (blocks, pool.block_size // cache.ratio)
-        if not cache.fp8:
-            return [((*lines, cache.width), dtype)]
-        latent = (*lines, cache.width - cache.exact)
-        return [(latent, kv_fp8.VALUES), (lines, torch.float32), ((*lines, cache.exact), dtype)]
-    lines = (blocks, 2, cache.kv_heads, pool.block_size)
-    if not cache.fp8:
-        return [((*lines, cache.head_dim), dtype)]
-    return [((*lines, cache.head_dim), kv_fp8.VALUES), (lines, torch.float32)]
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _allocated(tensors: Sequence[TensorLayout], device: torch.device) -> list[torch.Tensor]:
+    return [zeros(tensor.shape, getattr(torch, tensor.dtype), device) for tensor in tensors]
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -109,7 +109,7 @@ class Runner:
         self._state = SlotState(kv, device)
         memory = stacked(kv, dtype, device)
         self._cache = by_layer(kv, memory)
-        self._states = States(kv, memory, self._state.live)
+        self._states = States(kv, memory, self._state.live, dtype)
         self._vocab_size = vocab_size
         self._sampler = Sampler(kv.num_slots, vocab_size, device)
         self._ring = StagingRing(device, depth, poison=poison)

@@ -16,7 +16,7 @@ import torch
 from weft.common.errors import EngineDead
 from weft.config.resolved import KVConfig
 from weft.ops.upload import upload
-from weft.runner.kv_tensors import zeros
+from weft.runner.kv_tensors import snapshots
 from weft.types.plan import LoadState, Op, SaveState
 
 Tensor = torch.Tensor
@@ -29,17 +29,14 @@ on the device only."""
 class _Kind:
     """One state kind: for each part its slots and its snapshots, both ``[layers, lines, elements]``."""
 
-    def __init__(self, slots: Sequence[Tensor], num_blocks: int) -> None:
+    def __init__(self, slots: Sequence[Tensor], snapshots: Sequence[Tensor]) -> None:
         self.copies = slots[0].shape[2]
         self.num_slots = slots[0].shape[1] - 1
-        self.num_blocks = num_blocks
+        self.num_blocks = snapshots[0].shape[1] - 1
         self.batched = slots[0].device.type != "cpu"
         """Whether rows go together, through a buffer, or one by one: on a CPU that is ten times as fast."""
         self.slots = [part.view(part.shape[0], part.shape[1] * part.shape[2], -1) for part in slots]
-        self.snapshots = [
-            zeros((part.shape[0], 1 + num_blocks, part.shape[2]), part.dtype, part.device)
-            for part in self.slots
-        ]
+        self.snapshots = [part.flatten(2) for part in snapshots]
 
     def copy(self, ends: Sequence[tuple[Tensor, Tensor]], to: Tensor, lines: Tensor) -> None:
         """For each (source, destination) of ``ends``: line ``to[i]`` becomes line ``lines[i]``, int64 [n]."""
@@ -62,12 +59,14 @@ class States:
     Owner: the runner, which applies a plan's ops on the stream of its compute, before it.
     """
 
-    def __init__(self, kv: KVConfig, memory: Sequence[Sequence[Tensor]], live: Tensor) -> None:
+    def __init__(
+        self, kv: KVConfig, memory: Sequence[Sequence[Tensor]], live: Tensor, dtype: torch.dtype
+    ) -> None:
         """``memory``: for each cache kind its tensors over all its layers, as ``kv_tensors.stacked`` made
-        them. ``live``: int64 [slots + 1], the copy of each slot that holds."""
+        them, in a model of ``dtype``. ``live``: int64 [slots + 1], the copy of each slot that holds."""
         self._live = live
         self._kinds = {
-            number: _Kind(memory[number], pool.num_blocks)
+            number: _Kind(memory[number], snapshots(pool, dtype, live.device))
             for number, pool in enumerate(kv.pools)
             if pool.cache.kind == "state"
         }

@@ -1,9 +1,10 @@
 """What the replicas of a domain agree on before every step. Pure: votes in, the same decision out everywhere.
 
-A replica votes about its final plan. If any has rows, all step: those without run a plan of no rows, so that
-collectives match. If none has, nobody does. If none has anything unfinished either, the domain sleeps, and
-the next request begins another wave: whoever gets it tells the others, whose last decision may be still on
-its way. Waves are numbered: a call for one that is over, or has begun, wakes nobody twice, and none is lost.
+A replica votes about the step that it would launch. If any has one, all step: the others run a plan of no
+rows, so that collectives match. If none has, nobody does. If none has anything unfinished either, the domain
+sleeps, and the next request begins another wave: whoever gets it tells the others, whose last decision may be
+still on its way. Waves are numbered: a call for one that is over, or has begun, wakes nobody twice, and none
+is lost.
 
     replica 0   ... step, step, sleep ............... wave 2: step ...
     replica 1   ... step, step, sleep, request: ring(2), step ...
@@ -18,9 +19,9 @@ import numpy as np
 
 from weft.common.errors import EngineDead
 from weft.types.exchange import padded
-from weft.types.plan import Agreement, StepPlan
+from weft.types.plan import Agreement, PlannedRows
 
-VERSION = 2
+VERSION = 3
 
 
 class Vote(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,8 +34,10 @@ class Vote(msgspec.Struct, frozen=True, kw_only=True):
     wave: int = 0
     unfinished: bool = False
     """Whether sequences live or steps are in flight here."""
+    launch: bool = False
+    """Whether there is a plan here: of rows, or of ops alone."""
     rows: int = 0
-    """Rows of the plan; 0 without one."""
+    """Of the plan; 0 without one."""
     tokens: int = 0
     halves: bool = True
     """Whether the plan, if there is one, splits into two halves of which neither is empty, and should."""
@@ -79,8 +82,8 @@ def decide(table: np.ndarray) -> Decision:
                     f"{value} in replica {replica}"
                 )
     rows = columns["rows"]
-    launch = any(rows)
-    halves = launch and all(yes or not own for yes, own in zip(columns["halves"], rows, strict=True))
+    launch = any(columns["launch"])
+    halves = any(rows) and all(yes or not own for yes, own in zip(columns["halves"], rows, strict=True))
     agreed = Agreement(
         wave=columns["wave"][0],
         padded_tokens=padded(max(columns["half" if halves else "tokens"])),
@@ -92,7 +95,7 @@ def decide(table: np.ndarray) -> Decision:
     return Decision(launch=launch, sleep=not any(columns["unfinished"]) and not launch, agreed=agreed)
 
 
-def most_drafts(plan: StepPlan) -> int:
+def most_drafts(plan: PlannedRows) -> int:
     """Most drafts that a row proposes after the plan."""
     return max(int(segment.next_k.max(initial=0)) for segment in (plan.prefill, plan.decode))
 

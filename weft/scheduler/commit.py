@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft.common.errors import EngineDead, ErrorInfo
-from weft.scheduler.book import Book
-from weft.scheduler.drafting import DraftPolicy
+from weft.scheduler.draft_policy import DraftPolicy
 from weft.scheduler.sequence import Running, Sequence
+from weft.scheduler.state import SchedulerState
 from weft.types.messages import LogprobColumns, TokenEvent
 from weft.types.plan import LogprobRows, Segment, StepPlan, StepResult
 
@@ -37,33 +37,33 @@ class _Row:
 
 
 def commit(
-    book: Book, plan: StepPlan, result: StepResult, policy: DraftPolicy | None = None
+    state: SchedulerState, plan: StepPlan, result: StepResult, policy: DraftPolicy | None = None
 ) -> list[TokenEvent]:
     """Applies the result of the oldest plan in flight and returns what clients should hear, in plan order.
 
     ``policy`` hears what became of drafts. Raises EngineDead when plan or result is another step's.
     """
-    if not book.in_flight or book.in_flight[0].step != plan.step or result.step != plan.step:
+    if not state.in_flight or state.in_flight[0] is not plan or result.step != plan.step:
         raise EngineDead("steps must commit in the order they were planned, each with its own result")
     _check_rows(plan, result)
     prefill, decode = plan.prefill, plan.decode
-    alive, tokens = _alive(book, decode), _first_tokens(decode, result)
+    alive, tokens = _alive(state, decode), _first_tokens(decode, result)
     if policy is not None:
-        _count_drafts(book, decode, alive, result, policy)
-    calm = alive & _quiet(book, decode, tokens, result)
+        _count_drafts(state, decode, alive, result, policy)
+    calm = alive & _quiet(state, decode, tokens, result)
     told: list[tuple[int, TokenEvent]] = []  # with the number of decode rows before
-    for _, row in _rows(book, prefill, _alive(book, prefill), 0, result):
-        event = _commit_row(book, row, result)
+    for _, row in _rows(state, prefill, _alive(state, prefill), 0, result):
+        event = _commit_row(state, row, result)
         told += [(0, event)] if event is not None else []
     quiet = np.flatnonzero(calm)
-    plain = _commit_quiet(book, decode.slot[quiet], tokens[quiet])
-    for number, row in _rows(book, decode, alive & ~calm, prefill.rows, result):
-        event = _commit_row(book, row, result)
+    plain = _commit_quiet(state, decode.slot[quiet], tokens[quiet])
+    for number, row in _rows(state, decode, alive & ~calm, prefill.rows, result):
+        event = _commit_row(state, row, result)
         told += [(number, event)] if event is not None else []
-    book.committed(plan.step)
-    book.counts.steps += 1
-    book.counts.idle_steps += not plan.rows
-    book.counts.mixed_steps += bool(prefill.rows and decode.rows)
+    state.committed(plan.step)
+    state.counts.steps += 1
+    state.counts.idle_steps += not plan.rows
+    state.counts.mixed_steps += bool(prefill.rows and decode.rows)
     return _merge(quiet, plain, told)
 
 
@@ -76,14 +76,14 @@ def _check_rows(plan: StepPlan, result: StepResult) -> None:
         raise EngineDead("a step's result has other rows than its plan")
 
 
-def _alive(book: Book, segment: Segment) -> np.ndarray:
+def _alive(state: SchedulerState, segment: Segment) -> np.ndarray:
     """bool: the rows whose tenancies have not ended since the plan was made."""
-    alive: np.ndarray = book.columns.gen[segment.slot] == segment.gen
+    alive: np.ndarray = state.columns.gen[segment.slot] == segment.gen
     return alive
 
 
 def _count_drafts(
-    book: Book, decode: Segment, alive: np.ndarray, result: StepResult, policy: DraftPolicy
+    state: SchedulerState, decode: Segment, alive: np.ndarray, result: StepResult, policy: DraftPolicy
 ) -> None:
     """Drafts verified and accepted, of the rows ``alive``, by their place in the row."""
     rows = np.flatnonzero(alive & (decode.count > 1))
@@ -91,8 +91,8 @@ def _count_drafts(
         return
     drafts, accepted = decode.count[rows] - 1, result.accepted[len(result.rows) - decode.rows :][rows]
     for place in range(int(drafts.max())):
-        book.counts.drafts[place] += int((drafts > place).sum())
-        book.counts.drafts_accepted[place] += int((accepted > place).sum())
+        state.counts.drafts[place] += int((drafts > place).sum())
+        state.counts.drafts_accepted[place] += int((accepted > place).sum())
     policy.verified(decode.slot[rows], drafts, accepted)
 
 
@@ -105,12 +105,12 @@ def _first_tokens(decode: Segment, result: StepResult) -> np.ndarray:
     return tokens
 
 
-def _quiet(book: Book, decode: Segment, tokens: np.ndarray, result: StepResult) -> np.ndarray:
+def _quiet(state: SchedulerState, decode: Segment, tokens: np.ndarray, result: StepResult) -> np.ndarray:
     """bool: the decode rows that are certainly quiet.
 
     It is for ``Sequence.ending`` to say what ends a sequence, here only that nothing can have.
     """
-    columns, first = book.columns, len(result.rows) - decode.rows
+    columns, first = state.columns, len(result.rows) - decode.rows
     quiet: np.ndarray = columns.quiet[decode.slot] & (decode.sample == 1)
     quiet &= ~columns.may_end(decode.slot, tokens)
     for answer, _ in result.row_error:
@@ -119,18 +119,18 @@ def _quiet(book: Book, decode: Segment, tokens: np.ndarray, result: StepResult) 
     return quiet
 
 
-def _commit_quiet(book: Book, slots: np.ndarray, tokens: np.ndarray) -> list[TokenEvent]:
+def _commit_quiet(state: SchedulerState, slots: np.ndarray, tokens: np.ndarray) -> list[TokenEvent]:
     """Advances each of ``slots`` by one position and one token: an event for each."""
-    columns, told, each = book.columns, tokens.tolist(), slots.tolist()
-    sequences: list[Sequence] = book.tenants[slots].tolist()
+    columns, told, each = state.columns, tokens.tolist(), slots.tolist()
+    sequences: list[Sequence] = state.tenants[slots].tolist()
     committed = columns.num_computed[slots] + 1
     columns.num_computed[slots] = committed
-    for row in np.flatnonzero(committed % book.kv.block_size == 0).tolist():
-        book.publish(sequences[row], each[row], int(committed[row]))
-    book.caches.slide_each(slots, committed, columns.last_step[slots])
+    for row in np.flatnonzero(committed % state.kv.block_size == 0).tolist():
+        state.publish(sequences[row], each[row], int(committed[row]))
+    state.caches.slide_each(slots, committed, columns.last_step[slots])
     for sequence, token in zip(sequences, told, strict=True):
         sequence.tokens.append(token)
-    book.counts.generation_tokens += len(told)
+    state.counts.generation_tokens += len(told)
     ids, cached = columns.sequence[slots].tolist(), columns.num_cached[slots].tolist()
     return [
         TokenEvent(sequence=sequence, token_ids=(token,), num_cached=num_cached)
@@ -158,7 +158,7 @@ def _merge(
 
 
 def _rows(
-    book: Book, segment: Segment, which: np.ndarray, first: int, result: StepResult
+    state: SchedulerState, segment: Segment, which: np.ndarray, first: int, result: StepResult
 ) -> list[tuple[int, _Row]]:
     """The rows ``which`` (bool) of ``segment``, all alive, each with its number in the segment.
 
@@ -173,8 +173,8 @@ def _rows(
     ends = begins + np.where(sample > 0, np.append(result.accepted, 0)[answers] + 1, 0)
     errors = dict(result.row_error)
     columns = (
-        [_running(sequence) for sequence in book.tenants[slots].tolist()],
-        book.columns.num_computed[slots].tolist(),
+        [_running(sequence) for sequence in state.tenants[slots].tolist()],
+        state.columns.num_computed[slots].tolist(),
         segment.count[numbers].tolist(),
         logits.tolist(),
         sample.tolist(),
@@ -194,7 +194,7 @@ def _running(sequence: Sequence) -> tuple[Sequence, Running]:
     return sequence, run
 
 
-def _commit_row(book: Book, row: _Row, result: StepResult) -> TokenEvent | None:
+def _commit_row(state: SchedulerState, row: _Row, result: StepResult) -> TokenEvent | None:
     sequence, tokens, error = row.sequence, row.tokens, row.error
     accepted, drafts = max(len(tokens) - 1, 0), max(row.sample - 1, 0)
     if error is not None:
@@ -207,11 +207,11 @@ def _commit_row(book: Book, row: _Row, result: StepResult) -> TokenEvent | None:
     made, ending = _append(sequence, tokens)  # first: blocks are published by the ids in them
     prompt_logprobs = None
     if error is None:  # else nobody must find its blocks
-        _advance(book, row, row.computed + row.count - rejected)
+        _advance(state, row, row.computed + row.count - rejected)
         prompt_logprobs = _deliver_prompt_logprobs(row, result)
-    book.counts.generation_tokens += len(made)
+    state.counts.generation_tokens += len(made)
     if error is not None and ending is None:
-        book.counts.row_errors += 1
+        state.counts.row_errors += 1
         ending = ("error", None)
     if not made and prompt_logprobs is None and ending is None:
         return None
@@ -220,7 +220,7 @@ def _commit_row(book: Book, row: _Row, result: StepResult) -> TokenEvent | None:
         logprobs = _columns(result.logprobs, row.answer, len(made), sequence.params.logprobs)
     finish, stop_id = ending or (None, None)
     if finish is not None:
-        book.end(sequence, finish)
+        state.end(sequence, finish)
     accepted = min(accepted, len(made))
     return TokenEvent(
         sequence=sequence.id,
@@ -236,15 +236,15 @@ def _commit_row(book: Book, row: _Row, result: StepResult) -> TokenEvent | None:
     )
 
 
-def _advance(book: Book, row: _Row, num_computed: int) -> None:
+def _advance(state: SchedulerState, row: _Row, num_computed: int) -> None:
     """Moves the committed length; at block boundaries publishes what is full and slides windows."""
-    sequence, run, block = row.sequence, row.run, book.kv.block_size
+    sequence, run, block = row.sequence, row.run, state.kv.block_size
     run.num_computed = num_computed
     if num_computed // block > row.computed // block:
-        book.publish(sequence, run.slot, num_computed)
+        state.publish(sequence, run.slot, num_computed)
     if num_computed >= sequence.num_prompt and row.computed < run.known:
-        book.prompt_computed(sequence)
-    book.caches.slide(run.slot, num_computed, run.last_step)
+        state.prompt_computed(sequence)
+    state.caches.slide(run.slot, num_computed, run.last_step)
 
 
 def _append(sequence: Sequence, tokens: list[int]) -> tuple[list[int], tuple[str, int | None] | None]:

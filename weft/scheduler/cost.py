@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from weft.common.errors import ConfigError
-from weft.types.plan import StepPlan
+from weft.types.plan import PlannedRows
 
 KNOTS = (16, 64, 256, 1024)
 """Merged tokens at which the slope may change."""
@@ -95,7 +95,7 @@ def pairs(start: int, count: int) -> int:
     return count * start + count * (count + 1) // 2
 
 
-def shape_of(plan: StepPlan) -> StepShape:
+def shape_of(plan: PlannedRows) -> StepShape:
     """The shape of a plan; where rows verify drafts, of its upper bounds."""
     prefill, decode = plan.prefill, plan.decode
     passes = max(int(prefill.next_k.max(initial=0)), int(decode.next_k.max(initial=0)))

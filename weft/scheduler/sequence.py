@@ -1,8 +1,11 @@
 """A sequence, and the states it passes through. A state owns what the sequence holds while it is in it.
 
-Held ──> Waiting ──> Running          Held, Waiting: nothing but the tokens
-  │         │ ^─preempted─╯ │         Running: a slot, and its block tables
-  ╰─────────┴──> Ended <────╯         Ended: nothing, for ever
+AwaitingLeader ──> Awaiting ──> Waiting ──> Running
+   │  │               │         ^ │ ^─preempted─╯ │
+   │  ╰───────────────┼─────────╯ │               │
+   ╰──────────────────┴───────────┴──> Ended <────╯
+
+Running: a slot, and its block tables. Ended: nothing, for ever. The others: nothing but the tokens.
 """
 
 from __future__ import annotations
@@ -28,8 +31,14 @@ MOST_YIELDS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class AwaitingLeader:
     """Waits until the leader of its request has computed the prompt that both share."""
+
+
+@dataclass(frozen=True, slots=True)
+class Awaiting:
+    """Lacks what comes from outside the group: KV that is on its way, say. The scheduler can do nothing about
+    it, so it is no work, nor is a plan that stays empty meanwhile a lack of progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +101,11 @@ class Ended:
     finish: str
 
 
-State = Held | Waiting | Running | Ended
+State = AwaitingLeader | Awaiting | Waiting | Running | Ended
 
 TRANSITIONS: dict[type, tuple[type, ...]] = {
-    Held: (Waiting, Ended),
+    AwaitingLeader: (Awaiting, Waiting, Ended),
+    Awaiting: (Waiting, Ended),
     Waiting: (Running, Ended),
     Running: (Waiting, Ended),
     Ended: (),
@@ -106,6 +116,7 @@ class Sequence:
     """One token stream. ``tokens`` is prompt + output, as far as commits (or the client) have told."""
 
     __slots__ = (
+        "awaits",
         "chain",
         "choice",
         "delivered",
@@ -160,7 +171,9 @@ class Sequence:
         """How many of them were to give way to another."""
         self.losses = (0, 0)
         """(losses of the group while it ran, tokens when they began)."""
-        self.state: State = Waiting()
+        self.awaits = False
+        """Whether something is missing that comes from outside; it cannot be admitted meanwhile."""
+        self.state: State = AwaitingLeader()
 
     def move(self, state: State) -> None:
         """Enters ``state``. Raises EngineDead when the table has no such transition."""

@@ -1,4 +1,4 @@
-"""The discrete-event loop: ``EngineCore``'s, with virtual time and a device that only takes time.
+"""The discrete-event loop: ``EngineCore``'s phases, with virtual time and a device that only takes time.
 
 It drives the very ``Scheduler`` that serves. Between two events nothing happens, so a run costs the
 scheduler's own time and no more.
@@ -147,20 +147,35 @@ class Simulation:
     def turn(self) -> None:
         """One turn of the engine's loop: take in who arrived, launch a step, commit the oldest if due."""
         now = self.clock.now()
-        again, self._again = self._again, []
-        for arrival in again:
-            self._submit(arrival)
-        while self._arrivals and self._arrivals[0].at <= now:
-            self._submit(self._arrivals.popleft())
-        plan = self.scheduler.plan(now) if len(self._in_flight) < self._depth else None
+        self._take_arrivals(now)
+        plan = self._plan(now) if len(self._in_flight) < self._depth else None
         if plan is not None:
-            self.clock.advance_to(now + self._host)
-            complete = self.device.launch(plan, self.clock.now())
-            self._in_flight.append(_Launched(plan, now, complete))
+            self._launch(plan, now)
         if self._in_flight and (plan is None or len(self._in_flight) >= self._depth):
-            self._commit_oldest()
+            self._commit()
         elif plan is None and self._arrivals:
             self.clock.advance_to(self._arrivals[0].at)
+
+    # ---- the phases of a step, as in ``EngineCore``
+
+    def _plan(self, now: float) -> StepPlan | None:
+        """Nobody else has a share in it: one rank has no overlap, no domain and no experts to move."""
+        builder = self.scheduler.draft(now)
+        return None if builder is None else self.scheduler.seal(builder)
+
+    def _launch(self, plan: StepPlan, began: float) -> None:
+        self.clock.advance_to(began + self._host)
+        complete = self.device.launch(plan, self.clock.now())
+        self._in_flight.append(_Launched(plan, began, complete))
+
+    def _commit(self) -> None:
+        step = self._in_flight.popleft()
+        self.clock.advance_to(step.complete)
+        now = self.clock.now()
+        seconds = now - max(step.began, self._completed)
+        self._completed = now
+        self._hear(self.scheduler.commit(step.plan, self.device.result(step.plan), now))
+        self.scheduler.observe(step.plan, seconds)
 
     def report(self) -> Report:
         """What was seen so far."""
@@ -190,6 +205,13 @@ class Simulation:
             wall_seconds=time.perf_counter() - self._began,
         )
 
+    def _take_arrivals(self, now: float) -> None:
+        again, self._again = self._again, []
+        for arrival in again:
+            self._submit(arrival)
+        while self._arrivals and self._arrivals[0].at <= now:
+            self._submit(self._arrivals.popleft())
+
     def _submit(self, arrival: Arrival) -> None:
         number = len(self.streams)
         submit = Submit(
@@ -210,15 +232,6 @@ class Simulation:
             return
         self.streams.append(Stream(arrival))
         self._hear(events)
-
-    def _commit_oldest(self) -> None:
-        step = self._in_flight.popleft()
-        self.clock.advance_to(step.complete)
-        now = self.clock.now()
-        seconds = now - max(step.began, self._completed)
-        self._completed = now
-        self._hear(self.scheduler.commit(step.plan, self.device.result(step.plan), now))
-        self.scheduler.observe(step.plan, seconds)
 
     def _hear(self, events: list[TokenEvent]) -> None:
         now = self.clock.now()

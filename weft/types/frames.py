@@ -26,9 +26,9 @@ import msgspec
 import numpy as np
 
 from weft.common.errors import EngineDead, ErrorInfo
-from weft.types.plan import EMPTY, I32, Segment, StepPlan
+from weft.types.plan import Segment, StepPlan, TokenMasks
 
-VERSION = 2
+VERSION = 3
 """Of these frames. All ranks of a group speak the same: unequal ones are refused by name."""
 
 
@@ -119,17 +119,14 @@ class StepFrame(_Frame, frozen=True, kw_only=True):
 
 
 class LateMasks(_Frame, frozen=True, kw_only=True):
-    """Head to rank, after the StepFrame of a plan with ``constrained``: what its rows may sample.
+    """Head to rank, after the StepFrame of a plan with ``constrained``: the second frame of that step.
 
     Reserved: this version has no grammars, and no plan is constrained.
     """
 
     step: int
     epoch: int
-    rows: I32 = EMPTY
-    """Rows of the plan, increasing."""
-    words: I32 = EMPTY
-    """[rows, ceil(vocabulary / 32)] bit masks, row by row; bit i of word w allows token 32 w + i."""
+    masks: TokenMasks
 
 
 class Outcome(_Frame, frozen=True, kw_only=True):

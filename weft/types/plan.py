@@ -14,12 +14,12 @@ Lengths are named by where the tokens are. With ``c = num_computed`` of a slot b
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import msgspec
 import numpy as np
 
-from weft.common.errors import ErrorInfo
+from weft.common.errors import EngineDead, ErrorInfo
 from weft.types.sampling import TokenParams
 
 I32 = np.ndarray
@@ -163,6 +163,25 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 EMPTY_SEGMENT = Segment()
 
 
+class PlannedRows(Protocol):
+    """The rows of a step: of a plan, or of one in the making."""
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def prefill(self) -> Segment: ...
+
+    @property
+    def decode(self) -> Segment: ...
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def tokens(self) -> int: ...
+
+
 class Agreement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the replicas of a domain agreed on for one step. A group alone has none."""
 
@@ -181,7 +200,10 @@ class Agreement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One step of one group. ``ops`` apply in order before any compute."""
+    """One step of one group. ``ops`` apply in order before any compute.
+
+    A plan without rows is one like any other, with or without ops: it is sent, carried out and committed.
+    """
 
     step: int
     epoch: int = 0
@@ -189,7 +211,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     prefill: Segment = EMPTY_SEGMENT
     decode: Segment = EMPTY_SEGMENT
     constrained: bool = False
-    """Whether a second frame with token masks follows for this step."""
+    """Whether ``TokenMasks`` follow for this step, before it samples."""
     agreed: Agreement | None = None
     halves: int = 1
     """2: computed as two halves, the communication of one under the compute of the other. The head decides,
@@ -202,6 +224,44 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def tokens(self) -> int:
         return self.prefill.tokens + self.decode.tokens
+
+    @property
+    def entries(self) -> int:
+        """Positions that are sampled: tokens of the step's result."""
+        return int(self.prefill.sample.sum() + self.decode.sample.sum())
+
+
+class TokenMasks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What constrained entries of a step may sample; follows a plan with ``constrained``, before ``sample``.
+
+    An entry is one sampled position, numbered as the tokens of ``StepResult``: a row has as many as its
+    ``sample``. So a row that verifies k drafts needs 1 + k masks, each as if all drafts before it were right;
+    who makes masks knows the drafts from the result of the step that proposed them. Entries without a mask
+    may sample any token.
+
+    Masks of a step depend on all tokens before it, so they are made while it computes, in this order:
+
+        forward(N), read and commit(N - 1), masks(N), sample(N), then forward(N + 1)
+
+    forward(N + 1) may come before masks(N) only where the two steps share no buffers; forward(N + 2) never.
+    """
+
+    entries: np.ndarray = EMPTY
+    """int32, increasing."""
+    words: np.ndarray = EMPTY
+    """int32 [entries, ceil(vocabulary / 32)], row by row; bit i of word w allows token 32 w + i."""
+
+    def check(self, plan: StepPlan, vocab_size: int) -> None:
+        """Raises EngineDead unless these can be the masks of ``plan``."""
+        if not plan.constrained:
+            raise EngineDead(f"token masks came for step {plan.step}, which is not constrained")
+        entries = self.entries
+        if len(entries) and not 0 <= entries[0] <= entries[-1] < plan.entries:
+            raise EngineDead(f"a token mask of step {plan.step} is of an entry that it does not sample")
+        if (np.diff(entries) <= 0).any():
+            raise EngineDead(f"the token masks of step {plan.step} are not in order")
+        if len(self.words) != len(entries) * -(-vocab_size // 32):
+            raise EngineDead(f"the token masks of step {plan.step} are not as wide as the vocabulary")
 
 
 class LogprobRows(msgspec.Struct, frozen=True, kw_only=True):
@@ -234,7 +294,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     accepted: np.ndarray
     """int32 [rows]: drafts accepted; the first ``accepted + 1`` tokens of a sampling row are valid."""
     drafts: np.ndarray = EMPTY
-    """int32: what was proposed after the step, ``next_k`` ids of each row of the plan."""
+    """int32: what was proposed after the step, ``next_k`` ids of each row of the plan. Those of a constrained
+    sequence stay at the head until the step that verifies them commits: its masks depend on them."""
     row_error: tuple[tuple[int, ErrorInfo], ...] = ()
     """(result row, what went wrong); of such a row the last token is not valid, only accepted drafts are."""
     logprobs: LogprobRows | None = None

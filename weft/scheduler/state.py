@@ -1,7 +1,7 @@
 """Who is live and what they hold: the one place where sequences get and give back slots and blocks.
 
-``Book`` has the operations that keep sequences, queues, requests and caches consistent; which of them to do
-when is decided by the planner and by ``commit``.
+``SchedulerState`` has the operations that keep sequences, queues, requests and caches consistent; which of
+them to do when is decided by the planner and by ``commit``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,16 @@ from weft.kv.slots import SlotTable
 from weft.kv.snapshots import Marks
 from weft.scheduler.columns import Columns
 from weft.scheduler.queue import FairQueue, SequenceQueue
-from weft.scheduler.sequence import MOST_YIELDS, TURN, Ended, Held, Running, Sequence, Waiting
+from weft.scheduler.sequence import (
+    MOST_YIELDS,
+    TURN,
+    Awaiting,
+    AwaitingLeader,
+    Ended,
+    Running,
+    Sequence,
+    Waiting,
+)
 from weft.types.plan import AllocSlot, Op, StepPlan, column
 
 
@@ -53,13 +62,12 @@ class Counts:
     drafts_accepted: list[int] = field(default_factory=list)
 
 
-class Book:
+class SchedulerState:
     """All state of a scheduler. Raises ConfigError when the caches cannot hold one sequence."""
 
     def __init__(self, kv: KVConfig, max_chunk: int) -> None:
         self.kv = kv
-        self._max_chunk = max_chunk
-        self.caches = self._empty_caches()
+        self.caches = Caches(make_kinds(kv, max_chunk), kv.max_model_len)
         self.slots = SlotTable(kv.num_slots)
         self.columns = Columns(kv.num_slots)
         self.tenants = np.full(kv.num_slots, None, object)
@@ -68,7 +76,8 @@ class Book:
         self.requests: dict[int, Request] = {}
         self.waiting = FairQueue()
         self.running = SequenceQueue()
-        self.num_held = 0
+        self.ops: list[Op] = []
+        """That wait for no row: they go out with the next plan, whatever else is in it."""
         self._order: np.ndarray | None = None
         self.in_flight: deque[StepPlan] = deque()
         """Plans that have not committed, oldest first."""
@@ -78,7 +87,8 @@ class Book:
     # ---- arrival and end
 
     def arrive(self, sequence: Sequence) -> None:
-        """Takes in a new sequence: to the queue, or held until its request's leader has the prompt."""
+        """Takes in a new sequence: to the queue if it awaits nothing, or held until its request's leader has
+        the prompt."""
         self.live[sequence.id] = sequence
         self.waiting.enter(sequence)
         request = self.requests.get(sequence.request)
@@ -88,10 +98,13 @@ class Book:
             self._share(request)
         request.members[sequence.id] = sequence
         if request.leader is sequence or request.prompt_computed:
-            self.waiting.add(sequence)
-        else:
-            sequence.state = Held()
-            self.num_held += 1
+            self._enqueue(sequence)
+
+    def arrived(self, sequence: Sequence) -> None:
+        """What the sequence awaited is there. Idempotent."""
+        sequence.awaits = False
+        if isinstance(sequence.state, Awaiting):
+            self._enqueue(sequence)
 
     def end(self, sequence: Sequence, finish: str) -> None:
         """Ends a live sequence, whatever its state, and frees what it holds."""
@@ -103,8 +116,6 @@ class Book:
             self._release(sequence, state)
         elif isinstance(state, Waiting):
             self.waiting.remove(sequence)
-        else:
-            self.num_held -= 1
         del self.live[sequence.id]
         self.waiting.leave(sequence)
         self._leave(sequence)
@@ -124,8 +135,9 @@ class Book:
     def requeue(self) -> list[Sequence]:
         """The ranks were lost and formed anew, with empty tables: whoever ran goes back to the queue.
 
-        Plans in flight are forgotten with what they would have made, and so is all that the caches held.
-        It counts as no preemption: nobody is to be protected for it. Returns who ran.
+        Plans in flight are forgotten with what they would have made, and so is all that the caches held; but
+        a block on hold stays out of use, as whoever has the hold may not know of the loss yet. It counts as
+        no preemption: nobody is to be protected for it. Returns who ran.
         """
         ran = self.running.snapshot()
         for sequence in ran:
@@ -134,7 +146,8 @@ class Book:
             self.waiting.stop(sequence)
             self.waiting.add(sequence)
         self.in_flight.clear()
-        self.caches = self._empty_caches()
+        self.ops.clear()
+        self.caches.reset()
         self.slots.reset()
         self.columns.gen[:] = 0
         self.tenants[:] = None
@@ -263,8 +276,8 @@ class Book:
             return
         request.prompt_computed = True
         for member in request.members.values():
-            if isinstance(member.state, Held):
-                self._unhold(member)
+            if isinstance(member.state, AwaitingLeader):
+                self._enqueue(member)
 
     # ---- snapshots
 
@@ -300,6 +313,14 @@ class Book:
             self._order = np.array(slots, np.intp)
         return self._order
 
+    def take_ops(self, step: int) -> list[Op]:
+        """The ops that wait for no row, now that plan ``step`` takes them: it names their slots."""
+        ops, self.ops = self.ops, []
+        for op in ops:
+            if (slot := getattr(op, "slot", None)) is not None:
+                self.columns.last_step[slot] = step
+        return ops
+
     def launched(self, plan: StepPlan) -> None:
         """``plan`` is out: its rows' slots are named by it, and scheduled as far as it goes."""
         for segment in (plan.prefill, plan.decode):
@@ -320,8 +341,13 @@ class Book:
 
     # ----
 
-    def _empty_caches(self) -> Caches:
-        return Caches(make_kinds(self.kv, self._max_chunk), self.kv.max_model_len)
+    def _enqueue(self, sequence: Sequence) -> None:
+        """A sequence that is held for nobody waits for its turn, or awaits what is missing."""
+        if sequence.awaits:
+            sequence.move(Awaiting())
+        else:
+            sequence.move(Waiting())
+            self.waiting.add(sequence)
 
     def _enter(self, sequence: Sequence, run: Running) -> None:
         """Fills the columns of what does not change during a tenancy."""
@@ -363,6 +389,7 @@ class Book:
         self.waiting.stop(sequence)
         self.caches.release(run.slot, last_step)
         self.slots.release(run.slot, last_step)
+        self.ops = [op for op in self.ops if getattr(op, "slot", None) != run.slot]
         self.columns.gen[run.slot] = 0
         self.tenants[run.slot] = None
         self._order = None
@@ -375,11 +402,6 @@ class Book:
             if isinstance(member.state, Running):  # what it has computed alone can be shared from now on
                 self.publish(member, member.state.slot, member.state.num_computed)
 
-    def _unhold(self, sequence: Sequence) -> None:
-        sequence.move(Waiting())
-        self.num_held -= 1
-        self.waiting.add(sequence)
-
     def _leave(self, sequence: Sequence) -> None:
         request = self.requests[sequence.request]
         del request.members[sequence.id]
@@ -388,7 +410,7 @@ class Book:
         elif request.leader is sequence:
             request.leader = next(iter(request.members.values()))
             if not request.prompt_computed:
-                self._unhold(request.leader)
+                self._enqueue(request.leader)
 
     def _count_admission(self, sequence: Sequence, known: int, num_hit: int) -> None:
         if sequence.num_cached < 0:

@@ -1,4 +1,10 @@
-"""A plan in the making: rows can still be taken out of it, and nothing in it has been promised to anyone."""
+"""A step in the making: rows can still be taken out of it, and nothing in it has been promised to anyone.
+
+scheduler             rows, and the ops that they need; ``close`` fixes them and makes their columns
+balance, overlap,     their share: ``rebalance``, ``halves``, ``agreed``. They read the rows as they would
+domain                a plan's (``weft.types.plan.PlannedRows``)
+scheduler             ``seal``: the one immutable plan, which is launched, kept in flight and committed
+"""
 
 from __future__ import annotations
 
@@ -14,9 +20,11 @@ from weft.types.plan import (
     EMPTY,
     EMPTY_SEGMENT,
     MAX_PROMPT_LOGITS,
+    Agreement,
     AppendBlocks,
     AppendEach,
     Op,
+    Rebalance,
     Segment,
     StepPlan,
     column,
@@ -71,7 +79,7 @@ class DecodeRows:
 NO_ROWS = DecodeRows.plain(EMPTY)
 
 
-class Draft:
+class PlanBuilder:
     """Rows of step ``step``, ``budget`` tokens of which are left to give. One row a sequence at most.
 
     A prefill row is an object. Decode rows are columns; what else is known of them is in the scheduler's
@@ -83,34 +91,48 @@ class Draft:
         self.budget = budget
         self.prompt_logits = min(MAX_PROMPT_LOGITS, max(1, budget // 2))  # they cost as much as the rest
         """Positions that may still ask for prompt logprobs."""
-        self.prefill: dict[int, Row] = {}
-        self.decode = NO_ROWS
+        self.chunks: dict[int, Row] = {}
+        """Prefill rows by sequence, in the order of the plan."""
+        self.decodes = NO_ROWS
         self.lacking: tuple[int, int, int] | None = None
         """Key of the oldest sequence that sits out for want of blocks: nobody younger may take any."""
         self.preempted = False
+        self.prefill = self.decode = EMPTY_SEGMENT
+        """The rows as they will be in the plan, from ``close`` on."""
+        self.rebalance = False
+        """Whether experts move before the step."""
+        self.halves = 1
+        """2: to be computed as two halves."""
+        self.agreed: Agreement | None = None
+        """What the replicas of a domain agreed on for the step."""
         self._columns = columns
         self._growth: list[Op] = []
 
     @property
     def rows(self) -> int:
         """Rows so far."""
-        return len(self.prefill) + len(self.decode.slots)
+        return len(self.chunks) + len(self.decodes.slots)
+
+    @property
+    def tokens(self) -> int:
+        """Of all rows, from ``close`` on."""
+        return self.prefill.tokens + self.decode.tokens
 
     @property
     def decode_shape(self) -> StepShape:
         """What the cost of the step depends on, of its decode rows."""
-        rows = self.decode
+        rows = self.decodes
         shape = decode_shape(self.decode_starts, rows.counts)
         return shape._replace(draft_passes=int(rows.next_k.max(initial=0)), drafts=int(rows.next_k.sum()))
 
     @property
     def decode_starts(self) -> np.ndarray:
         """Positions that the decode rows start at."""
-        starts: np.ndarray = self._columns.num_scheduled[self.decode.slots]
+        starts: np.ndarray = self._columns.num_scheduled[self.decodes.slots]
         return starts
 
     def add_prefill(self, row: Row) -> None:
-        self.prefill[row.sequence.id] = row
+        self.chunks[row.sequence.id] = row
         self.budget -= row.count
         self.prompt_logits -= row.logits - row.sample
 
@@ -120,40 +142,50 @@ class Draft:
 
     def add_decode(self, rows: DecodeRows) -> None:
         """The decode rows, all at once."""
-        self.decode = rows
+        self.decodes = rows
         self.budget -= int(rows.counts.sum())
 
     def drop(self, sequence: Sequence, run: Running) -> None:
         """Takes the row of a sequence, and its ops, out again; its budget is free to give."""
-        row = self.prefill.pop(sequence.id, None)
+        row = self.chunks.pop(sequence.id, None)
         if row is not None:
             self.budget += row.count
             self.prompt_logits += row.logits - row.sample
             return
-        keep = self.decode.slots != run.slot
-        self.budget += int(self.decode.counts[~keep].sum())
-        self.decode = self.decode.where(keep)
+        keep = self.decodes.slots != run.slot
+        self.budget += int(self.decodes.counts[~keep].sum())
+        self.decodes = self.decodes.where(keep)
         self._growth = [kept for op in self._growth if (kept := _without(op, run.slot)) is not None]
 
     def lack(self, sequence: Sequence) -> None:
         """Notes that ``sequence`` sits out for want of blocks."""
         self.lacking = sequence.key if self.lacking is None else min(self.lacking, sequence.key)
 
+    def close(self) -> PlanBuilder:
+        """No row comes or goes any more. Returns itself."""
+        self.prefill = _prefill_segment(list(self.chunks.values()))
+        self.decode = self._decode_segment()
+        return self
+
     def seal(self, first_ops: Iterable[Op]) -> StepPlan:
         """The plan. ``first_ops`` come before those of the rows."""
-        rows = list(self.prefill.values())
         ops = list(first_ops)
-        for row in rows:
+        for row in self.chunks.values():
             ops += row.ops
+        ops += self._growth
+        if self.rebalance:
+            ops.append(Rebalance())
         return StepPlan(
             step=self.step,
-            ops=(*ops, *self._growth),
-            prefill=_prefill_segment(rows),
-            decode=self._decode_segment(),
+            ops=tuple(ops),
+            prefill=self.prefill,
+            decode=self.decode,
+            agreed=self.agreed,
+            halves=self.halves,
         )
 
     def _decode_segment(self) -> Segment:
-        rows = self.decode
+        rows = self.decodes
         if not len(rows.slots):
             return EMPTY_SEGMENT
         counts = column(rows.counts)

@@ -1,0 +1,204 @@
+"""What the step loop needs of the scheduler: drafts sealed once, plans of ops alone, what is awaited."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from tests.scheduler.fake_runner import kv_config, submit
+from tests.scheduler.harness import Rig, Told
+from weft.common.errors import EngineDead
+from weft.kv.kinds import FullKind
+from weft.scheduler.scheduler import MAX_EMPTY_PLANS
+from weft.scheduler.sequence import Awaiting, AwaitingLeader, Waiting
+from weft.types.messages import Submit
+from weft.types.plan import Agreement, AppendBlocks, Rebalance, column
+
+
+def started(**section: object) -> Rig:
+    rig = Rig(kv_config(), 1, **section)
+    rig.submit(submit(0, [1, 2, 3], max_tokens=9))
+    rig.step()
+    return rig
+
+
+def listened(rig: Rig, sequence: int, **more: object) -> Submit:
+    """A Submit that the rig listens for."""
+    one = submit(sequence, [5, 2, 3], max_tokens=4, **more)
+    rig.told[sequence] = Told(one)
+    return one
+
+
+# ---- draft and seal
+
+
+def test_what_the_parts_said_is_in_the_one_plan_that_is_in_flight() -> None:
+    rig = started()
+    builder = rig.scheduler.draft(0.0)
+    assert builder is not None
+    assert (builder.rows, builder.tokens) == (1, 1)
+    assert rig.scheduler.in_flight == 0
+    builder.halves, builder.rebalance, builder.agreed = 2, True, Agreement(wave=1, padded_tokens=1)
+    plan = rig.scheduler.seal(builder)
+    assert (plan.halves, plan.agreed, plan.ops[-1]) == (2, builder.agreed, Rebalance())
+    assert plan.decode is builder.decode
+    assert list(rig.scheduler._state.in_flight) == [plan]
+    assert rig.scheduler._state.in_flight[0] is plan
+
+
+def test_a_draft_is_sealed_once_and_before_the_next() -> None:
+    rig = started()
+    builder = rig.scheduler.draft(0.0)
+    assert builder is not None
+    for another in (rig.scheduler.draft, lambda _: rig.scheduler.idle()):
+        with pytest.raises(EngineDead, match="never sealed"):
+            another(0.0)
+    rig.scheduler.seal(builder)
+    with pytest.raises(EngineDead, match="not the one"):
+        rig.scheduler.seal(builder)
+
+
+def test_only_the_plan_that_ran_commits() -> None:
+    """A copy of it, equal in every column, is not what is in flight."""
+    rig = started()
+    plan = rig.plan()
+    assert plan is not None
+    _, result = rig.in_flight[0]
+    with pytest.raises(EngineDead, match="in the order they were planned"):
+        rig.scheduler.commit(replace(plan, halves=2), result, 0.0)
+    rig.drain()
+    rig.check_told()
+
+
+# ---- ops alone
+
+
+def test_ops_without_rows_are_a_plan_like_any_other() -> None:
+    rig = started(max_num_seqs=2)
+    rig.drain()
+    assert rig.scheduler.plan(0.0) is None
+    rig.scheduler.enqueue(Rebalance())
+    assert rig.scheduler.has_work()
+    steps = rig.scheduler.steps
+    plan = rig.plan()
+    assert plan is not None
+    assert (plan.rows, plan.ops[-1]) == (0, Rebalance())
+    rig.drain()
+    assert (rig.scheduler.steps, rig.scheduler.stats().idle_steps) == (steps + 1, 1)
+    rig.submit(submit(1, [4, 5], max_tokens=3))
+    rig.drain()
+    rig.check_told()
+    rig.check_idle()
+
+
+def test_an_op_keeps_its_slot_until_its_plan_has_committed() -> None:
+    rig = Rig(kv_config(), 2)
+    rig.submit(submit(0, [1, 2, 3], max_tokens=2))
+    assert rig.plan() is not None
+    assert rig.plan() is not None
+    free = rig.scheduler.stats().free_slots
+    rig.scheduler.enqueue(AppendBlocks(slot=0, kind=0, blocks=column([20])))
+    rig.commit()
+    plan = rig.plan()
+    assert plan is not None
+    assert (plan.rows, len(plan.ops)) == (0, 1)
+    rig.commit()
+    assert rig.told[0].finish == "length"
+    assert rig.scheduler.stats().free_slots == free, "a plan in flight names the slot"
+    rig.commit()
+    assert rig.scheduler.stats().free_slots == free + 1
+    rig.check_told()
+
+
+def test_an_op_goes_with_its_sequence() -> None:
+    rig = started()
+    rig.scheduler.enqueue(AppendBlocks(slot=0, kind=0, blocks=column([20])))
+    rig.finish(0)
+    assert not rig.scheduler.has_work()
+    assert rig.plan() is None
+    rig.check_idle()
+
+
+# ---- what is awaited
+
+
+def test_what_is_awaited_is_no_work_and_no_lack_of_progress() -> None:
+    rig = Rig(kv_config(), 1)
+    rig.scheduler.add(listened(rig, 0), 0.0, awaits=True)
+    assert rig.scheduler.stats().waiting == 1
+    for _ in range(2 * MAX_EMPTY_PLANS):
+        assert not rig.scheduler.has_work()
+        assert rig.plan() is None
+    rig.scheduler.arrived(0)
+    rig.scheduler.arrived(0)
+    rig.scheduler.arrived(77)
+    assert rig.scheduler.has_work()
+    rig.drain()
+    rig.check_told()
+    rig.check_idle()
+
+
+def test_others_pass_by_and_its_turn_is_kept() -> None:
+    rig = Rig(kv_config(), 1, max_num_seqs=1)
+    for number in range(3):
+        rig.scheduler.add(listened(rig, number), 0.0, awaits=number == 0)
+    rig.step()
+    assert [s.id for s in rig.scheduler._state.running] == [1]
+    rig.scheduler.arrived(0)
+    assert [s.id for s in rig.scheduler._state.waiting] == [0, 2]
+    rig.drain()
+    rig.check_told()
+    rig.check_idle()
+
+
+def test_an_awaiting_sequence_can_end_and_its_siblings_go_on() -> None:
+    rig = Rig(kv_config(), 1)
+    for choice in range(3):
+        rig.scheduler.add(listened(rig, choice, request=5, choice=choice), 0.0, awaits=choice < 2)
+    states = [type(s.state) for s in rig.scheduler._state.live.values()]
+    assert states == [Awaiting, AwaitingLeader, AwaitingLeader]
+    assert not rig.scheduler.has_work()
+    rig.finish(0)
+    assert type(rig.scheduler._state.live[1].state) is Awaiting
+    rig.scheduler.arrived(1)
+    assert type(rig.scheduler._state.live[1].state) is Waiting
+    rig.drain()
+    assert {n: told.finish for n, told in rig.told.items()} == {0: "abort", 1: "length", 2: "length"}
+    rig.check_idle()
+
+
+def test_nobody_gets_blocks_on_hold_after_a_loss() -> None:
+    """Ranks are lost while somebody outside still writes to blocks: nobody gets these before that ended."""
+    rig = Rig(kv_config(blocks=6, max_model_len=24), 1, max_num_seqs=2)
+    rig.submit(submit(0, list(range(1, 12)), max_tokens=9))
+    rig.step()
+    scheduler = rig.scheduler
+    kind = scheduler._state.caches.kinds[0]
+    assert isinstance(kind, FullKind)
+    slot = scheduler._state.live[0].state.slot  # type: ignore[union-attr]
+    held = list(kind._tables[slot].blocks)
+    assert len(held) == 3
+    for block in held:
+        scheduler.hold(0, block)
+    rig.plan()
+    scheduler.requeue_all()
+    rig.in_flight.clear()
+    rig.runner = rig.runner.anew()
+    assert scheduler.stats().free_blocks == (3,)
+    taken = []
+    for _ in range(3 * MAX_EMPTY_PLANS):  # it needs more than three blocks to end
+        plan = rig.plan()
+        if plan is None:
+            break
+        taken += [b for op in plan.ops for b in getattr(op, "blocks", ())]
+        rig.commit()
+    assert not set(taken) & set(held)
+    for _ in range(2 * MAX_EMPTY_PLANS):
+        assert rig.plan() is None
+        assert not scheduler.has_work()
+    for block in held:
+        scheduler.unhold(0, block)
+        assert scheduler.has_work()
+    rig.drain()
+    rig.check_told()
+    rig.check_idle()

@@ -1,0 +1,214 @@
+"""Which rows a step has, chosen in phases, each a function below.
+
+Decode rows are reserved first, then prefills under way go on, then new sequences are admitted, in the order
+of ``weft.scheduler.queue``.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from weft.config.sections import SchedulerSection, SpeculationSection
+from weft.scheduler.chunk import ChunkPolicy
+from weft.scheduler.draft_policy import DraftPolicy
+from weft.scheduler.fit import CostFitter
+from weft.scheduler.plan_builder import DecodeRows, PlanBuilder, Row
+from weft.scheduler.reserve import Reserver
+from weft.scheduler.sequence import Running, Sequence
+from weft.scheduler.state import SchedulerState
+from weft.types.plan import Op
+
+NO_SLOT = -1
+"""Where tables are asked what a sequence needs that has none yet."""
+
+
+class Planner:
+    """Fills the steps of one scheduler, whose ``state`` it changes as it admits and preempts."""
+
+    def __init__(
+        self, state: SchedulerState, section: SchedulerSection, speculation: SpeculationSection | None
+    ) -> None:
+        """``speculation`` says whether the number of drafts adapts; ``state.kv``, how many there may be."""
+        self._state = state
+        self._reserver = Reserver(state)
+        self._threshold = section.long_prefill_token_threshold or section.max_num_batched_tokens
+        self._most_running = min(section.max_num_seqs, state.kv.num_slots)
+        self._exclusive = section.step_policy == "exclusive"
+        fitter = CostFitter()
+        self.chunks = ChunkPolicy(section.itl_target_ms / 1e3, fitter) if section.itl_target_ms else None
+        """Sizes prompt chunks by time; None without ``--itl-target-ms``."""
+        self.drafts: DraftPolicy | None = None
+        """Chooses the number of drafts; None without speculation."""
+        if state.kv.drafts:
+            adaptive = speculation is None or speculation.speculative_adaptive
+            self.drafts = DraftPolicy(state.kv.drafts, adaptive, state.columns, fitter)
+        self.lacked = False
+        """Whether the last step left out a row for want of blocks."""
+
+    def fill(self, builder: PlanBuilder) -> None:
+        """The rows of a step, within the budget of ``builder``."""
+        if self._exclusive:
+            self._fill_exclusive(builder)
+        else:
+            self._fill_mixed(builder)
+
+    # ---- the phases
+
+    def _fill_mixed(self, builder: PlanBuilder) -> None:
+        self._decode(builder)
+        if self.chunks is not None:
+            self.chunks.begin(builder.decode_shape)
+        self._resume(builder)
+        self._admit(builder)
+
+    def _fill_exclusive(self, builder: PlanBuilder) -> None:
+        """Prefill first, one segment. After a plan that lacked blocks, who lacked them is asked first."""
+        if not self.lacked:
+            self._resume(builder)
+            self._admit(builder)
+        if not builder.chunks:
+            self._decode(builder)
+        if self.lacked and not len(builder.decodes.slots):
+            self._resume(builder)
+            self._admit(builder)
+
+    def _decode(self, builder: PlanBuilder) -> None:
+        """One row for every sequence past its known ids. One that may have reached its limit sits out."""
+        state, columns = self._state, self._state.columns
+        slots = state.order()
+        ready = ~columns.prefilling(slots) & (columns.num_scheduled[slots] + 1 < columns.limit[slots])
+        rows = DecodeRows.plain(slots[ready][: max(builder.budget, 0)])
+        if self.drafts is not None and not self.drafts.resting():
+            rows = self._with_drafts(self.drafts, rows, builder.budget)
+        ends = columns.num_scheduled[rows.slots] + rows.counts + rows.next_k
+        short = ends > columns.reserved[rows.slots]
+        if short.any():
+            rows = self._reserver.grow(rows, short, builder)
+        builder.add_decode(rows)
+
+    def _with_drafts(self, policy: DraftPolicy, rows: DecodeRows, budget: int) -> DecodeRows:
+        """The rows with the drafts that lie ready for them, and those to propose, all within their limits.
+
+        Drafts are shortened so that prompts get a block of the ``budget``, if there are any.
+        """
+        state, columns, slots = self._state, self._state.columns, rows.slots
+        starts = columns.num_scheduled[slots]
+        room = columns.limit[slots] - 1 - starts
+        waits = len(state.waiting) or len(slots) < len(state.running)
+        counts = 1 + np.minimum(columns.drafts[slots], room - 1)
+        rows = DecodeRows(slots, counts, rows.next_k).within(budget - (state.kv.block_size if waits else 0))
+        next_k = policy.choose(slots, starts, np.maximum(room - rows.counts - 1, 0))
+        return DecodeRows(slots, rows.counts, next_k)
+
+    def _resume(self, builder: PlanBuilder) -> None:
+        """The next chunk of every prefill under way."""
+        state = self._state
+        slots = state.order()
+        for sequence in state.tenants[slots[state.columns.prefilling(slots)]].tolist():
+            run = sequence.state
+            if not isinstance(run, Running):  # preempted just now
+                continue
+            if builder.budget < 1:
+                return
+            start = run.num_scheduled
+            end = self._chunk_end(sequence, start, run.known, builder)
+            if end <= start:
+                continue
+            if run.marks is not None:
+                end = run.marks.cut(start, end, run.snapshot)
+            next_k = self._first_drafts(builder, sequence, run.slot, start, end, [])
+            ops = self._reserver.reserve(sequence, run, end + next_k, builder)
+            if ops is not None:
+                self._add_chunk(builder, sequence, run, end, next_k, ops)
+
+    def _admit(self, builder: PlanBuilder) -> None:
+        """Waiting sequences in their order, while a slot, budget and blocks for all known ids are there.
+
+        Where a slot alone is missing, a sequence of a larger share gives its own up; while steps in flight
+        still name that, nobody else does.
+        """
+        state = self._state
+        if builder.lacking is not None or builder.preempted or not state.waiting:
+            return
+        promised = self._promised()
+        while state.waiting and builder.budget >= 1:
+            sequence, yielding = state.waiting.first(), None
+            if len(state.running) >= self._most_running:
+                yielding = state.crowding(sequence)
+                if yielding is None:
+                    return
+            elif not state.slots.available():
+                return
+            if sequence.protected and not state.guaranteed(sequence):
+                return
+            hashes, num_hit = state.lookup(sequence)
+            known = len(sequence.tokens)
+            needed = state.caches.needed(NO_SLOT, known + 1, num_hit, hashes)
+            if not state.caches.fits([n + p for n, p in zip(needed, promised, strict=True)]):
+                return
+            if yielding is not None:
+                state.waiting.invite(sequence)
+                self._reserver.preempt(yielding, builder, yields=True)
+                promised = self._promised()
+                continue
+            end = self._chunk_end(sequence, num_hit, known, builder)
+            if end <= num_hit:
+                return
+            marks = state.marks(sequence, hashes, num_hit)
+            if marks is not None:
+                end = marks.cut(num_hit, end, num_hit)
+            next_k = self._first_drafts(builder, sequence, state.slots.peek(), num_hit, end, hashes)
+            run, ops = state.admit(sequence, hashes, num_hit, end + next_k, marks)
+            if self.drafts is not None:
+                self.drafts.enter(run.slot)
+            self._add_chunk(builder, sequence, run, end, next_k, ops)
+            rest = state.caches.needed(run.slot, known + 1)
+            promised = [p + n for p, n in zip(promised, rest, strict=True)]
+
+    # ---- parts of the phases
+
+    def _chunk_end(self, sequence: Sequence, start: int, known: int, builder: PlanBuilder) -> int:
+        """Where the chunk from ``start`` ends; at ``start`` when the step has no room for its logits."""
+        most = min(builder.budget, self._threshold, known - start)
+        if self.chunks is not None:
+            most = self.chunks.room(start, most)
+        end = start + most
+        logits, sample = sequence.prefill_logits(start, end)
+        if logits - sample > builder.prompt_logits:
+            end = min(end, max(start, sequence.delivered) + builder.prompt_logits)
+        return self._state.caches.cut(start, end) if end > start else start
+
+    def _first_drafts(
+        self, builder: PlanBuilder, sequence: Sequence, slot: int, start: int, end: int, hashes: list[bytes]
+    ) -> int:
+        """Drafts to propose after a prompt's last chunk; none after others, or where blocks are short.
+
+        ``hashes``: of a sequence that is admitted from the cache with ``start`` tokens; else empty.
+        """
+        known = len(sequence.tokens)
+        room = sequence.limit - 2 - known
+        if self.drafts is None or end < known or room < 1 or builder.lacking is not None:
+            return 0
+        next_k, caches = self.drafts.first(room), self._state.caches
+        upto = end + next_k
+        fits = caches.cut(start, upto) == upto and caches.fits(caches.needed(slot, upto, start, hashes))
+        return next_k if fits else 0
+
+    def _add_chunk(
+        self, builder: PlanBuilder, sequence: Sequence, run: Running, end: int, next_k: int, ops: list[Op]
+    ) -> None:
+        start = run.num_scheduled
+        if self.chunks is not None:
+            self.chunks.took(start, end - start)
+        logits, sample = sequence.prefill_logits(start, end)
+        builder.add_prefill(Row(sequence, run, start, end - start, logits, sample, next_k, ops))
+
+    def _promised(self) -> list[int]:
+        """Blocks of each kind that the prefills under way will still take: not there for admission."""
+        state = self._state
+        total = [0] * len(state.caches.kinds)
+        slots = state.order()
+        for slot in slots[state.columns.prefilling(slots)].tolist():
+            needed = state.caches.needed(slot, int(state.columns.known[slot]) + 1)
+            total = [t + n for t, n in zip(total, needed, strict=True)]
+        return total
