@@ -275,7 +275,7 @@ def test_what_the_watch_finds_ends_the_epoch_at_the_next_step() -> None:
     load(rig)
     rig.step()
     rig.ranks.head._feed(t.Gone(2, "it is not connected"))
-    rig.ranks.head._feed(t.Gone(3, "it is not connected"))
+    rig.ranks.head._feed(t.Gone(2, "later"))
     with pytest.raises(GroupLost, match=r"rank 2 .* not connected") as lost:
         rig.step()
     rig.recover(lost.value)

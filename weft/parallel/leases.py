@@ -14,11 +14,15 @@ from weft.parallel.board import BoardClient
 from weft.types.board import lease_key
 
 
+ANSWER_S = 0.5
+"""Seconds that the board may take to hear of a lease; later looks say it again."""
+
+
 class Leases(Protocol):
-    """Used from one thread at a time. Neither call waits."""
+    """Used from one thread at a time."""
 
     def read(self) -> Sequence[Lease | None]:
-        """Everybody's, by replica, as far as is known."""
+        """Everybody's, by replica, as far as is known. Does not wait."""
 
     def write(self, lease: Lease) -> None:
         """This head's own."""
@@ -61,4 +65,6 @@ class BoardLeases:
 
     def write(self, lease: Lease) -> None:
         self._client.post(self._mine, msgspec.msgpack.encode(lease))
-        self._client.look(0.0)
+        self._client.look(
+            ANSWER_S
+        )  # what was asked before may not be answered yet: then 0 would send nothing
