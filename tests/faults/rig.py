@@ -89,7 +89,7 @@ class Engine:
         self.folder = folder
         self.faults = chain(folder, plans, after)
         self.core = EngineCore(msgspec.structs.replace(config, faults=self.faults), progress=False)
-        self.core.runner.membership.budget.most = 100  # type: ignore[attr-defined]
+        self.core.runner.membership.tries.budget.most = 100  # type: ignore[attr-defined]
         self.told: dict[int, Told] = {}
         self._next = 1
 

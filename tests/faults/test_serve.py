@@ -21,7 +21,7 @@ import pytest
 from tests.faults.netns import command_lines
 from tests.faults.rig import Plan, fallen
 from tests.front.conftest import Running, Servers, events, servers  # noqa: F401  (a fixture)
-from weft.group.membership import MOST
+from weft.group.tries import MOST
 
 ANSWER = 200.0
 """Seconds in which a request must be answered, whatever befalls."""

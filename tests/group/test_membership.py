@@ -11,7 +11,8 @@ from weft.common.restarts import RestartBudget
 from weft.group import types as t
 from weft.group.liveness import Liveness
 from weft.group.meeting import Meeting
-from weft.group.membership import HELLO_S, TRIES, Membership
+from weft.group.membership import HELLO_S, Membership
+from weft.group.tries import TRIES
 from weft.group.types import GroupLost
 from weft.types import frames as f
 

@@ -9,6 +9,7 @@ old lease for a living one meets nobody there, gives up in time, and proposes th
 from __future__ import annotations
 
 import hashlib
+import math
 import secrets
 from collections.abc import Sequence
 
@@ -35,6 +36,8 @@ class Meeting:
         self._incarnations: list[str] = []
         self._epoch = 0
         self._proposed = False
+        self.looked = -math.inf
+        """When leases were read."""
 
     def want(self, epoch: int) -> None:
         """This head would begin ``epoch``, or a later one."""

@@ -24,8 +24,9 @@ from weft.common.restarts import RestartBudget
 from weft.group import types as t
 from weft.group.liveness import COLLECTIVE, GRACE, SILENT, Liveness
 from weft.group.meeting import Meeting
-from weft.group.roster import Roster
+from weft.group.roster import Member, Roster
 from weft.group.steps import Steps
+from weft.group.tries import Tries
 from weft.group.types import GroupLost
 from weft.types import frames as f
 
@@ -35,10 +36,6 @@ HELLO_S = 120.0
 """Seconds from starting a rank's process to its hello."""
 LOAD_S = 3600.0
 """Seconds that ranks may take to load, and heads to come, as long as they show that they run."""
-TRIES = 4
-"""Of forming a group that was lost."""
-MOST, WINDOW = 4, 600.0
-"""Losses of one group in so many seconds that are made good; the next one ends it."""
 LOOK_MEETING_S, LOOK_S = 0.02, 1.0
 """Seconds between two looks at the leases of other heads: while they are waited for, and while steps run."""
 
@@ -74,7 +71,6 @@ class Membership:
         """
         welcome = f.RankWelcome(beats=heartbeats, life=incarnation)
         self.rank, self._roster = rank, Roster(rank, members, settings, welcome)
-        self.members = self._roster.members
         self.phase: Phase = "gathering"
         self.epoch = self.aborted = -1
         """The epoch that runs, or ran last; the last one that has ended."""
@@ -83,8 +79,8 @@ class Membership:
         self.failed: WeftError | None = None
         """Why there will be no other epoch."""
         self.steps = Steps(rank, tuple(members), COLLECTIVE * rank_timeout)
-        self.budget = budget or RestartBudget(MOST, WINDOW)
-        self._incarnation, self._stores = incarnation, stores
+        self.tries = Tries(budget)
+        self._stores = stores
         self._timeout, self._hello_s, self._load_s = rank_timeout, hello_s, load_s
         self._liveness = Liveness(SILENT * rank_timeout)
         self._meeting = meeting
@@ -96,18 +92,9 @@ class Membership:
         """The epoch of the ``Connect`` that is under way."""
         self._judging: tuple[float, str] | None = None
         """A collective failed: until when somebody may say why, and what it said."""
-        self._faulty: int | None = None
-        """Who must be replaced for ``lost``."""
-        self._tries = TRIES
-        self._ran = False
-        """Whether there was an epoch under this head: till then a rank that differs ends the start."""
-        self._fresh = True
-        """Whether no rank was in any epoch: nothing is tried twice, and who started the group hears why."""
         self._until = 0.0
         """When the heads must have met, or the others formed."""
-        self._looked = -LOOK_S
         self._now = 0.0
-        self._actions = self._roster.actions
 
     # ---- what a shell asks
 
@@ -117,14 +104,17 @@ class Membership:
         if self.phase != "ended" or isinstance(event, t.Close):
             self._take(event)
             self._advance()
-        actions = self._actions[:]
-        self._actions.clear()
-        return actions
+        return self._roster.take_actions()
 
     @property
     def alone(self) -> bool:
         """Whether there is nobody to lose: then what fails here ends the group."""
         return not self.members and self._meeting is None
+
+    @property
+    def members(self) -> Mapping[int, Member]:
+        """The other ranks."""
+        return self._roster.members
 
     @property
     def pools(self) -> tuple[int, ...] | None:
@@ -139,13 +129,15 @@ class Membership:
     def heartbeat(self) -> f.Beat:
         """What ranks hear of this head."""
         step, aborted = self.steps.own, self.aborted
-        return f.Beat(rank=self.rank, epoch=self.epoch, step=step, life=self._incarnation, aborted=aborted)
+        return f.Beat(
+            rank=self.rank, epoch=self.epoch, step=step, life=self._roster.welcome.life, aborted=aborted
+        )
 
     def leases_due(self, now: float) -> bool:
         """Whether ``LeasesRead`` is wanted."""
         if self._meeting is None or self.phase not in ("meeting", "running"):
             return False
-        return now - self._looked >= (LOOK_MEETING_S if self.phase == "meeting" else LOOK_S)
+        return now - self._meeting.looked >= (LOOK_MEETING_S if self.phase == "meeting" else LOOK_S)
 
     def next_deadline(self) -> float | None:
         """When ``Read`` will end a wait, if nothing comes before."""
@@ -171,18 +163,18 @@ class Membership:
                 self._gone(rank, how)
             case t.Garbled(peer, error):
                 self._roster.refuse(peer, error)
-                if not self._ran and isinstance(error, f.VersionMismatch):
+                if not self.tries.ran and isinstance(error, f.VersionMismatch):
                     self._end(ConfigError(error.message))
             case t.Spawned(rank, outlived):
                 member = self.members[rank]
                 member.starting, member.outlived, member.since = False, outlived, self._now
-                self._fresh = self._fresh and not outlived
+                self.tries.fresh = self.tries.fresh and not outlived
             case t.Own():
                 self._advance_own(event)
             case t.Connected():
                 self._connecting, self._until = None, self._now + self._timeout
                 if self.phase != "forming":  # it was lost meanwhile
-                    self._actions.append(t.Abort())
+                    self._roster.actions.append(t.Abort())
             case t.OwnFailure(epoch, message, collective):
                 if epoch == self._connecting:
                     self._connecting = None
@@ -206,7 +198,9 @@ class Membership:
             self._hello(peer, frame)
             return
         if isinstance(frame, f.Beat):
-            if frame.life == self._incarnation:  # else it has not noticed yet that its head is another
+            if (
+                frame.life == self._roster.welcome.life
+            ):  # else it has not noticed yet that its head is another
                 self._liveness.heard(frame.rank, self._now, new=frame.epoch < 0)
             return
         member = self._roster.of(peer, frame.rank)
@@ -239,11 +233,11 @@ class Membership:
             if not self._roster.hello(peer, hello, self._now):
                 return
         except ConfigError as error:
-            if not self._ran:
+            if not self.tries.ran:
                 self._end(error)
             return
         self._liveness.forget(rank)
-        self._fresh = self._fresh and hello.epoch < 0
+        self.tries.fresh = self.tries.fresh and hello.epoch < 0
         self.members[rank].stopped = self.phase != "gathering"
         if self.phase in ("meeting", "forming", "running"):
             if hello.epoch < 0:
@@ -278,19 +272,19 @@ class Membership:
             return
         if self._judging is None:
             self._judging = self._now + GRACE * self._timeout, message
-            self._actions.append(t.Abort())
+            self._roster.actions.append(t.Abort())
         if all(member.bereft for member in self.members.values()):
             self._lose(GroupLost(None, message))
 
     def _leases(self, leases: Sequence[t.Lease | None]) -> None:
         assert self._meeting is not None
-        self._looked = self._now
+        self._meeting.looked = self._now
         if self.phase == "running" and self._meeting.moved_on(self.epoch, leases):
             self._lose(GroupLost(None, "another replica was started anew"))
         elif self.phase == "meeting":
             found = self._meeting.look(leases)
             if isinstance(found, t.Lease):
-                self._actions.append(t.Renew(found))
+                self._roster.actions.append(t.Renew(found))
             elif found is not None:
                 self._connect(found)
 
@@ -320,7 +314,7 @@ class Membership:
         if self.phase in ("lost", "ended"):
             return
         log.error("%s", lost.message)
-        self.phase, self.lost, self._faulty, self._judging = "lost", lost, lost.rank, None
+        self.phase, self.lost, self._judging = "lost", lost, None
         self._end_epoch()
         if not self._engaged:
             self._again()
@@ -328,22 +322,18 @@ class Membership:
     def _resume(self, lost: GroupLost) -> None:
         self._lose(lost)
         self._stepping = False
-        self._tries = TRIES
-        if not self.alone and not self.budget.grant(self._now):
-            log.error("the group was lost %d times in %g seconds", self.budget.most + 1, self.budget.window)
-            self._tries = 0
+        self.tries.renew(self._now)
         self._again()
 
     def _again(self) -> None:
         """Replaces who is gone, and begins another try; or gives up."""
         lost = self.lost
         assert lost is not None
-        if self.alone or self._fresh or not self._tries:
-            self._end(ConfigError(lost.message) if lost.refused and not self._ran else lost)
+        if self.alone or not self.tries.again():
+            self._end(ConfigError(lost.message) if lost.refused and not self.tries.ran else lost)
             return
-        self._tries -= 1
         for rank, member in self.members.items():
-            if member.gone or (rank == self._faulty and not member.stopped):
+            if member.gone or (rank == lost.rank and not member.stopped):
                 self._replace(rank, member.gone or lost.reason)
         self._gather()
 
@@ -360,7 +350,7 @@ class Membership:
         self._liveness.forget(rank)
 
     def _end_epoch(self) -> None:
-        self._actions.append(t.Abort())
+        self._roster.actions.append(t.Abort())
         if self.aborted < self.epoch:
             self.aborted = self.epoch
             self._roster.tell_all(f.Abort(epoch=self.epoch))
@@ -387,28 +377,29 @@ class Membership:
                 self.phase, self._until = "meeting", self._now + self._load_s
                 self._meeting.want(epoch)
             else:
-                store = self._stores and f"{self._stores}/epoch{epoch}-{self._incarnation}"
+                store = self._stores and f"{self._stores}/epoch{epoch}-{self._roster.welcome.life}"
                 self._connect(t.Connect(epoch, store, ()))
         elif self.phase == "forming" and all(member.formed for member in members):
             self._run()
 
     def _connect(self, connect: t.Connect) -> None:
         self.phase, self.epoch = "forming", connect.epoch
-        self._fresh = self._fresh and connect.epoch <= 0
+        self.tries.fresh = self.tries.fresh and connect.epoch <= 0
         self._connecting = connect.epoch
         self.steps.clear()
         self._liveness.expect(self.members, self._now)
         for rank, member in self.members.items():
             assert member.peer is not None, "all have said hello"
             form = f.Form(epoch=connect.epoch, store=connect.store)
-            self._actions.append(t.Send(member.peer, form, rank))
-        self._actions.append(connect)
+            self._roster.actions.append(t.Send(member.peer, form, rank))
+        self._roster.actions.append(connect)
 
     def _run(self) -> None:
         self.phase, self.lost = "running", None
-        self._ran, self._fresh, self._stepping = True, False, True
+        self.tries.run()
+        self._stepping = True
         if self._meeting is not None:
-            self._actions.append(t.Renew(self._meeting.begun(self.epoch)))
+            self._roster.actions.append(t.Renew(self._meeting.begun(self.epoch)))
 
     def _deadlines(self) -> Iterator[tuple[float, Callable[[], None]]]:
         """When a wait ends, and what follows."""

@@ -53,11 +53,17 @@ class Roster:
         self.pools: tuple[int, ...] | None = None
         """Blocks of each pool, once all ranks have loaded."""
         self.actions: list[t.Action] = []
-        self._rank, self._settings, self._welcome = rank, settings, welcome
+        self.welcome = welcome
+        self._rank, self._settings = rank, settings
         self._rooms: dict[int, tuple[int, ...]] = {}
         """Blocks of each pool that a rank has room for; this one's among them."""
         self._given_up: set[bytes] = set()
         """Processes that were replaced, for membership only."""
+
+    def take_actions(self) -> list[t.Action]:
+        """What is to be done now, in order."""
+        actions, self.actions = self.actions, []
+        return actions
 
     def of(self, peer: bytes, rank: int) -> Member | None:
         """Who says something; None for a stranger, or a process that was replaced."""
@@ -80,7 +86,7 @@ class Roster:
             raise
         if member.starting:  # it says hello until it is answered, unless it is the one that is to end
             return False
-        self.actions.append(t.Send(peer, self._welcome))
+        self.actions.append(t.Send(peer, self.welcome))
         if member.peer == peer:
             return False
         self.forget(rank)

@@ -13,7 +13,6 @@ from weft.group.types import Lease
 from weft.parallel.board import BoardClient
 from weft.types.board import lease_key
 
-
 ANSWER_S = 0.5
 """Seconds that the board may take to hear of a lease; later looks say it again."""
 
