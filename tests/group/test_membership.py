@@ -162,6 +162,19 @@ def test_who_says_nothing_is_why_a_collective_failed() -> None:
     assert t.Spawn(2, anew=True) in rig.resume()
 
 
+def test_an_epoch_does_not_run_while_it_is_judged() -> None:
+    rig = Rig()
+    rig.gather()
+    rig.feed(t.Connected(0))
+    rig.formed(1)
+    told = EngineDead("a peer is gone").info()
+    rig.feed(rig.says(1, f.Failed(rank=1, epoch=0, step=0, error=told, comm=True)))
+    rig.formed(2)
+    assert rig.group.phase == "forming"
+    rig.feed(t.Read(), after=1.6)
+    assert rig.group.phase == "ended", "it never worked"
+
+
 def test_no_two_epochs_are_formed_at_once() -> None:
     rig = Rig()
     rig.run()

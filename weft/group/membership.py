@@ -379,7 +379,7 @@ class Membership:
             else:
                 store = self._stores and f"{self._stores}/epoch{epoch}-{self._roster.welcome.life}"
                 self._connect(t.Connect(epoch, store, ()))
-        elif self.phase == "forming" and all(member.formed for member in members):
+        elif self.phase == "forming" and not self._judging and all(member.formed for member in members):
             self._run()
 
     def _connect(self, connect: t.Connect) -> None:
