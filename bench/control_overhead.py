@@ -35,15 +35,19 @@ from weft.config.resolved import EngineConfig, KVConfig
 from weft.config.sections import Config, ModelSection, RunnerSection, SchedulerSection
 from weft.engine.build import build_runner
 from weft.engine.core import EngineCore
-from weft.engine.executor import Executor, RankRunner
-from weft.engine.group import GroupExecutor
-from weft.engine.watch import HeadWatch, RankWatch
+from weft.engine.executor import RankRunner
+from weft.engine.group import GroupExecutor, Links, Share
+from weft.engine.start import alone
+from weft.engine.watch import RankWatch
 from weft.engine.worker import Worker
+from weft.group.membership import Membership
+from weft.group.sizes import blocks_of
 from weft.launch.rank_main import say_hello
 from weft.parallel.control import ZmqHead, ZmqRank
 from weft.parallel.mesh import Mesh
 from weft.runner.runner import StepHandle
 from weft.runner.slot_state import SlotState
+from weft.types import frames as f
 from weft.types.messages import Submit, ids_to_bytes
 from weft.types.plan import StepPlan, StepResult, column
 from weft.types.sampling import TokenParams
@@ -90,12 +94,6 @@ class Tables:
                 accepted=column(np.zeros(rows, np.int32)),
             )
         return msgspec.structs.replace(self._results[rows], step=handle.plan.step)
-
-    def check(self) -> None:
-        pass
-
-    def recover(self, lost: Any) -> None:
-        raise lost
 
     def reset(self) -> None:
         self._state.clear()
@@ -177,6 +175,7 @@ def work(args: argparse.Namespace) -> None:
     worker = Worker(args.rank, tables, Mesh(), channel, rank_timeout=TIMEOUT, life=welcome.life)
     watch = RankWatch(ZmqRank(welcome.beats, args.rank), TIMEOUT, worker.beat, worker.ended, worker.orphaned)
     watch.start()
+    channel.send(f.encode(f.Loaded(rank=args.rank, blocks=blocks_of(config.kv))))
     worker.run()
     watch.close()
     worker.close()
@@ -199,9 +198,11 @@ def measure(config: EngineConfig, args: argparse.Namespace, ranks: int) -> tuple
         workers.append(worker)
     try:
         meter = make_runner(config, args)
-        executor: Any = meter
+        tables: Any = meter
         if ranks > 1:
-            executor = group(config, meter, channel, beats, list(outs), str(folder))
+            executor = group(config, tables, channel, beats, list(outs))
+        else:
+            executor = alone(config.kv, lambda kv: tables)
         wall = drive(config, args, executor)
         for worker in workers:
             worker.wait(TIMEOUT)
@@ -219,28 +220,22 @@ def group(
     channel: ZmqHead,
     beats: ZmqHead,
     ranks: list[int],
-    folder: str,
 ) -> GroupExecutor:
     """The group, formed."""
-    made = GroupExecutor(
-        runner,
-        Mesh(),
-        channel,
-        ranks,
+    membership = Membership(
+        0,
+        dict.fromkeys(ranks, False),
         settings=shared_settings(config),
         rank_timeout=TIMEOUT,
-        beats=beats.address,
-        store_folder=folder,
+        incarnation="head",
+        heartbeats=beats.address,
+        hello_s=600.0,
     )
-    made.watch = HeadWatch(beats, TIMEOUT, made.beat, made.lose, lambda: None)
-    made.on_close = made.watch.close
-    made.watch.start()
-    made.gather(600.0)
-    made.form(0)
-    return made
+    links = Links(channel=channel, heartbeats=beats)
+    return GroupExecutor(membership, lambda: Share(config.kv, lambda kv: runner), links, rank_timeout=TIMEOUT)
 
 
-def drive(config: EngineConfig, args: argparse.Namespace, executor: Executor) -> float:
+def drive(config: EngineConfig, args: argparse.Namespace, executor: GroupExecutor) -> float:
     """Milliseconds of wall time of a step that decodes all rows."""
     core = EngineCore(config, progress=False, runner=executor)
     params = TokenParams(temperature=0.0, max_tokens=args.warm + args.steps + 8)

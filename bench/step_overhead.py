@@ -53,7 +53,7 @@ class Meter:
 
 def instrument(core: EngineCore) -> Meter:
     """Times the parts of ``core``'s steps."""
-    meter, runner = Meter(), core.runner
+    meter, runner = Meter(), core.runner.runner
     meter.wrap(core.scheduler, "plan", "plan")
     meter.wrap(core.scheduler, "commit", "commit")
     meter.wrap(runner, "forward", "forward")

@@ -25,6 +25,7 @@ from weft.config.sections import (
 )
 from weft.config.spec import ModelSpec
 from weft.engine.core import EngineCore
+from weft.engine.start import alone
 from weft.models.decoder import Decoder
 from weft.models.loader import load_model
 from weft.parallel.launcher import Launcher
@@ -163,7 +164,7 @@ def make_engine(
         runner.drafter = drafter
     for tensor in (t for layer in runner.cache for tensors in layer.values() for t in tensors):
         tensor.fill_(float("nan"))
-    return EngineCore(config, runner=runner), runner
+    return EngineCore(config, runner=alone(runner.kv, lambda kv: runner)), runner
 
 
 @dataclass

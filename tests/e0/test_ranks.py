@@ -131,8 +131,8 @@ def _check(case: dict[str, Any], folder: Path, layout: Layout) -> EngineCore:
     assert {n: a.tokens for n, a in found.items()} == {n: a.tokens for n, a in expected.items()}
     # The features engaged.
     stats = engine.stats()
-    assert isinstance(engine.runner, Leading)
-    assert engine.runner.deepest == case.get("depth", 1)
+    assert isinstance(engine.runner.runner, Leading)
+    assert engine.runner.runner.deepest == case.get("depth", 1)
     assert (stats.preemptions > 0) == ("blocks" in case)
     assert stats.prefix_hits > 0 or not case.get("hits")
     assert (sum(stats.drafts_accepted) > 0) == ("speculation" in case)
@@ -201,8 +201,8 @@ def test_tokens_with_experts_on_four_ranks(name: str, folder: Any) -> None:
 
 
 def _engaged(engine: EngineCore, case: dict[str, Any]) -> None:
-    assert isinstance(engine.runner, Leading)
-    experts = engine.runner._model.experts
+    assert isinstance(engine.runner.runner, Leading)
+    experts = engine.runner.runner._model.experts
     assert experts is not None
     assert experts.rebalanced == engine.balance.asked
     assert (experts.rebalanced > 1) == ("interval" in case)

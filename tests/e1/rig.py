@@ -27,6 +27,7 @@ from weft.config.sharding import local_spec
 from weft.config.spec import CacheSpec
 from weft.engine.build import recorder
 from weft.engine.core import EngineCore
+from weft.engine.start import alone
 from weft.layers.build import ExpertOptions
 from weft.models.base import Model
 from weft.models.loader import load_model
@@ -305,6 +306,6 @@ def make_engine(
     runner.watch()
     for tensor in (t for layer in runner.cache for tensors in layer.values() for t in tensors):
         tensor.fill_(float("nan"))
-    engine = EngineCore(config, runner=runner)
+    engine = EngineCore(config, runner=alone(runner.kv, lambda kv: runner))
     assert engine.deterministic, runner.varying
     return engine, runner

@@ -5,18 +5,20 @@ virtual clock. Instead of a model every rank has a fake runner, and beside it th
 from __future__ import annotations
 
 from collections import deque
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 from typing import Any
 
 import torch
 
 from tests.scheduler.fake_runner import FakeRunner
 from tests.scheduler.harness import Rig
+from weft.common.restarts import RestartBudget
 from weft.config.resolved import KVConfig
-from weft.engine.executor import GroupLost
-from weft.engine.group import GroupExecutor
-from weft.engine.sizes import blocks_of, sized
+from weft.engine.group import GroupExecutor, Links, Share
 from weft.engine.worker import Worker
+from weft.group.membership import Membership
+from weft.group.sizes import blocks_of, sized
+from weft.group.types import GroupLost
 from weft.parallel.loopback import LinkFault, Loopback
 from weft.parallel.mesh import Mesh
 from weft.runner.runner import StepHandle
@@ -93,6 +95,15 @@ class TableRunner:
         return made
 
 
+class Inline(Executor):
+    """Carries out at once what it is given."""
+
+    def submit(self, work: Any, /, *args: Any, **more: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(work(*args, **more))
+        return done
+
+
 class Ranks:
     """The group: ``workers`` ranks beside the head."""
 
@@ -113,26 +124,46 @@ class Ranks:
         self.workers: dict[int, Worker] = {}
         self.right = 0.7
         self.lives = dict.fromkeys(range(1, workers + 1), 0)
-        self.head = self._head()
+        self.heads = 0
+        self.books: Any = None
+        """Of processes of ranks, where somebody keeps them."""
         for rank in self.lives:
             self.start(rank)
 
-    def _head(self) -> GroupExecutor:
-        return GroupExecutor(
-            self.runners[0],
-            Mesh(),
-            self.net.head(),
-            tuple(self.lives),
+    def up(self) -> None:
+        """A head, until its first epoch runs."""
+        self.heads += 1
+        membership = Membership(
+            0,
+            dict.fromkeys(self.lives, self.books is not None),
             settings=SETTINGS,
             rank_timeout=TIMEOUT,
-            clock=self.clock,
+            incarnation=f"head {self.heads}",
+            budget=RestartBudget(1000, 1.0),
+            hello_s=TIMEOUT,
+            load_s=TIMEOUT,
         )
+        self.head = GroupExecutor(
+            membership,
+            lambda: Share(self.kv, self._runner),
+            Links(channel=self.net.head(), processes=self.books),
+            rank_timeout=TIMEOUT,
+            clock=self.clock,
+            carrier=Inline(),
+        )
+
+    def _runner(self, kv: KVConfig) -> TableRunner:
+        self.runners[0].kv = kv
+        return self.runners[0]
+
+    @property
+    def epoch(self) -> int:
+        return self.head.membership.epoch
 
     def behead(self) -> None:
         """The head is gone, and another one in its place, as empty as any: the workers say hello to it."""
         self.net = Loopback(self.clock)
         self.runners[0] = TableRunner(self.kv, self.commits, FakeRunner(self.kv, right=self.right))
-        self.head = self._head()
         for rank, worker in self.workers.items():
             self.lives[rank] += 1
             self.start(rank, worker=worker)
@@ -196,7 +227,6 @@ class Ranks:
     def restart(self, rank: int) -> None:
         """Kills the rank's process and starts another, as empty as any."""
         self.kill(rank)
-        self.head.forget(rank)
         self.runners[rank] = TableRunner(self.kv, self.commits, FakeRunner(self.kv, right=self.right))
         self.lives[rank] += 1
         self.start(rank)
@@ -204,12 +234,6 @@ class Ranks:
     def kill(self, rank: int) -> None:
         """The rank's process ends; nobody is told."""
         self.net.cut(self.peer(rank))
-
-    def up(self, epoch: int = 0) -> None:
-        self.head.gather(TIMEOUT, ready=False)
-        self.runners[0].kv = self.head.size(self.kv, TIMEOUT)
-        self.head.gather(TIMEOUT)
-        self.head.form(epoch)
 
     def settle(self) -> None:
         """Lets every rank take in what was sent to it."""
@@ -261,9 +285,18 @@ class GroupRig(Rig):
         ranks = self.ranks
         if lost is not None and lost.rank:
             ranks.restart(lost.rank)
-        self.scheduler.requeue_all()
+            ranks.head._turn(0.0)
         self.in_flight.clear()
         self.handles.clear()
-        ranks.head.gather(TIMEOUT)
-        ranks.head.form(ranks.head.next_epoch)
+        ranks.head.recover(lost or GroupLost(None, "planted"))
+        while not ranks.head.recovered(TIMEOUT):
+            pass
+        self.resume()
+
+    def resume(self) -> None:
+        """The group runs again, perhaps under another head."""
+        ranks = self.ranks
+        self.in_flight.clear()
+        self.handles.clear()
+        self.scheduler.requeue_all()
         self.runner = ranks.runners[0].fake

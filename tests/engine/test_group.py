@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,16 +16,18 @@ from tests.engine.group_rig import SETTINGS, TIMEOUT, GroupRig, Ranks, TableRunn
 from tests.scheduler.fake_runner import BAD_SEED, kv_config, submit
 from weft.common.errors import ConfigError, EngineDead, WeftError
 from weft.common.folder import private_folder
-from weft.engine.domain import DomainExecutor
-from weft.engine.executor import GroupLost
-from weft.engine.regroup import recall, size
-from weft.engine.watch import HeadWatch, Liveness, RankWatch
+from weft.engine.group import GroupExecutor, Links, Share
+from weft.engine.watch import HeadWatch, RankWatch
 from weft.engine.worker import GivenUp
+from weft.group import types as t
+from weft.group.meeting import Meeting
+from weft.group.membership import Membership
+from weft.group.types import GroupLost
 from weft.parallel.control import ZmqHead, ZmqRank
 from weft.parallel.group import CommLost
-from weft.parallel.loopback import LinkFault, Loopback, lose, repeat
+from weft.parallel.leases import FolderLeases
+from weft.parallel.loopback import LinkFault, lose, repeat
 from weft.parallel.mesh import Mesh
-from weft.sim.clock import VirtualClock
 from weft.types import frames as f
 from weft.types.plan import AllocSlot, FreeSlot, Rebalance, StepPlan
 
@@ -75,10 +79,10 @@ def test_all_ranks_get_pools_that_each_has_room_for() -> None:
     # One that is started anew has what the others have, whatever it has room for.
     ranks.rooms[2] = tuple(count - 3 for count in own)
     ranks.restart(2)
-    with pytest.raises(GroupLost, match="started anew"):
-        ranks.head.gather(TIMEOUT)
-    ranks.head.gather(TIMEOUT)
-    ranks.head.form(1)
+    with pytest.raises(GroupLost, match="started anew") as lost:
+        ranks.head.check()
+    ranks.head.recover(lost.value)
+    assert ranks.head.recovered(TIMEOUT)
     assert tuple(p.num_blocks for p in ranks.runners[2].kv.pools) == least
 
 
@@ -102,12 +106,10 @@ def test_a_rank_that_cannot_load_as_it_is_told_is_a_mistake_of_who_told_it(
     error: WeftError, kind: type[WeftError]
 ) -> None:
     rig = make_rig(up=False)
-    rig.ranks.net.plant(LinkFault(peer=rig.ranks.peer(3), to_rank=False, at=1, deed=lose))
-    told = f.Failed(rank=3, epoch=-1, step=-1, error=error.info())
-    rig.ranks.head.gather(TIMEOUT, ready=False)
-    rig.ranks.net.put(rig.ranks.peer(3), False, f.encode(told))
+    told = f.encode(f.Failed(rank=3, epoch=-1, step=-1, error=error.info()))
+    rig.ranks.net.plant(LinkFault(peer=rig.ranks.peer(3), to_rank=False, at=1, deed=lambda data: [told]))
     with pytest.raises(kind, match=r"rank 3 of the group is lost: no room"):
-        size(rig.ranks.head, rig.kv, 1)
+        rig.ranks.up()
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -115,7 +117,7 @@ def test_all_ranks_carry_out_every_step(depth: int) -> None:
     rig = make_rig(depth)
     load(rig)
     finish(rig)
-    steps = rig.ranks.head.step
+    steps = rig.ranks.head.membership.steps.own
     assert steps > 5
     assert [worker.step for worker in rig.ranks.workers.values()] == [steps] * 3
     rig.ranks.head.close()
@@ -288,11 +290,11 @@ def test_what_the_watch_finds_ends_the_epoch_at_the_next_step() -> None:
     rig = make_rig()
     load(rig)
     rig.step()
-    rig.ranks.head.lose(2, "it fell silent")
-    rig.ranks.head.lose(3, "later")
-    with pytest.raises(GroupLost, match=r"rank 2 .* silent"):
+    rig.ranks.head._feed(t.Gone(2, "it is not connected"))
+    rig.ranks.head._feed(t.Gone(2, "later"))
+    with pytest.raises(GroupLost, match=r"rank 2 .* not connected") as lost:
         rig.step()
-    rig.recover()
+    rig.recover(lost.value)
     finish(rig)
 
 
@@ -329,18 +331,16 @@ def test_workers_that_lost_their_head_work_for_the_next_one() -> None:
     load(rig)
     for _ in range(3):
         rig.step()
-    rig.ranks.head._end(GroupLost(None, "so that there is a second epoch"))
-    rig.recover()
+    rig.recover()  # so that there is a second epoch
     rig.step()
     workers = dict(rig.ranks.workers)
     rig.ranks.behead()
-    rig.recover()
+    rig.ranks.up()
+    rig.resume()
     assert rig.ranks.workers == workers
-    assert rig.ranks.head.epoch == 2, "no worker has seen it"
+    assert rig.ranks.epoch == 2, "no worker has seen it"
     finish(rig)
     assert [runner.resets for runner in rig.ranks.runners.values()] == [1, 3, 3, 3]
-    with pytest.raises(EngineDead, match="cannot follow"):
-        rig.ranks.head.form(2)
 
 
 def test_a_worker_that_is_back_is_not_replaced() -> None:
@@ -353,9 +353,9 @@ def test_a_worker_that_is_back_is_not_replaced() -> None:
     rig.ranks.start(1, worker=rig.ranks.workers[1])
     with pytest.raises(GroupLost, match="rank 1 had lost its head") as lost:
         rig.drain()
-    assert rig.ranks.head.at_fault(lost.value) is None
+    assert lost.value.rank is None
     rig.recover()
-    assert rig.ranks.head.epoch == 1
+    assert rig.ranks.epoch == 1
     finish(rig)
 
 
@@ -372,9 +372,10 @@ def test_a_hello_that_comes_twice_changes_nothing() -> None:
 
 def test_a_worker_that_its_head_gives_up_ends() -> None:
     rig = make_rig()
-    rig.ranks.head.forget(2)
+    rig.ranks.head._feed(t.Gone(2, "it is not connected"))
+    rig.ranks.head.recover(GroupLost(None, "it is known why"))
     with pytest.raises(GivenUp, match="given this rank up"):
-        rig.ranks.settle()
+        rig.ranks.head.recovered(TIMEOUT)
 
 
 class Books:
@@ -387,14 +388,16 @@ class Books:
         self.killed: list[int] = []
 
     def spawn(self, rank: int) -> bool:
+        if rank not in self.killed:
+            return True
         self.ranks.restart(rank)
         return False
 
     def keeps(self, rank: int) -> bool:
         return True
 
-    def dead(self) -> None:
-        return None
+    def dead(self) -> list[tuple[int, str]]:
+        return []
 
     def kill(self, rank: int) -> None:
         self.killed.append(rank)
@@ -408,12 +411,10 @@ def test_a_worker_that_does_not_come_to_the_next_head_is_started_again() -> None
     rig.step()
     del rig.ranks.workers[2]  # stopped: it says nothing
     rig.ranks.behead()
-    books = rig.ranks.head.processes = Books(rig.ranks)
-    recall(rig.ranks.head, (1, 2, 3), TIMEOUT)
+    books = rig.ranks.books = Books(rig.ranks)
+    rig.ranks.up()  # with what two ranks hold, and the third has room for
     assert books.killed == [2]
-    rig.ranks.head.gather(TIMEOUT, ready=False)
-    rig.ranks.head.size(rig.ranks.kv, TIMEOUT)  # by what two ranks hold, and the third has room for
-    rig.recover()
+    rig.resume()
     finish(rig)
 
 
@@ -448,7 +449,7 @@ def test_frames_and_outcomes_of_an_epoch_that_ended_change_nothing() -> None:
     ):
         rig.ranks.net.put(peer, False, f.encode(old))
     finish(rig)
-    assert rig.ranks.head.epoch == 1
+    assert rig.ranks.epoch == 1
 
 
 def test_token_masks_are_refused_as_there_are_no_grammars() -> None:
@@ -516,40 +517,58 @@ def test_requests_beyond_the_slots_queue_and_all_finish() -> None:
     assert max(plan.rows for plan in rig.plans) <= 4
 
 
+class StuckMesh(Mesh):
+    """Of which the second epoch does not form, until it is aborted."""
+
+    stuck = threading.Event()
+    freed = threading.Event()
+
+    def connect(self, store: Any, epoch: int, timeout: float) -> None:
+        if epoch:
+            self.stuck.set()
+            assert self.freed.wait(60.0)
+            raise CommLost("it was aborted")
+
+    def abort(self) -> None:
+        if self.stuck.is_set():
+            self.freed.set()
+
+
+def test_a_group_can_be_closed_while_it_is_formed(tmp_path: Path) -> None:
+    """With the threads that a server has; of a domain, which nobody else is in."""
+    runner = TableRunner(kv_config(), {})
+    stores, mesh = f"file://{tmp_path}", StuckMesh()
+    membership = Membership(0, {}, settings=SETTINGS, stores=stores, meeting=Meeting(0, stores))
+    links = Links(mesh=mesh, leases=FolderLeases(str(tmp_path), 0, 1))
+    group = GroupExecutor(membership, lambda: Share(runner.kv, lambda kv: runner), links)
+    group.recover(GroupLost(None, "planted"))
+    until = time.monotonic() + 60.0
+    while not mesh.stuck.is_set():
+        assert time.monotonic() < until
+        assert not group.recovered(0.05)
+    group.close()
+    assert mesh.freed.is_set()
+    assert runner.closed
+    assert runner.resets == 2
+    with pytest.raises(EngineDead, match="closed"):
+        group.recovered(0.0)
+
+
 # ---- liveness
-
-
-def test_silence_is_counted_from_what_was_heard_and_not_by_who_was_away() -> None:
-    alive = Liveness(6.0)
-    alive.expect([1, 2], 0.0)
-    now = 0.0
-    while now < 5.5:
-        now += 0.5
-        alive.heard(1, now)
-        alive.heard(9, now)
-        assert alive.silent(now) is None
-    assert alive.silent(now + 1.0) == 2
-    alive.expect([1, 2], 100.0)
-    assert alive.silent(100.0) is None
-    assert alive.silent(300.0) is None, "this process stood still, not the ranks"
-    assert alive.silent(301.0) is None
-    alive.expect([], 301.0)
-    assert alive.silent(900.0) is None
 
 
 def test_a_rank_notices_that_another_head_answers() -> None:
     """The next head listens where the one before it did, so there need be no silence."""
     life, gone = ["a"], threading.Event()
-    lost: list[tuple[int, str]] = []
+    heard: list[f.Beat] = []
+
+    def answer(heartbeat: f.Beat) -> f.Beat:
+        heard.append(heartbeat)
+        return f.Beat(rank=0, epoch=3, step=0, life=life[0])
+
     folder = private_folder()
     heads = ZmqHead(f"ipc://{folder}/beats")
-    head = HeadWatch(
-        heads,
-        20.0,
-        lambda: f.Beat(rank=0, epoch=3, step=0, life=life[0]),
-        lambda rank, why: lost.append((rank, why)),
-        lambda: None,
-    )
+    head = HeadWatch(heads, 20.0, answer, lambda: None)
     rank = RankWatch(
         ZmqRank(heads.address, 1),
         20.0,
@@ -563,7 +582,7 @@ def test_a_rank_notices_that_another_head_answers() -> None:
         assert not gone.wait(0.7)
         life[0] = "b"
         assert gone.wait(8.0)
-        assert lost == []
+        assert {heartbeat.rank for heartbeat in heard} == {1}
     finally:
         rank.close()
         head.close()
@@ -573,49 +592,3 @@ def test_a_rank_notices_that_another_head_answers() -> None:
 def test_an_alloc_op_is_named_by_its_slot_alone() -> None:
     assert {"slot", "gen"} <= set(AllocSlot.__struct_fields__)
     assert not [name for name in AllocSlot.__struct_fields__ if "sequence" in name or "request" in name]
-
-
-# ---- a domain of several replicas
-
-
-def test_a_domain_can_lose_a_rank_before_it_was_entered() -> None:
-    """While ranks say hello and load: who did not come is named, so that it can be started again."""
-    clock = VirtualClock()
-    group = DomainExecutor(
-        None, Mesh(), Loopback(clock).head(), (1,), settings=SETTINGS, rank_timeout=TIMEOUT, clock=clock
-    )
-    with pytest.raises(GroupLost, match="rank 1 of the group is lost: it did not come") as lost:
-        group.gather(TIMEOUT, ready=False)
-    assert lost.value.rank == 1
-    group.lose(1, "its process ended")  # by the watch's thread
-    with pytest.raises(GroupLost, match="rank 1"):
-        group.check()
-
-
-def test_ranks_that_are_lost_again_while_they_come_are_tried_again() -> None:
-    """Before caches are sized: as often as when a group is formed anew."""
-
-    class Unlucky:
-        processes = None
-        calls: list[str]
-
-        def at_fault(self, lost: GroupLost) -> None: ...
-
-        def gather(self, timeout: float, ready: bool = True, ranks: Any = None) -> None:
-            self.calls.append("gather")
-            if len(self.calls) in (1, 3):
-                raise GroupLost(1, "it ended")
-
-        def size(self, kv: Any, timeout: float) -> Any:
-            self.calls.append("size")
-            return kv
-
-    for tries, calls in ((1, 1), (2, 3), (4, 3)):
-        group: Any = Unlucky()
-        group.calls = []
-        if tries == 1:
-            with pytest.raises(GroupLost, match="it ended"):
-                size(group, kv_config(), tries)
-        else:
-            assert size(group, kv_config(), tries) == kv_config()
-        assert len(group.calls) == calls

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
 from pathlib import Path
 
@@ -12,12 +11,10 @@ import pytest
 from tests.e0.rig import make_engine, run, submit
 from tests.support.checkpoints import VOCAB, make_checkpoint
 from tests.support.slowness import deadline
-from weft.common.clock import SystemClock
 from weft.common.errors import EngineDead
 from weft.common.restarts import RestartBudget
 from weft.engine.core import EngineCore
-from weft.engine.executor import GroupLost
-from weft.engine.recovery import Recovery
+from weft.group.types import GroupLost
 from weft.runner.runner import Runner, StepHandle
 from weft.types.plan import StepPlan, StepResult
 from weft.types.sampling import TokenParams
@@ -34,7 +31,7 @@ class Lossy:
         self._calls = 0
         self.recoveries = 0
         self.broken = self.idle_loss = self.slow = False
-        self.interrupted = threading.Event()
+        self.domain = None
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._runner, name)
@@ -67,17 +64,20 @@ class Lossy:
             raise GroupLost(None, "planted while idle")
 
     def recover(self, lost: GroupLost) -> None:
-        time.sleep(0.1)
+        self._began = time.monotonic()
+
+    def recovered(self, wait: float) -> bool:
+        time.sleep(wait)
         if self.broken:
             raise EngineDead("planted: no rank comes back")
-        if self.slow:
-            assert self.interrupted.wait(DEADLINE)
-            raise EngineDead("interrupted")
+        if self.slow or time.monotonic() - self._began < 0.1:
+            return False
         self._runner.reset()
         self.recoveries += 1
+        return True
 
-    def interrupt(self) -> None:
-        self.interrupted.set()
+    def close(self, leave: bool = False) -> None:
+        self._runner.close()
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,6 @@ def lossy(
     engine, runner = make_engine(folder, depth=depth, chunk=7, max_num_seqs=4, **more)  # type: ignore[arg-type]
     wrapped = Lossy(runner, phases, every)
     engine.runner = wrapped  # type: ignore[assignment]
-    engine._recovery = Recovery(SystemClock(), most=16)
     return engine, wrapped
 
 
@@ -180,16 +179,7 @@ def test_a_group_that_does_not_come_back_ends_the_engine(folder: Path) -> None:
     engine, executor = lossy(folder, 1, ["forward"], every=1)
     executor.broken = True
     engine.submit(asked(5)[0][0])  # type: ignore[arg-type]
-    with pytest.raises(EngineDead, match="could not be formed anew"):
-        run_for_ever(engine)
-    engine.close()
-
-
-def test_a_group_that_is_lost_again_and_again_ends_the_engine(folder: Path) -> None:
-    engine, _ = lossy(folder, 1, ["forward"] * 20, every=1)
-    engine._recovery = Recovery(SystemClock(), most=2)
-    engine.submit(asked(6)[0][0])  # type: ignore[arg-type]
-    with pytest.raises(GroupLost, match="rank 1"):
+    with pytest.raises(EngineDead, match="no rank comes back"):
         run_for_ever(engine)
     engine.close()
 
@@ -203,14 +193,13 @@ def test_an_engine_can_be_closed_while_its_group_is_formed(folder: Path) -> None
     began = time.monotonic()
     engine.close()
     assert time.monotonic() - began < DEADLINE / 2
-    assert not engine.recovering
 
 
 def test_one_rank_alone_has_nobody_to_lose(folder: Path) -> None:
-    engine, runner = make_engine(folder)
+    engine, _ = make_engine(folder)
     engine.check()
-    with pytest.raises(GroupLost):
-        runner.recover(GroupLost(None, "no"))
+    with pytest.raises(GroupLost, match="no rank"):
+        engine.runner.recover(GroupLost(None, "no rank"))
     engine.close()
 
 

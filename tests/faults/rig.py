@@ -12,11 +12,9 @@ import msgspec
 
 from tests.support.slowness import deadline
 from weft.api.settings import read_settings
-from weft.common.clock import SystemClock
 from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig
 from weft.engine.core import EngineCore
-from weft.engine.recovery import Recovery
 from weft.types.faults import Deed, Fault, Phase
 from weft.types.messages import Submit, ids_to_bytes
 from weft.types.sampling import TokenParams
@@ -98,7 +96,7 @@ class Engine:
         self.folder = folder
         self.faults = chain(folder, plans, after)
         self.core = EngineCore(msgspec.structs.replace(config, faults=self.faults), progress=False)
-        self.core._recovery = Recovery(SystemClock(), most=100)
+        self.core.runner.membership.tries.budget.most = 100  # type: ignore[attr-defined]
         self.told: dict[int, Told] = {}
         self._next = 1
 

@@ -22,7 +22,7 @@ from tests.faults.netns import command_lines
 from tests.faults.rig import Plan, fallen
 from tests.front.conftest import Running, Servers, events, servers  # noqa: F401  (a fixture)
 from tests.support.slowness import deadline
-from weft.engine.recovery import MOST
+from weft.group.tries import MOST
 
 ANSWER = deadline(200.0)
 """Seconds in which a request must be answered, whatever befalls."""

@@ -22,7 +22,7 @@ from weft.config.sections import SpeculationSection
 from weft.engine.balance import Balance
 from weft.engine.core import EngineCore
 from weft.engine.domain import Domain, vote_of
-from weft.engine.executor import GroupLost
+from weft.group.types import GroupLost
 from weft.layers.build import ExpertOptions
 from weft.models.loader import load_model
 from weft.parallel.agreement import AgreementGroup, LocalBell

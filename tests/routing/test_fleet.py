@@ -11,8 +11,8 @@ from weft.common.errors import EngineDead, ErrorInfo, Overloaded, WeftError
 from weft.common.restarts import MOST_LOSSES
 from weft.routing import events as e
 from weft.routing.fleet import LATE, MOST_REFUSALS, Fleet
-from weft.routing.roster import HEALTHY_S, Patience
 from weft.routing.instances import State
+from weft.routing.roster import HEALTHY_S, Patience
 from weft.types import messages as m
 from weft.types.sampling import TokenParams
 

@@ -21,6 +21,7 @@ from tests.support.slowness import deadline
 from weft.common.errors import EngineDead
 from weft.config.sections import SpeculationSection
 from weft.engine.core import EngineCore
+from weft.engine.start import alone
 from weft.layers.build import ExpertOptions
 from weft.ops import cpu
 from weft.parallel.group import CommLost
@@ -215,7 +216,7 @@ def test_an_abort_in_the_middle_of_a_replayed_step(folder: Any) -> None:
         runner.reset()
         mesh.connect(store, 1, LONG)
         runner.bits = {}
-        after = Answers(EngineCore(engine.config, runner=runner), runner)
+        after = Answers(EngineCore(engine.config, runner=alone(runner.kv, lambda kv: runner)), runner)
         assert after.replayed > before + 10
         mesh.abort()
         formed.wait(LONG)
@@ -223,7 +224,7 @@ def test_an_abort_in_the_middle_of_a_replayed_step(folder: Any) -> None:
         mesh.tp._share = False  # type: ignore[attr-defined]
         mesh.connect(store, 2, LONG)
         runner.bits = {}
-        sockets = Answers(EngineCore(engine.config, runner=runner), runner)
+        sockets = Answers(EngineCore(engine.config, runner=alone(runner.kv, lambda kv: runner)), runner)
         assert_same([sockets], [after])
         assert sockets.replayed == after.replayed
         runner.close()

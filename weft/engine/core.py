@@ -28,11 +28,10 @@ from weft.common.errors import EngineDead
 from weft.common.log import get_logger
 from weft.config.resolved import EngineConfig
 from weft.engine.balance import Balance
-from weft.engine.domain import Domain, DomainExecutor
-from weft.engine.executor import Executor, GroupLost
+from weft.engine.domain import Domain
 from weft.engine.group import GroupExecutor
-from weft.engine.recovery import Recovery
 from weft.engine.start import start_executor
+from weft.group.types import GroupLost
 from weft.overlap.policy import OverlapPolicy, mode_of
 from weft.runner.runner import StepHandle
 from weft.scheduler.scheduler import Scheduler
@@ -68,7 +67,7 @@ class EngineCore:
         *,
         progress: bool = True,
         clock: Clock | None = None,
-        runner: Executor | None = None,
+        runner: GroupExecutor | None = None,
         domain: Domain | None = None,
     ) -> None:
         """Loads the model (with a progress bar on stderr if ``progress``) unless a ``runner`` is given.
@@ -79,11 +78,11 @@ class EngineCore:
         """
         self.config = config
         self._clock = clock or SystemClock()
-        self.runner: Executor = runner or start_executor(config, progress=progress)
+        self.runner = runner or start_executor(config, progress=progress)
         self.scheduler = Scheduler(
             self.runner.kv, config.scheduler, config.spec.vocab_size, config.speculation
         )
-        self.domain = domain or (self.runner.domain if isinstance(self.runner, DomainExecutor) else None)
+        self.domain = domain or self.runner.domain
         """Where other replicas have a part in every step."""
         self.overlap = OverlapPolicy(mode_of(config.parallel, config.device))
         """Which steps are computed in halves."""
@@ -97,7 +96,8 @@ class EngineCore:
         """Whether a step is being made; one that an interrupt cut short stays so, and none can follow."""
         self._completed = -math.inf
         """When the last result was read."""
-        self._recovery = Recovery(self._clock)
+        self._lost_at: float | None = None
+        """When ranks were lost; None while the group takes steps."""
 
     @property
     def deterministic(self) -> bool:
@@ -144,7 +144,7 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """Whether ``step`` has anything to do, if only beside other replicas."""
-        if self._unfinished() or self._recovery.active:
+        if self._unfinished() or self.recovering:
             return True
         return self.domain is not None and self.domain.awake
 
@@ -154,11 +154,11 @@ class EngineCore:
     @property
     def recovering(self) -> bool:
         """Whether ranks were lost, and their group is being formed anew: no step is made meanwhile."""
-        return self._recovery.active
+        return self._lost_at is not None
 
     def check(self) -> None:
         """Looks after the ranks while there is nothing to compute. Does not wait. Raises EngineDead."""
-        if self._recovery.active:
+        if self.recovering:
             return
         try:
             self.runner.check()
@@ -171,8 +171,10 @@ class EngineCore:
         When ranks are lost, what ran waits until they are there again. Raises EngineDead (or whatever the
         device raised) when the group cannot go on.
         """
-        if self._recovery.active:
-            if self._recovery.done(RECOVERY_POLL):
+        if self._lost_at is not None:
+            if self.runner.recovered(RECOVERY_POLL):
+                log.info("the group is whole again after %.1f s", self._clock.now() - self._lost_at)
+                self._lost_at = None
                 before = self.scheduler.stats().requeued
                 given_up = self.scheduler.requeue_all()
                 again = self.scheduler.stats().requeued - before - len(given_up)
@@ -190,7 +192,8 @@ class EngineCore:
         self._in_flight.clear()
         self._launching = False
         self._completed = -math.inf
-        self._recovery.begin(self.runner, lost)
+        self.runner.recover(lost)
+        self._lost_at = self._clock.now()
 
     def _step(self) -> list[TokenEvent]:
         if self._launching:
@@ -272,18 +275,15 @@ class EngineCore:
 
         ``failed``: another engine will follow this one, and take over the ranks that somebody keeps for it.
         """
-        if failed and isinstance(self.runner, GroupExecutor):
-            self.runner.leave_ranks()
         if (report := self.describe_speculation()) is not None:
             log.info("%s", report)
         if (report := self.overlap.describe()) is not None:
             log.info("%s", report)
-        self._recovery.close(self.runner)
         while self._in_flight:
             try:
                 self.runner.read(self._in_flight.popleft()[0])
             except Exception as error:
                 log.warning("a step in flight failed while closing: %s", error)
-        self.runner.close()
+        self.runner.close(leave=failed)
         if self.domain is not None:
             self.domain.close()

@@ -9,15 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from weft.common.errors import EngineDead
-from weft.engine.executor import GroupLost
-from weft.engine.group import GroupExecutor
-from weft.engine.watch import COLLECTIVE
+from weft.group.types import GroupLost
 from weft.overlap.split import larger_half
 from weft.parallel.agreement import AgreementGroup
 from weft.parallel.group import CommLost
-from weft.parallel.meeting import Meeting
-from weft.parallel.store import join_store
 from weft.scheduler.agreement import Vote, most_drafts
 from weft.scheduler.plan_builder import PlanBuilder
 
@@ -86,52 +81,3 @@ def vote_of(builder: PlanBuilder | None, unfinished: bool) -> Vote:
         drafts=most_drafts(builder),
         rebalance=builder.rebalance,
     )
-
-
-class DomainExecutor(GroupExecutor):
-    """A group whose epochs begin when the heads of all replicas have met, and end for all of them."""
-
-    meeting: Meeting
-    _entered: Domain | None = None
-    """None while ranks load: they can be lost already."""
-
-    @property
-    def domain(self) -> Domain:
-        """Which was entered."""
-        assert self._entered is not None
-        return self._entered
-
-    def enter(self, domain: Domain, meeting: Meeting) -> None:
-        """Before the first ``form``."""
-        self._entered, self.meeting = domain, meeting
-
-    def form(self, epoch: int, store: str | None = None) -> None:
-        """Begins the epoch that the heads agree on, ``epoch`` or a later one. Raises GroupLost."""
-        met = self.meeting.attend(epoch, super().check)
-        super().form(met.epoch, met.store)
-        patience = COLLECTIVE * self._timeout
-        self._guard(
-            lambda: self.domain.connect(join_store(met.store, patience), met.epoch, patience, met.bells)
-        )
-        self.meeting.begun(met.epoch)
-
-    def check(self) -> None:
-        super().check()
-        if self.epoch > self._aborted and self.meeting.moved_on(self.epoch):
-            raise self._end(GroupLost(None, "another replica was started anew"))
-
-    def recover(self, lost: EngineDead) -> None:
-        self._end(lost if isinstance(lost, GroupLost) else GroupLost(None, lost.message))
-        super().recover(lost)
-
-    def _end(self, lost: GroupLost) -> GroupLost:
-        self._abort_domain()
-        return super()._end(lost)
-
-    def lose(self, rank: int | None, reason: str) -> None:
-        super().lose(rank, reason)
-        self._abort_domain()
-
-    def _abort_domain(self) -> None:
-        if self._entered is not None:
-            self._entered.abort()

@@ -1,4 +1,4 @@
-"""The head's side of a group: an executor whose every step is carried out by all ranks.
+"""Carries out what ``weft.group.membership`` decides: every step is carried out by all ranks of a group.
 
     forward(plan)    digest, one frame to every rank, then this rank's own Runner
     sample(handle)
@@ -6,32 +6,46 @@
                      silent or sampled something else raises GroupLost
 
 The tokens of a step leave before the other ranks' outcomes of it are in; those are there before the next
-step's leave. A group of one rank sends and waits for nothing.
+step's leave. A group of one rank has nobody to send to, and keeps no digest.
+
+    the thread that steps    reads frames, sends, looks at leases
+    the carrier              what blocks: ends and starts processes, connects communicators
+    the watch                heartbeats, processes that ended; frees whoever waits in a collective
 """
 
 from __future__ import annotations
 
-import secrets
 import threading
-from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any, TypeVar
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor as Carrier
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
 
 from weft.common.clock import Clock, SystemClock
 from weft.common.errors import EngineDead, WeftError
 from weft.common.log import get_logger
 from weft.config.resolved import KVConfig
-from weft.engine.executor import GroupLost, OfRunner, RankRunner, checksum
-from weft.engine.peers import Peers
+from weft.engine.domain import Domain
+from weft.engine.executor import RankRunner, checksum
 from weft.engine.ranks import Ranks
-from weft.engine.regroup import regroup
-from weft.engine.sizes import Sizes
-from weft.engine.watch import COLLECTIVE, GRACE, HeadWatch
+from weft.engine.watch import HeadWatch
+from weft.group import types as t
+from weft.group.liveness import COLLECTIVE
+from weft.group.membership import Membership
+from weft.group.sizes import blocks_of, sized
+from weft.group.types import GroupLost
 from weft.kv.digest import SlotDigest
-from weft.parallel.control import HeadChannel, PeerGone
+from weft.parallel.control import HeadChannel, NoRanks, PeerGone
 from weft.parallel.group import CommLost
+from weft.parallel.leases import Leases
 from weft.parallel.mesh import Mesh
-from weft.parallel.store import host_store, join_store
+from weft.parallel.store import join_store
+from weft.runner.graphs import DecodeGraphs
 from weft.runner.runner import StepHandle
+from weft.speculation.base import Drafter
 from weft.types import frames as f
 from weft.types.plan import StepPlan, StepResult
 
@@ -39,70 +53,95 @@ log = get_logger(__name__)
 
 LAG = 1
 """How many steps the other ranks' outcomes may be behind the result that ``read`` returns."""
+CLOSE_S = 30.0
+"""Seconds that an epoch which is being formed has to end when the group is closed."""
 _TURN = 0.05
-"""Seconds of one wait for frames; between two of them, what the watch found is looked at."""
+"""Seconds of one wait for frames; between two of them, what other threads found is looked at."""
 
 R = TypeVar("R")
 
 
-class GroupExecutor(OfRunner):
-    """A group's head. Not thread-safe, but for ``lose``. It is an ``Executor``.
+class Share(NamedTuple):
+    """This rank's share of a model, loaded."""
 
-    After ``form`` it takes steps. When GroupLost was raised the epoch has ended on this rank and those that
-    can be reached; whoever recovers replaces processes, calls ``gather`` and forms the next epoch.
-    """
+    kv: KVConfig
+    """What it has room for."""
+    runner: Callable[[KVConfig], RankRunner]
+    """Allocates the pools that it is given. Once."""
+
+
+@dataclass(kw_only=True)
+class Links:
+    """What a group has to reach its ranks, and other replicas, with. By default there are neither."""
+
+    channel: HeadChannel = field(default_factory=NoRanks)
+    heartbeats: HeadChannel | None = None
+    processes: Ranks | None = None
+    """Of the workers on this host; None where there are none."""
+    mesh: Mesh = field(default_factory=Mesh)
+    leases: Leases | None = None
+    domain: Domain | None = None
+    resources: ExitStack = field(default_factory=ExitStack)
+    """What ends with the group."""
+
+
+class GroupExecutor:
+    """A group's head. Whoever steps uses it from one thread."""
 
     def __init__(
         self,
-        runner: RankRunner | None,
-        mesh: Mesh,
-        channel: HeadChannel,
-        ranks: Sequence[int],
+        membership: Membership,
+        load: Callable[[], Share],
+        links: Links,
         *,
-        settings: Mapping[str, str],
-        rank: int = 0,
         rank_timeout: float = 10.0,
         clock: Clock | None = None,
-        beats: str = "",
-        store_folder: str = "",
-        store_host: str | None = None,
+        carrier: Carrier | None = None,
     ) -> None:
-        """``ranks``: the workers, numbers in the domain; ``rank``: this one's. ``runner`` may be given later,
-        with ``adopt``. ``beats``: the address that ranks beat to. Epochs meet at a file in ``store_folder``
-        or a port of ``store_host``.
+        """Returns when the first epoch runs. ``load`` is called once all ranks have said hello.
+
+        Raises ConfigError for a rank that differs or cannot load as it is told, and GroupLost when one does
+        not come up.
         """
-        self._mesh, self._channel = mesh, channel
-        self.ranks, self.rank = tuple(ranks), rank
-        self._timeout = rank_timeout
+        self.membership = membership
+        """Used under the lock, but for what only grows or is replaced as a whole."""
+        self._links, self._timeout = links, rank_timeout
         self._clock = clock or SystemClock()
-        self._store_folder, self._store_host = store_folder, store_host
+        self._lock = threading.RLock()
+        self._carrier = carrier or ThreadPoolExecutor(1, thread_name_prefix="weft-group")
+        self._carried: Future[None] | None = None
+        """The last that was given to the carrier."""
+        self._outbox: deque[t.Send | t.Renew] = deque()
+        """For the thread that steps."""
         self._store: Any = None
-        self.watch: HeadWatch | None = None
-        self.processes: Ranks | None = None
-        """Of the workers on this host; None where there are none."""
-        self.on_close: Callable[[], None] = lambda: None
-        if runner is not None:
-            self.adopt(runner)
-        self._life = secrets.token_hex(8)
-        self._peers = Peers(channel, self.ranks, settings, beats, self._life)
-        self._sizes = Sizes(self._peers.tell)
-        self._dismiss = True
-        self.epoch = -1
-        """The one that runs, or ran last; -1 before the first."""
-        self.step = -1
-        """The last one that ended on this rank."""
-        self._aborted = -1
-        self._formed: dict[int, None] = {}
-        self._outcomes: dict[int, dict[int, int]] = {}
-        """Step -> rank -> checksum, of steps that are not settled; this rank's own among them."""
+        """Of the present epoch, kept while that lasts."""
         self._results: dict[int, StepResult] = {}
-        self._victims: dict[int, str] = {}
-        """Ranks whose collectives failed in this epoch: somebody's fault, not theirs."""
-        self._failed: dict[int, None] = {}
-        """Ranks that told of a failure of their own in this epoch."""
-        self._judging = False
-        self._lock = threading.Lock()
-        self._lost: GroupLost | None = None
+        """Of steps that ended here, until ``read`` has returned them."""
+        links.resources.callback(links.mesh.close)
+        self._watch: HeadWatch | None = None
+        if links.heartbeats is not None:
+            self._watch = HeadWatch(links.heartbeats, rank_timeout, self._heard, self._looked)
+            self._watch.start()
+        try:
+            self._start(load)
+        except BaseException:
+            self._end(dismiss=False)
+            raise
+
+    def _start(self, load: Callable[[], Share]) -> None:
+        members = self.membership
+        self._feed(t.Own("started"))
+        self._until(lambda: members.welcomed)
+        self._feed(t.Own("loading"))
+        share = load()
+        self._feed(t.Own("loaded", blocks_of(share.kv)))
+        self._until(lambda: members.pools is not None)
+        assert members.pools is not None
+        self._runner = share.runner(sized(share.kv, members.pools))
+        self._links.resources.callback(self._runner.close)
+        self._digest = SlotDigest(self.kv.num_slots, len(self.kv.pools))
+        self._feed(t.Own("ready"))
+        self._until(lambda: members.phase == "running")
 
     # ---- what a Runner has
 
@@ -111,10 +150,31 @@ class GroupExecutor(OfRunner):
         """This rank's own."""
         return self._runner
 
-    def adopt(self, runner: RankRunner) -> None:
-        """Takes this rank's runner."""
-        self._runner = runner
-        self._digest = SlotDigest(runner.kv.num_slots, len(runner.kv.pools))
+    @property
+    def kv(self) -> KVConfig:
+        return self._runner.kv
+
+    @property
+    def graphs(self) -> DecodeGraphs | None:
+        return self._runner.graphs
+
+    @property
+    def drafter(self) -> Drafter | None:
+        return self._runner.drafter
+
+    @property
+    def varying(self) -> tuple[str, ...]:
+        return self._runner.varying
+
+    @property
+    def domain(self) -> Domain | None:
+        """Where other replicas have a part in every step."""
+        return self._links.domain
+
+    @property
+    def processes(self) -> Ranks | None:
+        """Of the workers on this host."""
+        return self._links.processes
 
     def forward(self, plan: StepPlan) -> StepHandle:
         """Sends the step to every rank and launches this rank's share.
@@ -122,14 +182,16 @@ class GroupExecutor(OfRunner):
         Raises GroupLost, and EngineDead for a plan that contradicts the slot table; then nothing was sent.
         """
         self._check()
-        if self._aborted >= self.epoch:
-            raise EngineDead("a step was planned, and the group is not formed")
-        digest = self._digest.take(plan)
-        if self.ranks:
-            self._pump(0)
-            frame = f.encode(f.StepFrame(step=plan.step, epoch=self.epoch, plan=plan, digest=digest))
-            for rank in self.ranks:
-                self._send(rank, frame)
+        members = self.membership.members
+        if members:
+            digest = self._digest.take(plan)
+            self._turn(0)
+            self._check()
+            epoch = self.membership.epoch
+            frame = f.encode(f.StepFrame(step=plan.step, epoch=epoch, plan=plan, digest=digest))
+            for rank, member in members.items():
+                self._send(member.peer, frame, rank)
+            self._check()
         return self._guard(lambda: self._runner.forward(plan))
 
     def sample(self, handle: StepHandle) -> None:
@@ -142,258 +204,204 @@ class GroupExecutor(OfRunner):
         When an interrupt cut the wait short, it can be called again.
         """
         step = handle.plan.step
+        if not self.membership.members:
+            return self._guard(lambda: self._runner.read(handle))
         if step not in self._results:
             result = self._guard(lambda: self._runner.read(handle))
             self._results[step] = result
-            self._outcomes.setdefault(step, {})[self.rank] = checksum(result)
-            self.step = step
+            self._feed(t.OwnOutcome(step, checksum(result)))
         self._settle(step - LAG)
         return self._results.pop(step)
 
     def settle(self) -> None:
         """Waits for every rank's outcome of what was read here. Raises GroupLost."""
-        self._settle(self.step)
+        self._settle(self.membership.steps.own)
 
     def check(self) -> None:
-        """Looks after the ranks while nothing is computed; does not wait. Raises GroupLost."""
-        if self.ranks:
+        """Looks after the other ranks while nothing is computed; does not wait. Raises GroupLost."""
+        if not self.membership.alone:
+            self._turn(0)
             self._check()
-            self._pump(0)
-
-    def recover(self, lost: EngineDead) -> None:
-        """See ``Executor``."""
-        regroup(self, lost if isinstance(lost, GroupLost) else GroupLost(None, lost.message))
-
-    def interrupt(self) -> None:
-        """See ``Executor``."""
-        self.lose(None, "the engine is closed")
-
-    def leave_ranks(self) -> None:
-        """When this head closes, ranks keep their weights for the next one, if anybody keeps the ranks."""
-        self._dismiss = self.processes is None or not self.processes.outlive
-
-    def close(self) -> None:
-        """Waits for the outcomes that are missing, has every rank end, and ends."""
-        try:
-            if self._dismiss and self._lost is None and self.epoch > self._aborted:
-                self.settle()
-        except EngineDead as error:
-            log.warning("while closing: %s", error.message)
-        self._peers.tell_all(f.Shutdown() if self._dismiss else f.Abort(epoch=self.epoch))
-        if self.watch is not None:
-            self.watch.relax()
-        self._mesh.abort()
-        self._runner.close()
-        self._mesh.close()
-        self._channel.close()
-        self.on_close()
-
-    # ---- forming
-
-    def knows(self, rank: int) -> bool:
-        """Whether the rank's process is welcome."""
-        return rank in self._peers
-
-    def gather(self, timeout: float, ready: bool = True, ranks: Sequence[int] | None = None) -> None:
-        """Waits until every rank (of ``ranks``) is welcome and, with ``ready``, has its weights.
-
-        What was lost before is forgotten: whoever calls has replaced it.
-        Raises ConfigError when a rank's version or settings differ from the head's, and GroupLost.
-        """
-        with self._lock:
-            self._lost = None
-        if self.watch is not None:
-            loading = [rank for rank in self.ranks if rank not in self._peers.ready]
-            self.watch.expect(self._peers.ready, loading)
-        self._await(self._peers.ready if ready else self._peers, timeout, "come", ranks)
-
-    def size(self, kv: KVConfig, timeout: float) -> KVConfig:
-        """``kv`` with pools that every rank has room for; the ranks, which have been gathered, are told.
-
-        Waits until all have loaded their weights, ``timeout`` seconds for each. Raises GroupLost.
-        """
-        self._await(self._sizes, timeout, "load")
-        return self._sizes.agree(kv, self.ranks)
-
-    def _await(
-        self, those: Container[int], timeout: float, what: str, ranks: Sequence[int] | None = None
-    ) -> None:
-        """Takes in frames until all ranks (or ``ranks``) are among ``those``. Raises GroupLost."""
-        wanted = self.ranks if ranks is None else ranks
-        until = self._clock.now() + timeout
-        while missing := [rank for rank in wanted if rank not in those]:
-            if self._clock.now() >= until:
-                raise self._end(GroupLost(missing[0], f"it did not {what} within {timeout:g} s"))
-            self._check()
-            self._pump(min(_TURN, timeout))
-
-    @property
-    def next_epoch(self) -> int:
-        """One that no rank has been in, under this head or another."""
-        return max(self.epoch, self._peers.epoch) + 1
-
-    def form(self, epoch: int, store: str | None = None) -> None:
-        """Begins ``epoch`` with empty slots on all ranks, which have been gathered.
-
-        ``store``: where to meet, when another head of the domain hosts it. Raises GroupLost.
-        """
-        if epoch < self.next_epoch:
-            raise EngineDead(f"epoch {epoch} cannot follow epoch {self.next_epoch - 1}")
-        with self._lock:
-            self.epoch, self._lost = epoch, None
-        if self.watch is not None:
-            self.watch.expect(self.ranks)
-        for kept in (self._formed, self._outcomes, self._results, self._victims, self._failed, self._digest):
-            kept.clear()
-        patience = COLLECTIVE * self._timeout
-        self._guard(lambda: self._meet(epoch, store, patience))
-        self._await(self._formed, self._timeout, "form")
-        self._peers.strict = False  # from now on a rank that differs is its own affair
-
-    def _meet(self, epoch: int, address: str | None, patience: float) -> None:
-        self._runner.reset()
-        if self._mesh.connects:
-            if address is None:
-                name = f"store-{self.rank}-{epoch}"
-                self._store, address = host_store(self._store_folder, name, self._store_host, patience)
-            else:
-                self._store = join_store(address, patience)
-        for rank in self.ranks:
-            self._send(rank, f.encode(f.Form(epoch=epoch, store=address or "")))
-        self._mesh.connect(self._store, epoch, patience)
 
     # ---- losing
 
-    @property
-    def lost(self) -> GroupLost | None:
-        """Why the group cannot go on, as soon as it is known; forming anew clears it."""
-        return self._lost
+    def recover(self, lost: GroupLost) -> None:
+        """After GroupLost, when steps in flight are forgotten: begins to form the group anew, slots empty.
 
-    def lose(self, rank: int | None, reason: str) -> None:
-        """From any thread: the epoch cannot go on. Whoever waits in a collective of this rank is freed."""
-        with self._lock:
-            if self._lost is None:
-                self._lost = GroupLost(rank, reason)
-        self._mesh.abort()
+        Raises EngineDead when that was done too often.
+        """
+        self._results.clear()
+        self._feed(t.Resume(lost))
+        if self.membership.failed is not None:
+            raise self.membership.failed
 
-    def at_fault(self, lost: GroupLost) -> int | None:
-        """The rank that must be replaced. One that told of its failure has stopped in order: it can go on."""
-        told = lost.rank in self._victims or lost.rank in self._failed
-        return lost.rank if lost.rank in self.ranks and not told else None
+    def recovered(self, wait: float) -> bool:
+        """Whether the group takes steps again; waits ``wait`` seconds for that.
 
-    def beat(self) -> f.Beat:
-        """What the watch answers ranks."""
-        step, aborted = self.step, self._aborted
-        return f.Beat(rank=self.rank, epoch=self.epoch, step=step, life=self._life, aborted=aborted)
+        Raises EngineDead, past the deadlines of ``Membership`` at the latest, when it cannot be formed.
+        """
+        until = self._clock.now() + wait
+        while self.membership.phase != "running":
+            if self.membership.failed is not None:
+                raise self.membership.failed
+            if (left := until - self._clock.now()) <= 0:
+                return False
+            self._turn(min(left, _TURN))
+        self._digest.clear()
+        return True
 
-    def forget(self, rank: int) -> None:
-        """The process of ``rank`` has ended, or must; another one will say hello."""
-        self._peers.forget(rank)
+    def close(self, leave: bool = False) -> None:
+        """Ends it, wherever it is. ``leave``: ranks that somebody keeps are left to the next head."""
+        processes = self._links.processes
+        dismiss = not leave or processes is None or not processes.outlive
+        try:
+            if dismiss and self.membership.phase == "running":
+                self.settle()
+        except EngineDead as error:
+            log.warning("while closing: %s", error.message)
+        self._end(dismiss)
+
+    def _end(self, dismiss: bool) -> None:
+        """Ends everything, however far it is."""
+        self._feed(t.Close(dismiss))
+        until = self._clock.now() + CLOSE_S
+        while self._carried is not None and not wait([self._carried], 0.1).done:
+            self._abort()  # again and again: what connects may not have begun to wait when it was aborted
+            if self._clock.now() > until:
+                log.warning("an epoch that was being formed has not ended")
+                break
+        self._flush()
+        self._carrier.shutdown(wait=False, cancel_futures=True)
+        if self._watch is not None:
+            self._watch.close()
+        self._links.resources.close()
+
+    # ---- what the thread that steps does
 
     def _check(self) -> None:
-        if self._lost is not None:
-            raise self._end(self._lost)
+        members = self.membership
+        if (lost := members.failed or members.lost) is not None:
+            raise lost
+        if members.phase != "running":
+            raise EngineDead("a step was planned, and the group is not formed")
 
-    def _end(self, lost: GroupLost) -> GroupLost:
-        """Ends the epoch here and everywhere; ``lost``, or what was known before it."""
-        with self._lock:
-            self._lost = lost = self._lost or lost
-        self._mesh.abort()
-        if self._aborted < self.epoch:
-            self._aborted = self.epoch
-            log.error("%s", lost.message)
-            self._peers.tell_all(f.Abort(epoch=self.epoch))
-        return lost
+    def _until(self, reached: Callable[[], bool]) -> None:
+        while not reached():
+            if self.membership.failed is not None:
+                raise self.membership.failed
+            self._turn(_TURN)
+
+    def _settle(self, step: int) -> None:
+        while not self.membership.steps.settled(step):
+            self._check()
+            self._turn(_TURN)
 
     def _guard(self, work: Callable[[], R]) -> R:
         """``work()`` of this rank. What it raises ends the epoch, as GroupLost that says who is at fault."""
+        members = self.membership
+        if members.alone:
+            return work()
         try:
             return work()
-        except GroupLost as lost:
-            raise self._end(lost) from lost
-        except CommLost as error:
-            raise self._end(self._blame(error)) from error
-        except WeftError as error:
-            raise self._end(GroupLost(self.rank, error.message)) from error
         except Exception as error:
-            raise self._end(GroupLost(self.rank, f"{type(error).__name__}: {error}")) from error
+            self._failed(members.epoch, error)
+            while members.phase == "running":  # a collective failed: somebody may say why
+                self._turn(_TURN)
+            raise (members.lost or members.failed or error) from error
 
-    def _blame(self, error: CommLost) -> GroupLost:
-        """Who made a collective fail here: waits a little for a rank that says so, ended, or says nothing."""
-        until = self._clock.now() + GRACE * self._timeout
-        self._judging = True
+    def _turn(self, wait: float) -> None:
+        """Sends what is to be sent, and takes in what came, waiting ``wait`` seconds for the first of it."""
+        self._flush()
+        while (received := self._links.channel.receive(wait)) is not None:
+            wait = 0
+            peer, data = received
+            try:
+                event: t.Event = t.Received(peer, f.decode_to_head(data))
+            except f.FrameError as error:
+                event = t.Garbled(peer, error)
+            self._feed(event)
+        leases = self._links.leases
+        if leases is not None and self.membership.leases_due(self._clock.now()):
+            self._feed(t.LeasesRead(tuple(leases.read())))
+        self._feed(t.Read())
+        self._flush()
+
+    def _flush(self) -> None:
+        while self._outbox:
+            action = self._outbox.popleft()
+            if isinstance(action, t.Send):
+                self._send(action.peer, f.encode(action.frame), action.rank)
+            elif self._links.leases is not None:
+                self._links.leases.write(action.lease)
+
+    def _send(self, peer: bytes | None, data: bytes, rank: int | None) -> None:
         try:
-            while self._lost is None and self._clock.now() < until:
-                if all(rank in self._victims for rank in self.ranks):
-                    return GroupLost(None, error.message)
-                self._pump(_TURN)
-        except GroupLost as lost:
-            return lost
-        finally:
-            self._judging = False
-        silent = [rank for rank in self.ranks if rank not in self._victims]
-        return self._lost or GroupLost(silent[0] if len(silent) == 1 else None, error.message)
-
-    # ---- frames
-
-    def _settle(self, step: int) -> None:
-        """Waits for every rank's outcome of ``step`` and those before it, and compares them."""
-        until = self._clock.now() + COLLECTIVE * self._timeout
-        for number in sorted(n for n in self._outcomes if n <= step):
-            while missing := [rank for rank in self.ranks if rank not in self._outcomes[number]]:
-                self._check()
-                if self._clock.now() >= until:
-                    why = f"it did not end step {number} within {COLLECTIVE * self._timeout:g} s"
-                    raise self._end(GroupLost(missing[0], why))
-                self._pump(_TURN)
-            sums = self._outcomes.pop(number)
-            for rank in self.ranks:
-                if sums[rank] != sums[self.rank]:
-                    raise self._end(
-                        GroupLost(rank, f"it sampled other tokens in step {number} than the head")
-                    )
-
-    def _pump(self, wait: float) -> None:
-        """Takes in what ranks sent, waiting ``wait`` seconds for the first of it. Raises GroupLost."""
-        for peer, message in self._peers.received(wait):
-            self._take(peer, message)
-
-    def _take(self, peer: bytes, message: f.ToHead) -> None:
-        if isinstance(message, f.RankHello):
-            self._hello(peer, message)
-        elif isinstance(message, f.Beat) or not self._peers.speaks(peer, message.rank):
-            return  # a stranger's, or of a rank's life before
-        elif isinstance(message, f.Loaded):
-            self._sizes.take(message)
-        elif isinstance(message, f.Ready):
-            self._peers.ready[message.rank] = None
-        elif isinstance(message, f.Failed) and message.epoch < 0:
-            refused = message.error.blame == "client"
-            raise self._end(GroupLost(message.rank, message.error.message, refused))  # it could not load
-        elif message.epoch != self.epoch:
-            return
-        elif isinstance(message, f.Formed):
-            self._formed[message.rank] = None
-        elif isinstance(message, f.Outcome):
-            self._outcomes.setdefault(message.step, {})[message.rank] = message.checksum
-        elif message.comm:
-            self._victims[message.rank] = message.error.message
-            if self._aborted < self.epoch and not self._judging:
-                self._mesh.abort()
-                raise self._end(self._blame(CommLost(message.error.message)))
-        else:
-            self._failed[message.rank] = None
-            if self._aborted < self.epoch:
-                raise self._end(GroupLost(message.rank, message.error.message))
-
-    def _hello(self, peer: bytes, hello: f.RankHello) -> None:
-        if self._peers.hello(peer, hello) and hello.rank in self._formed and self._aborted < self.epoch:
-            if hello.epoch < 0:
-                raise self._end(GroupLost(hello.rank, "it was started anew"))
-            raise self._end(GroupLost(None, f"rank {hello.rank} had lost its head, and is back"))
-
-    def _send(self, rank: int, data: bytes) -> None:
-        try:
-            self._peers.send(rank, data)
+            if peer is None:
+                raise PeerGone("it did not say hello")
+            self._links.channel.send(peer, data)
         except PeerGone:
-            raise self._end(GroupLost(rank, "it is not connected")) from None
+            if rank is not None:
+                self._feed(t.Gone(rank, "it is not connected"))
+
+    # ---- from any thread
+
+    def _feed(self, event: t.Event) -> None:
+        with self._lock:
+            for action in self.membership.on(event, self._clock.now()):
+                if isinstance(action, t.Abort):
+                    self._abort()
+                elif isinstance(action, t.Send | t.Renew):
+                    self._outbox.append(action)
+                else:
+                    self._carried = self._carrier.submit(self._carry, action)
+
+    def _abort(self) -> None:
+        self._links.mesh.abort()
+        if self._links.domain is not None:
+            self._links.domain.abort()
+
+    def _failed(self, epoch: int, error: Exception) -> None:
+        message = error.message if isinstance(error, WeftError) else f"{type(error).__name__}: {error}"
+        self._feed(t.OwnFailure(epoch, message, isinstance(error, CommLost)))
+
+    # ---- from the watch
+
+    def _heard(self, heartbeat: f.Beat) -> f.Beat:
+        self._feed(t.Received(b"", heartbeat))
+        return self.membership.heartbeat()
+
+    def _looked(self) -> None:
+        processes = self._links.processes
+        with self._lock:  # a process that was replaced is off the books before anybody is told
+            for rank, how in processes.dead() if processes is not None else ():
+                self._feed(t.Gone(rank, how))
+            self._feed(t.Read(heartbeats=True))
+
+    # ---- what blocks: in the carrier
+
+    def _carry(self, action: t.Spawn | t.Connect) -> None:
+        processes = self._links.processes
+        try:
+            if isinstance(action, t.Connect):
+                self._connect(action)
+            elif processes is not None:
+                if action.anew:
+                    processes.kill(action.rank)
+                self._feed(t.Spawned(action.rank, processes.spawn(action.rank)))
+        except Exception as error:
+            known = error if isinstance(error, WeftError) else EngineDead(f"{type(error).__name__}: {error}")
+            self._feed(t.Unable(known))
+
+    def _connect(self, action: t.Connect) -> None:
+        epoch, store, domain = action.epoch, action.store, self._links.domain
+        patience = COLLECTIVE * self._timeout
+        try:
+            self._runner.reset()
+            self._store = join_store(store, patience) if store else None
+            self._links.mesh.connect(self._store, epoch, patience)
+            if domain is not None:
+                domain.connect(join_store(store, patience), epoch, patience, action.bells)
+        except Exception as error:
+            self._failed(epoch, error)
+        else:
+            self._feed(t.Connected(epoch))

@@ -21,7 +21,7 @@ from weft.config.resolved import EngineConfig
 from weft.engine.core import EngineCore
 from weft.engine.kept import KeptRanks
 from weft.engine.listener import Listener
-from weft.engine.start import start_group
+from weft.engine.start import start_executor
 from weft.routing.head_protocol import HeadProtocol, Outgoing
 from weft.types import messages as m
 
@@ -133,8 +133,8 @@ def run_head(config: EngineConfig, listener: Listener, pipe: int | None = None) 
     ``pipe``: the descriptor of the pipe to whoever keeps the workers.
     """
     try:
-        group = None if pipe is None else start_group(config, kept=KeptRanks(Connection(pipe)))
-        core = EngineCore(config, runner=group)
+        kept = None if pipe is None else KeptRanks(Connection(pipe))
+        core = EngineCore(config, runner=start_executor(config, kept=kept))
     except BaseException:
         listener.close()
         raise

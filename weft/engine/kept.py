@@ -92,16 +92,15 @@ class KeptRanks:
         """Of the rank's process."""
         return self._pids[rank]
 
-    def dead(self) -> tuple[int, str] | None:
+    def dead(self) -> list[tuple[int, str]]:
         """See ``Ranks``. Never waits for the keeper; when that is gone, so is this head."""
         if not self._lock.acquire(blocking=False):  # the keeper is being asked: look again later
-            return None
+            return []
         try:
             with suppress(EngineDead):
                 while self._receive(0) is not None:
                     pass
-            gone = [rank for rank, pid in self._pids.items() if pid in self._ended]
-            return (gone[0], end_of(self._ended[self._pids[gone[0]]])) if gone else None
+            return [(rank, end_of(self._ended[p])) for rank, p in self._pids.items() if p in self._ended]
         finally:
             self._lock.release()
 

@@ -13,15 +13,15 @@ from collections.abc import Callable
 
 from weft.common.errors import EngineDead, WeftError
 from weft.common.log import get_logger
-from weft.config.resolved import EngineConfig
+from weft.config.resolved import EngineConfig, KVConfig
 from weft.engine.build import load, rank_mesh
 from weft.engine.executor import RankRunner
 from weft.engine.faults import Faults
-from weft.engine.regroup import LOAD_S
-from weft.engine.sizes import ask
 from weft.engine.start import mesh_host, take_threads
 from weft.engine.watch import RankWatch
 from weft.engine.worker import Worker
+from weft.group.membership import LOAD_S
+from weft.group.sizes import blocks_of, sized
 from weft.parallel.control import HeadLink, RankChannel
 from weft.parallel.mesh import Mesh
 from weft.types import frames as f
@@ -32,6 +32,8 @@ STUCK = 3
 """Exit status of a rank that did not come out of an epoch that had ended."""
 PATIENCE = 2.0
 """Rank timeouts that it is given to."""
+_TURN = 0.5
+"""Seconds of one wait for a frame."""
 
 
 def run_rank(config: EngineConfig, rank: int, link: HeadLink, rejoin: Callable[[int], HeadLink]) -> None:
@@ -93,6 +95,32 @@ def _load(
         channel.send(f.encode(f.Failed(rank=rank, epoch=-1, step=-1, error=known.info())))
         channel.close()
         raise
+
+
+def ask(
+    channel: RankChannel, rank: int, kv: KVConfig, timeout: float, orphan: Callable[[], bool]
+) -> KVConfig | None:
+    """Says what this rank has room for, and waits for what it gets; None: it was told to end.
+
+    When the head is gone it gets what it has room for. Raises EngineDead when the head refuses it or says
+    nothing for ``timeout`` seconds.
+    """
+    channel.send(f.encode(f.Loaded(rank=rank, blocks=blocks_of(kv))))
+    until = time.monotonic() + timeout
+    while (left := until - time.monotonic()) > 0:
+        if orphan():
+            return kv  # the next head takes the least of all, this among them
+        data = channel.receive(min(left, _TURN))
+        if data is None:
+            continue
+        frame = f.decode_to_rank(data)
+        if isinstance(frame, f.Pools):
+            return sized(kv, frame.blocks)
+        if isinstance(frame, f.Shutdown):
+            return None
+        if isinstance(frame, f.Refused):
+            raise EngineDead(f"this rank was refused: {frame.error.message}")
+    raise EngineDead(f"the head told no sizes of caches within {timeout:g} s")
 
 
 class _Life:

@@ -35,8 +35,8 @@ class Ranks(Protocol):
     def keeps(self, rank: int) -> bool:
         """Whether the process of ``rank`` is on this host."""
 
-    def dead(self) -> tuple[int, str] | None:
-        """The first rank whose process has ended, and how. From any thread."""
+    def dead(self) -> list[tuple[int, str]]:
+        """Ranks whose processes have ended, and how. Never waits. From any thread."""
 
     def kill(self, rank: int) -> None:
         """Ends the rank's process at once, stopped or not, and takes it off the books."""
@@ -90,9 +90,9 @@ class RankProcesses:
         """Of the rank's process."""
         return self._running[rank].pid
 
-    def dead(self) -> tuple[int, str] | None:
-        """The first rank whose process has ended, and how."""
-        return next(((rank, end_of(status)) for rank, status in self.ended()), None)
+    def dead(self) -> list[tuple[int, str]]:
+        """See ``Ranks``."""
+        return [(rank, end_of(status)) for rank, status in self.ended()]
 
     def kill(self, rank: int) -> None:
         """Ends the rank's process at once, stopped or not, and takes it off the books."""

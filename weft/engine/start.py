@@ -1,11 +1,13 @@
-"""From a configuration to an executor: a runner in this process, or a group with this one as its head."""
+"""From a configuration to a group with this process as its head."""
 
 from __future__ import annotations
 
 import logging
+import secrets
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -16,21 +18,21 @@ from weft.common.folder import private_folder
 from weft.common.log import get_logger
 from weft.config.group import shared_settings
 from weft.config.hosts import domain_spans, meeting_place, ranks_on, replica_spans, uses_board
-from weft.config.resolved import EngineConfig
-from weft.engine.build import build_runner, load, rank_mesh
-from weft.engine.domain import Domain, DomainExecutor
-from weft.engine.executor import Executor, GroupLost
+from weft.config.resolved import EngineConfig, KVConfig
+from weft.engine.build import load, rank_mesh
+from weft.engine.domain import Domain
+from weft.engine.executor import RankRunner
 from weft.engine.faults import Faults
-from weft.engine.group import GroupExecutor
+from weft.engine.group import GroupExecutor, Links, Share
 from weft.engine.kept import KeptRanks
-from weft.engine.ranks import RankProcesses, Ranks, rank_address, ranks_of, threads_each
-from weft.engine.regroup import HELLO_S, LOAD_S, TRIES, recall, size
-from weft.engine.watch import HeadWatch
+from weft.engine.ranks import RankProcesses, rank_address, ranks_of, threads_each
+from weft.group.meeting import Meeting
+from weft.group.membership import HELLO_S, Membership
 from weft.parallel.address import own_address, tcp
 from weft.parallel.agreement import AgreementGroup, ZmqBell
 from weft.parallel.board import BoardClient, board_place
 from weft.parallel.control import ZmqHead
-from weft.parallel.meeting import BoardSeats, FolderSeats, Meeting, Seats
+from weft.parallel.leases import BoardLeases, FolderLeases, Leases
 from weft.parallel.store import host_store
 from weft.types.board import control_key
 from weft.types.layout import Layout
@@ -70,75 +72,64 @@ def set_threads(asked: int | None, most: int | None = None) -> None:
     torch.set_num_threads(asked or min(usable_cores() if most is None else most, torch.get_num_threads()))
 
 
-def start_executor(config: EngineConfig, *, progress: bool = True) -> Executor:
-    """The executor of one replica, ready for its first step.
-
-    Raises ConfigError for what cannot be served as configured, and GroupLost when a rank does not come up.
-    """
-    if layout_of(config).domain == 1:
-        take_threads(config)
-        return build_runner(config, progress=progress)
-    return start_group(config, progress=progress)
-
-
-def start_group(
+def start_executor(
     config: EngineConfig, *, progress: bool = True, kept: KeptRanks | None = None
 ) -> GroupExecutor:
-    """Starts the workers of a replica on this host, loads this rank's share, and forms an epoch.
+    """The group of one replica, ready for its first step: starts its workers on this host, loads this rank's
+    share, and forms an epoch.
 
     ``kept``: the workers, where the server keeps them. Those that outlived another head have their weights.
+    Raises ConfigError for what cannot be served as configured, and GroupLost when a rank does not come up.
     """
-    layout = layout_of(config)
+    layout, timeout = layout_of(config), config.parallel.rank_timeout
+    take_threads(config)
+    if layout.domain == 1:
+        loaded = load(config, progress=progress)
+        return alone(loaded.kv, loaded.runner)
     head, *workers = ranks_of(config.replica, layout.tensor)
-    timeout = config.parallel.rank_timeout
-    folder = _folder(config)
-    undo: list[Callable[[], None]] = [lambda: shutil.rmtree(folder, ignore_errors=True)]
-    try:
-        channel, beats = _channels(config, folder)
+    with ExitStack() as resources:
+        folder = _folder(config)
+        resources.callback(shutil.rmtree, folder, ignore_errors=True)
+        channel, heartbeats = _channels(config, folder)
+        processes = kept or RankProcesses(config, channel.address, _level())
+        resources.callback(processes.close, CLOSE_S)
+        resources.callback(channel.close)
         host = mesh_host(config)
-        processes: Ranks = kept or RankProcesses(config, channel.address, _level())
-        undo.append(lambda: processes.close(CLOSE_S))
-        here = ranks_on(config.parallel, config.parallel.node_rank)
-        held = [rank for rank in workers if rank in here and processes.spawn(rank)]
-        take_threads(config)
         faults = Faults(config.faults, head)
         mesh = faults.within(rank_mesh(config, head, host))
-        kind = DomainExecutor if layout.domain > layout.tensor else GroupExecutor
-        group = kind(
-            None,
-            mesh,
-            channel,
-            workers,
+        stores = _stores(config, folder, host, resources)
+        domain, meeting, leases = _domain(config, layout, host, stores)
+
+        def load_share() -> Share:
+            faults.reach("load")
+            loaded = load(config, progress=progress, mesh=mesh)
+            return Share(loaded.kv, lambda kv: faults.around(loaded.runner(kv)))
+
+        membership = Membership(
+            head,
+            {rank: rank in ranks_on(config.parallel, config.parallel.node_rank) for rank in workers},
             settings=shared_settings(config),
-            rank=head,
             rank_timeout=timeout,
-            beats=beats.address,
-            store_folder=str(folder),
-            store_host=host,
+            incarnation=secrets.token_hex(8),
+            heartbeats=heartbeats.address,
+            stores=stores,
+            meeting=meeting,
         )
-        watch = HeadWatch(beats, timeout, group.beat, group.lose, processes.dead)
-        group.watch, group.processes, group.on_close = watch, processes, lambda: _undo(undo)
-        undo.append(watch.close)
-        watch.start()
-        recall(group, held, timeout)
-        group.gather(HELLO_S, ready=False)
-        faults.reach("load")
-        first = not held and group.next_epoch == 0  # if it never worked, whoever started it hears why
-        loaded = load(config, progress=progress, mesh=mesh)
-        group.adopt(faults.around(loaded.runner(size(group, loaded.kv, 1 if first else TRIES))))
-        if isinstance(group, DomainExecutor):
-            group.enter(*_domain(config, layout, host))
-        try:
-            group.gather(LOAD_S)
-            group.form(group.next_epoch)
-        except GroupLost as lost:
-            if first and group.epoch <= 0:  # a replica without workers may follow one that worked
-                raise
-            group.recover(lost)
-        return group
-    except BaseException:
-        _undo(undo)
-        raise
+        links = Links(
+            channel=channel,
+            heartbeats=heartbeats,
+            processes=processes,
+            mesh=mesh,
+            leases=leases,
+            domain=domain,
+            resources=resources.pop_all(),
+        )
+        return GroupExecutor(membership, load_share, links, rank_timeout=timeout)
+
+
+def alone(kv: KVConfig, runner: Callable[[KVConfig], RankRunner]) -> GroupExecutor:
+    """A group of one rank. See ``Share``."""
+    return GroupExecutor(Membership(0, {}, settings={}), lambda: Share(kv, runner), Links())
 
 
 def _folder(config: EngineConfig) -> Path:
@@ -173,32 +164,43 @@ def _channels(config: EngineConfig, folder: Path) -> tuple[ZmqHead, ZmqHead]:
     return channel, beats
 
 
-def _domain(config: EngineConfig, layout: Layout, host: str | None) -> tuple[Domain, Meeting]:
-    """Where this replica meets the others. ``host``: see ``mesh_host``. Raises ConfigError, and CommLost."""
+def _stores(config: EngineConfig, folder: Path, host: str | None, resources: ExitStack) -> str:
+    """What the addresses of stores begin with at which epochs meet: empty where the first head hosts them.
+
+    ``host``: see ``mesh_host``. Raises CommLost.
+    """
+    shares = layout_of(config).domain > config.parallel.tensor_parallel_size
+    if host is None:
+        return f"file://{config.domain if shares else folder}"
+    if shares and config.replica:
+        return ""
+    store, address = host_store(host, STORE_S)
+    resources.callback(lambda: store)  # it is there as long as the group
+    return address
+
+
+def _domain(
+    config: EngineConfig, layout: Layout, host: str | None, stores: str
+) -> tuple[Domain | None, Meeting | None, Leases | None]:
+    """Where this replica meets the others, if there are any. Raises ConfigError."""
     replica = config.replica
+    if layout.domain == layout.tensor:
+        return None, None, None
     if host is not None:
         place, keys = board_place(config.parallel)
         bell = ZmqBell(tcp(host, "*"), replica, keys)
-        # Epochs meet at a store of the first head, whose life they are named after as well.
-        hosted, stores = host_store("", "", host, STORE_S) if not replica else (None, "")
-        seats: Seats = BoardSeats(BoardClient(place, keys), replica, layout.data)
+        leases: Leases = BoardLeases(BoardClient(place, keys), replica, layout.data)
     elif config.domain:
         bell = ZmqBell(f"ipc://{config.domain}/bell{replica}", replica)
-        hosted, stores = None, f"file://{config.domain}"
-        seats = FolderSeats(config.domain, replica, layout.data)
+        leases = FolderLeases(config.domain, replica, layout.data)
     else:
         raise ConfigError(
             "--enable-expert-parallel with --data-parallel-size: replicas must be started together",
             param="--data-parallel-size",
         )
-    group = AgreementGroup(replica, layout.data, bell, host)
-    return Domain(group), Meeting(seats, replica, stores, bell.address, hosted)
+    domain = Domain(AgreementGroup(replica, layout.data, bell, host))
+    return domain, Meeting(replica, stores, bell.address), leases
 
 
 def _level() -> str:
     return logging.getLevelName(logging.getLogger("weft").getEffectiveLevel()).lower()
-
-
-def _undo(undo: list[Callable[[], None]]) -> None:
-    while undo:
-        undo.pop()()

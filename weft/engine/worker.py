@@ -16,8 +16,8 @@ from typing import Any
 from weft.common.errors import EngineDead, WeftError
 from weft.common.log import get_logger
 from weft.engine.executor import RankRunner, checksum
-from weft.engine.sizes import blocks_of
-from weft.engine.watch import COLLECTIVE
+from weft.group.liveness import COLLECTIVE
+from weft.group.sizes import blocks_of
 from weft.kv.digest import SlotDigest
 from weft.parallel.control import PeerGone, RankChannel
 from weft.parallel.group import CommLost

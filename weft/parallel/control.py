@@ -11,6 +11,7 @@ or comes from, the one before it reaches the wrong one.
 from __future__ import annotations
 
 import secrets
+import time
 from abc import ABC, abstractmethod
 from typing import NamedTuple
 
@@ -46,6 +47,22 @@ class HeadChannel(ABC):
     @abstractmethod
     def close(self) -> None:
         """Ends the channel. What was sent is still delivered, if that takes no longer than a second."""
+
+
+class NoRanks(HeadChannel):
+    """Of a head that has no ranks beside it."""
+
+    address = ""
+
+    def send(self, peer: bytes, data: bytes) -> None:
+        raise PeerGone("there are no ranks")
+
+    def receive(self, timeout: float) -> tuple[bytes, bytes] | None:
+        time.sleep(timeout)
+        return None
+
+    def close(self) -> None:
+        pass
 
 
 class RankChannel(ABC):

@@ -1,13 +1,12 @@
 """Where the ranks of an epoch exchange the addresses of their communicators.
 
 file:///folder/name     ranks of one host: a file in a folder that only this user can enter, and no port
-tcp://host:port/name    ranks of several hosts; a head listens, and may give each epoch a name of its own
+tcp://host:port/name    ranks of several hosts; a head listens, and gives each epoch a name of its own
 """
 
 from __future__ import annotations
 
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -17,14 +16,8 @@ from weft.parallel.group import CommLost
 _FILE, _TCP = "file://", "tcp://"
 
 
-def host_store(folder: str, name: str, host: str | None, timeout: float) -> tuple[Any, str]:
-    """A new store and its address: a file in ``folder`` or, with ``host``, a port of that address.
-
-    Whoever hosts it keeps it while the epoch lasts. Raises CommLost.
-    """
-    if host is None:
-        address = f"{_FILE}{Path(folder) / name}"
-        return join_store(address, timeout), address
+def host_store(host: str, timeout: float) -> tuple[Any, str]:
+    """A new store at a port of ``host``, and its address. Whoever hosts it keeps it. Raises CommLost."""
     try:
         store = dist.TCPStore(host, 0, None, True, timedelta(seconds=timeout), wait_for_workers=False)
     except Exception as error:

@@ -187,16 +187,6 @@ class Runner:
             self._trace.step(handle.plan, handle.launched, time.monotonic(), handle.times)
         return result
 
-    def check(self) -> None:
-        """Looks after the other ranks: one alone has none."""
-
-    def recover(self, lost: EngineDead) -> None:
-        """Forms the group anew: one rank alone has nobody to lose."""
-        raise lost
-
-    def interrupt(self) -> None:
-        """Has ``recover`` give up: it never takes long."""
-
     def reset(self) -> None:
         """Forgets every tenant and every step in flight: slots are free, any step may be the next.
 

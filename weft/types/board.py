@@ -7,7 +7,7 @@
     head/REPLICA    the head                 Listening: where its front finds it
     ended/REPLICA   the head's host          Ended: how that life ended
     control/REPLICA the head                 where ranks of other hosts find it
-    seat/REPLICA    the head                 see weft/parallel/meeting.py
+    lease/REPLICA   the head                 see weft/group/meeting.py
     over            the front                the server ends, with this status
     gone/HOST       the host                 it has read that
 
@@ -88,8 +88,8 @@ def control_key(replica: int) -> str:
     return f"control/{replica}"
 
 
-def seat_key(replica: int) -> str:
-    return f"seat/{replica}"
+def lease_key(replica: int) -> str:
+    return f"lease/{replica}"
 
 
 OVER = "over"

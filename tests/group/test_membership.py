@@ -1,0 +1,333 @@
+"""One event after another: what the head of a group decides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from weft.common.errors import ConfigError, EngineDead
+from weft.common.restarts import RestartBudget
+from weft.group import types as t
+from weft.group.liveness import Liveness
+from weft.group.meeting import Meeting
+from weft.group.membership import HELLO_S, Membership
+from weft.group.tries import TRIES
+from weft.group.types import GroupLost
+from weft.types import frames as f
+
+SETTINGS = {"dtype": '"float64"'}
+
+
+class Rig:
+    """A group whose ranks are as they should be, until a test says otherwise."""
+
+    def __init__(
+        self, ranks: int = 2, local: bool = True, meeting: Meeting | None = None, most: int = 9
+    ) -> None:
+        self.group = Membership(
+            0,
+            dict.fromkeys(range(1, ranks + 1), local),
+            settings=SETTINGS,
+            incarnation="head",
+            stores="file:///stores",
+            meeting=meeting,
+            budget=RestartBudget(most, 600.0),
+        )
+        self.now, self.ranks = 0.0, range(1, ranks + 1)
+        self.peers = {rank: b"%d.0" % rank for rank in self.ranks}
+
+    def feed(self, *events: t.Event, after: float = 0.0) -> list[t.Action]:
+        self.now += after
+        return [action for event in events for action in self.group.on(event, self.now)]
+
+    def hello(self, rank: int, epoch: int = -1, **settings: str) -> t.Received:
+        hello = f.RankHello(
+            version=f.VERSION, release="", rank=rank, pid=1, epoch=epoch, settings=settings or SETTINGS
+        )
+        return t.Received(self.peers[rank], hello)
+
+    def says(self, rank: int, frame: f.ToHead) -> t.Received:
+        return t.Received(self.peers[rank], frame)
+
+    def load(self, rank: int, epoch: int = -1) -> list[t.Action]:
+        loaded = self.says(rank, f.Loaded(rank=rank, blocks=(8,)))
+        return self.feed(self.hello(rank, epoch), loaded, self.says(rank, f.Ready(rank=rank)))
+
+    def spawn(self, outlived: bool = False) -> None:
+        self.feed(t.Own("started"))
+        if all(member.local for member in self.group.members.values()):
+            self.feed(*(t.Spawned(rank, outlived) for rank in self.ranks))
+
+    def gather(self, outlived: bool = False) -> list[t.Action]:
+        self.spawn(outlived)
+        for rank in self.ranks:
+            self.load(rank, 4 if outlived else -1)
+        return self.feed(t.Own("loading"), t.Own("loaded", (8,)), t.Own("ready"))
+
+    def form(self) -> list[t.Action]:
+        self.feed(t.Connected(self.group.epoch))
+        made = [action for rank in self.ranks for action in self.formed(rank)]
+        assert self.group.phase == "running"
+        return made
+
+    def formed(self, rank: int) -> list[t.Action]:
+        return self.feed(self.says(rank, f.Formed(rank=rank, epoch=self.group.epoch)))
+
+    def run(self, outlived: bool = False) -> None:
+        self.gather(outlived)
+        self.form()
+
+    def resume(self) -> list[t.Action]:
+        return self.feed(t.Resume(GroupLost(None, "the engine")))
+
+
+def kinds(actions: list[t.Action]) -> list[str]:
+    return [type(action.frame if isinstance(action, t.Send) else action).__name__ for action in actions]
+
+
+def test_from_the_start_to_a_step() -> None:
+    rig = Rig()
+    assert rig.feed(t.Own("started")) == [t.Spawn(1, anew=False), t.Spawn(2, anew=False)]
+    rig.feed(t.Spawned(1, False), t.Spawned(2, False))
+    assert kinds(rig.load(1)) == ["RankWelcome"]
+    assert kinds(rig.load(2)) == ["RankWelcome"]
+    assert kinds(rig.feed(t.Own("loading"), t.Own("loaded", (5,)))) == ["Pools", "Pools"]
+    assert rig.group.pools == (5,)
+    *forms, connect = rig.feed(t.Own("ready"))
+    assert connect == t.Connect(0, "file:///stores/epoch0-head", ())
+    assert kinds(forms) == ["Form", "Form"]
+    rig.feed(t.Connected(0))
+    rig.formed(1)
+    assert rig.group.phase == "forming"
+    rig.formed(2)
+    assert rig.group.phase == "running"
+    rig.feed(t.OwnOutcome(0, 7), rig.says(1, f.Outcome(rank=1, epoch=0, step=0, checksum=7)))
+    assert not rig.group.steps.settled(0)
+    assert rig.group.next_deadline() == 8.0
+    rig.feed(rig.says(2, f.Outcome(rank=2, epoch=0, step=0, checksum=7)))
+    assert rig.group.steps.settled(0)
+    assert rig.group.next_deadline() is None
+
+
+def test_one_rank_alone_runs_at_once_and_has_nobody_to_lose() -> None:
+    rig = Rig(0)
+    assert rig.gather() == []
+    assert rig.group.phase == "running"
+    rig.resume()
+    assert rig.group.phase == "ended"
+    assert isinstance(rig.group.failed, GroupLost)
+
+
+def test_what_was_lost_is_replaced_when_the_engine_has_dropped_its_steps() -> None:
+    rig = Rig()
+    rig.run()
+    assert kinds(rig.feed(t.Gone(1, "its process ended"))) == ["Abort", "Abort", "Abort"]
+    assert rig.feed(t.Gone(1, "again"), t.Gone(2, "too")) == []
+    assert (rig.group.phase, rig.group.lost.rank) == ("lost", 1)  # type: ignore[union-attr]
+    actions = rig.resume()
+    assert [a for a in actions if isinstance(a, t.Spawn)] == [t.Spawn(1, anew=True), t.Spawn(2, anew=True)]
+    old = rig.hello(1)
+    rig.feed(t.Spawned(1, False), t.Spawned(2, False))
+    assert kinds(rig.feed(old)) == ["Refused"], "it was given up"
+    rig.peers = {1: b"1.1", 2: b"2.1"}
+    rig.load(1)
+    assert kinds(rig.load(2))[-1] == "Connect"
+    assert rig.group.epoch == 1
+    rig.form()
+
+
+@pytest.mark.parametrize("collective", [False, True])
+def test_a_rank_that_told_of_its_failure_is_not_replaced(collective: bool) -> None:
+    rig = Rig()
+    rig.run()
+    error = EngineDead("planted").info()
+    told = [f.Failed(rank=rank, epoch=0, step=3, error=error, comm=collective) for rank in rig.ranks]
+    rig.feed(*(rig.says(frame.rank, frame) for frame in told))
+    assert rig.group.lost is not None
+    assert rig.group.lost.rank == (None if collective else 1)
+    assert kinds(rig.resume()) == ["Form", "Form", "Connect"]
+
+
+def test_who_says_nothing_is_why_a_collective_failed() -> None:
+    rig = Rig()
+    rig.run()
+    assert rig.feed(t.OwnFailure(0, "a peer is gone", collective=True)) == [t.Abort()]
+    error = EngineDead("a peer is gone").info()
+    rig.feed(rig.says(1, f.Failed(rank=1, epoch=0, step=3, error=error, comm=True)))
+    assert rig.group.phase == "running"
+    rig.feed(t.Read(), after=1.6)
+    assert rig.group.lost is not None
+    assert rig.group.lost.rank == 2
+    assert t.Spawn(2, anew=True) in rig.resume()
+
+
+def test_an_epoch_does_not_run_while_it_is_judged() -> None:
+    rig = Rig()
+    rig.gather()
+    rig.feed(t.Connected(0))
+    rig.formed(1)
+    told = EngineDead("a peer is gone").info()
+    rig.feed(rig.says(1, f.Failed(rank=1, epoch=0, step=0, error=told, comm=True)))
+    rig.formed(2)
+    assert rig.group.phase == "forming"
+    rig.feed(t.Read(), after=1.6)
+    assert rig.group.phase == "ended", "it never worked"
+
+
+def test_no_two_epochs_are_formed_at_once() -> None:
+    rig = Rig()
+    rig.run()
+    rig.feed(t.Gone(2, "it is not connected"))
+    rig.peers[2] = b"2.1"
+    rig.feed(rig.hello(2))
+    rig.resume()
+    assert kinds(rig.load(2))[-1] == "Connect"
+    assert rig.group.epoch == 1
+    rig.peers[2] = b"2.2"
+    rig.load(2)  # it was started anew while this rank connects
+    assert rig.group.phase == "gathering"
+    assert rig.group.aborted == 1
+    assert rig.feed(t.Connected(1)) == [t.Abort()] or True
+    assert rig.group.epoch == 2
+
+
+@pytest.mark.parametrize("outlived", [False, True])
+def test_nothing_is_tried_twice_before_the_first_epoch(outlived: bool) -> None:
+    """Whoever starts a group hears why it does not work; a head that follows another tries again."""
+    rig = Rig()
+    rig.spawn(outlived)
+    rig.load(1, 4 if outlived else -1)
+    rig.feed(t.Gone(1, "its process ended with status 1"))
+    assert (rig.group.phase == "ended") != outlived
+
+
+@pytest.mark.parametrize(("error", "kind"), [(ConfigError("no"), ConfigError), (EngineDead("no"), GroupLost)])
+def test_who_cannot_load_as_it_is_told(error: Any, kind: type[Exception]) -> None:
+    rig = Rig()
+    rig.spawn()
+    rig.feed(rig.hello(1), rig.says(1, f.Failed(rank=1, epoch=-1, step=-1, error=error.info())))
+    assert type(rig.group.failed) is kind
+
+
+def test_what_is_lost_while_this_rank_loads_is_replaced_when_it_is_ready() -> None:
+    rig = Rig()
+    rig.spawn(outlived=True)
+    for rank in rig.ranks:
+        rig.load(rank, 4)
+    assert kinds(rig.feed(t.Own("loading"), t.Gone(2, "its process ended"))) == ["Abort"]
+    assert kinds(rig.feed(t.Own("loaded", (8,)))) == ["Pools", "Pools"]
+    assert t.Spawn(2, anew=True) in rig.feed(t.Own("ready"))
+
+
+def test_tries_end() -> None:
+    rig = Rig()
+    rig.run()
+    rig.feed(t.Gone(1, "it is not connected"))
+    rig.resume()
+    for number in range(TRIES):
+        assert rig.group.phase == "gathering", number
+        rig.feed(t.Spawned(1, False), t.Read())
+        rig.feed(t.Read(), after=HELLO_S)
+    assert rig.group.phase == "ended"
+    assert "did not come within" in str(rig.group.failed)
+
+
+def test_a_group_that_is_lost_again_and_again_ends() -> None:
+    rig = Rig(most=2)
+    rig.run()
+    for _ in range(2):
+        rig.feed(t.OwnFailure(rig.group.epoch, "planted", collective=False))
+        rig.resume()
+        rig.form()
+    rig.feed(t.OwnFailure(rig.group.epoch, "planted", collective=False))
+    rig.resume()
+    assert rig.group.phase == "ended"
+    assert isinstance(rig.group.failed, GroupLost)
+
+
+def test_a_rank_that_does_not_come_to_the_next_head_is_started_again() -> None:
+    """As often as that happens: it is no try."""
+    rig = Rig()
+    rig.spawn(outlived=True)
+    rig.load(1, 4)
+    assert t.Spawn(2, anew=True) in rig.feed(t.Read(), after=10.0)
+    rig.feed(t.Spawned(2, False))
+    rig.load(2)
+    rig.feed(t.Own("loading"), t.Own("loaded", (8,)), t.Own("ready"))
+    assert rig.group.epoch == 5, "no rank has seen it"
+
+
+def test_who_is_silent_is_lost() -> None:
+    rig = Rig()
+    rig.run()
+    heard = t.Received(b"", f.Beat(rank=1, epoch=0, step=0, life="head"))
+    stale = t.Received(b"", f.Beat(rank=2, epoch=0, step=0, life="another"))
+    while rig.now < 7.0 and rig.group.lost is None:
+        rig.feed(heard, stale, t.Read(heartbeats=True), after=0.5)
+    assert rig.group.lost is not None
+    assert rig.group.lost.rank == 2
+
+
+def test_heads_meet_before_an_epoch_and_notice_who_moved_on() -> None:
+    rig = Rig(meeting=Meeting(0, "file:///stores", "bell0", "a"))
+    assert kinds(rig.gather()) == ["Pools", "Pools"]
+    assert rig.group.phase == "meeting"
+    assert rig.group.leases_due(rig.now)
+    other = t.Lease("b", 7, begun=False, bell="bell1")
+    (proposed,) = rig.feed(t.LeasesRead((None, other)))
+    assert isinstance(proposed, t.Renew)
+    assert proposed.lease.epoch == 7
+    connect = rig.feed(t.LeasesRead((proposed.lease, other)))[-1]
+    assert isinstance(connect, t.Connect)
+    assert (connect.epoch, connect.bells) == (7, ("bell0", "bell1"))
+    (begun,) = rig.form()
+    assert begun == t.Renew(t.Lease("a", 7, True, "bell0", "file:///stores"))
+    rig.feed(t.LeasesRead((begun.lease, other)))
+    assert rig.group.lost is None
+    rig.feed(t.LeasesRead((begun.lease, t.Lease("c", 0, begun=False))))
+    assert rig.group.lost is not None
+
+
+def test_a_process_that_cannot_be_started_ends_the_group() -> None:
+    rig = Rig()
+    rig.run()
+    rig.feed(t.Gone(1, "it ended"))
+    rig.resume()
+    rig.feed(t.Unable(EngineDead("whoever keeps the ranks is gone")))
+    assert rig.group.phase == "ended"
+
+
+@pytest.mark.parametrize("dismiss", [False, True])
+def test_the_end(dismiss: bool) -> None:
+    rig = Rig()
+    rig.run()
+    actions = rig.feed(t.Close(dismiss))
+    assert kinds(actions) == ["Shutdown"] * 2 * dismiss + ["Abort"] * 3
+    assert rig.feed(t.Gone(1, "it ended")) == []
+
+
+def test_ranks_of_a_group_that_was_given_up_are_dismissed() -> None:
+    rig = Rig()
+    rig.run()
+    rig.feed(t.Unable(EngineDead("planted")))
+    assert kinds(rig.feed(t.Close(dismiss=True)))[:2] == ["Shutdown"] * 2
+    assert str(rig.group.failed) == "planted"
+
+
+def test_silence_is_counted_from_what_was_heard_and_not_by_who_was_away() -> None:
+    alive = Liveness(6.0)
+    alive.expect([1, 2], 0.0)
+    now = 0.0
+    while now < 5.5:
+        now += 0.5
+        alive.heard(1, now)
+        alive.heard(9, now)
+        assert alive.silent(now) is None
+    assert alive.silent(now + 1.0) == 2
+    alive.expect([1, 2], 100.0)
+    assert alive.silent(100.0) is None
+    assert alive.silent(300.0) is None, "this process stood still, not the ranks"
+    assert alive.silent(301.0) is None
+    alive.expect([], 301.0)
+    assert alive.silent(900.0) is None

@@ -1,0 +1,434 @@
+"""Membership of a group, as its head decides it. Pure: events and the time go in, actions come out.
+
+    gathering ──► meeting ──► forming ──► running
+        ▲        (a domain)      │           │ a rank is gone, or failed
+        │                        ▼           ▼
+        ╰── replaced ◄────────── lost ◄──────╯ ──► ended, past tries and budget
+
+gathering   every rank says hello, loads, gets its pools and allocates them
+meeting     the heads of a domain agree on the epoch; else it is the next one
+forming     this rank and all others connect their communicators, with empty slots
+running     steps; a step is settled when every rank has told the same outcome
+lost        until the engine has dropped its steps (``Resume``), or this rank has loaded
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Literal
+
+from weft.common.errors import ConfigError, EngineDead, WeftError
+from weft.common.log import get_logger
+from weft.common.restarts import RestartBudget
+from weft.group import types as t
+from weft.group.liveness import COLLECTIVE, GRACE, SILENT, Liveness
+from weft.group.meeting import Meeting
+from weft.group.roster import Member, Roster
+from weft.group.steps import Steps
+from weft.group.tries import Tries
+from weft.group.types import GroupLost
+from weft.types import frames as f
+
+log = get_logger(__name__)
+
+HELLO_S = 120.0
+"""Seconds from starting a rank's process to its hello."""
+LOAD_S = 3600.0
+"""Seconds that ranks may take to load, and heads to come, as long as they show that they run."""
+LOOK_MEETING_S, LOOK_S = 0.02, 1.0
+"""Seconds between two looks at the leases of other heads: while they are waited for, and while steps run."""
+
+Phase = Literal["gathering", "meeting", "forming", "running", "lost", "ended"]
+
+
+def late(what: str, patience: float) -> str:
+    """Why a rank is lost that did not do ``what`` in so many seconds."""
+    return f"it did not {what} within {patience:g} s"
+
+
+class Membership:
+    """One for each head. ``on`` is the only way to change it."""
+
+    def __init__(
+        self,
+        rank: int,
+        members: Mapping[int, bool],
+        *,
+        settings: Mapping[str, str],
+        rank_timeout: float = 10.0,
+        incarnation: str = "",
+        heartbeats: str = "",
+        stores: str = "",
+        meeting: Meeting | None = None,
+        budget: RestartBudget | None = None,
+        hello_s: float = HELLO_S,
+        load_s: float = LOAD_S,
+    ) -> None:
+        """``rank``: this one. ``members``: the others, and whether they are on this host. ``settings``: which
+        ranks must share. ``incarnation``: of this head, and ``heartbeats`` its address for them. ``stores``:
+        what addresses of stores begin with; empty: nobody connects. ``meeting``: where there is a domain.
+        """
+        welcome = f.RankWelcome(beats=heartbeats, life=incarnation)
+        self.rank, self._roster = rank, Roster(rank, members, settings, welcome)
+        self.phase: Phase = "gathering"
+        self.epoch = self.aborted = -1
+        """The epoch that runs, or ran last; the last one that has ended."""
+        self.lost: GroupLost | None = None
+        """Why the epoch that ran, or the last try to form one, has ended; None while it runs."""
+        self.failed: WeftError | None = None
+        """Why there will be no other epoch."""
+        self.steps = Steps(rank, tuple(members), COLLECTIVE * rank_timeout)
+        self.tries = Tries(budget)
+        self._stores = stores
+        self._timeout, self._hello_s, self._load_s = rank_timeout, hello_s, load_s
+        self._liveness = Liveness(SILENT * rank_timeout)
+        self._meeting = meeting
+        self._own: t.Own = t.Own("started")
+        """How far this rank is."""
+        self._stepping = False
+        """Whether the engine may have steps of the epoch that runs, or was lost."""
+        self._connecting: int | None = None
+        """The epoch of the ``Connect`` that is under way."""
+        self._judging: tuple[float, str] | None = None
+        """A collective failed: until when somebody may say why, and what it said."""
+        self._until = 0.0
+        """When the heads must have met, or the others formed."""
+        self._now = 0.0
+
+    # ---- what a shell asks
+
+    def on(self, event: t.Event, now: float) -> list[t.Action]:
+        """What follows from ``event`` at time ``now``, in seconds, which never falls: to be done in order."""
+        self._now = now
+        if self.phase != "ended" or isinstance(event, t.Close):
+            self._take(event)
+            self._advance()
+        return self._roster.take_actions()
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is nobody to lose: then what fails here ends the group."""
+        return not self.members and self._meeting is None
+
+    @property
+    def members(self) -> Mapping[int, Member]:
+        """The other ranks."""
+        return self._roster.members
+
+    @property
+    def pools(self) -> tuple[int, ...] | None:
+        """Blocks of each pool, once all ranks have loaded."""
+        return self._roster.pools
+
+    @property
+    def welcomed(self) -> bool:
+        """Whether all ranks have said hello."""
+        return all(member.peer is not None for member in self.members.values())
+
+    def heartbeat(self) -> f.Beat:
+        """What ranks hear of this head."""
+        step, aborted = self.steps.own, self.aborted
+        return f.Beat(
+            rank=self.rank, epoch=self.epoch, step=step, life=self._roster.welcome.life, aborted=aborted
+        )
+
+    def leases_due(self, now: float) -> bool:
+        """Whether ``LeasesRead`` is wanted."""
+        if self._meeting is None or self.phase not in ("meeting", "running"):
+            return False
+        return now - self._meeting.looked >= (LOOK_MEETING_S if self.phase == "meeting" else LOOK_S)
+
+    def next_deadline(self) -> float | None:
+        """When ``Read`` will end a wait, if nothing comes before."""
+        return min((due for due, _ in self._deadlines()), default=None)
+
+    # ---- events
+
+    def _take(self, event: t.Event) -> None:
+        match event:
+            case t.Received(peer, frame):
+                self._frame(peer, frame)
+            case t.Read(heartbeats=False):
+                overdue = next((end for due, end in self._deadlines() if self._now >= due), None)
+                if overdue is not None:
+                    overdue()
+            case t.OwnOutcome(step, checksum):
+                self._compare(self.steps.take(self.rank, step, checksum, self._now))
+            case t.Read():
+                silent = None if self.phase == "lost" else self._liveness.silent(self._now)
+                if silent is not None:
+                    self._lose(GroupLost(silent, "it fell silent"))
+            case t.Gone(rank, how):
+                self._gone(rank, how)
+            case t.Garbled(peer, error):
+                self._roster.refuse(peer, error)
+                if not self.tries.ran and isinstance(error, f.VersionMismatch):
+                    self._end(ConfigError(error.message))
+            case t.Spawned(rank, outlived):
+                member = self.members[rank]
+                member.starting, member.outlived, member.since = False, outlived, self._now
+                self.tries.fresh = self.tries.fresh and not outlived
+            case t.Own():
+                self._advance_own(event)
+            case t.Connected():
+                self._connecting, self._until = None, self._now + self._timeout
+                if self.phase != "forming":  # it was lost meanwhile
+                    self._roster.actions.append(t.Abort())
+            case t.OwnFailure(epoch, message, collective):
+                if epoch == self._connecting:
+                    self._connecting = None
+                if epoch == self.epoch and collective:
+                    self._judge(message)
+                elif epoch == self.epoch:
+                    self._lose(GroupLost(self.rank, message))
+            case t.LeasesRead(leases):
+                self._leases(leases)
+            case t.Resume(lost):
+                self._resume(lost)
+            case t.Unable(error):
+                self._end(error)
+            case t.Close(dismiss):
+                if dismiss:
+                    self._roster.tell_all(f.Shutdown())
+                self._end(self.failed or EngineDead("the engine is closed"))
+
+    def _frame(self, peer: bytes, frame: f.ToHead) -> None:
+        if isinstance(frame, f.RankHello):
+            self._hello(peer, frame)
+            return
+        if isinstance(frame, f.Beat):
+            if (
+                frame.life == self._roster.welcome.life
+            ):  # else it has not noticed yet that its head is another
+                self._liveness.heard(frame.rank, self._now, new=frame.epoch < 0)
+            return
+        member = self._roster.of(peer, frame.rank)
+        if member is None:
+            return
+        match frame:
+            case f.Loaded(rank=rank, blocks=blocks):
+                self._loaded(rank, blocks)
+            case f.Ready():
+                member.ready = True
+            case f.Failed(rank=rank, epoch=epoch, error=error) if epoch < 0:
+                self._lose(GroupLost(rank, error.message, refused=error.blame == "client"))
+            case _ if frame.epoch != self.epoch:
+                pass
+            case f.Formed():
+                member.formed = self.phase == "forming"
+            case f.Outcome(rank=rank, step=step, checksum=checksum):
+                if self.phase == "running":
+                    self._compare(self.steps.take(rank, step, checksum, self._now))
+            case f.Failed(rank=rank, error=error, comm=collective):
+                member.stopped, member.bereft = True, collective
+                if collective:
+                    self._judge(error.message)
+                else:
+                    self._lose(GroupLost(rank, error.message))
+
+    def _hello(self, peer: bytes, hello: f.RankHello) -> None:
+        rank = hello.rank
+        try:
+            if not self._roster.hello(peer, hello, self._now):
+                return
+        except ConfigError as error:
+            if not self.tries.ran:
+                self._end(error)
+            return
+        self._liveness.forget(rank)
+        self.tries.fresh = self.tries.fresh and hello.epoch < 0
+        self.members[rank].stopped = self.phase != "gathering"
+        if self.phase in ("meeting", "forming", "running"):
+            if hello.epoch < 0:
+                self._lose(GroupLost(rank, "it was started anew"))
+            else:
+                self._lose(GroupLost(None, f"rank {rank} had lost its head, and is back"))
+
+    def _loaded(self, rank: int, blocks: tuple[int, ...]) -> None:
+        try:
+            self._roster.loaded(rank, blocks)
+        except EngineDead as error:
+            self._end(error)
+
+    def _gone(self, rank: int, how: str) -> None:
+        member = self.members[rank]
+        if member.starting or member.gone:
+            return
+        member.gone = how
+        if member.outlived and self.phase == "gathering":  # that is no try
+            self._replace(rank, how)
+        else:
+            self._lose(GroupLost(rank, how))
+
+    def _compare(self, other: tuple[int, int] | None) -> None:
+        if other is not None:
+            rank, step = other
+            self._lose(GroupLost(rank, f"it sampled other tokens in step {step} than the head"))
+
+    def _judge(self, message: str) -> None:
+        """A collective failed: waits a little for a rank that says why, ended, or says nothing."""
+        if self.phase not in ("forming", "running"):
+            return
+        if self._judging is None:
+            self._judging = self._now + GRACE * self._timeout, message
+            self._roster.actions.append(t.Abort())
+        if all(member.bereft for member in self.members.values()):
+            self._lose(GroupLost(None, message))
+
+    def _leases(self, leases: Sequence[t.Lease | None]) -> None:
+        assert self._meeting is not None
+        self._meeting.looked = self._now
+        if self.phase == "running" and self._meeting.moved_on(self.epoch, leases):
+            self._lose(GroupLost(None, "another replica was started anew"))
+        elif self.phase == "meeting":
+            found = self._meeting.look(leases)
+            if isinstance(found, t.Lease):
+                self._roster.actions.append(t.Renew(found))
+            elif found is not None:
+                self._connect(found)
+
+    def _advance_own(self, own: t.Own) -> None:
+        self._own = own
+        if own.stage == "started":
+            self._gather()
+            for rank, member in self.members.items():
+                if member.local:
+                    self._roster.spawn(rank, anew=False)
+            return
+        if own.stage == "loaded":
+            self._loaded(self.rank, own.blocks)
+        if self.phase == "lost" and not self._engaged:
+            self._again()
+
+    # ---- losing
+
+    @property
+    def _engaged(self) -> bool:
+        """Whether the thread that reads frames does something else yet: it has steps, loads or allocates."""
+        stage = self._own.stage
+        return self._stepping or stage == "loading" or (stage == "loaded" and self.pools is not None)
+
+    def _lose(self, lost: GroupLost) -> None:
+        """The epoch, or the try to form one, is over."""
+        if self.phase in ("lost", "ended"):
+            return
+        log.error("%s", lost.message)
+        self.phase, self.lost, self._judging = "lost", lost, None
+        self._end_epoch()
+        if not self._engaged:
+            self._again()
+
+    def _resume(self, lost: GroupLost) -> None:
+        self._lose(lost)
+        self._stepping = False
+        self.tries.renew(self._now)
+        self._again()
+
+    def _again(self) -> None:
+        """Replaces who is gone, and begins another try; or gives up."""
+        lost = self.lost
+        assert lost is not None
+        if self.alone or not self.tries.again():
+            self._end(ConfigError(lost.message) if lost.refused and not self.tries.ran else lost)
+            return
+        for rank, member in self.members.items():
+            if member.gone or (rank == lost.rank and not member.stopped):
+                self._replace(rank, member.gone or lost.reason)
+        self._gather()
+
+    def _gather(self) -> None:
+        self.phase = "gathering"
+        for member in self.members.values():
+            member.since = self._now
+            member.formed = member.stopped = member.bereft = False
+        ready = [rank for rank, member in self.members.items() if member.ready]
+        self._liveness.expect(ready, self._now, [rank for rank in self.members if rank not in ready])
+
+    def _replace(self, rank: int, why: str) -> None:
+        self._roster.replace(rank, why)
+        self._liveness.forget(rank)
+
+    def _end_epoch(self) -> None:
+        self._roster.actions.append(t.Abort())
+        if self.aborted < self.epoch:
+            self.aborted = self.epoch
+            self._roster.tell_all(f.Abort(epoch=self.epoch))
+
+    def _end(self, error: WeftError) -> None:
+        self._end_epoch()
+        self.phase, self.failed = "ended", error
+
+    # ---- forming
+
+    def _advance(self) -> None:
+        """Goes on when everybody is so far."""
+        members = self.members.values()
+        if self._connecting is not None:
+            return
+        if self.phase == "gathering" and self._own.stage == "ready":
+            if any(not member.ready or member.starting for member in members):
+                return
+            epoch = max(self.epoch, self._roster.seen) + 1  # one that no rank has been in, under any head
+            if self.alone:
+                self.epoch = epoch
+                self._run()
+            elif self._meeting is not None:
+                self.phase, self._until = "meeting", self._now + self._load_s
+                self._meeting.want(epoch)
+            else:
+                store = self._stores and f"{self._stores}/epoch{epoch}-{self._roster.welcome.life}"
+                self._connect(t.Connect(epoch, store, ()))
+        elif self.phase == "forming" and not self._judging and all(member.formed for member in members):
+            self._run()
+
+    def _connect(self, connect: t.Connect) -> None:
+        self.phase, self.epoch = "forming", connect.epoch
+        self.tries.fresh = self.tries.fresh and connect.epoch <= 0
+        self._connecting = connect.epoch
+        self.steps.clear()
+        self._liveness.expect(self.members, self._now)
+        for rank, member in self.members.items():
+            assert member.peer is not None, "all have said hello"
+            form = f.Form(epoch=connect.epoch, store=connect.store)
+            self._roster.actions.append(t.Send(member.peer, form, rank))
+        self._roster.actions.append(connect)
+
+    def _run(self) -> None:
+        self.phase, self.lost = "running", None
+        self.tries.run()
+        self._stepping = True
+        if self._meeting is not None:
+            self._roster.actions.append(t.Renew(self._meeting.begun(self.epoch)))
+
+    def _deadlines(self) -> Iterator[tuple[float, Callable[[], None]]]:
+        """When a wait ends, and what follows."""
+        if self._judging is not None:
+            yield self._judging[0], self._judged
+        if self.phase == "gathering":
+            for rank, member in self.members.items():
+                if member.starting:
+                    continue
+                if member.peer is None:
+                    patience = self._timeout if member.outlived else self._hello_s
+                    yield member.since + patience, partial(self._gone, rank, late("come", patience))
+                elif self._roster.is_late(rank):
+                    yield member.since + self._load_s, self._late(rank, "load", self._load_s)
+        elif self.phase == "meeting":
+            yield self._until, self._late(None, "meet all heads of the domain", self._load_s)
+        elif self.phase == "forming" and self._connecting is None:
+            for rank, member in self.members.items():
+                if not member.formed:
+                    yield self._until, self._late(rank, "form", self._timeout)
+        elif self.phase == "running" and (missing := self.steps.late()) is not None:
+            due, rank, step = missing
+            yield due, self._late(rank, f"end step {step}", COLLECTIVE * self._timeout)
+
+    def _late(self, rank: int | None, what: str, patience: float) -> Callable[[], None]:
+        return partial(self._lose, GroupLost(rank, late(what, patience)))
+
+    def _judged(self) -> None:
+        """Nobody said why a collective failed: if one rank alone said nothing, it is the one."""
+        assert self._judging is not None
+        silent = [rank for rank, member in self.members.items() if not member.bereft]
+        self._lose(GroupLost(silent[0] if len(silent) == 1 else None, self._judging[1]))

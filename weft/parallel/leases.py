@@ -1,0 +1,69 @@
+"""Where heads of a domain see each other's leases: files of one host, or the board of host 0."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from weft.group.types import Lease
+from weft.parallel.board import BoardClient
+from weft.types.board import lease_key
+
+ANSWER_S = 0.5
+"""Seconds that the board may take to hear of a lease; later looks say it again."""
+
+
+class Leases(Protocol):
+    """Used from one thread at a time."""
+
+    def read(self) -> Sequence[Lease | None]:
+        """Everybody's, by replica, as far as is known. Does not wait."""
+
+    def write(self, lease: Lease) -> None:
+        """This head's own."""
+
+
+class FolderLeases:
+    """Files in a folder that heads of one host share; only this user can enter it."""
+
+    def __init__(self, folder: str, replica: int, replicas: int) -> None:
+        self._paths = [Path(folder) / f"lease{number}" for number in range(replicas)]
+        self._mine = self._paths[replica]
+
+    def read(self) -> list[Lease | None]:
+        leases: list[Lease | None] = []
+        for path in self._paths:
+            try:
+                leases.append(msgspec.msgpack.decode(path.read_bytes(), type=Lease))
+            except FileNotFoundError:
+                leases.append(None)
+        return leases
+
+    def write(self, lease: Lease) -> None:
+        new = self._mine.with_suffix(".new")
+        new.write_bytes(msgspec.msgpack.encode(lease))
+        os.replace(new, self._mine)
+
+
+class BoardLeases:
+    """Entries of the board of host 0: a look tells what the one before it asked for."""
+
+    def __init__(self, client: BoardClient, replica: int, replicas: int) -> None:
+        self._client = client
+        self._keys = [lease_key(number) for number in range(replicas)]
+        self._mine = self._keys[replica]
+
+    def read(self) -> list[Lease | None]:
+        self._client.look(0.0)
+        found = [self._client.entries.get(key) for key in self._keys]
+        return [None if data is None else msgspec.msgpack.decode(data, type=Lease) for data in found]
+
+    def write(self, lease: Lease) -> None:
+        self._client.post(self._mine, msgspec.msgpack.encode(lease))
+        self._client.look(
+            ANSWER_S
+        )  # what was asked before may not be answered yet: then 0 would send nothing
