@@ -52,7 +52,7 @@ def pool_tensors(cache: CacheSpec, block_size: int, num_blocks: int, dtype: str)
     first = (("layer", len(cache.layers)), ("block", 1 + num_blocks))
     if cache.kind == "state":
         return _parts(cache, first, dtype)
-    entries = (*first, ("position", block_size // cache.ratio))
+    entries: tuple[tuple[str, int], ...] = (*first, ("position", block_size // cache.ratio))
     if not cache.width:
         entries = (*first, ("kv", 2), ("head", cache.kv_heads), ("position", block_size))
     width = cache.width or cache.head_dim
