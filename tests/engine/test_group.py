@@ -29,7 +29,7 @@ from weft.parallel.leases import FolderLeases
 from weft.parallel.loopback import LinkFault, lose, repeat
 from weft.parallel.mesh import Mesh
 from weft.types import frames as f
-from weft.types.plan import AllocSlot, FreeSlot, Rebalance, StepPlan
+from weft.types.plan import AllocSlot, FreeSlot, Rebalance, StepPlan, TokenMasks
 
 
 def make_rig(depth: int = 1, workers: int = 3, up: bool = True, **section: Any) -> GroupRig:
@@ -454,7 +454,7 @@ def test_frames_and_outcomes_of_an_epoch_that_ended_change_nothing() -> None:
 
 def test_token_masks_are_refused_as_there_are_no_grammars() -> None:
     rig = make_rig()
-    rig.ranks.net.put(rig.ranks.peer(1), True, f.encode(f.LateMasks(step=0, epoch=0)))
+    rig.ranks.net.put(rig.ranks.peer(1), True, f.encode(f.LateMasks(step=0, epoch=0, masks=TokenMasks())))
     load(rig)
     with pytest.raises(GroupLost, match="no grammar backend"):
         rig.drain()

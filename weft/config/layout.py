@@ -15,19 +15,20 @@ Entries in 8 bits have their scales, and elements that keep the model's dtype, i
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from weft.config.spec import DTYPE_BYTES, CacheSpec
 
 FP8 = "float8_e4m3fn"
 ITEM_BYTES = {**DTYPE_BYTES, FP8: 1}
+Dims: TypeAlias = tuple[tuple[str, int], ...]
 
 
 class TensorLayout(NamedTuple):
     """One tensor. Dims are named; the last varies fastest."""
 
     name: str
-    dims: tuple[tuple[str, int], ...]
+    dims: Dims
     """(name, size) of each, as the module's docstring has them; ``kv`` is keys and values."""
     dtype: str
     """As torch names it."""
@@ -49,10 +50,10 @@ class TensorLayout(NamedTuple):
 def pool_tensors(cache: CacheSpec, block_size: int, num_blocks: int, dtype: str) -> tuple[TensorLayout, ...]:
     """The memory of a pool that gives out ``num_blocks`` blocks, of ``block_size`` positions, in a model of
     ``dtype``. Block 0 is the null block. Of a state they hold snapshots."""
-    first = (("layer", len(cache.layers)), ("block", 1 + num_blocks))
+    first: Dims = (("layer", len(cache.layers)), ("block", 1 + num_blocks))
     if cache.kind == "state":
         return _parts(cache, first, dtype)
-    entries: tuple[tuple[str, int], ...] = (*first, ("position", block_size // cache.ratio))
+    entries: Dims = (*first, ("position", block_size // cache.ratio))
     if not cache.width:
         entries = (*first, ("kv", 2), ("head", cache.kv_heads), ("position", block_size))
     width = cache.width or cache.head_dim
@@ -76,7 +77,7 @@ def block_bytes(cache: CacheSpec, block_size: int, dtype: str) -> int:
     return sum(tensor.nbytes for tensor in pool_tensors(cache, block_size, 0, dtype))
 
 
-def _parts(cache: CacheSpec, first: tuple[tuple[str, int], ...], dtype: str) -> tuple[TensorLayout, ...]:
+def _parts(cache: CacheSpec, first: Dims, dtype: str) -> tuple[TensorLayout, ...]:
     wide = dtype if dtype == "float64" else "float32"
     return tuple(
         TensorLayout(part.name, (*first, *_part_dims(part.shape)), wide if part.wide else dtype)
@@ -84,7 +85,7 @@ def _parts(cache: CacheSpec, first: tuple[tuple[str, int], ...], dtype: str) -> 
     )
 
 
-def _part_dims(shape: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
+def _part_dims(shape: tuple[int, ...]) -> Dims:
     """Heads, rows, width; or the first of these."""
     names = ("head", "row", "width") if len(shape) > 2 else ("head", "width")
     return tuple(zip(names[: len(shape)], shape, strict=True))
