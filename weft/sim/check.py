@@ -158,19 +158,20 @@ class Stream:
     def take(self, event: TokenEvent) -> None:
         """Checks the next event. Raises Violation."""
         name = f"sequence {self.sequence}"
-        require(self.open, f"{name}: an event after its end ({self.end or 'closed'})")
-        require(not self.paused or event.finish == "error", f"{name}: tokens while nobody reads it")
+        if not self.open:
+            raise Violation(f"{name}: an event after its end ({self.end or 'closed'})")
+        if self.paused and event.finish != "error":
+            raise Violation(f"{name}: tokens while nobody reads it")
         if event.prompt_logprobs is not None:
             self._take_prompt(event.prompt_logprobs)
         new = list(event.token_ids)
         due = self.tokens[self.count : self.count + len(new)]
-        require(new == due, f"{name}: tokens {new} at {self.count}, where {due} are due")
-        require(
-            not new or not self.wants_prompt or self.prompt_positions == len(self.prompt) - 1,
-            f"{name}: a token before all prompt logprobs",
-        )
-        self.count += len(new)
+        if new != due:
+            raise Violation(f"{name}: tokens {new} at {self.count}, where {due} are due")
         if new:
+            if self.wants_prompt and self.prompt_positions < len(self.prompt) - 1:
+                raise Violation(f"{name}: a token before all prompt logprobs")
+            self.count += len(new)
             self.given_back.clear()
         if event.finish is None:
             require(bool(new) or event.prompt_logprobs is not None, f"{name}: an event that says nothing")
@@ -178,9 +179,8 @@ class Stream:
         self.end = event.finish
         if event.finish == "error":
             require(event.error is not None, f"{name}: an error that does not say which")
-            return
-        whole = self.count == len(self.tokens) and event.finish == self.finish
-        require(whole, f"{name}: {event.finish} after {self.count} of {len(self.tokens)} tokens")
+        elif self.count < len(self.tokens) or event.finish != self.finish:
+            raise Violation(f"{name}: {event.finish} after {self.count} of {len(self.tokens)} tokens")
 
     def _take_prompt(self, columns: LogprobColumns) -> None:
         require(self.wants_prompt, f"sequence {self.sequence}: prompt logprobs that nobody asked for")

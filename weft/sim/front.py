@@ -15,7 +15,7 @@ from weft.common.restarts import MOST_LOSSES
 from weft.routing import events as e
 from weft.routing.fleet import LATE, MOST_REFUSALS, Fleet, Patience
 from weft.routing.instances import State
-from weft.sim.check import Stream, output, require, token_key
+from weft.sim.check import Stream, Violation, output, require, token_key
 from weft.sim.network import Link
 from weft.types import messages as m
 from weft.types.sampling import TokenParams
@@ -92,7 +92,8 @@ class FrontProcess:
         if self._takes():
             self._unready_since = cluster.now
         self._check()
-        self._after(event)
+        if self.clients:
+            self._after()
         if self.alive:
             self._schedule_tick()
 
@@ -173,7 +174,7 @@ class FrontProcess:
         """Raises Violation where ``stream`` failed for no reason that the schedule knows."""
         cluster, fleet = self.cluster, self.fleet
         why = f"{self.name}: sequence {stream.sequence} failed ({code}: {message})"
-        cluster.count(f"failed: {code}")
+        cluster.count(f"failed: {message if code == 'unavailable' else code}")
         if fleet.failure is not None:
             return  # see front_failed
         if code == "overloaded":
@@ -238,6 +239,9 @@ class FrontProcess:
         if isinstance(message, m.Welcome) and self.version < 2:
             message = msgspec.structs.replace(message, versions=(1, 1))
         self.feed(e.Received(link.head.instance, link.number, message))
+        if isinstance(message, m.Welcome):
+            half_open = self.fleet.instances[link.head.instance].state is State.HALF_OPEN
+            self.cluster.count("half-open instances", half_open)
 
     def _track_back(self, link: Link, event: m.TokenEvent) -> None:
         stream = self.streams.get(event.sequence)
@@ -334,11 +338,8 @@ class FrontProcess:
             pinned=pinned,
         )
 
-    def _after(self, event: e.Event) -> None:
+    def _after(self) -> None:
         """What clients and the text side do about what they were told."""
-        if not isinstance(event, e.Received) or not isinstance(event.message, m.Tokens):
-            if not self.clients:
-                return
         for first, client in list(self.clients.items()):
             streams = [self.streams[sequence] for sequence in self.requests[first]]
             stops = client.text_stops
@@ -392,19 +393,25 @@ class FrontProcess:
 
     def _check(self) -> None:
         """Raises Violation unless the fleet's books agree with each other and with the streams."""
-        fleet = self.fleet
-        at = {name: set(one.open) for name, one in fleet.instances.items()}
+        fleet, name = self.fleet, self.name
+        placed = 0
         for sequence, entry in fleet.entries.items():
             stream = self.streams[sequence]
-            places = entry.places
-            states = bool(places) + (sequence in fleet._parked) + (sequence in fleet._paused)
-            require(states == 1, f"{self.name}: sequence {sequence} is in {states} states at once")
-            for name in places:
-                require(sequence in at[name], f"{self.name}: the load of {name} lacks sequence {sequence}")
-                at[name].discard(sequence)
-            lost = f"{self.name}: sequence {sequence} lost {stream.losses} instances, {entry.losses} counted"
-            require(entry.losses == stream.losses, lost)
-            require(stream.open, f"{self.name}: sequence {sequence} ended and is open in the fleet")
-        for name, one in fleet.instances.items():
-            require(not at[name], f"{self.name}: {name} has sequences that are not open: {at[name]}")
-            require(one.prompt_tokens == sum(one.open.values()), f"{self.name}: the load of {name} is off")
+            states = bool(entry.places) + (sequence in fleet._parked) + (sequence in fleet._paused)
+            if states != 1:
+                raise Violation(f"{name}: sequence {sequence} is in {states} states at once")
+            placed += len(entry.places)
+            for place in entry.places:
+                if sequence not in fleet.instances[place].open:
+                    raise Violation(f"{name}: the load of {place} lacks sequence {sequence}")
+            if entry.losses != stream.losses:
+                counts = f"{stream.losses} instances, {entry.losses} counted"
+                raise Violation(f"{name}: sequence {sequence} lost {counts}")
+            if not stream.open:
+                raise Violation(f"{name}: sequence {sequence} ended and is open in the fleet")
+        for place, one in fleet.instances.items():
+            placed -= len(one.open)
+            if one.prompt_tokens != sum(one.open.values()):
+                raise Violation(f"{name}: the load of {place} is off")
+        if placed:
+            raise Violation(f"{name}: instances have {-placed} sequences that are not open")

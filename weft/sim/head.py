@@ -197,9 +197,10 @@ class HeadProcess:
 
     # -- the loop
 
-    def _turn(self) -> None:
+    def _turn(self, worked: bool = False) -> None:
+        """``worked``: whether it has just made a step. Fronts hear at once that all is done."""
         cluster = self.cluster
-        worked = False
+        worked = worked or self.engine.has_work()
         while self.alive:
             while self._inbox:
                 self._send(self.protocol.on(*self._inbox.popleft()))
@@ -213,7 +214,6 @@ class HeadProcess:
                 if self.protocol.draining:
                     cluster.supervisor.drained(self)
                 break
-            worked = True
             try:
                 complete = self.engine.launch(cluster.now)
             except EngineDead as error:
@@ -223,7 +223,8 @@ class HeadProcess:
                 self._waits += 1
                 cluster.at(max(complete, cluster.now), self, self._complete, self._waits)
                 return
-            require(self.engine.scheduler.in_flight > 0, f"{self.name}: work waits and nothing is planned")
+            if not self.engine.scheduler.in_flight:
+                raise Violation(f"{self.name}: work waits and nothing is planned")
         if worked or self._heartbeat_due:
             self._heartbeat()
 
@@ -242,7 +243,7 @@ class HeadProcess:
         self._send(self.protocol.events(events, self.engine.scheduler.steps))
         if self._heartbeat_due:
             self._heartbeat()
-        self._turn()
+        self._turn(worked=True)
 
     def _timer(self) -> None:
         self.cluster.at(self.cluster.now + HEARTBEAT_S, self, self._timer)
@@ -297,4 +298,5 @@ class HeadProcess:
         """Raises Violation unless all that is live here belongs to a front, and all that belongs is live."""
         live = self.engine.scheduler._book.live.keys()
         owned = self.protocol._owners.keys()
-        require(live == owned, f"{self.name}: live {sorted(live)}, owned by fronts {sorted(owned)}")
+        if live != owned:
+            raise Violation(f"{self.name}: live {sorted(live)}, owned by fronts {sorted(owned)}")

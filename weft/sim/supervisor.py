@@ -50,6 +50,10 @@ class Supervisor:
         """``front`` has just begun: it hears of all there is."""
         for head in self.heads.values():
             self.tell(front, front.started, head)
+            if head.instance in self.retired:
+                self.tell(front, front.retired, head.instance, EngineDead("it died too often"))
+            elif head.replaced:
+                self.tell(front, front.ended, head)
 
     def tell(self, front: FrontProcess, what: object, *arguments: object) -> None:
         """An entry of the registry, which reaches a front in order, some time."""
