@@ -63,7 +63,9 @@ class Driver:
     def say(self, name: str, message: m.ToFront, link: int | None = None) -> None:
         self.on(e.Received(name, self.link[name] if link is None else link, message))
 
-    def open(self, *sequences: int, request: int = 1, pinned: str | None = None, **fields: object) -> str | None:
+    def open(
+        self, *sequences: int, request: int = 1, pinned: str | None = None, **fields: object
+    ) -> str | None:
         """Opens sequences of one request; the instance that got them, if one did."""
         submits = tuple(
             m.Submit(

@@ -26,8 +26,9 @@ MOST_SHOWN = 10
 def explore_command(schedules: int, seed: int, jobs: int) -> int:
     """Simulate a cluster with faults: many schedules, each a function of its seed.
 
-    Fronts with the fleet that serves, heads with the scheduler that serves, a supervisor, clients, and a network.
-    Every stream is compared with the tokens that are due. The status is 1 when an invariant does not hold.
+    Fronts with the fleet that serves, heads with the scheduler that serves, a supervisor, clients, and a
+    network. Every stream is compared with the tokens that are due. The status is 1 when an invariant does not
+    hold.
     """
     with progress_bar(title="simulating", unit="schedule", total=schedules, leave=False) as bar:
         found = explore(schedules, seed, jobs, bar.update)
@@ -47,8 +48,8 @@ def explore_command(schedules: int, seed: int, jobs: int) -> int:
 def replay_command(seed: int) -> int:
     """Show the schedule of SEED event by event, and what it violates.
 
-    Each line has the virtual time and what happened: a message sent (a -> b), something a process noticed or did
-    (a .. b), or what a client asked or was told (a => b).
+    Each line has the virtual time and what happened: a message sent (a -> b), something a process noticed or
+    did (a .. b), or what a client asked or was told (a => b).
     """
     logging.getLogger("weft").setLevel(logging.CRITICAL + 1)  # it is all in the lines below
     try:

@@ -367,7 +367,7 @@ class Fleet:
 
     def _expected(self, event: e.Expected) -> None:
         instance = self.instances[event.instance]
-        if instance.link >= 0:  # the end of the process before it may be told later, over a link that is no more
+        if instance.link >= 0:  # the end of the process before it may be told later, or never
             self._lose(instance, EngineDead("another process took its place"), replace=False)
         self.restarts += instance.state is State.DOWN
         instance.start(event.link, self._now + self._patience.listen)

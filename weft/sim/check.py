@@ -1,7 +1,7 @@
 """What must hold whatever happens to a cluster, and the model that makes it checkable.
 
-The token at a position is a function of prompt, seed, choice and position, so whoever computes it gets the same
-one, and every stream can be compared with what it must be.
+The token at a position is a function of prompt, seed, choice and position, so whoever computes it gets the
+same one, and every stream can be compared with what it must be.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A whole cluster on virtual time: fronts with their fleets, heads with their schedulers, a supervisor, clients, a
-network, and faults. Everything random comes from one seed, so a schedule is a function of its seed.
+"""A whole cluster on virtual time: fronts with their fleets, heads with their schedulers, a supervisor,
+clients, a network, and faults. Everything random comes from one seed: a schedule is a function of it.
 
 Between two events nothing happens: the loop takes the earliest one, and whoever it is for runs the code that
 serves. A simulated group of ranks plugs in behind ``weft.sim.head.Engine``.
@@ -316,7 +316,9 @@ class Cluster:
         front = self.rng.choice(alive)
         first = self._sequence
         self._sequence += client.choices
-        self.note("client", "=>", front.name, f"request {client.number}: {client.choices} choices from {first}")
+        self.note(
+            "client", "=>", front.name, f"request {client.number}: {client.choices} choices from {first}"
+        )
         front.asked[client.number] = client
         self.at(self.now, front, self._open, client, front, first)
         if front.stalled_until > self.now:
@@ -359,9 +361,7 @@ def _settings(rng: random.Random) -> tuple[SchedulerSection, KVConfig]:
         step_policy=rng.choice(("mixed", "mixed", "exclusive")),
     )
     tokens = rng.choice((1, 2, 3)) * MAX_MODEL_LEN + BLOCK
-    kv = kv_config(
-        section, MAX_MODEL_LEN, tokens=tokens, block_size=BLOCK, caching=rng.random() < 0.7
-    )
+    kv = kv_config(section, MAX_MODEL_LEN, tokens=tokens, block_size=BLOCK, caching=rng.random() < 0.7)
     return section, kv
 
 

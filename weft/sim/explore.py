@@ -1,4 +1,4 @@
-"""Many schedules of a simulated cluster: which of them violate an invariant, and what all of them went through."""
+"""Many schedules of a simulated cluster: which violate an invariant, and what all of them went through."""
 
 from __future__ import annotations
 

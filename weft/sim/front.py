@@ -1,4 +1,4 @@
-"""A simulated front: the real ``Fleet``, and a shell that carries out its actions; and the clients that ask it.
+"""A simulated front: the real ``Fleet``, and a shell that carries out its actions; and what clients ask.
 
 Whatever the fleet does is compared with what the cluster knows to be so.
 """
@@ -116,7 +116,9 @@ class FrontProcess:
             self.replaced.add(number)
             head = self.links[number].head
             cluster.note(self.name, "..", head.name, f"replace it: {action.error.message}")
-            cluster.at(cluster.now + cluster.rng.random() * 0.05, None, cluster.supervisor.replace, self, head)
+            cluster.at(
+                cluster.now + cluster.rng.random() * 0.05, None, cluster.supervisor.replace, self, head
+            )
         elif isinstance(action, e.Failed):
             cluster.note(self.name, "..", "", f"failed: {action.error.message}")
             cluster.front_failed(self)

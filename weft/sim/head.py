@@ -1,8 +1,9 @@
 """A simulated head: the real ``HeadProtocol`` over the real ``Scheduler``, in a process of virtual time.
 
-Its engine is one rank. A simulated group of ranks plugs in at ``Engine._launch`` and ``lose_group``: there a step
-goes out and a result comes back, and there ranks are lost; what lies between (membership: who takes part, since
-which epoch, and when all have reported) is a state machine beside the scheduler, driven by the same events.
+Its engine is one rank. A simulated group of ranks plugs in at ``Engine._launch`` and ``lose_group``: there a
+step goes out and a result comes back, and there ranks are lost. What lies between (membership: who takes
+part, since which epoch, and when all have reported) is a state machine beside the scheduler, driven by the
+same events.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Engine:
         )
 
     def launch(self, now: float) -> float | None:
-        """Launches the next step, if there is one. When the oldest in flight has to be waited for, or None."""
+        """Launches the next step, if any. Until when the oldest one is waited for; None if it is not."""
         plan = self.scheduler.plan(now) if len(self._in_flight) < self._depth else None
         if plan is not None:
             self._launch(plan, now)
@@ -120,14 +121,17 @@ class OldHeadProtocol(HeadProtocol):
         require(message.versions[0] <= 1, "a front that speaks version 1 no more")
         answers = super().on(front, msgspec.structs.replace(message, versions=(1, 1)))
         return [
-            (to, msgspec.structs.replace(answer, versions=(1, 1)) if isinstance(answer, m.Welcome) else answer)
+            (
+                to,
+                msgspec.structs.replace(answer, versions=(1, 1)) if isinstance(answer, m.Welcome) else answer,
+            )
             for to, answer in answers
         ]
 
 
 class HeadProcess:
-    """A process: it listens, loads, serves, and ends. The loop is that of ``weft.engine.head``: between steps it
-    takes what came, and while it waits for a step it takes nothing.
+    """A process: it listens, loads, serves, and ends. The loop is that of ``weft.engine.head``: between steps
+    it takes what came, and while it waits for a step it takes nothing.
     """
 
     def __init__(self, cluster: Cluster, instance: str, number: int, version: int) -> None:

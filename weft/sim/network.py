@@ -78,9 +78,9 @@ class Network:
     def to_head(self, link: Link, message: m.ToHead) -> None:
         """Sends ``message``. Raises Violation for what the version of the link does not know."""
         cluster = self._cluster
-        if link.version < 2:
-            if isinstance(message, m.Goodbye) or (isinstance(message, m.Submit) and message.attempt):
-                raise Violation(f"{type(message).__name__} of version 2 to one that speaks version 1")
+        new = isinstance(message, m.Goodbye) or (isinstance(message, m.Submit) and bool(message.attempt))
+        if new and link.version < 2:
+            raise Violation(f"{type(message).__name__} of version 2 to one that speaks version 1")
         cluster.note(link.front.name, "->", link.head.name, message)
         if not link.up:
             self.lost += 1

@@ -1,8 +1,8 @@
-"""The supervisor of a simulated cluster: it owns the processes of heads, starts dead ones again while its budget
-lasts, and tells fronts through a registry what there is.
+"""The supervisor of a simulated cluster: it owns the processes of heads, starts dead ones again while its
+budget lasts, and tells fronts through a registry what there is.
 
-A front that gives an instance up says so, and others may still work with the same process: where the supervisor
-finds it well, that front alone gets another link to it.
+A front that gives an instance up says so, and others may still work with the same process: where the
+supervisor finds it well, that front alone gets another link to it.
 """
 
 from __future__ import annotations
