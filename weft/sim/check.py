@@ -59,7 +59,8 @@ class TokenModel:
         """``row_errors``: key -> position whose logits are not finite. ``poison``: key -> position at which
         whoever computes it dies.
         """
-        self._row_errors, self._poison = row_errors, poison
+        self._row_errors = row_errors
+        self._poison = poison
         self._slots: dict[int, tuple[int, list[int]]] = {}
         """Slot -> key, known ids."""
 
@@ -74,7 +75,8 @@ class TokenModel:
         errors = []
         logprobs: list[tuple[int, int]] = []  # (prompt token, its position)
         logprob_offsets = [0]
-        dies, number = False, -1
+        dies = False
+        number = -1
         for segment in (plan.prefill, plan.decode):
             columns = (segment.slot, segment.start, segment.count, segment.logits, segment.sample)
             for slot, start, count, logits, sample in zip(*(one.tolist() for one in columns), strict=True):

@@ -17,14 +17,14 @@ from weft.config.resolved import KVConfig
 from weft.config.sections import SchedulerSection
 from weft.routing.instances import State
 from weft.sim import faults
-from weft.sim.check import VOCABULARY, Violation, require, token_key
+from weft.sim.check import Violation, require, token_key
+from weft.sim.clients import MOST_TRIES, Client, random_client
 from weft.sim.engine import kv_config
-from weft.sim.front import MOST_TRIES, Client, FrontProcess
+from weft.sim.front import FrontProcess
 from weft.sim.head import HeadProcess
 from weft.sim.network import Link, Network
 from weft.sim.supervisor import Supervisor
 from weft.types.messages import ids_to_bytes
-from weft.types.sampling import TokenParams
 
 HORIZON = 90.0
 """Virtual seconds in which everything has an end."""
@@ -62,7 +62,8 @@ class Cluster:
         self.poison_left = 0
         self.slow_starts = 0
         """Processes to come that do not listen, or load, in time."""
-        heads, fronts = rng.choice((1, 2, 2, 3, 4)), rng.choice((1, 1, 2, 3))
+        heads = rng.choice((1, 2, 2, 3, 4))
+        fronts = rng.choice((1, 1, 2, 3))
         domain = "d" if heads > 1 and rng.random() < 0.15 else ""
         self.instances = {f"head{number}": domain for number in range(heads)}
         self.fronts: list[FrontProcess] = []
@@ -81,7 +82,7 @@ class Cluster:
             version = 1 if old and rng.random() < 0.5 else 2
             self.counts["heads of version 1"] += version == 1
             self.supervisor.start(name, version)
-        self.clients = [_client(rng, number) for number in range(rng.choice((1, 2, 3, 3, 4, 6)))]
+        self.clients = [random_client(rng, number) for number in range(rng.choice((1, 2, 3, 3, 4, 6)))]
         for client in self.clients:
             self.at(client.at, None, self.ask, client)
         self.pending_faults = faults.plan(self)
@@ -95,7 +96,9 @@ class Cluster:
 
     def run(self) -> None:
         """Until all is quiet. Raises Violation."""
-        heap, settled, quiet = self._heap, 0.0, False
+        heap = self._heap
+        settled = 0.0
+        quiet = False
         while heap:
             time, _, process, what, arguments = heapq.heappop(heap)
             self.now = max(time, self.now)
@@ -110,7 +113,8 @@ class Cluster:
             what(*arguments)
             if self.now >= settled:
                 settled = self.now + SETTLE
-                before, quiet = quiet, self._quiet()
+                before = quiet
+                quiet = self._quiet()
                 if before and quiet:  # so what was under way to fronts has come
                     break
                 if self.now > HORIZON:
@@ -363,40 +367,6 @@ def _settings(rng: random.Random) -> tuple[SchedulerSection, KVConfig]:
     tokens = rng.choice((1, 2, 3)) * MAX_MODEL_LEN + BLOCK
     kv = kv_config(section, MAX_MODEL_LEN, tokens=tokens, block_size=BLOCK, caching=rng.random() < 0.7)
     return section, kv
-
-
-def _client(rng: random.Random, number: int) -> Client:
-    """A request: short, as whatever can go wrong can go wrong in a few tokens."""
-    prompt = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 10))]
-    if rng.random() < 0.3:
-        prompt = [7] * len(prompt)
-    choices = rng.choice((1, 1, 2, 3))
-    stops = (rng.randrange(VOCABULARY),) if rng.random() < 0.3 else ()
-    kind = rng.random()
-    pauses: tuple[tuple[float, float], ...] = ()
-    if kind < 0.2:
-        pauses = ((rng.random() * 0.3, rng.random() * 0.3),)
-        if rng.random() < 0.5:
-            pauses += ((0.65 + rng.random() * 0.2, rng.random() * 0.1),)
-    leaves = rng.random() * 0.5 if 0.2 <= kind < 0.3 else None
-    if kind < 0.03:
-        pauses, leaves = ((0.1, 60.0),), 3.0  # it never reads, and is closed at last
-    return Client(
-        number=number,
-        prompt=prompt,
-        choices=choices,
-        seed=rng.getrandbits(32),
-        params=TokenParams(
-            max_tokens=rng.randint(1, 8),
-            stop_ids=stops,
-            prompt_logprobs=0 if rng.random() < 0.25 else -1,
-        ),
-        at=0.45 + rng.random() * 0.6,
-        pinned=rng.random() < 0.08,
-        text_stops={0: rng.randint(1, 4)} if rng.random() < 0.2 else {},
-        pauses=pauses,
-        leaves=leaves,
-    )
 
 
 def simulate_cluster(seed: int, log: Callable[[float, str], None] | None = None) -> Cluster:

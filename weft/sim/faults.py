@@ -189,7 +189,8 @@ def _break_link(cluster: Cluster) -> bool:
 
 def _partition(cluster: Cluster) -> bool:
     """Silence between a front and a head, or a head and all fronts; then all comes late, or a break."""
-    rng, link = cluster.rng, _link(cluster)
+    rng = cluster.rng
+    link = _link(cluster)
     if link is None:
         return False
     seconds = rng.uniform(0.1, 1.0) if rng.random() < 0.6 else rng.uniform(4.0, 8.0)

@@ -5,7 +5,6 @@ Whatever the fleet does is compared with what the cluster knows to be so.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -16,9 +15,9 @@ from weft.routing import events as e
 from weft.routing.fleet import LATE, MOST_REFUSALS, Fleet, Patience
 from weft.routing.instances import State
 from weft.sim.check import Stream, Violation, output, require, token_key
+from weft.sim.clients import Client
 from weft.sim.network import Link
 from weft.types import messages as m
-from weft.types.sampling import TokenParams
 
 if TYPE_CHECKING:
     from weft.sim.cluster import Cluster
@@ -27,37 +26,15 @@ if TYPE_CHECKING:
 PATIENCE = Patience(engine=4.0, recovery=6.0, listen=2.0, load=4.0)
 MOST_SILENCE = 1.2
 """Seconds of silence that give no front a reason to give an instance up."""
-MOST_TRIES = 4
-"""Times that a client asks."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Client:
-    """A client's request, and what it does beside reading."""
-
-    number: int
-    prompt: list[int]
-    choices: int
-    seed: int
-    params: TokenParams
-    at: float
-    pinned: bool = False
-    text_stops: dict[int, int]
-    """Choice -> tokens after which the text side ends it."""
-    pauses: tuple[tuple[float, float], ...] = ()
-    """(seconds after its request, seconds that it does not read)."""
-    leaves: float | None = None
-    """Seconds after its request at which it leaves."""
-    tries: int = 0
-    outcome: str | None = None
-    """How it ended: done, failed, left or refused."""
 
 
 class FrontProcess:
     """A process with a fleet. Links are its own: a number for each process that it connects to."""
 
     def __init__(self, cluster: Cluster, name: str, instances: dict[str, str], version: int) -> None:
-        self.cluster, self.name, self.version = cluster, name, version
+        self.cluster = cluster
+        self.name = name
+        self.version = version
         self.alive = True
         self.closing = False
         self.stalled_until = 0.0
@@ -146,7 +123,8 @@ class FrontProcess:
     def _unlink(self, action: e.Unlink) -> None:
         if action.link not in self.links:  # it never had a process
             return
-        cluster, link = self.cluster, self.links[action.link]
+        cluster = self.cluster
+        link = self.links[action.link]
         require(not link.unlinked, f"{self.name}: link {link.number} was given up twice")
         excused = link.excused or link.silence > MOST_SILENCE
         require(excused, f"{self.name} gave {link.head.name} up, and nothing had happened to it")
@@ -174,7 +152,8 @@ class FrontProcess:
 
     def _explain(self, stream: Stream, code: str, message: str) -> None:
         """Raises Violation where ``stream`` failed for no reason that the schedule knows."""
-        cluster, fleet = self.cluster, self.fleet
+        cluster = self.cluster
+        fleet = self.fleet
         why = f"{self.name}: sequence {stream.sequence} failed ({code}: {message})"
         cluster.count(f"failed: {message if code == 'unavailable' else code}")
         if fleet.failure is not None:
@@ -395,7 +374,8 @@ class FrontProcess:
 
     def _check(self) -> None:
         """Raises Violation unless the fleet's books agree with each other and with the streams."""
-        fleet, name = self.fleet, self.name
+        fleet = self.fleet
+        name = self.name
         placed = 0
         for sequence, entry in fleet.entries.items():
             stream = self.streams[sequence]

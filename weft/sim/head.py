@@ -43,7 +43,9 @@ class Engine:
     """``EngineCore``'s loop on virtual time: one or two steps in flight."""
 
     def __init__(self, kv: KVConfig, section: SchedulerSection, model: TokenModel) -> None:
-        self.kv, self.section, self.model = kv, section, model
+        self.kv = kv
+        self.section = section
+        self.model = model
         self.scheduler = Scheduler(kv, section, VOCABULARY)
         self.recovering = False
         """Whether ranks were lost, and no step is made until the group is whole."""
@@ -100,7 +102,8 @@ class Engine:
 
     def regroup(self) -> list[m.TokenEvent]:
         """The ranks are there again, with empty slot tables."""
-        self.recovering, self._free_at = False, 0.0
+        self.recovering = False
+        self._free_at = 0.0
         return self.scheduler.requeue_all()
 
     def _launch(self, plan: StepPlan, now: float) -> None:
@@ -135,7 +138,9 @@ class HeadProcess:
     """
 
     def __init__(self, cluster: Cluster, instance: str, number: int, version: int) -> None:
-        self.cluster, self.instance, self.version = cluster, instance, version
+        self.cluster = cluster
+        self.instance = instance
+        self.version = version
         self.name = f"{instance}#{number}"
         self.alive = True
         self.stalled_until = 0.0

@@ -23,7 +23,9 @@ class Supervisor:
 
     def __init__(self, cluster: Cluster, instances: dict[str, str], restarts: int, relinks: bool) -> None:
         """``restarts``: of all heads together. ``relinks``: whether a process that is well is kept."""
-        self._cluster, self._domains, self._relinks = cluster, instances, relinks
+        self._cluster = cluster
+        self._domains = instances
+        self._relinks = relinks
         self._budget = RestartBudget(restarts, 600.0)
         self.heads: dict[str, HeadProcess] = {}
         """The present process of each instance, alive or not."""
@@ -37,7 +39,8 @@ class Supervisor:
 
     def start(self, instance: str, version: int) -> None:
         """Starts a process and tells the fronts."""
-        cluster, rng = self._cluster, self._cluster.rng
+        cluster = self._cluster
+        rng = self._cluster.rng
         head = HeadProcess(cluster, instance, self._started, version)
         self._started += 1
         self.heads[instance] = head
@@ -114,7 +117,8 @@ class Supervisor:
         return head.instance not in self.retired and head is self.heads[head.instance] and not head.replaced
 
     def _again(self, head: HeadProcess, why: str) -> None:
-        cluster, instance = self._cluster, head.instance
+        cluster = self._cluster
+        instance = head.instance
         head.replaced = True
         upgrade = instance in self._upgrading
         self._upgrading.discard(instance)
