@@ -7,7 +7,7 @@ OPS := $(VENV)/.ops
 # The CPU threads of tests: several processes with many threads each fight.
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
-.PHONY: serve test quick setup ops lint types imports unit test-grid test-gpu bench bench-peers wheel clean help
+.PHONY: serve test quick setup ops lint types imports unit test-grid test-gpu simulate bench bench-peers wheel clean help
 
 serve: setup ops  ## serve the bundled model on http://127.0.0.1:8000
 	$(BIN)/weft serve $(ARGS)
@@ -59,6 +59,9 @@ test-grid: setup ops  ## every combination of the E0 and E1 grids (very slow)
 
 test-gpu: setup  ## the tests that need a CUDA GPU
 	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+simulate: setup  ## 10,000 simulated schedules of a cluster with faults; ARGS="--schedules 100000 --jobs 2" for more
+	$(BIN)/weft sim explore $(ARGS)
 
 bench-peers:  ## make the environments of the engines that Weft is compared with, outside the repository
 	PYTHON=$(PYTHON) bash bench/peers/setup.sh $(ARGS)

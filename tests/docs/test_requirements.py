@@ -12,7 +12,7 @@ BUILT = (
     [f"A{i}" for i in range(1, 20)]
     + [f"B{i}" for i in range(1, 22)]
     + [f"C{i}" for i in range(1, 15)]
-    + [f"F{i}" for i in (3, 5, *range(8, 16), 18, 26, 27, *range(29, 32), *range(40, 44), 45, 46, 47, 61, 63)]
+    + [f"F{i}" for i in (3, 5, *range(8, 16), 18, 26, 27, 29, 30, 31, *range(40, 44), *range(45, 49), 61, 63)]
 )  # fmt: skip
 
 

@@ -64,7 +64,9 @@ class Driver:
     def say(self, name: str, message: m.ToFront, link: int | None = None) -> None:
         self.on(e.Received(name, self.link[name] if link is None else link, message))
 
-    def open(self, *sequences: int, request: int = 1, pinned: str | None = None, **fields: object) -> str | None:
+    def open(
+        self, *sequences: int, request: int = 1, pinned: str | None = None, **fields: object
+    ) -> str | None:
         """Opens sequences of one request; the instance that got them, if one did."""
         submits = tuple(
             m.Submit(
@@ -262,7 +264,11 @@ def test_another_process_may_be_expected_before_the_end_of_the_last_one_is_told(
     assert [(action.instance, ids(action.message)) for action in one.of(e.Send)] == [("b", [7])]
     one.on(e.Lost("a", old, DIED))
     assert one.actions == []
-    assert (one.fleet.entries[1].losses, one.fleet.roster.instances["a"].deaths, one.fleet.roster.restarts) == (1, 1, 1)
+    assert (
+        one.fleet.entries[1].losses,
+        one.fleet.roster.instances["a"].deaths,
+        one.fleet.roster.restarts,
+    ) == (1, 1, 1)
 
 
 def test_silence_and_standing_still_count_as_death() -> None:

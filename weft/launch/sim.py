@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 import msgspec
+from click.core import ParameterSource
 
 from weft.common import log
 from weft.common.errors import ConfigError
@@ -19,6 +20,7 @@ from weft.config.flags import SETTINGS, suggest
 from weft.config.resolved import KVConfig
 from weft.config.sections import Config, SchedulerSection
 from weft.launch import options
+from weft.launch.sim_cluster import explore_command, replay_command
 from weft.scheduler.cost import CostModel, StepShape
 from weft.sim import Arrival, Report, simulate
 from weft.sim.engine import kv_config
@@ -28,7 +30,16 @@ from weft.sim.workload import Lengths, background, burst, in_order, poisson, rea
 _POSITIVE = click.FloatRange(0, min_open=True)
 
 
-@click.command(cls=options.Command)
+class _Sim(options.Command, click.Group):
+    """Simulates one scheduler where no other command is named."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes commands, then options."""
+        self.format_commands(ctx, formatter)
+        super().format_options(ctx, formatter)
+
+
+@click.command(cls=_Sim, invoke_without_command=True, subcommand_metavar="[explore|replay] ...")
 @click.option(
     "--cost-model",
     "cost_name",
@@ -98,7 +109,13 @@ def sim(cost_name: str, others: tuple[str, ...], json_file: str | None, **given:
 
     The scheduler is the real one; a cost model stands for model and machine. Times are as good as that model:
     compare rows, and measure before you promise.
+
+    explore and replay simulate a whole cluster with faults instead.
     """
+    context = click.get_current_context()
+    if context.invoked_subcommand is not None:
+        _refuse_options(context)
+        return 0
     config = _build(given)
     log.configure(config.front.log_level)
     if json_file is not None and not Path(json_file).absolute().parent.is_dir():
@@ -120,6 +137,14 @@ def sim(cost_name: str, others: tuple[str, ...], json_file: str | None, **given:
         data = msgspec.json.encode({"cost_model": cost.about or cost_name, "runs": found})
         Path(json_file).write_bytes(msgspec.json.format(data, indent=2))
     return 0
+
+
+def _refuse_options(context: click.Context) -> None:
+    """Raises a usage error where options stand before the name of a command, which has its own."""
+    for name in context.params:
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            flag = "--" + name.replace("_", "-")
+            raise click.UsageError(f"{flag} is no option of weft sim {context.invoked_subcommand}", context)
 
 
 def _build(given: dict[str, Any]) -> Config:
@@ -258,3 +283,7 @@ def table(rows: Sequence[tuple[str, Report]]) -> str:
         "  ".join([one[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(one[1:], widths[1:], strict=True))])
         for one in lines
     )
+
+
+sim.add_command(explore_command)
+sim.add_command(replay_command)

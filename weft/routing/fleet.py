@@ -305,7 +305,7 @@ class Fleet:
 
     def _expected(self, event: e.Expected) -> None:
         instance = self.roster.instances[event.instance]
-        if instance.link >= 0:  # the end of the process before it may be told later, over a link that is gone
+        if instance.link >= 0:  # the end of the process before it may be told later, or never
             self._lose(instance, EngineDead("another process took its place"), replace=False)
         self.roster.expect(instance, event.link, self._now)
 

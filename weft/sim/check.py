@@ -1,7 +1,7 @@
 """What must hold whatever happens to a cluster, and the model that makes it checkable.
 
-The token at a position is a function of prompt, seed, choice and position, so whoever computes it gets the same
-one, and every stream can be compared with what it must be.
+The token at a position is a function of prompt, seed, choice and position, so whoever computes it gets the
+same one, and every stream can be compared with what it must be.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class TokenModel:
         """``row_errors``: key -> position whose logits are not finite. ``poison``: key -> position at which
         whoever computes it dies.
         """
-        self._row_errors, self._poison = row_errors, poison
+        self._row_errors = row_errors
+        self._poison = poison
         self._slots: dict[int, tuple[int, list[int]]] = {}
         """Slot -> key, known ids."""
 
@@ -74,7 +75,8 @@ class TokenModel:
         errors = []
         logprobs: list[tuple[int, int]] = []  # (prompt token, its position)
         logprob_offsets = [0]
-        dies, number = False, -1
+        dies = False
+        number = -1
         for segment in (plan.prefill, plan.decode):
             columns = (segment.slot, segment.start, segment.count, segment.logits, segment.sample)
             for slot, start, count, logits, sample in zip(*(one.tolist() for one in columns), strict=True):
@@ -158,19 +160,20 @@ class Stream:
     def take(self, event: TokenEvent) -> None:
         """Checks the next event. Raises Violation."""
         name = f"sequence {self.sequence}"
-        require(self.open, f"{name}: an event after its end ({self.end or 'closed'})")
-        require(not self.paused or event.finish == "error", f"{name}: tokens while nobody reads it")
+        if not self.open:
+            raise Violation(f"{name}: an event after its end ({self.end or 'closed'})")
+        if self.paused and event.finish != "error":
+            raise Violation(f"{name}: tokens while nobody reads it")
         if event.prompt_logprobs is not None:
             self._take_prompt(event.prompt_logprobs)
         new = list(event.token_ids)
         due = self.tokens[self.count : self.count + len(new)]
-        require(new == due, f"{name}: tokens {new} at {self.count}, where {due} are due")
-        require(
-            not new or not self.wants_prompt or self.prompt_positions == len(self.prompt) - 1,
-            f"{name}: a token before all prompt logprobs",
-        )
-        self.count += len(new)
+        if new != due:
+            raise Violation(f"{name}: tokens {new} at {self.count}, where {due} are due")
         if new:
+            if self.wants_prompt and self.prompt_positions < len(self.prompt) - 1:
+                raise Violation(f"{name}: a token before all prompt logprobs")
+            self.count += len(new)
             self.given_back.clear()
         if event.finish is None:
             require(bool(new) or event.prompt_logprobs is not None, f"{name}: an event that says nothing")
@@ -178,9 +181,8 @@ class Stream:
         self.end = event.finish
         if event.finish == "error":
             require(event.error is not None, f"{name}: an error that does not say which")
-            return
-        whole = self.count == len(self.tokens) and event.finish == self.finish
-        require(whole, f"{name}: {event.finish} after {self.count} of {len(self.tokens)} tokens")
+        elif self.count < len(self.tokens) or event.finish != self.finish:
+            raise Violation(f"{name}: {event.finish} after {self.count} of {len(self.tokens)} tokens")
 
     def _take_prompt(self, columns: LogprobColumns) -> None:
         require(self.wants_prompt, f"sequence {self.sequence}: prompt logprobs that nobody asked for")

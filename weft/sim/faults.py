@@ -1,8 +1,8 @@
 """What goes wrong in a schedule, and the proof that it did.
 
-A fault is planned before anything runs. When its time comes it picks its victim among what there is, and counts
-as having happened only when its effect was seen: a process that lived and ends, messages that were under way and
-are late or lost, steps that were in flight.
+A fault is planned before anything runs. When its time comes it picks its victim among what there is, and
+counts as having happened only when its effect was seen: a process that lived and ends, messages that were
+under way and are late or lost, steps that were in flight.
 """
 
 from __future__ import annotations
@@ -24,20 +24,30 @@ def plan(cluster: Cluster) -> int:
     rng = cluster.rng
     if rng.random() < 0.1:
         return 0
-    kinds = rng.choices(list(KINDS), weights=[weight for weight, _ in KINDS.values()], k=rng.choice((1, 1, 2, 3)))
+    weights = [weight for weight, _ in KINDS.values()]
     planned = 0
-    for kind in kinds:
+    for kind in rng.choices(list(KINDS), weights, k=rng.choice((1, 1, 2, 3))):
         at = 0.4 + rng.random() * 0.9
-        times = [at]
-        if kind == "head killed" and rng.random() < 0.3:  # and again as soon as it is back
-            victim = rng.choice(list(cluster.instances))
-            times = [at + 0.5 * again + rng.random() * 0.2 for again in range(rng.choice((2, 3, 5)))]
-            for time in times:
-                cluster.at(time, None, _fire, cluster, lambda _: _kill_named(cluster, victim), kind)
+        if kind == "head killed" and rng.random() < 0.3:
+            planned += _plan_row(cluster, at)
         else:
             cluster.at(at, None, _fire, cluster, KINDS[kind][1], kind)
-        planned += len(times)
+            planned += 1
     return planned
+
+
+def _plan_row(cluster: Cluster, at: float) -> int:
+    """One head is killed, and again as soon as it is back."""
+    rng = cluster.rng
+    instance = rng.choice(list(cluster.instances))
+
+    def kill(cluster: Cluster) -> bool:
+        return cluster.end_head(cluster.supervisor.heads[instance])
+
+    times = [at + 0.5 * again + rng.random() * 0.2 for again in range(rng.choice((2, 3, 5)))]
+    for time in times:
+        cluster.at(time, None, _fire, cluster, kill, "head killed")
+    return len(times)
 
 
 def _fire(cluster: Cluster, apply: Callable[[Cluster], bool], kind: str) -> None:
@@ -67,7 +77,9 @@ def _front(cluster: Cluster) -> FrontProcess | None:
 def _link(cluster: Cluster, version: int = 1) -> Link | None:
     """A link that is up; rather one of a front that has requests."""
     front = _front(cluster)
-    links = [] if front is None else [one for one in front.links.values() if one.up and one.version >= version]
+    links = (
+        [] if front is None else [one for one in front.links.values() if one.up and one.version >= version]
+    )
     busy = [one for one in links if one.head.engine.has_work()]
     return cluster.rng.choice(busy or links) if links else None
 
@@ -78,10 +90,6 @@ def _link(cluster: Cluster, version: int = 1) -> Link | None:
 def _kill_head(cluster: Cluster) -> bool:
     head = _head(cluster, ready=False)
     return head is not None and cluster.end_head(head)
-
-
-def _kill_named(cluster: Cluster, instance: str) -> bool:
-    return cluster.end_head(cluster.supervisor.heads[instance])
 
 
 def _fail_head(cluster: Cluster) -> bool:
@@ -180,14 +188,20 @@ def _break_link(cluster: Cluster) -> bool:
 
 
 def _partition(cluster: Cluster) -> bool:
-    """Silence between a front and a head, or between a head and all fronts; then all comes late, or a break."""
-    rng, link = cluster.rng, _link(cluster)
+    """Silence between a front and a head, or a head and all fronts; then all comes late, or a break."""
+    rng = cluster.rng
+    link = _link(cluster)
     if link is None:
         return False
     seconds = rng.uniform(0.1, 1.0) if rng.random() < 0.6 else rng.uniform(4.0, 8.0)
     links = [link]
     if rng.random() < 0.4:
-        links = [one for front in cluster.fronts for one in front.links.values() if one.head is link.head and one.up]
+        links = [
+            one
+            for front in cluster.fronts
+            for one in front.links.values()
+            if one.head is link.head and one.up
+        ]
     breaks = rng.random() < 0.3
     for one in links:
         cluster.network.hold(one, seconds)
@@ -232,18 +246,18 @@ KINDS: dict[str, tuple[int, Callable[[Cluster], bool]]] = {
     "engine failed": (3, _fail_head),
     "head stalled": (4, _stall_head),
     "front stalled": (4, _stall_front),
-    "ranks lost": (5, _lose_group),
+    "ranks lost": (9, _lose_group),
     "poison": (3, _poison),
-    "row error": (2, _row_error),
+    "row error": (4, _row_error),
     "slow start": (2, _slow_start),
     "front killed": (4, _kill_front),
     "front closed": (4, _close_front),
     "link broken": (5, _break_link),
     "partition": (5, _partition),
     "delay": (4, _delay),
-    "submit sent twice": (4, _duplicate),
-    "evicted": (4, _evict),
+    "submit sent twice": (6, _duplicate),
+    "evicted": (7, _evict),
     "head upgraded": (4, _drain),
 }
-"""Kind -> how often it is planned, what it does and whether that was seen. Where the effect comes later, whoever
-sees it calls ``Cluster.happened``."""
+"""Kind -> how often it is planned, what it does and whether that was seen. Where the effect comes later,
+whoever sees it calls ``Cluster.happened``."""

@@ -1,11 +1,10 @@
-"""A simulated front: the real ``Fleet``, and a shell that carries out its actions; and the clients that ask it.
+"""A simulated front: the real ``Fleet``, and a shell that carries out its actions; and what clients ask.
 
 Whatever the fleet does is compared with what the cluster knows to be so.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -14,12 +13,12 @@ from weft.common.errors import EngineDead, WeftError
 from weft.common.restarts import MOST_LOSSES
 from weft.routing import events as e
 from weft.routing.fleet import LATE, MOST_REFUSALS, Fleet
-from weft.routing.roster import Patience
 from weft.routing.instances import State
-from weft.sim.check import Stream, output, require, token_key
+from weft.routing.roster import Patience
+from weft.sim.check import Stream, Violation, output, require, token_key
+from weft.sim.clients import Client
 from weft.sim.network import Link
 from weft.types import messages as m
-from weft.types.sampling import TokenParams
 
 if TYPE_CHECKING:
     from weft.sim.cluster import Cluster
@@ -28,37 +27,15 @@ if TYPE_CHECKING:
 PATIENCE = Patience(engine=4.0, recovery=6.0, listen=2.0, load=4.0)
 MOST_SILENCE = 1.2
 """Seconds of silence that give no front a reason to give an instance up."""
-MOST_TRIES = 4
-"""Times that a client asks."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Client:
-    """A client's request, and what it does beside reading."""
-
-    number: int
-    prompt: list[int]
-    choices: int
-    seed: int
-    params: TokenParams
-    at: float
-    pinned: bool = False
-    text_stops: dict[int, int]
-    """Choice -> tokens after which the text side ends it."""
-    pauses: tuple[tuple[float, float], ...] = ()
-    """(seconds after its request, seconds that it does not read)."""
-    leaves: float | None = None
-    """Seconds after its request at which it leaves."""
-    tries: int = 0
-    outcome: str | None = None
-    """How it ended: done, failed, left or refused."""
 
 
 class FrontProcess:
     """A process with a fleet. Links are its own: a number for each process that it connects to."""
 
     def __init__(self, cluster: Cluster, name: str, instances: dict[str, str], version: int) -> None:
-        self.cluster, self.name, self.version = cluster, name, version
+        self.cluster = cluster
+        self.name = name
+        self.version = version
         self.alive = True
         self.closing = False
         self.stalled_until = 0.0
@@ -93,7 +70,8 @@ class FrontProcess:
         if self._takes():
             self._unready_since = cluster.now
         self._check()
-        self._after(event)
+        if self.clients:
+            self._after()
         if self.alive:
             self._schedule_tick()
 
@@ -116,7 +94,9 @@ class FrontProcess:
             self.replaced.add(number)
             head = self.links[number].head
             cluster.note(self.name, "..", head.name, f"replace it: {action.error.message}")
-            cluster.at(cluster.now + cluster.rng.random() * 0.05, None, cluster.supervisor.replace, self, head)
+            cluster.at(
+                cluster.now + cluster.rng.random() * 0.05, None, cluster.supervisor.replace, self, head
+            )
         elif isinstance(action, e.Failed):
             cluster.note(self.name, "..", "", f"failed: {action.error.message}")
             cluster.front_failed(self)
@@ -144,7 +124,8 @@ class FrontProcess:
     def _unlink(self, action: e.Unlink) -> None:
         if action.link not in self.links:  # it never had a process
             return
-        cluster, link = self.cluster, self.links[action.link]
+        cluster = self.cluster
+        link = self.links[action.link]
         require(not link.unlinked, f"{self.name}: link {link.number} was given up twice")
         excused = link.excused or link.silence > MOST_SILENCE
         require(excused, f"{self.name} gave {link.head.name} up, and nothing had happened to it")
@@ -172,9 +153,10 @@ class FrontProcess:
 
     def _explain(self, stream: Stream, code: str, message: str) -> None:
         """Raises Violation where ``stream`` failed for no reason that the schedule knows."""
-        cluster, fleet = self.cluster, self.fleet
+        cluster = self.cluster
+        fleet = self.fleet
         why = f"{self.name}: sequence {stream.sequence} failed ({code}: {message})"
-        cluster.count(f"failed: {code}")
+        cluster.count(f"failed: {message if code == 'unavailable' else code}")
         if fleet.failure is not None:
             return  # see front_failed
         if code == "overloaded":
@@ -239,6 +221,9 @@ class FrontProcess:
         if isinstance(message, m.Welcome) and self.version < 2:
             message = msgspec.structs.replace(message, versions=(1, 1))
         self.feed(e.Received(link.head.instance, link.number, message))
+        if isinstance(message, m.Welcome):
+            half_open = self.fleet.roster.instances[link.head.instance].state is State.HALF_OPEN
+            self.cluster.count("half-open instances", half_open)
 
     def _track_back(self, link: Link, event: m.TokenEvent) -> None:
         stream = self.streams.get(event.sequence)
@@ -269,6 +254,7 @@ class FrontProcess:
         self.links[link.number] = link
         self.cluster.note(self.name, "..", head.name, f"expected over link {link.number}")
         self.feed(e.Expected(head.instance, link.number))
+        self.feed(e.Located(head.instance, link.number))
         self.cluster.connect(link)
 
     def ended(self, head: HeadProcess) -> None:
@@ -335,11 +321,8 @@ class FrontProcess:
             pinned=pinned,
         )
 
-    def _after(self, event: e.Event) -> None:
+    def _after(self) -> None:
         """What clients and the text side do about what they were told."""
-        if not isinstance(event, e.Received) or not isinstance(event.message, m.Tokens):
-            if not self.clients:
-                return
         for first, client in list(self.clients.items()):
             streams = [self.streams[sequence] for sequence in self.requests[first]]
             stops = client.text_stops
@@ -394,18 +377,25 @@ class FrontProcess:
     def _check(self) -> None:
         """Raises Violation unless the fleet's books agree with each other and with the streams."""
         fleet = self.fleet
-        at = {name: set(one.open) for name, one in fleet.roster.instances.items()}
+        name = self.name
+        placed = 0
         for sequence, entry in fleet.entries.items():
             stream = self.streams[sequence]
-            places = entry.places
-            states = bool(places) + (sequence in fleet._parked) + (sequence in fleet._paused)
-            require(states == 1, f"{self.name}: sequence {sequence} is in {states} states at once")
-            for name in places:
-                require(sequence in at[name], f"{self.name}: the load of {name} lacks sequence {sequence}")
-                at[name].discard(sequence)
-            lost = f"{self.name}: sequence {sequence} lost {stream.losses} instances, {entry.losses} counted"
-            require(entry.losses == stream.losses, lost)
-            require(stream.open, f"{self.name}: sequence {sequence} ended and is open in the fleet")
-        for name, one in fleet.roster.instances.items():
-            require(not at[name], f"{self.name}: {name} has sequences that are not open: {at[name]}")
-            require(one.prompt_tokens == sum(one.open.values()), f"{self.name}: the load of {name} is off")
+            states = bool(entry.places) + (sequence in fleet._parked) + (sequence in fleet._paused)
+            if states != 1:
+                raise Violation(f"{name}: sequence {sequence} is in {states} states at once")
+            placed += len(entry.places)
+            for place in entry.places:
+                if sequence not in fleet.roster.instances[place].open:
+                    raise Violation(f"{name}: the load of {place} lacks sequence {sequence}")
+            if entry.losses != stream.losses:
+                counts = f"{stream.losses} instances, {entry.losses} counted"
+                raise Violation(f"{name}: sequence {sequence} lost {counts}")
+            if not stream.open:
+                raise Violation(f"{name}: sequence {sequence} ended and is open in the fleet")
+        for place, one in fleet.roster.instances.items():
+            placed -= len(one.open)
+            if one.prompt_tokens != sum(one.open.values()):
+                raise Violation(f"{name}: the load of {place} is off")
+        if placed:
+            raise Violation(f"{name}: instances have {-placed} sequences that are not open")

@@ -1,8 +1,9 @@
 """A simulated head: the real ``HeadProtocol`` over the real ``Scheduler``, in a process of virtual time.
 
-Its engine is one rank. A simulated group of ranks plugs in at ``Engine._launch`` and ``lose_group``: there a step
-goes out and a result comes back, and there ranks are lost; what lies between (membership: who takes part, since
-which epoch, and when all have reported) is a state machine beside the scheduler, driven by the same events.
+Its engine is one rank. A simulated group of ranks plugs in at ``Engine._launch`` and ``lose_group``: there a
+step goes out and a result comes back, and there ranks are lost. What lies between (membership: who takes
+part, since which epoch, and when all have reported) is a state machine beside the scheduler, driven by the
+same events.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ class Engine:
     """``EngineCore``'s loop on virtual time: one or two steps in flight."""
 
     def __init__(self, kv: KVConfig, section: SchedulerSection, model: TokenModel) -> None:
-        self.kv, self.section, self.model = kv, section, model
+        self.kv = kv
+        self.section = section
+        self.model = model
         self.scheduler = Scheduler(kv, section, VOCABULARY)
         self.recovering = False
         """Whether ranks were lost, and no step is made until the group is whole."""
@@ -75,7 +78,7 @@ class Engine:
         )
 
     def launch(self, now: float) -> float | None:
-        """Launches the next step, if there is one. When the oldest in flight has to be waited for, or None."""
+        """Launches the next step, if any. Until when the oldest one is waited for; None if it is not."""
         plan = self.scheduler.plan(now) if len(self._in_flight) < self._depth else None
         if plan is not None:
             self._launch(plan, now)
@@ -99,7 +102,8 @@ class Engine:
 
     def regroup(self) -> list[m.TokenEvent]:
         """The ranks are there again, with empty slot tables."""
-        self.recovering, self._free_at = False, 0.0
+        self.recovering = False
+        self._free_at = 0.0
         return self.scheduler.requeue_all()
 
     def _launch(self, plan: StepPlan, now: float) -> None:
@@ -120,18 +124,23 @@ class OldHeadProtocol(HeadProtocol):
         require(message.versions[0] <= 1, "a front that speaks version 1 no more")
         answers = super().on(front, msgspec.structs.replace(message, versions=(1, 1)))
         return [
-            (to, msgspec.structs.replace(answer, versions=(1, 1)) if isinstance(answer, m.Welcome) else answer)
+            (
+                to,
+                msgspec.structs.replace(answer, versions=(1, 1)) if isinstance(answer, m.Welcome) else answer,
+            )
             for to, answer in answers
         ]
 
 
 class HeadProcess:
-    """A process: it listens, loads, serves, and ends. The loop is that of ``weft.engine.head``: between steps it
-    takes what came, and while it waits for a step it takes nothing.
+    """A process: it listens, loads, serves, and ends. The loop is that of ``weft.engine.head``: between steps
+    it takes what came, and while it waits for a step it takes nothing.
     """
 
     def __init__(self, cluster: Cluster, instance: str, number: int, version: int) -> None:
-        self.cluster, self.instance, self.version = cluster, instance, version
+        self.cluster = cluster
+        self.instance = instance
+        self.version = version
         self.name = f"{instance}#{number}"
         self.alive = True
         self.stalled_until = 0.0
@@ -197,9 +206,10 @@ class HeadProcess:
 
     # -- the loop
 
-    def _turn(self) -> None:
+    def _turn(self, worked: bool = False) -> None:
+        """``worked``: whether it has just made a step. Fronts hear at once that all is done."""
         cluster = self.cluster
-        worked = False
+        worked = worked or self.engine.has_work()
         while self.alive:
             while self._inbox:
                 self._send(self.protocol.on(*self._inbox.popleft()))
@@ -213,7 +223,6 @@ class HeadProcess:
                 if self.protocol.draining:
                     cluster.supervisor.drained(self)
                 break
-            worked = True
             try:
                 complete = self.engine.launch(cluster.now)
             except EngineDead as error:
@@ -223,7 +232,8 @@ class HeadProcess:
                 self._waits += 1
                 cluster.at(max(complete, cluster.now), self, self._complete, self._waits)
                 return
-            require(self.engine.scheduler.in_flight > 0, f"{self.name}: work waits and nothing is planned")
+            if not self.engine.scheduler.in_flight:
+                raise Violation(f"{self.name}: work waits and nothing is planned")
         if worked or self._heartbeat_due:
             self._heartbeat()
 
@@ -242,7 +252,7 @@ class HeadProcess:
         self._send(self.protocol.events(events, self.engine.scheduler.steps))
         if self._heartbeat_due:
             self._heartbeat()
-        self._turn()
+        self._turn(worked=True)
 
     def _timer(self) -> None:
         self.cluster.at(self.cluster.now + HEARTBEAT_S, self, self._timer)
@@ -295,6 +305,7 @@ class HeadProcess:
 
     def check(self) -> None:
         """Raises Violation unless all that is live here belongs to a front, and all that belongs is live."""
-        live = self.engine.scheduler._book.live.keys()
+        live = self.engine.scheduler._state.live.keys()
         owned = self.protocol._owners.keys()
-        require(live == owned, f"{self.name}: live {sorted(live)}, owned by fronts {sorted(owned)}")
+        if live != owned:
+            raise Violation(f"{self.name}: live {sorted(live)}, owned by fronts {sorted(owned)}")

@@ -39,7 +39,9 @@ class Link:
     )
 
     def __init__(self, number: int, front: FrontProcess, head: HeadProcess, latency: float) -> None:
-        self.number, self.front, self.head = number, front, head
+        self.number = number
+        self.front = front
+        self.head = head
         self.connection = f"{front.name}/{number}".encode()
         """By what the head knows it."""
         self.latency = latency
@@ -78,9 +80,9 @@ class Network:
     def to_head(self, link: Link, message: m.ToHead) -> None:
         """Sends ``message``. Raises Violation for what the version of the link does not know."""
         cluster = self._cluster
-        if link.version < 2:
-            if isinstance(message, m.Goodbye) or (isinstance(message, m.Submit) and message.attempt):
-                raise Violation(f"{type(message).__name__} of version 2 to one that speaks version 1")
+        new = isinstance(message, m.Goodbye) or (isinstance(message, m.Submit) and bool(message.attempt))
+        if new and link.version < 2:
+            raise Violation(f"{type(message).__name__} of version 2 to one that speaks version 1")
         cluster.note(link.front.name, "->", link.head.name, message)
         if not link.up:
             self.lost += 1
@@ -119,7 +121,8 @@ class Network:
         """The link is no more. Returns how many messages were under way and are lost."""
         if not link.up:
             return 0
-        link.up, link.excused = False, True
+        link.up = False
+        link.excused = True
         link.lingers = lingers
         gone = len(link.to_head) + (0 if lingers else len(link.to_front))
         self.lost += gone
@@ -130,7 +133,8 @@ class Network:
         return max(after, cluster.now + link.latency * (1.0 + cluster.rng.random()))
 
     def _deliver_to_head(self, link: Link) -> None:
-        now, queue = self._cluster.now, link.to_head
+        now = self._cluster.now
+        queue = link.to_head
         if not link.up:
             return
         if now < link.held_until:
@@ -142,7 +146,8 @@ class Network:
             self._cluster.at(queue[0][0], link.head, self._deliver_to_head, link)
 
     def _deliver_to_front(self, link: Link) -> None:
-        now, queue = self._cluster.now, link.to_front
+        now = self._cluster.now
+        queue = link.to_front
         if not (link.up or link.lingers):
             return
         if now < link.held_until:

@@ -1,12 +1,13 @@
-"""The supervisor of a simulated cluster: it owns the processes of heads, starts dead ones again while its budget
-lasts, and tells fronts through a registry what there is.
+"""The supervisor of a simulated cluster: it owns the processes of heads, starts dead ones again while its
+budget lasts, and tells fronts through a registry what there is.
 
-A front that gives an instance up says so, and others may still work with the same process: where the supervisor
-finds it well, that front alone gets another link to it.
+A front that gives an instance up says so, and others may still work with the same process: where the
+supervisor finds it well, that front alone gets another link to it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from weft.common.errors import EngineDead
@@ -23,7 +24,9 @@ class Supervisor:
 
     def __init__(self, cluster: Cluster, instances: dict[str, str], restarts: int, relinks: bool) -> None:
         """``restarts``: of all heads together. ``relinks``: whether a process that is well is kept."""
-        self._cluster, self._domains, self._relinks = cluster, instances, relinks
+        self._cluster = cluster
+        self._domains = instances
+        self._relinks = relinks
         self._budget = RestartBudget(restarts, 600.0)
         self.heads: dict[str, HeadProcess] = {}
         """The present process of each instance, alive or not."""
@@ -37,7 +40,8 @@ class Supervisor:
 
     def start(self, instance: str, version: int) -> None:
         """Starts a process and tells the fronts."""
-        cluster, rng = self._cluster, self._cluster.rng
+        cluster = self._cluster
+        rng = self._cluster.rng
         head = HeadProcess(cluster, instance, self._started, version)
         self._started += 1
         self.heads[instance] = head
@@ -50,8 +54,12 @@ class Supervisor:
         """``front`` has just begun: it hears of all there is."""
         for head in self.heads.values():
             self.tell(front, front.started, head)
+            if head.instance in self.retired:
+                self.tell(front, front.retired, head.instance, EngineDead("it died too often"))
+            elif head.replaced:
+                self.tell(front, front.ended, head)
 
-    def tell(self, front: FrontProcess, what: object, *arguments: object) -> None:
+    def tell(self, front: FrontProcess, what: Callable[..., object], *arguments: object) -> None:
         """An entry of the registry, which reaches a front in order, some time."""
         cluster = self._cluster
         front.registry_at = max(front.registry_at, cluster.now + 0.001 + cluster.rng.random() * 0.03)
@@ -110,7 +118,8 @@ class Supervisor:
         return head.instance not in self.retired and head is self.heads[head.instance] and not head.replaced
 
     def _again(self, head: HeadProcess, why: str) -> None:
-        cluster, instance = self._cluster, head.instance
+        cluster = self._cluster
+        instance = head.instance
         head.replaced = True
         upgrade = instance in self._upgrading
         self._upgrading.discard(instance)

@@ -1,0 +1,274 @@
+"""A whole cluster on virtual time: invariants over many schedules, and what planted bugs look like there.
+
+``make simulate`` runs 10,000 schedules; here is a part of them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from weft.launch import main as cli
+from weft.routing import events as e
+from weft.routing.fleet import Fleet
+from weft.routing.instances import State
+from weft.sim.check import Violation, output, token, token_key
+from weft.sim.cluster import simulate_cluster
+from weft.sim.explore import Exploration, explore, run_schedules
+from weft.sim.faults import KINDS
+from weft.sim.head import Engine
+from weft.types import messages as m
+from weft.types.sampling import TokenParams
+
+SCHEDULES = 400
+"""In the default tests."""
+BUDGET = 10_000
+"""By default, of ``weft sim explore``."""
+FOUND_WITHIN = 600
+"""Schedules in which each planted bug is found; the slowest took 123 when they were planted."""
+
+
+def log_of(seed: int) -> list[str]:
+    lines: list[str] = []
+    simulate_cluster(seed, lambda now, line: lines.append(f"{now!r} {line}"))
+    return lines
+
+
+@pytest.fixture(scope="module")
+def explored() -> Exploration:
+    return explore(SCHEDULES)
+
+
+def test_invariants_hold(explored: Exploration) -> None:
+    assert explored.failures == []
+    assert explored.schedules == SCHEDULES
+
+
+def test_every_kind_of_fault_is_seen_to_happen(explored: Exploration) -> None:
+    assert {kind for kind in KINDS if not explored.faults[kind]} == set()
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "abandoned",
+        "ended by the text side",
+        "fail-overs",
+        "failed: overloaded",
+        "fronts failed",
+        "fronts of version 1",
+        "fronts that joined later",
+        "half-open instances",
+        "heads of version 1",
+        "late events",
+        "messages of a link given up",
+        "pauses",
+        "relinked",
+        "requests done",
+        "resumed",
+        "retired",
+        "retried elsewhere",
+        "steps lost with their ranks",
+        "upgraded",
+    ],
+)
+def test_schedules_go_through_all_of_it(explored: Exploration, what: str) -> None:
+    assert explored.counts[what] > 0
+
+
+@pytest.mark.grid
+@pytest.mark.timeout(3600)
+def test_invariants_hold_over_the_whole_budget() -> None:
+    assert explore(BUDGET, jobs=2).failures == []
+
+
+def test_a_schedule_is_a_function_of_its_seed() -> None:
+    for seed in range(20):
+        assert log_of(seed) == log_of(seed)
+    assert log_of(1) != log_of(2)
+
+
+def test_a_schedule_is_the_same_in_every_process() -> None:
+    """Whatever the order of sets of strings is there."""
+    code = (
+        "import hashlib, sys; from tests.sim.test_cluster import log_of;"
+        "print(hashlib.sha256(repr([log_of(seed) for seed in range(10)]).encode()).hexdigest())"
+    )
+    outputs = set()
+    for hash_seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        command = [sys.executable, "-c", code]
+        root = Path(__file__).parents[2]
+        ran = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=True)
+        outputs.add(ran.stdout)
+    assert len(outputs) == 1
+
+
+def test_processes_share_the_work() -> None:
+    one, two = explore(120, seed=7), explore(120, seed=7, jobs=2)
+    assert (one.counts, one.faults, one.events) == (two.counts, two.faults, two.events)
+
+
+def test_the_output_that_is_due() -> None:
+    key = token_key(m.ids_to_bytes([1, 2]), 3, 0)
+    tokens, finish = output(key, 2, TokenParams(max_tokens=5), 24)
+    assert (tokens, finish) == ([token(key, position) for position in range(2, 7)], "length")
+    tokens, finish = output(key, 2, TokenParams(max_tokens=5, stop_ids=(tokens[2],)), 24)
+    assert finish == "stop"
+    assert len(output(key, 20, TokenParams(max_tokens=50), 24)[0]) == 4
+
+
+# -- planted bugs
+
+
+def finish_before_all_ranks_reported(patch: pytest.MonkeyPatch) -> None:
+    """Where the ranks are lost while a sequence's last step runs, its end is told all the same."""
+    early: dict[int, list[m.TokenEvent]] = {}
+    lose_group, regroup = Engine.lose_group, Engine.regroup
+
+    def lose(self: Engine) -> int:
+        told = early.setdefault(id(self), [])
+        for step in self._in_flight:
+            for segment in (step.plan.prefill, step.plan.decode):
+                for slot, start, count in zip(segment.slot, segment.start, segment.count, strict=True):
+                    sequence = self.scheduler._state.tenants[slot]
+                    if sequence is not None and start + count + 1 >= sequence.limit:
+                        told.append(m.TokenEvent(sequence=sequence.id, finish="length"))
+        return lose_group(self)
+
+    patch.setattr(Engine, "lose_group", lose)
+    patch.setattr(Engine, "regroup", lambda self: early.pop(id(self), []) + regroup(self))
+
+
+def fleet_variant(patch: pytest.MonkeyPatch, change: Callable[[Fleet, e.Event], e.Event]) -> None:
+    """A fleet to which events happen as ``change`` makes of them."""
+    on = Fleet.on
+    patch.setattr(Fleet, "on", lambda self, event, now: on(self, change(self, event), now))
+
+
+def resurrected(patch: pytest.MonkeyPatch) -> None:
+    """Whatever is heard of a head that failed brings it back."""
+
+    def change(fleet: Fleet, event: e.Event) -> e.Event:
+        if isinstance(event, e.Received) and fleet.roster.instances[event.instance].state is State.DOWN:
+            fleet.roster.instances[event.instance].state = State.UP
+        return event
+
+    fleet_variant(patch, change)
+
+
+def one_front_says_shutdown(patch: pytest.MonkeyPatch) -> None:
+    """A front that ends shuts down the heads that others use."""
+
+    def change(fleet: Fleet, event: e.Event) -> e.Event:
+        return e.Closing(shutdown=True) if isinstance(event, e.Closing) else event
+
+    fleet_variant(patch, change)
+
+
+def a_loss_counted_twice(patch: pytest.MonkeyPatch) -> None:
+    """The end of a process and the break of its connection are two losses."""
+
+    def change(fleet: Fleet, event: e.Event) -> e.Event:
+        if isinstance(event, e.Lost):
+            instance = fleet.roster.instances[event.instance]
+            if instance.state is State.DOWN and instance.link == event.link:
+                instance.state = State.STARTING
+        return event
+
+    fleet_variant(patch, change)
+
+
+def a_retry_meets_its_earlier_attempt(patch: pytest.MonkeyPatch) -> None:
+    """Events are taken for the present attempt's, whichever they are of."""
+
+    def change(fleet: Fleet, event: e.Event) -> e.Event:
+        if not isinstance(event, e.Received) or not isinstance(event.message, m.Tokens):
+            return event
+        told = []
+        for token_event in event.message.events:
+            entry = fleet.entries.get(token_event.sequence)
+            attempt = token_event.attempt if entry is None else entry.attempt
+            told.append(msgspec.structs.replace(token_event, attempt=attempt))
+        return event._replace(message=msgspec.structs.replace(event.message, events=tuple(told)))
+
+    fleet_variant(patch, change)
+
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+@pytest.mark.parametrize(
+    ("plant", "says"),
+    [
+        (finish_before_all_ranks_reported, "live|length after"),
+        (resurrected, "given up|link"),
+        (one_front_says_shutdown, "was shut down while"),
+        (a_loss_counted_twice, "given up twice|counted"),
+        (a_retry_meets_its_earlier_attempt, "sequence .* (after|tokens)"),
+    ],
+)
+def test_a_planted_bug_is_found(plant: Plant, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    chunks = [range(first, first + 10) for first in range(0, FOUND_WITHIN, 10)]
+    failures = next((found.failures for found in map(run_schedules, chunks) if found.failures), [])
+    assert failures, f"not found within {FOUND_WITHIN} schedules"
+    seed, what = failures[0]
+    print(f"{plant.__name__}: found by schedule {seed + 1} of {BUDGET}: {what}")
+    assert re.search(says, what)
+    with pytest.raises(Violation):
+        simulate_cluster(seed)
+    monkeypatch.undo()
+    simulate_cluster(seed)
+
+
+# -- the commands
+
+
+def ran(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["sim", *arguments])
+    out, err = capsys.readouterr()
+    return int(ended.value.code or 0), out, err
+
+
+def test_explore_prints_what_schedules_went_through(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = ran(capsys, "explore", "--schedules", "30", "--seed", "100")
+    assert (status, err) == (0, "")
+    assert out.startswith("30 schedules, ")
+    assert all(f"    {kind} " in out for kind in KINDS)
+    assert out.endswith("all invariants held\n")
+
+
+def test_a_failure_prints_its_seed_and_the_command_that_repeats_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_front_says_shutdown(monkeypatch)
+    status, out, _ = ran(capsys, "explore", "--schedules", "100")
+    assert status == 1
+    command = next(line for line in out.splitlines() if "weft sim replay" in line)
+    status, out, _ = ran(capsys, "replay", command.split()[-1])
+    assert status == 1
+    assert "fault ..   front closed" in out
+    assert "was shut down while" in out.splitlines()[-1]
+
+
+def test_replay_shows_the_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = ran(capsys, "replay", "3")
+    assert status == 0
+    assert "front0 -> head0#0  Hello(" in out
+    assert "client => front" in out
+    assert out.splitlines()[-1].startswith("all invariants held over ")
+
+
+def test_options_of_one_command_are_no_options_of_another(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = ran(capsys, "--requests", "3", "explore")
+    assert (status, out) == (2, "")
+    assert err == "weft: --requests is no option of weft sim explore\n"

@@ -1,0 +1,98 @@
+"""Many schedules of a simulated cluster: which violate an invariant, and what all of them went through."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from weft.sim.check import Violation
+from weft.sim.cluster import simulate_cluster
+
+CHUNK = 100
+"""Schedules that a process takes at a time."""
+
+
+@dataclass(slots=True)
+class Exploration:
+    """What came of schedules."""
+
+    schedules: int = 0
+    events: int = 0
+    """Of all schedules."""
+    failures: list[tuple[int, str]] = field(default_factory=list)
+    """(seed, which invariant), in order of seeds."""
+    faults: Counter[str] = field(default_factory=Counter)
+    """Schedules in which a kind of fault was seen to happen."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """What else happened, over all schedules."""
+    seconds: float = 0.0
+    """Of processor time."""
+
+    def add(self, other: Exploration) -> None:
+        """Takes in another part."""
+        self.schedules += other.schedules
+        self.events += other.events
+        self.failures = sorted(self.failures + other.failures)
+        self.faults.update(other.faults)
+        self.counts.update(other.counts)
+        self.seconds += other.seconds
+
+
+def run_schedules(seeds: range) -> Exploration:
+    """Runs the schedules of ``seeds`` one after another, in this process."""
+    found = Exploration()
+    began = time.process_time()
+    with _silent():
+        for seed in seeds:
+            try:
+                cluster = simulate_cluster(seed)
+            except Violation as violation:
+                found.failures.append((seed, str(violation)))
+            else:
+                found.events += cluster.events
+                found.faults.update(cluster.faults.keys())
+                found.counts.update(cluster.counts)
+            found.schedules += 1
+    found.seconds = time.process_time() - began
+    return found
+
+
+def explore(
+    schedules: int, seed: int = 0, jobs: int = 1, progress: Callable[[int], object] | None = None
+) -> Exploration:
+    """Runs ``schedules`` schedules, of ``seed`` and the seeds after it, in ``jobs`` processes.
+
+    ``progress`` hears how many more are done.
+    """
+    end = seed + schedules
+    chunks = [range(first, min(first + CHUNK, end)) for first in range(seed, end, CHUNK)]
+    found = Exploration()
+    for part in map(run_schedules, chunks) if jobs == 1 else _in_processes(chunks, jobs):
+        found.add(part)
+        if progress is not None:
+            progress(part.schedules)
+    return found
+
+
+def _in_processes(chunks: list[range], jobs: int) -> Iterator[Exploration]:
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        for done in as_completed([pool.submit(run_schedules, chunk) for chunk in chunks]):
+            yield done.result()
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Without the log lines of the code that is run: there are faults by the thousand."""
+    logger = logging.getLogger("weft")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
