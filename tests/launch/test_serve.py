@@ -278,7 +278,7 @@ def ended(pid: int) -> bool:
 def stopped_head(server: Server) -> int:
     """The head's process id, once it listens; it does nothing from then on, as if loading took for ever."""
     deadline = time.monotonic() + 60
-    while not list(Path(server.temporary).glob("*/head0")):
+    while not list(Path(server.temporary).glob("*/g0/head-0-1")):
         assert time.monotonic() < deadline
         time.sleep(0.005)
     head = server.head()

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
@@ -22,8 +22,7 @@ from weft.front.read_worker import Setup, decode_answer, encode_setup, payload_o
 from weft.front.reading import KINDS, Job, Reader, check_model
 from weft.front.responses import ModelCard
 from weft.front.workers import WorkerPool
-from weft.links.link import Address
-from weft.links.links import Links, Respawn
+from weft.links.links import Links, Owner
 from weft.routing.roster import Patience
 from weft.text.model import TextModel
 from weft.text.submit import IdMint, ModelLimits, SeedMint
@@ -53,8 +52,7 @@ class Front:
         self,
         config: EngineConfig,
         section: FrontSection,
-        addresses: Sequence[Address],
-        respawn: Respawn | None = None,
+        owner: Owner,
     ) -> None:
         self.config = config
         self.section = section
@@ -62,15 +60,14 @@ class Front:
         self._accepted = (*config.served_names, *config.accepted_names)
         self.created = int(time.time())
         self.links = Links(
-            addresses,
+            owner,
             Patience(engine=section.engine_timeout, recovery=section.recovery_timeout),
-            respawn=respawn,
             link_timeout=config.parallel.rank_timeout,
             together=config.parallel.enable_expert_parallel,
         )
         self.metrics = Metrics(self.names[0], self.links)
         each = config.scheduler.max_num_seqs + config.scheduler.max_queued_requests
-        self.lifecycle = Lifecycle(each * len(addresses))
+        self.lifecycle = Lifecycle(each * len(self.links.instances))
         self.bodies = Bodies(section.max_request_bytes)
         self._pool = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="weft-text")
         self._pooled = 0
@@ -107,9 +104,9 @@ class Front:
         self._workers = WorkerPool(command, encode_setup(setup), READ_PROCESSES, READ_SECONDS)
         self._reader = Reader(text, self._accepted, self.limits, section.max_response_bytes)
 
-    async def close(self) -> None:
-        """Ends the link; every request that is still open fails."""
-        await self.links.close()
+    async def close(self, shutdown: bool = True) -> None:
+        """Ends the links; every request that is still open fails. ``shutdown``: the heads end, too."""
+        await self.links.close(shutdown)
         if self._trimming is not None:
             self._trimming.cancel()
         if self._workers is not None:

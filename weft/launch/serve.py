@@ -64,6 +64,7 @@ def run(resolved: EngineConfig, front: FrontSection) -> int:
         child.forbid_core_dumps()
         keep = serve_host if uses_board(resolved.parallel) else serve_node
         return keep(resolved, front.log_level)
+    from weft.cluster.owner import HeadOwner
     from weft.engine.heads import HeadProcesses
     from weft.front.server import serve as run_front
 
@@ -77,10 +78,11 @@ def run(resolved: EngineConfig, front: FrontSection) -> int:
     patience, status = 0.0, 1
     ends: list[int] = []
     try:
-        heads = HeadProcesses(resolved, folder, front.log_level, front.engine_restarts)
+        heads = HeadProcesses(resolved, folder, front.log_level)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOPS)
-        places = [heads.start(replica) for replica in range(resolved.parallel.data_parallel_size)]
-        status = run_front(resolved, front, places, heads.respawn)
+        owner = HeadOwner(heads.names, heads, front.engine_restarts, together=heads.together)
+        owner.start()
+        status = run_front(resolved, front, owner)
         # After a signal that cuts short there is nothing to wait for: heads still load, or are not to finish.
         patience = 0.0 if status > 128 else _SECONDS_TO_CLOSE
     finally:
