@@ -1,7 +1,7 @@
 """The processes of one role, by name, and the one rule by which what died is started again. Pure.
 
-Every process of a name has a number of its own, its *incarnation*: what is said of an earlier one is old news,
-so one that several fronts report as lost is replaced once.
+Every process of a name has a number of its own, its *incarnation*. What is said of an earlier one is old
+news, so one that several fronts report as lost is replaced once.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class ProcessTable:
         return [self._next(name, entry, now) for name, entry in self._entries.items()]
 
     def lose(self, name: str, incarnation: int, error: WeftError, now: float) -> list[Action]:
-        """A process ended that should not have, or is as good as gone: it is replaced, or its name retired."""
+        """A process that should run is gone, or as good as gone: it is replaced, or its name is retired."""
         entry = self.running(name, incarnation)
         if entry is None:
             return []
