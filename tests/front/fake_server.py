@@ -32,6 +32,7 @@ from weft.config.sections import (
 )
 from weft.config.spec import CacheSpec, ModelSpec, RopeSpec
 from weft.front.server import serve
+from weft.launch.serve import run_fronts
 from weft.links.link import Address
 
 TEMPLATE = (
@@ -96,7 +97,8 @@ def engine_config(folder: Path, fields: dict[str, Any]) -> EngineConfig:
 class FakeHeads:
     """Starts fake heads, as ``weft.engine.heads.HeadProcesses`` starts heads."""
 
-    def __init__(self, folder: str, loaded: list[str]) -> None:
+    def __init__(self, folder: str, count: int, loaded: list[str], together: bool) -> None:
+        self.names, self.together = [str(number) for number in range(count)], together
         self._folder, self._loaded = folder, loaded
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._started: list[subprocess.Popen[bytes]] = []
@@ -137,11 +139,13 @@ def main(folder: Path, fields: dict[str, Any]) -> int:
     with tempfile.TemporaryDirectory(prefix="weft-") as private:
         loaded = fields.pop("loaded", [])
         count, lives = fields.pop("heads", 1), fields.pop("lives", 0)
-        heads = FakeHeads(private, loaded)
-        owner = HeadOwner([str(number) for number in range(count)], heads, lives, together=together)
-        owner.start()
-        front = msgspec.convert({"port": 0, **fields}, FrontSection)
+        heads = FakeHeads(private, count, loaded, together)
+        front = msgspec.convert({"port": 0, "engine_restarts": lives, **fields}, FrontSection)
         try:
+            if front.fronts > 1:
+                return run_fronts(config, front, heads, Path(private))  # type: ignore[arg-type]
+            owner = HeadOwner(heads.names, heads, lives, together=together)
+            owner.start()
             return serve(config, front, owner)
         finally:
             heads.close()

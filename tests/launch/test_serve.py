@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.processes import with_role
 from weft.common import signals
 from weft.common.cores import usable_cores
 from weft.common.errors import ConfigError
@@ -61,10 +62,8 @@ class Server:
 
     def head(self) -> int:
         """The process id of the head."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        for child in children:
-            if b"weft.launch.head_main" in Path(f"/proc/{child}/cmdline").read_bytes():
-                return int(child)
+        for head in with_role(self.process.pid, "head"):
+            return head
         raise AssertionError("no head")
 
     def signal_group(self, number: int) -> None:

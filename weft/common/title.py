@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-try:
-    from setproctitle import setproctitle
-except ImportError:
-    setproctitle = None
+import contextlib
 
 
 def set_title(process: str, model: str = "") -> None:
     """``weft: head 0 (spool-text)``. Before threads are started; without the package nothing changes."""
-    if setproctitle is not None:
+    with contextlib.suppress(ImportError):
+        from setproctitle import setproctitle
+
         setproctitle(f"weft: {process} ({model})" if model else f"weft: {process}")

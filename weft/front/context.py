@@ -21,6 +21,7 @@ from weft.front.metrics import Metrics
 from weft.front.read_worker import Setup, decode_answer, encode_setup, payload_of
 from weft.front.reading import KINDS, Job, Reader, check_model
 from weft.front.responses import ModelCard
+from weft.front.siblings import Siblings
 from weft.front.workers import WorkerPool
 from weft.links.links import Links, Owner
 from weft.routing.roster import Patience
@@ -53,7 +54,9 @@ class Front:
         config: EngineConfig,
         section: FrontSection,
         owner: Owner,
+        siblings: Siblings | None = None,
     ) -> None:
+        """``siblings``: the other fronts of the server, if there may be any."""
         self.config = config
         self.section = section
         self.names = config.served_names
@@ -66,6 +69,7 @@ class Front:
             together=config.parallel.enable_expert_parallel,
         )
         self.metrics = Metrics(self.names[0], self.links)
+        self._siblings = siblings
         each = config.scheduler.max_num_seqs + config.scheduler.max_queued_requests
         self.lifecycle = Lifecycle(each * len(self.links.instances))
         self.bodies = Bodies(section.max_request_bytes)
@@ -79,6 +83,8 @@ class Front:
 
     async def start(self) -> None:
         """Loads tokenizer and template while the head loads its model. Raises ConfigError or WeftError."""
+        if self._siblings is not None:
+            await self._siblings.start(self.metrics.own)
         loop = asyncio.get_running_loop()
         load = functools.partial(TextModel.load, self.config.tokenizer_path, self.section.chat_template)
         text = await loop.run_in_executor(self._pool, load)
@@ -106,12 +112,21 @@ class Front:
 
     async def close(self, shutdown: bool = True) -> None:
         """Ends the links; every request that is still open fails. ``shutdown``: the heads end, too."""
+        if self._siblings is not None:
+            await self._siblings.close()
         await self.links.close(shutdown)
         if self._trimming is not None:
             self._trimming.cancel()
         if self._workers is not None:
             await self._workers.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def metrics_page(self) -> bytes:
+        """The metrics of the whole server, as Prometheus reads them."""
+        if self._siblings is None:
+            return self.metrics.render()
+        others = await self._siblings.pages()
+        return self.metrics.render_all({self._siblings.name: self.metrics.own(), **others})
 
     @property
     def text(self) -> TextModel:

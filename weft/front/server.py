@@ -31,6 +31,7 @@ from weft.front.context import Front
 from weft.front.generation import probe
 from weft.front.lifecycle import Phase
 from weft.front.middleware import Gate
+from weft.front.siblings import Siblings
 from weft.links.links import Owner
 
 log = weft_log.get_logger(__name__)
@@ -62,7 +63,11 @@ class Supervisor(Protocol):
 
 
 def serve(
-    config: EngineConfig, front: FrontSection, owner: Owner, supervisor: Supervisor | None = None
+    config: EngineConfig,
+    front: FrontSection,
+    owner: Owner,
+    supervisor: Supervisor | None = None,
+    siblings: Siblings | None = None,
 ) -> int:
     """Serves until a signal (0, after draining), a second one (130) or the death of the last head (1).
 
@@ -77,7 +82,7 @@ def serve(
     sys.setswitchinterval(SWITCH_INTERVAL)
     keep_heap_small()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(Server(config, front, owner, listener, supervisor).run())
+        return runner.run(Server(config, front, owner, listener, supervisor, siblings).run())
 
 
 def bind(host: str, port: int, *, shared: bool = False, listens: bool = True) -> socket.socket:
@@ -141,7 +146,9 @@ class Server:
         owner: Owner,
         listener: socket.socket,
         supervisor: Supervisor | None = None,
+        siblings: Siblings | None = None,
     ) -> None:
+        self._siblings = siblings
         self._config = config
         self._section = section
         self._owner = owner
@@ -158,7 +165,7 @@ class Server:
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
         if self._supervisor is not None:
             self._supervisor.attach(self._stop.set, self._cut)
-        front = self._front = Front(self._config, self._section, self._owner)
+        front = self._front = Front(self._config, self._section, self._owner, self._siblings)
         http = _Uvicorn(self._uvicorn_config(front))
         serving = asyncio.create_task(http.serve(sockets=[self._listener]))
         try:

@@ -1,7 +1,7 @@
 """Entry point of a front that shares heads with others: ``python -m weft.launch.front_main PARENT CHANNEL``.
 
 CHANNEL is the descriptor of the channel to the supervisor (``weft.cluster.channel``). A ``FrontSetup`` comes
-on standard input, as msgpack. Ends with status 2 after a configuration error, and with 1 when it cannot go on.
+on standard input, as msgpack. Ends with status 2 after a configuration error, with 1 when it cannot go on.
 """
 
 from __future__ import annotations
@@ -65,11 +65,17 @@ def run(arguments: list[str]) -> int:
     set_title(f"front {setup.name}", setup.config.served_names[0])
     log.configure(setup.section.log_level, f"front {setup.name}")
     link = SupervisorLink(socket.socket(fileno=int(descriptor)))
-    owner = RegistryOwner(Reader(Path(setup.folder)), link.report)
+    reader = Reader(Path(setup.folder))
+    owner = RegistryOwner(reader, link.report)
     from weft.front.server import serve
+    from weft.front.siblings import Siblings
 
+    def fronts() -> list[str]:
+        return [record.name for record in reader.read().of("front") if record.state == "running"]
+
+    siblings = Siblings(setup.name, Path(setup.folder), fronts)
     try:
-        return serve(setup.config, setup.section, owner, link)
+        return serve(setup.config, setup.section, owner, link, siblings)
     except WeftError as error:
         print(f"weft: {error.message}", file=sys.stderr, flush=True)
         return 2
