@@ -91,6 +91,8 @@ class Links:
 
     async def start(self) -> m.Welcome:
         """Connects to every head; returns when all have answered. Raises WeftError when one never will."""
+        if not self.instances:
+            raise EngineDead("no engine is left")
         self._follow_owner()
         self._ticking = asyncio.create_task(self._tick())
         ended = [asyncio.create_task(event.wait()) for event in (self._ready, self.died)]
