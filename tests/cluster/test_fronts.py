@@ -108,7 +108,15 @@ def test_both_serve_and_one_dies(start_fake: Any) -> None:
             breaks.read()
         assert ask_again(server) == whole()
         assert stays.read() == whole()
-    server.wait(lambda: len(fronts(server)) == 2 and other not in fronts(server), PATIENCE)
+    asked: list[int] = []  # none comes to a front that can't answer yet
+
+    def is_back() -> bool:
+        asked.append(httpx.get(f"{server.url}/ready", timeout=PATIENCE).status_code)
+        pages = re.findall(r'^weft:front_sequences{front="(\d)"', server.http.get("/metrics").text, re.M)
+        return len(pages) == 2 and len(fronts(server)) == 2 and other not in fronts(server)
+
+    server.wait(is_back, PATIENCE)
+    assert set(asked) == {200}
     (back,) = set(fronts(server)) - {one}
 
     def at_the_new_one() -> bool:
@@ -193,3 +201,11 @@ def test_the_server_ends_when_no_head_is_left(start_fake: Any, script: Any) -> N
 def test_a_front_that_cannot_start_ends_the_server_with_its_status(start_fake: Any) -> None:
     with pytest.raises(AssertionError, match="the server ended"):
         start_fake(fronts=2, chat_template="/nowhere/template.jinja")
+
+
+def test_processes_say_what_they_are(start_fake: Any) -> None:
+    pytest.importorskip("setproctitle")
+    server = start_fake(fronts=2)
+    titles = [Path(f"/proc/{pid}/cmdline").read_bytes().strip(b"\0").decode() for pid in fronts(server)]
+    assert titles == ["weft: front 0 (fake)", "weft: front 1 (fake)"]
+    assert server.stop(seconds=PATIENCE) == 0

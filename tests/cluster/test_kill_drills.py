@@ -24,7 +24,7 @@ from weft.config.sections import FrontSection
 from weft.front.server import bind
 from weft.launch.front_main import FrontSetup, start_front
 
-LONG = {"prompt": "Tom has 12 apples and buys 7 more.", "max_tokens": 400, "ignore_eos": True}
+LONG = {"prompt": "Tom has 12 apples and buys 7 more.", "max_tokens": 150, "ignore_eos": True}
 FLAGS = ("--fronts", "2", "--dtype", "float64", "--device", "cpu", "--rank-timeout", "20")
 
 
@@ -32,6 +32,7 @@ FLAGS = ("--fronts", "2", "--dtype", "float64", "--device", "cpu", "--rank-timeo
 def test_whatever_is_killed_nothing_is_lost(start_weft: Any, tensor: int) -> None:
     """A front, a head, a worker: streams that it does not carry itself come whole, with the same tokens."""
     server = start_weft(*FLAGS, "--tensor-parallel-size", str(tensor))
+    server.http.timeout = PATIENCE
     pid = server.process.pid
     made = server.complete(**{**LONG, "temperature": 0})
     assert made.status_code == 200, made.text

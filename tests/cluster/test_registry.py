@@ -68,7 +68,7 @@ def test_a_front_and_its_supervisor_hear_each_other() -> None:
     told: list[str] = []
 
     async def front() -> None:
-        link = channel.SupervisorLink(theirs)
+        link = channel.SupervisorLink(theirs, serving=False)
         link.attach(lambda: told.append("drain"), lambda: told.append("stop"))
         link.ready()
         link.report("0", 7, EngineDead("gone"))

@@ -19,19 +19,15 @@ ALIVE_S = 1.0
 MOST_BYTES = 64 << 10
 
 
-class _Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    pass
-
-
-class Ready(_Message):
+class Ready(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """The front answers requests."""
 
 
-class Alive(_Message):
+class Alive(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """The front's event loop runs."""
 
 
-class Lost(_Message):
+class Lost(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """The front cannot work with that process of a head any more."""
 
     name: str
@@ -39,7 +35,7 @@ class Lost(_Message):
     error: ErrorInfo
 
 
-class Stop(_Message):
+class Stop(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """The front is to finish its requests and end, or to end now."""
 
     order: Order
@@ -81,7 +77,9 @@ def hear(link: socket.socket) -> list[FromFront] | None:
 class SupervisorLink:
     """The front's end. See ``weft.front.server.Supervisor``. Used from one event loop."""
 
-    def __init__(self, link: socket.socket) -> None:
+    def __init__(self, link: socket.socket, serving: bool) -> None:
+        """``serving``: see ``weft.front.server.Supervisor``."""
+        self.serving = serving
         link.setblocking(False)
         self._link = link
         self._unsent: deque[bytes] = deque()

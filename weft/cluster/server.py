@@ -24,6 +24,7 @@ from weft.cluster.owner import Starter
 from weft.cluster.table import Kill, Start, State
 from weft.common import signals
 from weft.common.clock import Clock, SystemClock
+from weft.common.errors import ReportedError
 from weft.common.log import get_logger
 from weft.links.link import Address
 from weft.links.shutdown import shut_down
@@ -121,7 +122,7 @@ class Server:
             elif isinstance(message, channel.Alive):
                 self._on(s.Alive(name, incarnation))
             else:
-                self._on(s.Lost(message.name, message.incarnation, registry.ReportedError(message.error)))
+                self._on(s.Lost(message.name, message.incarnation, ReportedError(message.error)))
 
     def _on(self, event: s.Event) -> None:
         self._carry_out(self._supervisor.on(event, self._clock.now()))

@@ -52,6 +52,9 @@ FORCED = 130
 class Supervisor(Protocol):
     """The process that runs this front, and owns the heads."""
 
+    serving: bool
+    """Whether other fronts answer requests already: then this one takes no connection before it can."""
+
     def attach(self, drain: Callable[[], None], stop: Callable[[], None]) -> None:
         """Has the one called when this front is told to drain, and the other when it is told to stop now.
 
@@ -78,7 +81,8 @@ def serve(
     and the port is shared. Call from the main thread: it takes ``signals.STOPS``, and leaves them ignored,
     since what follows is the process's end. Raises ConfigError when the port or the tokenizer can't be used.
     """
-    listener = bind(front.host, front.port, shared=supervisor is not None)
+    at_once = supervisor is None or not supervisor.serving
+    listener = bind(front.host, front.port, shared=supervisor is not None, listens=at_once)
     sys.setswitchinterval(SWITCH_INTERVAL)
     keep_heap_small()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -160,6 +164,8 @@ class Server:
     async def run(self) -> int:
         """Returns the exit status."""
         self._stop, self._stop_now = asyncio.Event(), asyncio.Event()
+        self._open = asyncio.Event()
+        """Set when this front can answer requests."""
         handled = signals.heeded() if self._supervisor is None else []
         for number in handled:
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
@@ -167,7 +173,7 @@ class Server:
             self._supervisor.attach(self._stop.set, self._cut)
         front = self._front = Front(self._config, self._section, self._owner, self._siblings)
         http = _Uvicorn(self._uvicorn_config(front))
-        serving = asyncio.create_task(http.serve(sockets=[self._listener]))
+        serving = asyncio.create_task(self._serve_http(http))
         try:
             return await self._live(serving)
         finally:
@@ -176,10 +182,22 @@ class Server:
             await self._until_idle(GRACE)
             http.should_exit = True
             http.force_exit = self._stop_now.is_set()
+            if self._waits_to_listen:
+                serving.cancel()
             await asyncio.wait({serving}, timeout=2 * GRACE + 1)
             for number in handled:
                 asyncio.get_running_loop().remove_signal_handler(number)
             signals.ignore()
+
+    @property
+    def _waits_to_listen(self) -> bool:
+        """Whether connections are other fronts' until this one can answer requests."""
+        return self._supervisor is not None and self._supervisor.serving and not self._open.is_set()
+
+    async def _serve_http(self, http: uvicorn.Server) -> None:
+        if self._waits_to_listen:
+            await self._open.wait()
+        await http.serve(sockets=[self._listener])
 
     def _uvicorn_config(self, front: Front) -> uvicorn.Config:
         logging.getLogger("uvicorn").parent = logging.getLogger("weft")
@@ -215,6 +233,7 @@ class Server:
             return 1
         gc.freeze()  # what lives as long as the server is not looked at again
         front.lifecycle.move(Phase.READY)
+        self._open.set()
         self._announce()
         await self._unless_stopped(front.links.died.wait(), serving)
         if front.links.failure is not None:

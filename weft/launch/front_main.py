@@ -33,6 +33,8 @@ class FrontSetup(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     folder: str
     """With the registry."""
+    serving: bool = False
+    """Whether the server answers requests already, by other fronts."""
 
 
 def start_front(setup: FrontSetup, link: socket.socket) -> subprocess.Popen[bytes]:
@@ -64,7 +66,7 @@ def run(arguments: list[str]) -> int:
     sys.stdin.close()
     set_title(f"front {setup.name}", setup.config.served_names[0])
     log.configure(setup.section.log_level, f"front {setup.name}")
-    link = SupervisorLink(socket.socket(fileno=int(descriptor)))
+    link = SupervisorLink(socket.socket(fileno=int(descriptor)), setup.serving)
     reader = Reader(Path(setup.folder))
     owner = RegistryOwner(reader, link.report)
     from weft.front.server import serve

@@ -129,9 +129,14 @@ def run_fronts(resolved: EngineConfig, front: FrontSection, heads: HeadProcesses
         section = msgspec.structs.replace(front, port=reserved.getsockname()[1])
 
         def start(name: str, incarnation: int, link: socket.socket) -> subprocess.Popen[bytes]:
-            return start_front(
-                FrontSetup(config=resolved, section=section, name=name, folder=str(folder)), link
+            setup = FrontSetup(
+                config=resolved,
+                section=section,
+                name=name,
+                folder=str(folder),
+                serving=incarnation > 1,
             )
+            return start_front(setup, link)
 
         def announce() -> None:
             sys.stdout.write(ready_text(reserved, resolved.served_names[0], bool(front.api_key)))
