@@ -11,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 
+from tests.support.processes import with_role
 from tests.support.slowness import deadline
 from weft.common import env
 
@@ -103,17 +104,16 @@ def command_lines(parent: int) -> dict[int, list[str]]:
     return found
 
 
-def children_of(process: subprocess.Popen[str], module: str = "") -> list[int]:
-    """The children of a host's process; those that run ``python -m MODULE``."""
-    found = command_lines(process.pid)
-    return sorted(pid for pid, words in found.items() if module in " ".join(words))
+def children_of(process: subprocess.Popen[str], role: str = "") -> list[int]:
+    """The children of a host's process; those that are ``head`` or ``rank``."""
+    return with_role(process.pid, role) if role else sorted(command_lines(process.pid))
 
 
-def child_of(process: subprocess.Popen[str], module: str = "") -> int:
+def child_of(process: subprocess.Popen[str], role: str = "") -> int:
     """The youngest of them; waits for one."""
     until = time.monotonic() + deadline(60)
     while time.monotonic() < until:
-        if found := children_of(process, module):
+        if found := children_of(process, role):
             return found[-1]
         time.sleep(0.05)
     raise AssertionError("it has no child")

@@ -122,14 +122,14 @@ def test_ranks_of_another_host_outlive_their_head(cluster: Cluster, alone: Alone
 @pytest.mark.parametrize("shared", [False, True], ids=["independent", "domain"])
 def test_workers_outlive_their_head_on_its_host(cluster: Cluster, alone: Alone, shared: bool) -> None:
     server = cluster.start(data_parallel_size=2, tensor_parallel_size=2, enable_expert_parallel=shared)
-    kept = child_of(server.others[0], "rank_main")
+    kept = child_of(server.others[0], "rank")
     for number in (signal.SIGKILL, signal.SIGSTOP):
         server.ask()
         time.sleep(0.3)
-        os.kill(child_of(server.others[0], "head_main"), number)
+        os.kill(child_of(server.others[0], "head"), number)
         assert server.told() == alone.texts
         server.until_whole()
-    assert child_of(server.others[0], "rank_main") == kept
+    assert child_of(server.others[0], "rank") == kept
     server.ask()
     assert server.told() == alone.texts
     server.stop()
@@ -168,16 +168,16 @@ def test_a_head_of_another_host_that_stops_before_it_listens(cluster: Cluster, a
     """Its host gives it up after ``LISTEN_S``; nobody else can tell that it is there."""
     server = cluster.start(data_parallel_size=2)
     host = server.others[0]
-    killed = child_of(host, "head_main")
+    killed = child_of(host, "head")
     os.kill(killed, signal.SIGKILL)
     server.ask()
     until = time.monotonic() + deadline(60)
-    while (found := children_of(host, "head_main")) in ([], [killed]):
+    while (found := children_of(host, "head")) in ([], [killed]):
         assert time.monotonic() < until, "no head follows"
     os.kill(found[0], signal.SIGSTOP)
     assert server.told() == alone.texts
     stopped = time.monotonic()
-    while found[0] in children_of(host, "head_main"):
+    while found[0] in children_of(host, "head"):
         assert time.monotonic() < stopped + LISTEN_S + 10, "it is still there"
         time.sleep(0.5)
     server.until_whole()

@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from tests.faults.netns import command_lines
 from tests.faults.rig import Plan, fallen
 from tests.front.conftest import Running, Servers, events, servers  # noqa: F401  (a fixture)
+from tests.support.processes import children, lives
 from tests.support.slowness import deadline
 from weft.group.tries import MOST
 
@@ -32,26 +32,13 @@ Outlive = Callable[..., None]
 
 def processes_of(server: int) -> dict[int, str]:
     """The children of a server's process that have not ended: id -> what they are (``rank 1``)."""
-    found = command_lines(server).items()
-    return {
-        pid: f"rank {words[5]}" if words[2].endswith("rank_main") else "head"
-        for pid, words in found
-        if len(words) > 5
-    }
+    return children(server)
 
 
 def rank_of(server: int, rank: int) -> int:
     """The process of a worker."""
     (pid,) = (pid for pid, what in processes_of(server).items() if what == f"rank {rank}")
     return pid
-
-
-def lives(pid: int) -> bool:
-    """Whether it has not ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def check_end(server: Running, number: signal.Signals, folder: Path) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.processes import with_role
 from tests.support.slowness import deadline
 from weft.common import env
 
@@ -91,10 +92,7 @@ class Running:
 
     def head(self) -> int:
         """The process id of the head."""
-        server = self.process.pid
-        children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
-        heads = [int(child) for child in children if b"head" in Path(f"/proc/{child}/cmdline").read_bytes()]
-        return heads[-1]  # the youngest: a dead one may still be listed
+        return with_role(self.process.pid, "head")[-1]  # the youngest: a dead one may still be listed
 
     def stop(self, number: int = signal.SIGTERM, seconds: float = 20.0) -> int:
         """Sends a signal and returns the exit status."""
@@ -192,7 +190,7 @@ def start_fake(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> St
     def start(**fields: Any) -> Running:
         folder = tmp_path_factory.mktemp("front")
         command = [sys.executable, str(HERE / "fake_server.py"), str(folder), json.dumps(fields)]
-        return servers.start(command, 60)
+        return servers.start(command, 180)
 
     return start
 

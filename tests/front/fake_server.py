@@ -19,6 +19,7 @@ import msgspec
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from weft.cluster.owner import HeadOwner
 from weft.common import log
 from weft.config.resolved import EngineConfig, KVConfig
 from weft.config.sections import (
@@ -31,6 +32,7 @@ from weft.config.sections import (
 )
 from weft.config.spec import CacheSpec, ModelSpec, RopeSpec
 from weft.front.server import serve
+from weft.launch.serve import run_fronts
 from weft.links.link import Address
 
 TEMPLATE = (
@@ -92,6 +94,35 @@ def engine_config(folder: Path, fields: dict[str, Any]) -> EngineConfig:
     )
 
 
+class FakeHeads:
+    """Starts fake heads, as ``weft.engine.heads.HeadProcesses`` starts heads."""
+
+    def __init__(self, folder: str, count: int, loaded: list[str], together: bool) -> None:
+        self.names, self.together = [str(number) for number in range(count)], together
+        self._folder, self._loaded = folder, loaded
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    def start(self, name: str, incarnation: int) -> Address:
+        endpoint = f"ipc://{self._folder}/head-{name}-{incarnation}"
+        script = str(Path(__file__).parent / "fake_head.py")
+        process = subprocess.Popen([sys.executable, script, endpoint, *self._loaded])
+        self._running[name] = process
+        self._started.append(process)
+        return Address(endpoint, process, None, incarnation)
+
+    def kill(self, name: str, incarnation: int) -> None:
+        self._running.pop(name).kill()
+
+    def close(self) -> None:
+        for head in self._started:
+            try:
+                head.wait(3)
+            except subprocess.TimeoutExpired:
+                head.kill()
+                head.wait()
+
+
 def main(folder: Path, fields: dict[str, Any]) -> int:
     if (log_file := fields.pop("log_file", None)) is not None:
         os.dup2(os.open(log_file, os.O_WRONLY | os.O_CREAT), 2)
@@ -103,34 +134,21 @@ def main(folder: Path, fields: dict[str, Any]) -> int:
     if files := fields.pop("files", None):  # the soft and the hard limit
         resource.setrlimit(resource.RLIMIT_NOFILE, tuple(files))
     write_tokenizer(folder)
+    together = fields.get("together", False)
     config = engine_config(folder, fields)
     with tempfile.TemporaryDirectory(prefix="weft-") as private:
-        heads: list[subprocess.Popen[bytes]] = []
-
-        def start(number: int) -> Address:
-            endpoint = f"ipc://{private}/head{len(heads)}"
-            script = str(Path(__file__).parent / "fake_head.py")
-            heads.append(subprocess.Popen([sys.executable, script, endpoint, *loaded]))
-            return Address(endpoint, heads[-1])
-
         loaded = fields.pop("loaded", [])
         count, lives = fields.pop("heads", 1), fields.pop("lives", 0)
-
-        def respawn(instance: str) -> Address | None:
-            nonlocal lives
-            lives -= 1
-            return start(int(instance)) if lives >= 0 else None
-
-        front = msgspec.convert({"port": 0, **fields}, FrontSection)
+        heads = FakeHeads(private, count, loaded, together)
+        front = msgspec.convert({"port": 0, "engine_restarts": lives, **fields}, FrontSection)
         try:
-            return serve(config, front, [start(number) for number in range(count)], respawn)
+            if front.fronts > 1:
+                return run_fronts(config, front, heads, Path(private))  # type: ignore[arg-type]
+            owner = HeadOwner(heads.names, heads, lives, together=together)
+            owner.start()
+            return serve(config, front, owner)
         finally:
-            for head in heads:
-                try:
-                    head.wait(3)
-                except subprocess.TimeoutExpired:
-                    head.kill()
-                    head.wait()
+            heads.close()
 
 
 if __name__ == "__main__":

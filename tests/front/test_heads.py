@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support.slowness import deadline
+from weft.cluster.owner import HeadOwner
 from weft.common.errors import EngineDead
 from weft.links.link import Address
 from weft.links.links import Links
@@ -183,8 +184,15 @@ def test_a_head_that_never_listens_is_given_up(tmp_path: Path) -> None:
         def poll(self) -> None:
             return None
 
+        def start(self, name: str, incarnation: int) -> Address:
+            return Address(f"ipc://{tmp_path}/nobody", self, None, incarnation)
+
+        def kill(self, name: str, incarnation: int) -> None: ...
+
     async def run() -> None:
-        links = Links([Address(f"ipc://{tmp_path}/nobody", Stopped())], Patience(listen=0.3))
+        owner = HeadOwner(["0"], Stopped(), 0)
+        owner.start()
+        links = Links(owner, Patience(listen=0.3))
         with pytest.raises(EngineDead, match="does not listen"):
             await asyncio.wait_for(links.start(), 30)
         await links.close()

@@ -19,6 +19,7 @@ import httpx
 import pytest
 
 from tests.support.slowness import deadline
+from weft.cluster.owner import HeadOwner
 from weft.common import env
 from weft.common.errors import Unavailable, WeftError
 from weft.links.flow import Flow
@@ -36,21 +37,21 @@ class Rig:
     """A front's link to fake heads, which are processes."""
 
     def __init__(self, folder: Path, count: int, lives: int) -> None:
-        self._folder, self._lives = folder, lives
+        self._folder = folder
         self.processes: list[subprocess.Popen[bytes]] = []
-        self.addresses = [self._start(n) for n in range(count)]
-        self.links = Links(self.addresses, Patience(engine=10.0), respawn=self._respawn)
+        owner = HeadOwner([str(number) for number in range(count)], self, lives)
+        owner.start()
+        self.links = Links(owner, Patience(engine=10.0))
 
-    def _start(self, number: int) -> Address:
+    def start(self, name: str, incarnation: int) -> Address:
         endpoint = f"ipc://{self._folder}/head{len(self.processes)}"
         variables = env.child_environment(PYTHONPATH=str(HERE.parent.parent))
         command = [sys.executable, str(HERE / "fake_head.py"), endpoint]
         self.processes.append(subprocess.Popen(command, env=variables))
-        return Address(endpoint, self.processes[-1])
+        return Address(endpoint, self.processes[-1], None, incarnation)
 
-    def _respawn(self, instance: str) -> Address | None:
-        self._lives -= 1
-        return self._start(int(instance)) if self._lives >= 0 else None
+    def kill(self, name: str, incarnation: int) -> None:
+        """Whatever is lost here has ended."""
 
     def submit(self, *sequences: int, max_tokens: int = 300, seed: int = 1) -> Flow:
         params = TokenParams(max_tokens=max_tokens, prompt_logprobs=1, logprobs=2)

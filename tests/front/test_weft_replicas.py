@@ -6,12 +6,12 @@ import concurrent.futures
 import os
 import re
 import signal
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from tests.support.processes import with_role
 from tests.support.slowness import deadline
 
 COMMON = (
@@ -37,9 +37,7 @@ def by_head(server: Any, name: str) -> list[float]:
 
 
 def heads(server: Any) -> list[int]:
-    pid = server.process.pid
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(c) for c in children if b"head_main" in Path(f"/proc/{c}/cmdline").read_bytes()]
+    return with_role(server.process.pid, "head")
 
 
 def ask(server: Any, number: int) -> list[str]:

@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.processes import with_role
 from tests.support.slowness import deadline
 from weft.common import signals
 from weft.common.cores import usable_cores
@@ -62,10 +63,8 @@ class Server:
 
     def head(self) -> int:
         """The process id of the head."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        for child in children:
-            if b"weft.launch.head_main" in Path(f"/proc/{child}/cmdline").read_bytes():
-                return int(child)
+        for head in with_role(self.process.pid, "head"):
+            return head
         raise AssertionError("no head")
 
     def signal_group(self, number: int) -> None:
@@ -281,7 +280,7 @@ def ended(pid: int) -> bool:
 def stopped_head(server: Server) -> int:
     """The head's process id, once it listens; it does nothing from then on, as if loading took for ever."""
     until = time.monotonic() + deadline(60)
-    while not list(Path(server.temporary).glob("*/head0")):
+    while not list(Path(server.temporary).glob("*/g0/head-0-1")):
         assert time.monotonic() < until
         time.sleep(0.005)
     head = server.head()

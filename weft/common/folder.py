@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 #: A Unix socket's path has at most 107 bytes; the folder must leave room for a name in it.
-_LONGEST = 90
+_LONGEST = 80
 _PREFIX = "weft-"
 _NAME = re.compile(re.escape(_PREFIX) + r"[a-z0-9_]{8}")
 """What mkdtemp makes of the prefix."""

@@ -289,6 +289,15 @@ class FrontSection(_Section, frozen=True, kw_only=True):
 
     host: Annotated[str, Meta(description="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0 takes a free one.")] = 8000
+    fronts: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            description="Processes that answer HTTP, on one port and with the same engines behind them. "
+            "Of several, one that dies takes its own connections with it and no others.",
+        ),
+    ] = 1
     api_key: Annotated[
         tuple[str, ...],
         Meta(
@@ -322,7 +331,7 @@ class FrontSection(_Section, frozen=True, kw_only=True):
             ge=0,
             le=1000,
             description="Engines that are started again in 10 minutes when they died; requests go on then. "
-            "One more ends the server.",
+            "One more ends the server. As many fronts, where there are several.",
         ),
     ] = 5
     recovery_timeout: Annotated[

@@ -1,7 +1,9 @@
-"""The head processes of a server, and their workers, which outlive them: started, started anew, ended."""
+"""The head processes of a server, and their workers, which outlive them: started and ended."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import subprocess
 import sys
@@ -11,9 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from weft.common import env, log, signals
-from weft.common.clock import Clock, SystemClock
-from weft.common.restarts import RestartBudget
+from weft.common import env, signals
 from weft.config.gpus import gpu_environment, head_rank
 from weft.config.hosts import uses_board
 from weft.config.resolved import EngineConfig
@@ -22,62 +22,50 @@ from weft.engine.ranks import RankProcesses, are_kept, rank_address
 from weft.links.link import Address
 from weft.parallel.remote import RemoteHead, RemoteHeads
 
-logger = log.get_logger(__name__)
-
-WINDOW = 600.0
-"""Seconds in which the number of restarts is limited, over all heads."""
 LEAVE_S = 3.0
 """Seconds that other hosts get at least to read that the server ends."""
 
 
 class HeadProcesses:
-    """One head for each replica. Heads live no longer than the thread that starts them."""
+    """One head for each replica, named by its number. Heads live no longer than the thread that starts them.
 
-    def __init__(
-        self, config: EngineConfig, folder: Path, log_level: str, restarts: int, clock: Clock | None = None
-    ) -> None:
-        """``folder``: where heads listen; only this user may enter it. ``restarts``: how many heads may be
-        started anew in ``WINDOW`` seconds. Raises ConfigError when other hosts cannot reach this one.
+    What starts them anew is decided elsewhere: see ``weft.cluster``.
+    """
+
+    def __init__(self, config: EngineConfig, folder: Path, log_level: str) -> None:
+        """``folder``: where heads listen, in a folder of this group's own; only this user may enter it.
+
+        Raises ConfigError when other hosts cannot reach this one.
         """
-        self._config, self._folder, self._level = config, folder, log_level
-        self._clock = clock or SystemClock()
-        self._budget = RestartBudget(restarts, WINDOW)
+        self.names = [str(replica) for replica in range(config.parallel.data_parallel_size)]
+        self.together = config.parallel.enable_expert_parallel
+        """Whether no head can work without the others."""
         self._remote = RemoteHeads(config) if uses_board(config.parallel) else None
-        self._running: dict[int, subprocess.Popen[bytes] | RemoteHead] = {}
+        self._running: dict[str, subprocess.Popen[bytes] | RemoteHead] = {}
         self._ended: list[subprocess.Popen[bytes] | RemoteHead] = []
-        self._started = 0
-        self._local = LocalHeads(config, folder, log_level)
+        self._folder = group_folder(folder)
+        self._local = LocalHeads(config, self._folder, log_level)
 
-    def start(self, replica: int) -> Address:
-        """Starts the head of ``replica``; does not wait for it. Every start has an address of its own, so
-        nothing that was meant for one head reaches the next.
+    def start(self, name: str, incarnation: int) -> Address:
+        """Starts a head; does not wait for it. Every start has an address of its own, so nothing that was
+        meant for one head reaches the next.
         """
+        replica = int(name)
         if self._remote is not None and replica in self._remote:
-            head = self._remote.start(replica)
-            self._running[replica] = head
-            return Address(head.endpoint, head, self._remote.keys)
-        endpoint = f"ipc://{self._folder}/head{self._started}"
-        self._started += 1
+            remote = self._remote.start(replica)
+            self._running[name] = remote
+            return Address(remote.endpoint, remote, self._remote.keys, incarnation)
+        endpoint = f"ipc://{self._folder}/head-{name}-{incarnation}"
         process = self._local.start(replica, endpoint)
-        self._running[replica] = process
-        return Address(endpoint, process)
+        self._running[name] = process
+        return Address(endpoint, process, None, incarnation)
 
-    def respawn(self, instance: str) -> Address | None:
-        """Ends what is left of a head that is dead, or stopped answering, and starts it anew.
-
-        ``instance``: its number, in digits. None when that was done too often lately.
-        """
-        replica = int(instance)
-        old = self._running.pop(replica, None)
+    def kill(self, name: str, incarnation: int) -> None:
+        """Ends what is left of a head that is dead, or stopped answering, before the next one starts."""
+        old = self._running.pop(name, None)
         if old is not None:
             old.kill()  # also wakes one that was stopped, for its end
             self._ended.append(old)
-        if not self._budget.grant(self._clock.now()):
-            if self._budget.most:
-                logger.error("%d engines died in %g minutes", self._budget.most + 1, WINDOW / 60)
-            return None
-        logger.error("the engine is started again (restart %d)", self._budget.granted)
-        return self.start(replica)
 
     def close(self, seconds: float, status: int = 0) -> list[int]:
         """Gives all heads, which were told to stop, ``seconds`` to end, then kills them; then their workers.
@@ -97,6 +85,16 @@ class HeadProcesses:
             ends += [ended for head in heads if isinstance(head, RemoteHead) and (ended := head.poll())]
             self._remote.close(max(until - time.monotonic(), LEAVE_S), status)
         return ends
+
+
+def group_folder(folder: Path) -> Path:
+    """A new folder in ``folder`` for the sockets and files of one group: two groups never share a name."""
+    for number in itertools.count():
+        with contextlib.suppress(FileExistsError):
+            made = folder / f"g{number}"
+            made.mkdir(mode=0o700)
+            return made
+    raise AssertionError("unreachable")
 
 
 class LocalHeads:

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
+from weft.cluster.owner import HeadOwner
 from weft.common.errors import ConfigError, Overloaded, WeftError
 from weft.common.folder import private_folder
 from weft.config.resolved import EngineConfig
@@ -51,7 +52,7 @@ class Replicas:
         self._heads: HeadProcesses | None = None
         self._thread: LinksThread | None = None
         try:
-            self._heads = HeadProcesses(config, self._folder, level, restarts=0)
+            self._heads = HeadProcesses(config, self._folder, level)
             self._thread = LinksThread(self._links)
         except WeftError as error:
             statuses = self._end()
@@ -65,14 +66,13 @@ class Replicas:
             raise
 
     def _links(self) -> Links:
-        heads, parallel = self._heads, self.config.parallel
+        heads = self._heads
         assert heads is not None
-        addresses = self._maker.submit(lambda: [heads.start(n) for n in range(parallel.data_parallel_size)])
+        # Nothing is started again, so nothing is ever started by another thread than this.
+        owner = HeadOwner(heads.names, heads, restarts=0, together=heads.together)
+        self._maker.submit(owner.start).result(60.0)
         return Links(
-            addresses.result(60.0),
-            Patience(),
-            link_timeout=parallel.rank_timeout,
-            together=parallel.enable_expert_parallel,
+            owner, Patience(), link_timeout=self.config.parallel.rank_timeout, together=heads.together
         )
 
     @property

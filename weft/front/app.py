@@ -103,7 +103,7 @@ def _add_state(app: FastAPI, front: Front) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         """Prometheus metrics."""
-        return Response(front.metrics.render(), media_type=CONTENT_TYPE)
+        return Response(await front.metrics_page(), media_type=CONTENT_TYPE)
 
     @app.get("/version")
     async def version() -> Response:

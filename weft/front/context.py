@@ -6,7 +6,7 @@ import asyncio
 import functools
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
@@ -21,9 +21,9 @@ from weft.front.metrics import Metrics
 from weft.front.read_worker import Setup, decode_answer, encode_setup, payload_of
 from weft.front.reading import KINDS, Job, Reader, check_model
 from weft.front.responses import ModelCard
+from weft.front.siblings import Siblings
 from weft.front.workers import WorkerPool
-from weft.links.link import Address
-from weft.links.links import Links, Respawn
+from weft.links.links import Links, Owner
 from weft.routing.roster import Patience
 from weft.text.model import TextModel
 from weft.text.submit import IdMint, ModelLimits, SeedMint
@@ -53,24 +53,25 @@ class Front:
         self,
         config: EngineConfig,
         section: FrontSection,
-        addresses: Sequence[Address],
-        respawn: Respawn | None = None,
+        owner: Owner,
+        siblings: Siblings | None = None,
     ) -> None:
+        """``siblings``: the other fronts of the server, if there may be any."""
         self.config = config
         self.section = section
         self.names = config.served_names
         self._accepted = (*config.served_names, *config.accepted_names)
         self.created = int(time.time())
         self.links = Links(
-            addresses,
+            owner,
             Patience(engine=section.engine_timeout, recovery=section.recovery_timeout),
-            respawn=respawn,
             link_timeout=config.parallel.rank_timeout,
             together=config.parallel.enable_expert_parallel,
         )
         self.metrics = Metrics(self.names[0], self.links)
+        self._siblings = siblings
         each = config.scheduler.max_num_seqs + config.scheduler.max_queued_requests
-        self.lifecycle = Lifecycle(each * len(addresses))
+        self.lifecycle = Lifecycle(each * len(self.links.instances))
         self.bodies = Bodies(section.max_request_bytes)
         self._pool = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="weft-text")
         self._pooled = 0
@@ -82,6 +83,8 @@ class Front:
 
     async def start(self) -> None:
         """Loads tokenizer and template while the head loads its model. Raises ConfigError or WeftError."""
+        if self._siblings is not None:
+            await self._siblings.start(self.metrics.own)
         loop = asyncio.get_running_loop()
         load = functools.partial(TextModel.load, self.config.tokenizer_path, self.section.chat_template)
         text = await loop.run_in_executor(self._pool, load)
@@ -107,14 +110,23 @@ class Front:
         self._workers = WorkerPool(command, encode_setup(setup), READ_PROCESSES, READ_SECONDS)
         self._reader = Reader(text, self._accepted, self.limits, section.max_response_bytes)
 
-    async def close(self) -> None:
-        """Ends the link; every request that is still open fails."""
-        await self.links.close()
+    async def close(self, shutdown: bool = True) -> None:
+        """Ends the links; every request that is still open fails. ``shutdown``: the heads end, too."""
+        if self._siblings is not None:
+            await self._siblings.close()
+        await self.links.close(shutdown)
         if self._trimming is not None:
             self._trimming.cancel()
         if self._workers is not None:
             await self._workers.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def metrics_page(self) -> bytes:
+        """The metrics of the whole server, as Prometheus reads them."""
+        if self._siblings is None:
+            return self.metrics.render()
+        others = await self._siblings.pages()
+        return self.metrics.render_all({self._siblings.name: self.metrics.own(), **others})
 
     @property
     def text(self) -> TextModel:

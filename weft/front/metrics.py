@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeAlias
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from weft.links.links import Links
@@ -161,25 +162,13 @@ _LINK_GAUGES: dict[str, tuple[str, Callable[[Links], float]]] = {
 
 
 class _LinkCollector(Collector):
-    """Each head's numbers, as of its last heartbeat, and the link's own."""
+    """What a front knows of its links."""
 
     def __init__(self, links: Links, model: str) -> None:
         self._links = links
         self._model = model
 
     def collect(self) -> Iterable[Metric]:
-        instances = self._links.instances
-        stats = [(instance.name, instance.stats) for instance in instances]
-        yield self._gauge("engine_up", _UP, [((one.name,), float(one.alive)) for one in instances], "head")
-        for name, (text, read) in _GAUGES.items():
-            yield self._gauge(name, text, [((head,), read(its)) for head, its in stats], "head")
-        free = [((head, str(k)), float(n)) for head, its in stats for k, n in enumerate(its.free_blocks)]
-        yield self._gauge("free_blocks", "Free cache blocks.", free, "head", "kind")
-        for name, (text, by_place) in _PLACES.items():
-            places = [((h, str(p)), float(n)) for h, its in stats for p, n in enumerate(by_place(its))]
-            yield self._counter(name, text, places, "head", "position")
-        for name, (text, read) in _COUNTERS.items():
-            yield self._counter(name, text, [((head,), read(its)) for head, its in stats], "head")
         for name, (text, of_link) in _LINK_GAUGES.items():
             yield self._gauge(name, text, [((), of_link(self._links))])
         for name, (text, of_link) in _LINK.items():
@@ -195,6 +184,24 @@ class _LinkCollector(Collector):
         for labels, value in values:
             family.add_metric([self._model, *labels], value)
         return family
+
+
+class _HeadCollector(_LinkCollector):
+    """Each head's numbers, as of its last heartbeat."""
+
+    def collect(self) -> Iterable[Metric]:
+        instances = self._links.instances
+        stats = [(instance.name, instance.stats) for instance in instances]
+        yield self._gauge("engine_up", _UP, [((one.name,), float(one.alive)) for one in instances], "head")
+        for name, (text, read) in _GAUGES.items():
+            yield self._gauge(name, text, [((head,), read(its)) for head, its in stats], "head")
+        free = [((head, str(k)), float(n)) for head, its in stats for k, n in enumerate(its.free_blocks)]
+        yield self._gauge("free_blocks", "Free cache blocks.", free, "head", "kind")
+        for name, (text, by_place) in _PLACES.items():
+            places = [((h, str(p)), float(n)) for h, its in stats for p, n in enumerate(by_place(its))]
+            yield self._counter(name, text, places, "head", "position")
+        for name, (text, read) in _COUNTERS.items():
+            yield self._counter(name, text, [((head,), read(its)) for head, its in stats], "head")
 
 
 #: (name, help, labels, buckets) of what the front measures itself.
@@ -217,26 +224,57 @@ _EVENTS = (
 
 
 class Metrics:
-    """All metrics of one front, in a registry of their own. ``links`` are read at each scrape."""
+    """All metrics of one front, in registries of their own. ``links`` are read at each scrape."""
 
     def __init__(self, model: str, links: Links) -> None:
-        self.registry = CollectorRegistry(auto_describe=False)
+        self._heads = CollectorRegistry(auto_describe=False)
+        self._own = CollectorRegistry(auto_describe=False)
         self.model = model
-        self.registry.register(_LinkCollector(links, model))
+        self._heads.register(_HeadCollector(links, model))
+        self._own.register(_LinkCollector(links, model))
         made = [
-            Histogram(f"weft:{name}", text, ["model_name"], buckets=buckets, registry=self.registry)
+            Histogram(f"weft:{name}", text, ["model_name"], buckets=buckets, registry=self._own)
             for name, text, buckets in _HISTOGRAMS
         ]
         self.time_to_first_token, self.inter_token, self.e2e, self.prompt_tokens, self.generation_tokens = (
             histogram.labels(model) for histogram in made
         )
         self.success, self.failure, self.http = (
-            Counter(f"weft:{name}", text, labels, registry=self.registry) for name, text, labels in _EVENTS
+            Counter(f"weft:{name}", text, labels, registry=self._own) for name, text, labels in _EVENTS
         )
 
     def render(self) -> bytes:
-        """The exposition, as a scrape gets it."""
-        return generate_latest(self.registry)
+        """The exposition of a server with one front."""
+        return generate_latest(self._heads) + self.own()
+
+    def own(self) -> bytes:
+        """What this front counts itself, without what all fronts see of the heads."""
+        return generate_latest(self._own)
+
+    def render_all(self, pages: Mapping[str, bytes]) -> bytes:
+        """The exposition of a server with several fronts. ``pages``: each one's ``own``, by its name.
+
+        Samples get the label ``front``. They are not added up: one that was started again counts from 0, as
+        Prometheus expects of a series, but not of a sum.
+        """
+        merged: dict[str, Metric] = {}
+        for front, page in pages.items():
+            for family in text_string_to_metric_families(page.decode()):
+                whole = merged.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                for sample in family.samples:
+                    whole.samples.append(sample._replace(labels={**sample.labels, "front": front}))
+        return generate_latest(self._heads) + generate_latest(_Families(merged.values()))
+
+
+class _Families(CollectorRegistry):
+    """Metrics that were collected."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        super().__init__(auto_describe=False)
+        self._families = list(families)
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
 
 
 class RequestTimes:

@@ -12,8 +12,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Coroutine, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, Protocol
 
 import uvicorn
 import uvloop
@@ -31,8 +31,8 @@ from weft.front.context import Front
 from weft.front.generation import probe
 from weft.front.lifecycle import Phase
 from weft.front.middleware import Gate
-from weft.links.link import Address
-from weft.links.links import Respawn
+from weft.front.siblings import Siblings
+from weft.links.links import Owner
 
 log = weft_log.get_logger(__name__)
 
@@ -49,33 +49,68 @@ FORCED = 130
 """Exit status when a second signal cut requests off."""
 
 
+class Supervisor(Protocol):
+    """The process that runs this front, and owns the heads."""
+
+    serving: bool
+    """Whether other fronts answer requests already: then this one takes no connection before it can."""
+
+    def attach(self, drain: Callable[[], None], stop: Callable[[], None]) -> None:
+        """Has the one called when this front is told to drain, and the other when it is told to stop now.
+
+        On the running event loop.
+        """
+
+    def ready(self) -> None:
+        """Hears that this front answers requests."""
+
+
 def serve(
-    config: EngineConfig, front: FrontSection, addresses: Sequence[Address], respawn: Respawn | None = None
+    config: EngineConfig,
+    front: FrontSection,
+    owner: Owner,
+    supervisor: Supervisor | None = None,
+    siblings: Siblings | None = None,
 ) -> int:
     """Serves until a signal (0, after draining), a second one (130) or the death of the last head (1).
 
     A signal that comes before the server is ready ends it at once, with status 128 and the signal's number.
 
-    The caller owns the heads at ``addresses`` and those that ``respawn`` starts in the place of dead ones;
-    they have been told to stop, or are dead, when this returns. Call from the main
-    thread: it takes ``signals.STOPS``, and leaves them ignored, since what follows is the process's end.
-    Raises ConfigError when the port or the tokenizer can't be used.
+    ``owner`` owns the heads. Without ``supervisor`` they are this server's: they have been told to stop, or
+    are dead, when this returns. With it they are shared with other fronts and live on; signals are ignored,
+    and the port is shared. Call from the main thread: it takes ``signals.STOPS``, and leaves them ignored,
+    since what follows is the process's end. Raises ConfigError when the port or the tokenizer can't be used.
     """
-    listener = bind(front.host, front.port)
+    at_once = supervisor is None or not supervisor.serving
+    listener = bind(front.host, front.port, shared=supervisor is not None, listens=at_once)
     sys.setswitchinterval(SWITCH_INTERVAL)
     keep_heap_small()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(Server(config, front, addresses, listener, respawn).run())
+        return runner.run(Server(config, front, owner, listener, supervisor, siblings).run())
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises ConfigError naming the flags."""
+def bind(host: str, port: int, *, shared: bool = False, listens: bool = True) -> socket.socket:
+    """A socket at the address, which listens unless it only reserves it. Raises ConfigError naming the flags.
+
+    ``shared``: beside other sockets of this server.
+    """
     try:
         family, _, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        listener = socket.create_server(address[:2], family=family, backlog=BACKLOG)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, shared)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+            if family == socket.AF_INET6:
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            listener.bind(address[:2])
+            if listens:
+                listener.listen(BACKLOG)
+        except BaseException:
+            listener.close()
+            raise
         return listener
     except OSError as error:
         # Python words some of these errors itself, with the address in them; the system's words are plain.
@@ -112,39 +147,57 @@ class Server:
         self,
         config: EngineConfig,
         section: FrontSection,
-        addresses: Sequence[Address],
+        owner: Owner,
         listener: socket.socket,
-        respawn: Respawn | None = None,
+        supervisor: Supervisor | None = None,
+        siblings: Siblings | None = None,
     ) -> None:
+        self._siblings = siblings
         self._config = config
         self._section = section
-        self._addresses = addresses
-        self._respawn = respawn
+        self._owner = owner
         self._listener = listener
+        self._supervisor = supervisor
         self._signal = 0
         """The first one that came."""
 
     async def run(self) -> int:
         """Returns the exit status."""
         self._stop, self._stop_now = asyncio.Event(), asyncio.Event()
-        handled = signals.heeded()
+        self._open = asyncio.Event()
+        """Set when this front can answer requests."""
+        handled = signals.heeded() if self._supervisor is None else []
         for number in handled:
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
-        front = self._front = Front(self._config, self._section, self._addresses, self._respawn)
+        if self._supervisor is not None:
+            self._supervisor.attach(self._stop.set, self._cut)
+        front = self._front = Front(self._config, self._section, self._owner, self._siblings)
         http = _Uvicorn(self._uvicorn_config(front))
-        serving = asyncio.create_task(http.serve(sockets=[self._listener]))
+        serving = asyncio.create_task(self._serve_http(http))
         try:
             return await self._live(serving)
         finally:
             front.lifecycle.move(Phase.DEAD)
-            await front.close()
+            await front.close(shutdown=self._supervisor is None)
             await self._until_idle(GRACE)
             http.should_exit = True
             http.force_exit = self._stop_now.is_set()
+            if self._waits_to_listen:
+                serving.cancel()
             await asyncio.wait({serving}, timeout=2 * GRACE + 1)
             for number in handled:
                 asyncio.get_running_loop().remove_signal_handler(number)
             signals.ignore()
+
+    @property
+    def _waits_to_listen(self) -> bool:
+        """Whether connections are other fronts' until this one can answer requests."""
+        return self._supervisor is not None and self._supervisor.serving and not self._open.is_set()
+
+    async def _serve_http(self, http: uvicorn.Server) -> None:
+        if self._waits_to_listen:
+            await self._open.wait()
+        await http.serve(sockets=[self._listener])
 
     def _uvicorn_config(self, front: Front) -> uvicorn.Config:
         logging.getLogger("uvicorn").parent = logging.getLogger("weft")
@@ -180,6 +233,7 @@ class Server:
             return 1
         gc.freeze()  # what lives as long as the server is not looked at again
         front.lifecycle.move(Phase.READY)
+        self._open.set()
         self._announce()
         await self._unless_stopped(front.links.died.wait(), serving)
         if front.links.failure is not None:
@@ -236,9 +290,16 @@ class Server:
         self._signal = self._signal or number
         self._stop.set()
 
+    def _cut(self) -> None:
+        self._stop_now.set()
+        self._stop.set()
+
     # -- the ready line -----------------------------------------------------------------------------
 
     def _announce(self) -> None:
+        if self._supervisor is not None:
+            self._supervisor.ready()
+            return
         sys.stdout.write(ready_text(self._listener, self._front.names[0], bool(self._section.api_key)))
         sys.stdout.flush()
 

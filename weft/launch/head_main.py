@@ -14,6 +14,7 @@ import msgspec
 
 from weft.common import log
 from weft.common.errors import ConfigError, WeftError
+from weft.common.title import set_title
 from weft.config.resolved import EngineConfig
 from weft.engine.listener import listen
 from weft.launch import child
@@ -27,6 +28,7 @@ def run(arguments: list[str]) -> int:
     child.forbid_core_dumps()
     config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineConfig)
     sys.stdin.close()
+    set_title(f"head {config.replica}", config.served_names[0])
     log.configure(level, log.head_name(config.replica, config.parallel.data_parallel_size))
     try:
         listener = listen(config, endpoint)

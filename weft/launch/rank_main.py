@@ -16,6 +16,7 @@ import msgspec
 from weft import __version__
 from weft.common import log
 from weft.common.errors import WeftError
+from weft.common.title import set_title
 from weft.config.group import shared_settings
 from weft.config.resolved import EngineConfig
 from weft.launch import child
@@ -43,6 +44,7 @@ def run(arguments: list[str]) -> int:
     child.forbid_core_dumps()
     config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineConfig)
     sys.stdin.close()
+    set_title(f"worker {rank} of head {config.replica}", config.served_names[0])
     log.configure(level, log.head_name(config.replica, config.parallel.data_parallel_size, int(rank)))
     try:
         serve(config, address, int(rank))

@@ -1,10 +1,18 @@
-"""``weft serve``: a front in this process and heads in children, joined by sockets in a private folder."""
+"""``weft serve``: fronts and heads, joined by sockets in a private folder.
+
+One front runs in this process and owns the heads. Several are children beside the heads, and this process is
+their supervisor: see ``weft.cluster``.
+"""
 
 from __future__ import annotations
 
 import shutil
 import signal
-from typing import Any
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
@@ -12,11 +20,15 @@ import msgspec
 from weft.common import env, log, signals
 from weft.common.errors import ConfigError
 from weft.common.folder import private_folder
+from weft.common.title import set_title
 from weft.config.flags import SETTINGS
 from weft.config.hosts import uses_board
 from weft.config.resolved import EngineConfig
 from weft.config.sections import Config, FrontSection
 from weft.launch import child, options
+
+if TYPE_CHECKING:
+    from weft.engine.heads import HeadProcesses
 
 _SECONDS_TO_CLOSE = 5.0
 
@@ -34,7 +46,8 @@ def serve(model_name: str | None, **given: Any) -> int:
 
     config = with_keys(options.build(given, model_name))
     host = config.parallel.node_rank
-    log.configure(config.front.log_level, f"host {host}" if host else "front")
+    front = "front" if config.front.fronts == 1 else "supervisor"
+    log.configure(config.front.log_level, f"host {host}" if host else front)
     return run(resolve(config), config.front)
 
 
@@ -64,8 +77,12 @@ def run(resolved: EngineConfig, front: FrontSection) -> int:
         child.forbid_core_dumps()
         keep = serve_host if uses_board(resolved.parallel) else serve_node
         return keep(resolved, front.log_level)
+    from weft.cluster.owner import HeadOwner
     from weft.engine.heads import HeadProcesses
     from weft.front.server import serve as run_front
+
+    name = "server" if front.fronts == 1 else "supervisor"
+    set_title(name, resolved.served_names[0])
 
     child.forbid_core_dumps()
     # Until the front takes signals over, each ends this process in order: no folder is left behind.
@@ -77,10 +94,14 @@ def run(resolved: EngineConfig, front: FrontSection) -> int:
     patience, status = 0.0, 1
     ends: list[int] = []
     try:
-        heads = HeadProcesses(resolved, folder, front.log_level, front.engine_restarts)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOPS)
-        places = [heads.start(replica) for replica in range(resolved.parallel.data_parallel_size)]
-        status = run_front(resolved, front, places, heads.respawn)
+        heads = HeadProcesses(resolved, folder, front.log_level)
+        if front.fronts > 1:
+            status = run_fronts(resolved, front, heads, folder)
+        else:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOPS)
+            owner = HeadOwner(heads.names, heads, front.engine_restarts, together=heads.together)
+            owner.start()
+            status = run_front(resolved, front, owner)
         # After a signal that cuts short there is nothing to wait for: heads still load, or are not to finish.
         patience = 0.0 if status > 128 else _SECONDS_TO_CLOSE
     finally:
@@ -89,3 +110,44 @@ def run(resolved: EngineConfig, front: FrontSection) -> int:
             ends = heads.close(patience, 0 if status > 128 else status)
         shutil.rmtree(folder, ignore_errors=True)
     return 2 if status != 0 and 2 in ends else status
+
+
+def run_fronts(resolved: EngineConfig, front: FrontSection, heads: HeadProcesses, folder: Path) -> int:
+    """Serves with several fronts on one port, as their supervisor; returns the exit status.
+
+    ``folder``: for the registry; only this user may enter it. Raises ConfigError when the port can't be used.
+    """
+    from weft.cluster.server import Server
+    from weft.cluster.supervisor import Supervisor
+    from weft.front.server import bind, ready_text
+    from weft.launch.front_main import FrontSetup, start_front
+
+    # It never listens: it finds the port, and keeps it for fronts that are started again. Others of this user
+    # could share a port that is shared from the beginning, and this server would not notice.
+    with bind(front.host, front.port, listens=False) as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        section = msgspec.structs.replace(front, port=reserved.getsockname()[1])
+
+        def start(name: str, incarnation: int, link: socket.socket) -> subprocess.Popen[bytes]:
+            setup = FrontSetup(
+                config=resolved,
+                section=section,
+                name=name,
+                folder=str(folder),
+                serving=incarnation > 1,
+            )
+            return start_front(setup, link)
+
+        def announce() -> None:
+            sys.stdout.write(ready_text(reserved, resolved.served_names[0], bool(front.api_key)))
+            sys.stdout.flush()
+
+        supervisor = Supervisor(
+            heads.names,
+            [str(number) for number in range(front.fronts)],
+            restarts=front.engine_restarts,
+            drain_timeout=front.drain_timeout,
+            together=heads.together,
+        )
+        secret = resolved.parallel.group_secret
+        return Server(supervisor, heads, start, folder, announce, secret=secret).run()

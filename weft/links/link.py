@@ -55,6 +55,10 @@ class Address(NamedTuple):
     endpoint: Endpoint
     process: Process
     keys: Keys | None = None
+    incarnation: int = 0
+    """Tells the processes that an instance has one after the other apart."""
+    draining: bool = False
+    """Whether it is to get nothing new."""
 
 
 class Link:
@@ -71,7 +75,7 @@ class Link:
     ) -> None:
         """``timeout``: seconds after which a process that does not even answer pings counts as gone."""
         self.instance, self.number = instance, number
-        self.process = address.process
+        self.process, self.incarnation = address.process, address.incarnation
         self.bad_frames = 0
         self.heartbeats = 0
         self._address, self._context, self._timeout = address, context, timeout

@@ -14,8 +14,8 @@ import asyncio
 import contextlib
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
 
 import zmq.asyncio
 
@@ -27,7 +27,7 @@ from weft.links.flow import Flow, Observer
 from weft.links.link import POLL, Address, Link
 from weft.routing import events as e
 from weft.routing.fleet import Fleet
-from weft.routing.instances import Instance
+from weft.routing.instances import Instance, State
 from weft.routing.policy import Policy, PromptHashes, block_of
 from weft.routing.roster import Patience
 from weft.types import messages as m
@@ -39,19 +39,25 @@ OUTBOX_LIMIT = 20_000
 STALL_S = 1.0
 """Seconds by which a tick may be late; more, and this process stood still."""
 
-Respawn: TypeAlias = Callable[[str], "Address | None"]
-"""Starts the instance of that name anew, without waiting for it; None when it is not to be tried (again)."""
+
+class Owner(Protocol):
+    """Whoever owns the processes of the instances. See ``weft.cluster``. Never waits."""
+
+    def present(self) -> Mapping[str, Address | WeftError]:
+        """Of each instance its present process, or why none will be started again. Asked again and again."""
+
+    def replace(self, instance: str, incarnation: int, error: WeftError) -> None:
+        """That process is lost, as this front sees it. What comes of it is seen in ``present``, in time."""
 
 
 class Links:
-    """Used from one event loop. Instances are named "0", "1", .. in the order of their addresses."""
+    """Used from one event loop. Instances have the names that their owner gives them."""
 
     def __init__(
         self,
-        addresses: Sequence[Address],
+        owner: Owner,
         patience: Patience,
         *,
-        respawn: Respawn | None = None,
         link_timeout: float = 10.0,
         together: bool = False,
         policy: Policy | None = None,
@@ -60,11 +66,12 @@ class Links:
         """``link_timeout``: seconds after which a process that does not even answer pings counts as dead.
         ``together``: none of several heads can work without the others.
         """
-        self._addresses = {str(number): address for number, address in enumerate(addresses)}
-        domain = "all" if together and len(addresses) > 1 else ""
+        # One that was retired before this front began is none of its instances.
+        names = [name for name, address in owner.present().items() if isinstance(address, Address)]
+        domain = "all" if together and len(names) > 1 else ""
         self._name = secrets.token_hex(8)
-        self._fleet = Fleet(dict.fromkeys(self._addresses, domain), patience, policy, front=self._name)
-        self._respawn, self._link_timeout = respawn, link_timeout
+        self._fleet = Fleet(dict.fromkeys(names, domain), patience, policy, front=self._name)
+        self._owner, self._link_timeout = owner, link_timeout
         self._clock = clock or SystemClock()
         self._links: dict[str, Link] = {}
         """The present one of each instance."""
@@ -86,8 +93,9 @@ class Links:
 
     async def start(self) -> m.Welcome:
         """Connects to every head; returns when all have answered. Raises WeftError when one never will."""
-        for name, address in self._addresses.items():
-            self._connect(name, address)
+        if not self.instances:
+            raise EngineDead("no engine is left")
+        self._follow_owner()
         self._ticking = asyncio.create_task(self._tick())
         ended = [asyncio.create_task(event.wait()) for event in (self._ready, self.died)]
         try:
@@ -282,11 +290,8 @@ class Links:
                 if (link := self._links[instance]).number == number:
                     self._end(link)
             case e.Replace(instance, error):
-                address = None if self._respawn is None else self._respawn(instance)
-                if address is None:
-                    self._feed(e.Retired(instance, error))
-                else:
-                    self._connect(instance, address)
+                self._owner.replace(instance, self._links[instance].incarnation, error)
+                self._follow_owner()
             case e.Complete():
                 self._ready.set()
             case e.Failed():
@@ -301,10 +306,30 @@ class Links:
             flow.open.pop(event.sequence, None)
         flow.push(event)
 
+    def _follow_owner(self) -> None:
+        """Tells the fleet what its instances' owner has changed."""
+        present = self._owner.present()
+        for name, instance in self._fleet.roster.instances.items():
+            address = present.get(name)
+            link = self._links.get(name)
+            if isinstance(address, WeftError):
+                if instance.state is not State.RETIRED:
+                    self._feed(e.Retired(name, address))
+            elif address is None:
+                continue
+            elif link is None or link.incarnation != address.incarnation:
+                if link is None or instance.state is State.DOWN or not self._fleet.roster.complete:
+                    self._connect(name, address)
+                else:  # another front lost it: a Replace follows, and then this again
+                    self._feed(e.Lost(name, link.number, EngineDead("the engine was replaced")))
+            elif address.draining and instance.state in (State.UP, State.HALF_OPEN):
+                self._feed(e.Draining(name))
+
     def _connect(self, name: str, address: Address) -> None:
         number, self._started = self._started, self._started + 1
         if (old := self._links.get(name)) is not None:
             self._past_bad_frames += old.bad_frames
+            self._end(old)
         self._feed(e.Expected(name, number))
         self._links[name] = Link(name, number, address, self._context, self._link_timeout, self._feed)
 
@@ -324,4 +349,5 @@ class Links:
                 loop_time = asyncio.get_running_loop().time()
                 for link in list(self._links.values()):
                     link.look(loop_time)
+                self._follow_owner()
                 self._feed(e.Tick())

@@ -1,0 +1,154 @@
+"""Links follow the owner of their instances' processes: another incarnation, draining, retired."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.front.fake_server import FakeHeads
+from weft.common.errors import EngineDead, WeftError
+from weft.common.folder import private_folder
+from weft.links.flow import Flow
+from weft.links.link import Address
+from weft.links.links import Links
+from weft.routing.instances import State
+from weft.routing.roster import Patience
+from weft.types import messages as m
+from weft.types.sampling import TokenParams
+
+PROMPT = [10, 20, 30]
+LENGTH = 300
+SECONDS = 120.0
+
+
+class Owner:
+    """What a test says is so."""
+
+    def __init__(self, count: int) -> None:
+        self.folder: Path = private_folder()
+        self.heads = FakeHeads(str(self.folder), count, [], False)
+        self.so: dict[str, Address | WeftError] = {}
+        self.lost: list[tuple[str, int]] = []
+        for name in self.heads.names:
+            self.start(name, 1)
+
+    def start(self, name: str, incarnation: int) -> None:
+        self.so[name] = self.heads.start(name, incarnation)
+
+    def change(self, name: str, **changes: bool) -> None:
+        address = self.so[name]
+        assert isinstance(address, Address)
+        self.so[name] = address._replace(**changes)  # type: ignore[arg-type]
+
+    def present(self) -> Mapping[str, Address | WeftError]:
+        return self.so
+
+    def replace(self, instance: str, incarnation: int, error: WeftError) -> None:
+        self.lost.append((instance, incarnation))
+
+
+def with_links(count: int, work: Callable[[Links, Owner], Awaitable[None]]) -> None:
+    """Runs ``work`` with links to so many scripted heads."""
+
+    async def run() -> None:
+        owner = Owner(count)
+        links = Links(owner, Patience())
+        try:
+            async with asyncio.timeout(SECONDS):
+                await links.start()
+                await work(links, owner)
+        finally:
+            await links.close()
+            owner.heads.close()
+            shutil.rmtree(owner.folder, ignore_errors=True)
+
+    asyncio.run(run())
+
+
+def submit(links: Links, sequence: int) -> Flow:
+    return links.submit(
+        [
+            m.Submit(
+                sequence=sequence,
+                request=1000 + sequence,
+                seed=1,
+                prompt_ids=m.ids_to_bytes(PROMPT),
+                params=TokenParams(max_tokens=LENGTH),
+            )
+        ]
+    )
+
+
+async def read(flow: Flow, tokens: list[int], until: int = LENGTH) -> None:
+    while len(tokens) < until:
+        for event in await flow.next():
+            assert event.error is None, event.error
+            tokens += event.token_ids
+
+
+def state(links: Links, name: str) -> State:
+    return next(one.state for one in links.instances if one.name == name)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.02)
+
+
+def test_a_process_that_another_front_had_replaced() -> None:
+    """This front thinks that it lives: its stream goes on at the next one, and nothing is replaced twice."""
+
+    async def work(links: Links, owner: Owner) -> None:
+        tokens: list[int] = []
+        flow = submit(links, 1)
+        await read(flow, tokens, 20)
+        owner.start("0", 2)
+        await read(flow, tokens)
+        assert tokens == (PROMPT * LENGTH)[:LENGTH]
+        assert set(owner.lost) <= {("0", 1)}
+        assert links.restarts == 1
+
+    with_links(1, work)
+
+
+def test_one_that_drains_gets_nothing_new() -> None:
+    async def work(links: Links, owner: Owner) -> None:
+        first = submit(links, 1)
+        tokens: list[int] = []
+        await read(first, tokens, 5)
+        (there,) = (one.name for one in links.instances if one.open)
+        owner.change(there, draining=True)
+        await until(lambda: state(links, there) is State.DRAINING)
+        others = [submit(links, 2 + number) for number in range(4)]
+        assert [len(one.open) for one in links.instances if one.name == there] == [1]
+        await read(first, tokens)
+        for other in others:
+            await read(other, [])
+
+    with_links(2, work)
+
+
+def test_one_that_is_retired_is_gone_and_why() -> None:
+    async def work(links: Links, owner: Owner) -> None:
+        tokens: list[int] = []
+        flow = submit(links, 1)
+        await read(flow, tokens, 5)
+        for name in owner.heads.names:
+            owner.so[name] = EngineDead("it died too often")
+        errors: list[str] = []
+        while not errors:
+            errors += [event.error.message for event in await flow.next() if event.error is not None]
+        assert errors == ["it died too often"]
+        assert links.failure is not None
+        assert links.died.is_set()
+        # A front that begins now has nothing to wait for.
+        late = Links(owner, Patience())
+        with pytest.raises(EngineDead, match="no engine"):
+            await late.start()
+        await late.close()
+
+    with_links(2, work)

@@ -1,0 +1,65 @@
+"""The processes of a server by what they are, whether or not they could give themselves a title."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from pathlib import Path
+
+_TITLE = re.compile(r"weft: (?:(head|front) (\d+)|worker (\d+) of head \d+)")
+
+
+def role_of(words: list[str]) -> str | None:
+    """``head``, ``front`` or ``rank 3``, of a process with this command line; None for anything else."""
+    if found := _TITLE.match(words[0]):
+        return f"rank {found[3]}" if found[3] else found[1]
+    if any(word.endswith("fake_head.py") for word in words[:2]):
+        return "head"
+    if len(words) < 6:  # it has not begun, or has ended
+        return None
+    module = words[2]
+    if module.endswith("rank_main"):
+        return f"rank {words[5]}"
+    return {"weft.launch.head_main": "head", "weft.launch.front_main": "front"}.get(module)
+
+
+def children(parent: int) -> dict[int, str]:
+    """The children of a process that have a role and have not ended, whichever thread started them."""
+    found: dict[int, str] = {}
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{parent}/task").iterdir():
+            with contextlib.suppress(OSError):
+                for pid in map(int, (task / "children").read_text().split()):
+                    words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+                    if (role := role_of(words)) is not None:
+                        found[pid] = role
+    return dict(sorted(found.items()))
+
+
+def with_role(parent: int, role: str) -> list[int]:
+    """The children of a process that are ``head``, ``front`` or ``rank``, the oldest first."""
+    return [pid for pid, its in children(parent).items() if its.split()[0] == role]
+
+
+def lives(pid: int) -> bool:
+    """Whether the process has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def serving_process(port: int, candidates: list[int]) -> int | None:
+    """Which of ``candidates`` has the other end of a loopback connection from ``port``."""
+    inodes = set()
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if int(fields[2].rpartition(":")[2], 16) == port:
+            inodes.add(f"socket:[{fields[9]}]")
+    for pid in candidates:
+        with contextlib.suppress(OSError):
+            for link in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    if str(link.readlink()) in inodes:
+                        return pid
+    return None

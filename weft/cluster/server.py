@@ -1,0 +1,209 @@
+"""The processes of a server with several fronts: carries out what ``weft.cluster.supervisor`` decides.
+
+supervisor ──starts, watches──► heads ◄──zmq── front 0, front 1, ..
+    │ registry (a file) ─────read by────────────►│
+    │ channel: drain, stop ─────────────────────►│
+    │◄──────────── ready, alive, this head is lost
+"""
+
+from __future__ import annotations
+
+import selectors
+import signal
+import socket
+import subprocess
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from weft.cluster import channel, registry
+from weft.cluster import supervisor as s
+from weft.cluster.owner import Starter
+from weft.cluster.table import Kill, Start, State
+from weft.common import signals
+from weft.common.clock import Clock, SystemClock
+from weft.common.errors import ReportedError
+from weft.common.log import get_logger
+from weft.links.link import Address
+from weft.links.shutdown import shut_down
+
+log = get_logger(__name__)
+
+TURN_S = 0.1
+"""Seconds between two looks at processes."""
+
+StartFront = Callable[[str, int, socket.socket], "subprocess.Popen[bytes]"]
+"""Starts the front of a name and incarnation, with its end of the channel. Does not wait for it."""
+
+
+class Server:
+    """Used from the main thread, which owns all processes: they end with it."""
+
+    def __init__(
+        self,
+        supervisor: s.Supervisor,
+        heads: Starter,
+        start_front: StartFront,
+        folder: Path,
+        announce: Callable[[], None],
+        *,
+        secret: str | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        """``folder``: for the registry. ``announce`` is called once all fronts answer requests.
+        ``secret``: file with the group's secret, where heads may be on other hosts.
+        """
+        self._supervisor, self._heads, self._start_front = supervisor, heads, start_front
+        self._folder, self._announce, self._secret = folder, announce, secret
+        self._clock = clock or SystemClock()
+        self._addresses: dict[str, Address] = {}
+        self._fronts: dict[str, tuple[int, subprocess.Popen[bytes], socket.socket]] = {}
+        """Name -> incarnation, process and channel."""
+        self._selector = selectors.DefaultSelector()
+        self._signals: deque[int] = deque()
+        self._published: registry.Registry | None = None
+        self._status: int | None = None
+
+    def run(self) -> int:
+        """Serves until told to stop, or until nothing can be served any more; returns the exit status.
+
+        Heads have been told to stop then, unless the status is over 128. Takes ``signals.STOPS``, and leaves
+        them ignored.
+        """
+        for number in signals.heeded():
+            signal.signal(number, lambda caught, _: self._signals.append(caught))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOPS)
+        try:
+            self._start()
+            while self._status is None:
+                self._turn()
+            return self._status
+        finally:
+            signals.ignore()
+            self._end()
+
+    def _start(self) -> None:
+        actions = self._supervisor.start(self._clock.now())
+        heads = [one for one in actions if isinstance(one, Start) and one.role == "head"]
+        self._carry_out(heads)
+        self._publish()  # a front finds it when it starts
+        self._carry_out([one for one in actions if one not in heads])
+
+    def _turn(self) -> None:
+        ready = self._selector.select(TURN_S)
+        for key, _ in ready:
+            name, incarnation = key.data
+            self._hear(name, incarnation, key.fileobj)
+        while self._signals:
+            self._on(s.Signalled(self._signals.popleft()))
+        for name, (incarnation, process, _) in list(self._fronts.items()):
+            if (status := process.poll()) is not None:
+                self._on(s.Ended("front", name, incarnation, status))
+        for name, address in list(self._addresses.items()):
+            if (status := address.process.poll()) is not None:
+                self._on(s.Ended("head", name, address.incarnation, status))
+        self._on(s.Tick())
+        self._publish()
+
+    def _hear(self, name: str, incarnation: int, link: object) -> None:
+        assert isinstance(link, socket.socket)
+        try:
+            heard = channel.hear(link)
+        except msgspec.MsgspecError:
+            log.error("front %s said what is no message", name)
+            heard = None
+        if heard is None:  # it ends: its process says how
+            self._selector.unregister(link)
+        for message in heard or ():
+            if isinstance(message, channel.Ready):
+                self._on(s.Ready(name, incarnation))
+            elif isinstance(message, channel.Alive):
+                self._on(s.Alive(name, incarnation))
+            else:
+                self._on(s.Lost(message.name, message.incarnation, ReportedError(message.error)))
+
+    def _on(self, event: s.Event) -> None:
+        self._carry_out(self._supervisor.on(event, self._clock.now()))
+
+    def _carry_out(self, actions: Sequence[s.Action]) -> None:
+        for action in actions:
+            match action:
+                case Start("head", name, incarnation):
+                    self._addresses[name] = self._heads.start(name, incarnation)
+                case Kill("head", name, incarnation):
+                    self._heads.kill(name, incarnation)
+                case Start(_, name, incarnation):
+                    self._run_front(name, incarnation)
+                case Kill(_, name, _):
+                    self._end_front(name)
+                case s.Tell(name, order):
+                    channel.tell(self._fronts[name][2], order)
+                case s.Announce():
+                    self._announce()
+                case s.Exit(status):
+                    self._status = status
+
+    def _run_front(self, name: str, incarnation: int) -> None:
+        ours, theirs = channel.channel()
+        with theirs:
+            process = self._start_front(name, incarnation, theirs)
+        self._fronts[name] = incarnation, process, ours
+        self._selector.register(ours, selectors.EVENT_READ, (name, incarnation))
+
+    def _end_front(self, name: str) -> None:
+        _, process, link = self._fronts.pop(name)
+        if link in self._selector.get_map():
+            self._selector.unregister(link)
+        link.close()
+        process.kill()
+        process.wait(30.0)
+
+    def _publish(self) -> None:
+        """Writes the registry, if it says anything new."""
+        found = registry.Registry((*self._head_records(), *self._front_records()))
+        if found != self._published:
+            registry.write(self._folder, found)
+            self._published = found
+
+    def _head_records(self) -> list[registry.Record]:
+        records = []
+        for name, entry in self._supervisor.heads.entries.items():
+            address = self._addresses[name]
+            endpoint = address.endpoint
+            process = address.process
+            records.append(
+                registry.Record(
+                    role="head",
+                    name=name,
+                    incarnation=entry.incarnation,
+                    state=entry.state.value,
+                    endpoint=endpoint if isinstance(endpoint, str) else endpoint(),
+                    pid=process.pid if isinstance(process, subprocess.Popen) else None,
+                    secret=self._secret if address.keys is not None else None,
+                    error=None if entry.error is None else entry.error.info(),
+                )
+            )
+        return records
+
+    def _front_records(self) -> list[registry.Record]:
+        return [
+            registry.Record(
+                role="front",
+                name=name,
+                incarnation=entry.incarnation,
+                state=entry.state.value,
+                pid=self._fronts[name][1].pid if name in self._fronts else None,
+            )
+            for name, entry in self._supervisor.fronts.entries.items()
+        ]
+
+    def _end(self) -> None:
+        """Ends fronts, and tells heads to stop."""
+        for name in list(self._fronts):
+            self._end_front(name)
+        self._selector.close()
+        if self._status is not None and self._status <= 128:
+            running = [n for n, e in self._supervisor.heads.entries.items() if e.state is State.RUNNING]
+            shut_down([self._addresses[name] for name in running])

@@ -1,0 +1,255 @@
+"""The supervisor of a server with several fronts: what is started, killed and told, and when it ends. Pure.
+
+    starting ──all fronts ready──► serving ──signal──► draining ──all fronts ended──► ended
+        │ anything ends, or a signal   │ no front, or no head left                      ▲
+        ╰──────────────────────────────┴────────────────────────────────────────────────╯
+
+Fronts and heads are replaced by the same rule (``weft.cluster.table``). A front never starts or ends a head:
+it reports what it lost. Heads outlive fronts, and end with the server.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from weft.cluster import table as t
+from weft.common.errors import EngineDead, WeftError
+from weft.common.log import get_logger
+
+log = get_logger(__name__)
+
+SILENT_S = 30.0
+"""Seconds without a word after which a front counts as gone: it hangs, or was stopped."""
+STALL_S = 2.0
+"""Seconds by which a tick may be late; more, and this process stood still."""
+END_S = 15.0
+"""Seconds beyond ``--drain-timeout``, or after a second signal, in which a front must have ended."""
+CONFIG_ERROR = 2
+"""Exit status of a process that its configuration does not let work."""
+FORCED = 130
+"""Exit status when a second signal cut requests off."""
+
+
+class Phase(Enum):
+    STARTING = "starting"
+    SERVING = "serving"
+    DRAINING = "draining"
+    ENDED = "ended"
+
+
+# -- events
+
+
+class Ended(NamedTuple):
+    """A process has ended with ``status``. May be said again."""
+
+    role: t.Role
+    name: str
+    incarnation: int
+    status: int
+
+
+class Lost(NamedTuple):
+    """A front cannot work with a head any more: it is gone, silent, or makes no progress."""
+
+    name: str
+    incarnation: int
+    error: WeftError
+
+
+class Ready(NamedTuple):
+    """A front answers requests."""
+
+    name: str
+    incarnation: int
+
+
+class Alive(NamedTuple):
+    """A front says that it lives."""
+
+    name: str
+    incarnation: int
+
+
+class Signalled(NamedTuple):
+    """This process was asked to stop."""
+
+    number: int
+
+
+class Tick(NamedTuple):
+    """Time passed. Comes several times a second."""
+
+
+Event: TypeAlias = Ended | Lost | Ready | Alive | Signalled | Tick
+
+# -- actions, besides ``Start`` and ``Kill``
+
+Order: TypeAlias = Literal["drain", "stop"]
+
+
+class Tell(NamedTuple):
+    """A front is to finish its requests and end, or to end now."""
+
+    name: str
+    order: Order
+
+
+class Announce(NamedTuple):
+    """The server answers requests."""
+
+
+class Exit(NamedTuple):
+    """The server ends with ``status``: what still runs is ended."""
+
+    status: int
+
+
+Action: TypeAlias = t.Action | Tell | Announce | Exit
+
+
+class Supervisor:
+    """Times are seconds of one monotonic clock, which never falls."""
+
+    def __init__(
+        self,
+        heads: Sequence[str],
+        fronts: Sequence[str],
+        *,
+        restarts: int,
+        drain_timeout: float,
+        together: bool = False,
+    ) -> None:
+        """``restarts``: of each role, how many may be started again in ``table.WINDOW`` seconds.
+        ``together``: no head can work without the others.
+        """
+        self.heads = t.ProcessTable("head", heads, restarts, together=together)
+        self.fronts = t.ProcessTable("front", fronts, restarts)
+        self.phase = Phase.STARTING
+        self._drain_timeout = drain_timeout
+        self._deadline = math.inf
+        """While it drains: when fronts must have ended."""
+        self._forced = False
+        self._failed = False
+        """Whether a front that drained ended with an error."""
+        self._ticked = math.inf
+        self._now = -math.inf
+
+    def start(self, now: float) -> list[Action]:
+        """The first processes."""
+        return [*self.heads.start(now), *self.fronts.start(now)]
+
+    def on(self, event: Event, now: float) -> list[Action]:
+        """What is to be done after ``event``, which happened at ``now``."""
+        self._now = now
+        return [] if self.phase is Phase.ENDED else _HANDLERS[type(event)](self, event)
+
+    # -- processes
+
+    def _ended(self, event: Ended) -> list[Action]:
+        entry = self._table(event.role).running(event.name, event.incarnation)
+        if entry is None:
+            return []
+        if self.phase is Phase.STARTING:  # nothing is tried twice at the first start
+            log.error("%s %s ended with status %d", event.role, event.name, event.status)
+            return self._exit(event.status if event.status == CONFIG_ERROR else 1)
+        if event.role == "front" and (self.phase is Phase.DRAINING or self.heads.over):
+            self._failed |= entry.ready and event.status not in (0, FORCED)
+            self.fronts.end(event.name, event.incarnation)
+            return self._after([])
+        log.error("%s %s ended with status %d", event.role, event.name, event.status)
+        return self._lose(event.role, event.name, event.incarnation, EngineDead("the process ended"))
+
+    def _lost(self, event: Lost) -> list[Action]:
+        return self._lose("head", event.name, event.incarnation, event.error)
+
+    def _lose(self, role: t.Role, name: str, incarnation: int, error: WeftError) -> list[Action]:
+        return self._after([*self._table(role).lose(name, incarnation, error, self._now)])
+
+    def _after(self, actions: list[Action]) -> list[Action]:
+        """``actions``, and the end of the server when no front is left.
+
+        Without heads fronts end by themselves, once they have told their clients.
+        """
+        if not self.fronts.over:
+            return actions
+        drained = self.phase is Phase.DRAINING and not self._failed and not self.heads.over
+        return [*actions, *self._exit((FORCED if self._forced else 0) if drained else 1)]
+
+    def _table(self, role: t.Role) -> t.ProcessTable:
+        return self.heads if role == "head" else self.fronts
+
+    # -- fronts
+
+    def _ready(self, event: Ready) -> list[Action]:
+        entry = self.fronts.running(event.name, event.incarnation)
+        if entry is None:
+            return []
+        entry.ready, entry.heard = True, self._now
+        if self.phase is Phase.STARTING and self.fronts.ready:
+            self.phase = Phase.SERVING
+            return [Announce()]
+        return []
+
+    def _alive(self, event: Alive) -> list[Action]:
+        entry = self.fronts.running(event.name, event.incarnation)
+        if entry is not None:
+            entry.heard = self._now
+        return []
+
+    # -- the server
+
+    def _signalled(self, event: Signalled) -> list[Action]:
+        if self.phase is Phase.STARTING:
+            return self._exit(128 + event.number)
+        if self.phase is Phase.SERVING:
+            self.phase = Phase.DRAINING
+            self._deadline = self._now + self._drain_timeout + END_S
+            return [Tell(n, "drain" if entry.ready else "stop") for n, entry in self._running_fronts()]
+        # A terminal that is closed sends SIGHUP more than once, and its shell does, too: none of them cuts.
+        if event.number == signal.SIGHUP or self._forced:
+            return []
+        self._forced = True
+        self._deadline = min(self._deadline, self._now + END_S)
+        return [Tell(name, "stop") for name, _ in self._running_fronts()]
+
+    def _tick(self, event: Tick) -> list[Action]:
+        late = max(0.0, self._now - self._ticked - STALL_S)
+        self._ticked = self._now
+        if late:
+            for entry in self.fronts.entries.values():
+                entry.heard += late + STALL_S
+        if self._now >= self._deadline:
+            log.error("fronts did not end in time")
+            return self._exit(FORCED if self._forced else 1)
+        actions: list[Action] = []
+        if self.phase is Phase.DRAINING:
+            return actions
+        for name, entry in self._running_fronts():
+            # Before it is ready it loads, which takes as long as the heads' loading.
+            if entry.ready and self._now - entry.heard > SILENT_S:
+                log.error("front %s has been silent for %g seconds", name, SILENT_S)
+                error = EngineDead("the front was silent")
+                actions += self._lose("front", name, entry.incarnation, error)
+        return actions
+
+    def _running_fronts(self) -> list[tuple[str, t.Entry]]:
+        return [(name, one) for name, one in self.fronts.entries.items() if one.state is t.State.RUNNING]
+
+    def _exit(self, status: int) -> list[Action]:
+        self.phase = Phase.ENDED
+        return [Exit(status)]
+
+
+_HANDLERS: dict[type, Callable[[Supervisor, Any], list[Action]]] = {
+    Ended: Supervisor._ended,
+    Lost: Supervisor._lost,
+    Ready: Supervisor._ready,
+    Alive: Supervisor._alive,
+    Signalled: Supervisor._signalled,
+    Tick: Supervisor._tick,
+}

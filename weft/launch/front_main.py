@@ -1,0 +1,87 @@
+"""Entry point of a front that shares heads with others: ``python -m weft.launch.front_main PARENT CHANNEL``.
+
+CHANNEL is the descriptor of the channel to the supervisor (``weft.cluster.channel``). A ``FrontSetup`` comes
+on standard input, as msgpack. Ends with status 2 after a configuration error, with 1 when it cannot go on.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+
+from weft.cluster.channel import SupervisorLink
+from weft.cluster.registry import Reader, RegistryOwner
+from weft.common import env, log, signals
+from weft.common.errors import WeftError
+from weft.common.title import set_title
+from weft.config.resolved import EngineConfig
+from weft.config.sections import FrontSection
+from weft.launch import child
+
+
+class FrontSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """What a front is started with."""
+
+    config: EngineConfig
+    section: FrontSection
+    """With the port that all fronts share."""
+    name: str
+    folder: str
+    """With the registry."""
+    serving: bool = False
+    """Whether the server answers requests already, by other fronts."""
+
+
+def start_front(setup: FrontSetup, link: socket.socket) -> subprocess.Popen[bytes]:
+    """Starts a front that dies with this process; ``link`` is its end of the channel. Does not wait for it.
+
+    From the main thread: the kernel ties the child to the thread that made it.
+    """
+    command = [sys.executable, "-m", "weft.launch.front_main", str(os.getpid()), str(link.fileno())]
+    with signals.blocked():
+        front = subprocess.Popen(
+            command, stdin=subprocess.PIPE, env=env.child_environment(), pass_fds=(link.fileno(),)
+        )
+    assert front.stdin is not None
+    try:
+        with front.stdin as stdin:
+            stdin.write(msgspec.msgpack.encode(setup))
+    except BrokenPipeError:  # it died before it read its configuration; whoever watches it sees that
+        pass
+    return front
+
+
+def run(arguments: list[str]) -> int:
+    """Runs a front until it is told to end; returns the exit status."""
+    parent, descriptor = arguments
+    child.die_with_parent(int(parent))
+    child.ignore_signals()
+    child.forbid_core_dumps()
+    setup = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=FrontSetup)
+    sys.stdin.close()
+    set_title(f"front {setup.name}", setup.config.served_names[0])
+    log.configure(setup.section.log_level, f"front {setup.name}")
+    link = SupervisorLink(socket.socket(fileno=int(descriptor)), setup.serving)
+    reader = Reader(Path(setup.folder))
+    owner = RegistryOwner(reader, link.report)
+    from weft.front.server import serve
+    from weft.front.siblings import Siblings
+
+    def fronts() -> list[str]:
+        return [record.name for record in reader.read().of("front") if record.state == "running"]
+
+    siblings = Siblings(setup.name, Path(setup.folder), fronts)
+    try:
+        return serve(setup.config, setup.section, owner, link, siblings)
+    except WeftError as error:
+        print(f"weft: {error.message}", file=sys.stderr, flush=True)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))
