@@ -89,6 +89,7 @@ class EngineCore:
         self.balance = Balance(config.parallel.eplb_interval)
         """At which steps experts move."""
         self.sources: list[Source] = []
+        """All of them are there before a loop begins, as it asks for ``sockets`` once."""
         self._depth = config.scheduler.steps_in_flight
         self._in_flight: deque[tuple[StepHandle, float]] = deque()
         """Steps in flight, and when the planning of each began."""

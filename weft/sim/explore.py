@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from weft.sim.check import Violation
 from weft.sim.cluster import simulate_cluster
 
-CHUNK = 100
+CHUNK = 50
 """Schedules that a process takes at a time."""
 
 

@@ -207,7 +207,7 @@ class HeadProcess:
     # -- the loop
 
     def _turn(self, worked: bool = False) -> None:
-        """``worked``: whether it has just made a step. Fronts hear at once that all is done."""
+        """``worked``: whether it was busy until now. Fronts hear at once that all is done."""
         cluster = self.cluster
         worked = worked or self.engine.has_work()
         while self.alive:
@@ -284,7 +284,7 @@ class HeadProcess:
         """Its ranks are there again."""
         if self.engine.recovering:
             self._send(self.protocol.events(self.engine.regroup()))
-            self._turn()
+            self._turn(worked=True)
 
     def drain(self) -> None:
         """It takes nothing new, and ends when nothing is left."""
