@@ -331,3 +331,63 @@ def test_silence_is_counted_from_what_was_heard_and_not_by_who_was_away() -> Non
     assert alive.silent(301.0) is None
     alive.expect([], 301.0)
     assert alive.silent(900.0) is None
+
+
+def test_an_epoch_that_is_lost_before_anybody_looked_at_it_waits_to_be_resumed() -> None:
+    """Whoever waits for the group to run may see it lost at once: it has no steps to drop, and says so."""
+    rig = Rig()
+    rig.run()
+    rig.feed(t.Gone(1, "killed"), after=0.01)
+    rig.feed(t.Read(), t.Read(heartbeats=True), after=2000.0)
+    assert rig.group.phase == "lost"
+    assert rig.group.unresumed is rig.group.lost
+    assert kinds(rig.feed(t.Resume(rig.group.lost))).count("Spawn") == 1  # type: ignore[arg-type]
+    assert (rig.group.phase, rig.group.unresumed) == ("gathering", None)
+    left = rig.group.tries._left
+    assert rig.resume() == []
+    assert (rig.group.phase, rig.group.tries._left) == ("gathering", left)
+
+
+def test_nobody_is_late_to_form_while_a_failed_connect_is_judged() -> None:
+    rig = Rig(3)
+    rig.run()
+    rig.feed(t.Gone(3, "killed"), t.Resume(GroupLost(3, "killed")), t.Spawned(3, False), after=1.0)
+    rig.peers[3] = b"3.1"
+    rig.now += 30.0
+    rig.load(3)
+    assert rig.group.phase == "forming"
+    rig.feed(t.OwnFailure(rig.group.epoch, "time-out", True), after=8.0)
+    assert rig.feed(t.Read(), after=0.01) == []
+    assert rig.group.phase == "forming"
+    failed = EngineDead("time-out").info()
+    for rank in rig.ranks:
+        rig.feed(rig.says(rank, f.Failed(rank=rank, epoch=1, step=-1, error=failed, comm=True)))
+    assert (rig.group.phase, rig.group.lost and rig.group.lost.rank) == ("gathering", None) or (
+        rig.group.phase == "forming" and rig.group.epoch == 2
+    )
+
+
+def test_a_head_that_stood_still_gives_ranks_their_time() -> None:
+    rig = Rig(1)
+    rig.run()
+    rig.feed(t.Read())
+    rig.feed(t.OwnOutcome(0, 7))
+    rig.feed(t.OwnOutcome(1, 7), after=21.0)  # its own launch took so long
+    rig.feed(t.Read(), after=0.01)
+    assert rig.group.phase == "running"
+    for _ in range(8):
+        rig.feed(t.Read(), after=1.0)
+    assert rig.group.phase == "lost"
+    assert "end step 0" in str(rig.group.lost)
+
+
+def test_what_is_told_of_an_epoch_that_is_over_costs_no_try() -> None:
+    rig = Rig(6)
+    rig.run()
+    rig.feed(t.Gone(1, "killed"), t.Resume(GroupLost(1, "killed")), t.Spawned(1, False), after=1.0)
+    left = rig.group.tries._left
+    failed = EngineDead("an error of the device").info()
+    for rank in range(2, 7):
+        rig.feed(rig.says(rank, f.Failed(rank=rank, epoch=0, step=0, error=failed, comm=False)))
+    rig.feed(t.OwnFailure(0, "an error of the device", False))
+    assert (rig.group.phase, rig.group.tries._left) == ("gathering", left)

@@ -193,8 +193,8 @@ class EngineCore:
         self._in_flight.clear()
         self._launching = False
         self._completed = -math.inf
+        self._lost_at = self._clock.now()  # first: an interrupt may come between
         self.runner.recover(lost)
-        self._lost_at = self._clock.now()
 
     def _step(self) -> list[TokenEvent]:
         if self._launching:

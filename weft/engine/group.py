@@ -113,6 +113,10 @@ class GroupExecutor:
         """The last that was given to the carrier."""
         self._outbox: deque[t.Send | t.Renew] = deque()
         """For the thread that steps."""
+        self._inbox: deque[tuple[bytes, bytes]] = deque()
+        """What was received and not taken in: an interrupt may come between."""
+        self._actions: deque[t.Action] = deque()
+        """What was decided and not carried out: so may one here."""
         self._store: Any = None
         """Of the present epoch, kept while that lasts."""
         self._results: dict[int, StepResult] = {}
@@ -242,8 +246,7 @@ class GroupExecutor:
         """
         until = self._clock.now() + wait
         while self.membership.phase != "running":
-            if self.membership.failed is not None:
-                raise self.membership.failed
+            self._go_on()
             if (left := until - self._clock.now()) <= 0:
                 return False
             self._turn(min(left, _TURN))
@@ -287,9 +290,15 @@ class GroupExecutor:
 
     def _until(self, reached: Callable[[], bool]) -> None:
         while not reached():
-            if self.membership.failed is not None:
-                raise self.membership.failed
+            self._go_on()
             self._turn(_TURN)
+
+    def _go_on(self) -> None:
+        """This thread, which waits for the group, has no steps, if an epoch began and was lost meanwhile."""
+        if (lost := self.membership.unresumed) is not None:
+            self._feed(t.Resume(lost))
+        if self.membership.failed is not None:
+            raise self.membership.failed
 
     def _settle(self, step: int) -> None:
         while not self.membership.steps.settled(step):
@@ -312,14 +321,19 @@ class GroupExecutor:
     def _turn(self, wait: float) -> None:
         """Sends what is to be sent, and takes in what came, waiting ``wait`` seconds for the first of it."""
         self._flush()
-        while (received := self._links.channel.receive(wait)) is not None:
+        while True:
+            if not self._inbox and (received := self._links.channel.receive(wait)) is not None:
+                self._inbox.append(received)
+            if not self._inbox:
+                break
             wait = 0
-            peer, data = received
+            peer, data = self._inbox[0]
             try:
                 event: t.Event = t.Received(peer, f.decode_to_head(data))
             except f.FrameError as error:
                 event = t.Garbled(peer, error)
             self._feed(event)
+            self._inbox.popleft()
         leases = self._links.leases
         if leases is not None and self.membership.leases_due(self._clock.now()):
             self._feed(t.LeasesRead(tuple(leases.read())))
@@ -347,7 +361,9 @@ class GroupExecutor:
 
     def _feed(self, event: t.Event) -> None:
         with self._lock:
-            for action in self.membership.on(event, self._clock.now()):
+            self._actions.extend(self.membership.on(event, self._clock.now()))
+            while self._actions:
+                action = self._actions.popleft()
                 if isinstance(action, t.Abort):
                     self._abort()
                 elif isinstance(action, t.Send | t.Renew):

@@ -94,7 +94,8 @@ class Membership:
         """A collective failed: until when somebody may say why, and what it said."""
         self._until = 0.0
         """When the heads must have met, or the others formed."""
-        self._now = 0.0
+        self._now = self._read = 0.0
+        """Of the present event, and of the last ``Read`` of frames."""
 
     # ---- what a shell asks
 
@@ -139,6 +140,11 @@ class Membership:
             return False
         return now - self._meeting.looked >= (LOOK_MEETING_S if self.phase == "meeting" else LOOK_S)
 
+    @property
+    def unresumed(self) -> GroupLost | None:
+        """Why the epoch was lost, while ``Resume`` is what everybody waits for."""
+        return self.lost if self.phase == "lost" and self._stepping and self._own.stage == "ready" else None
+
     def next_deadline(self) -> float | None:
         """When ``Read`` will end a wait, if nothing comes before."""
         return min((due for due, _ in self._deadlines()), default=None)
@@ -150,6 +156,11 @@ class Membership:
             case t.Received(peer, frame):
                 self._frame(peer, frame)
             case t.Read(heartbeats=False):
+                if (
+                    self._now - self._read > COLLECTIVE * self._timeout / 2
+                ):  # it is this head that stood still
+                    self.steps.extend(self._now)
+                self._read = self._now
                 overdue = next((end for due, end in self._deadlines() if self._now >= due), None)
                 if overdue is not None:
                     overdue()
@@ -180,7 +191,7 @@ class Membership:
                     self._connecting = None
                 if epoch == self.epoch and collective:
                     self._judge(message)
-                elif epoch == self.epoch:
+                elif self.aborted < epoch == self.epoch:
                     self._lose(GroupLost(self.rank, message))
             case t.LeasesRead(leases):
                 self._leases(leases)
@@ -224,7 +235,7 @@ class Membership:
                 member.stopped, member.bereft = True, collective
                 if collective:
                     self._judge(error.message)
-                else:
+                elif self.aborted < self.epoch:  # else it tells of the end that others know of already
                     self._lose(GroupLost(rank, error.message))
 
     def _hello(self, peer: bytes, hello: f.RankHello) -> None:
@@ -320,6 +331,8 @@ class Membership:
             self._again()
 
     def _resume(self, lost: GroupLost) -> None:
+        if not self._stepping:  # it was said already
+            return
         self._lose(lost)
         self._stepping = False
         self.tries.renew(self._now)
@@ -416,7 +429,7 @@ class Membership:
                     yield member.since + self._load_s, self._late(rank, "load", self._load_s)
         elif self.phase == "meeting":
             yield self._until, self._late(None, "meet all heads of the domain", self._load_s)
-        elif self.phase == "forming" and self._connecting is None:
+        elif self.phase == "forming" and self._connecting is None and self._judging is None:
             for rank, member in self.members.items():
                 if not member.formed:
                     yield self._until, self._late(rank, "form", self._timeout)

@@ -38,6 +38,10 @@ class Steps:
             del self._checksums[number], self._due[number]
         return None
 
+    def extend(self, now: float) -> None:
+        """Nobody has looked at what came for long: others get their time from ``now`` on."""
+        self._due = dict.fromkeys(self._due, now + self._patience)
+
     def settled(self, step: int) -> bool:
         """Whether all ranks have ended ``step``, if this one has, and all before it, with equal checksums."""
         return all(number > step for number in self._due)
