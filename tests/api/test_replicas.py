@@ -163,3 +163,18 @@ def test_async(expected: Any) -> None:
         return tokens(made)
 
     assert asyncio.run(run()) == expected("spool-text")
+
+
+def test_a_caller_hears_that_no_replica_is_left() -> None:
+    """And not that the queue is full, try again later."""
+    with LLM("spool-text", data_parallel_size=2, **COMMON) as llm:
+        for process in processes(llm):
+            process.kill()
+        deadline = time.monotonic() + 60
+        while llm._core.thread.links.failure is None:  # type: ignore[union-attr]
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        with pytest.raises(EngineDead):
+            llm.generate("x", PARAMS[0], use_tqdm=False)
+    with pytest.raises(EngineDead):
+        llm.stats()

@@ -33,6 +33,7 @@ class Owner:
         self.heads = FakeHeads(str(self.folder), count, [], False)
         self.so: dict[str, Address | WeftError] = {}
         self.lost: list[tuple[str, int]] = []
+        self.fails = False
         for name in self.heads.names:
             self.start(name, 1)
 
@@ -49,6 +50,8 @@ class Owner:
 
     def replace(self, instance: str, incarnation: int, error: WeftError) -> None:
         self.lost.append((instance, incarnation))
+        if self.fails:
+            raise OSError("no more processes")
 
 
 def with_links(count: int, work: Callable[[Links, Owner], Awaitable[None]]) -> None:
@@ -152,3 +155,47 @@ def test_one_that_is_retired_is_gone_and_why() -> None:
         await late.close()
 
     with_links(2, work)
+
+
+def test_an_error_of_the_owner_stops_nothing_else() -> None:
+    """Streams go on at the other head, and what happens later is still seen."""
+
+    async def work(links: Links, owner: Owner) -> None:
+        owner.fails = True
+        flows = [submit(links, number) for number in range(1, 5)]
+        tokens: list[list[int]] = [[] for _ in flows]
+        for flow, its in zip(flows, tokens, strict=True):
+            await read(flow, its, 5)
+        process = next(address.process for address in owner.so.values() if isinstance(address, Address))
+        process.kill()  # type: ignore[attr-defined]
+        for flow, its in zip(flows, tokens, strict=True):
+            await read(flow, its)
+            assert its == (PROMPT * LENGTH)[:LENGTH]
+        assert len(owner.lost) == 1
+        await read(submit(links, 9), [])
+        (lost,) = {name for name, _ in owner.lost}
+        owner.fails = False
+        owner.start(lost, 2)
+        await until(lambda: state(links, lost) is State.UP)
+
+    with_links(2, work)
+
+
+def test_a_front_that_stood_still_links_once_more_before_it_reports_a_loss() -> None:
+    """Its heads gave the silent connection up, and live: nobody restarts them."""
+
+    async def work(links: Links, owner: Owner) -> None:
+        tokens: list[int] = []
+        flow = submit(links, 1)
+        await read(flow, tokens, 5)
+        links._stalled_at = links._clock.now()
+        link = links._links["0"]
+        link._broken_at = asyncio.get_running_loop().time() - 10
+        await until(lambda: links._links["0"] is not link)
+        await read(flow, tokens)
+        assert tokens == (PROMPT * LENGTH)[:LENGTH]
+        assert owner.lost == []
+        links._links["0"]._broken_at = asyncio.get_running_loop().time() - 10
+        await until(lambda: owner.lost == [("0", 1)])
+
+    with_links(1, work)

@@ -25,8 +25,14 @@ A = TypeVar("A")
 class Driver:
     """A fleet, its clock, and what it asked for. Links are numbered as they are expected."""
 
-    def __init__(self, *names: str, domain: str = "", versions: dict[str, int] | None = None) -> None:
-        self.fleet = Fleet(dict.fromkeys(names, domain), PATIENCE, front="front")
+    def __init__(
+        self,
+        *names: str,
+        domain: str = "",
+        versions: dict[str, int] | None = None,
+        joining: bool = False,
+    ) -> None:
+        self.fleet = Fleet(dict.fromkeys(names, domain), PATIENCE, front="front", joining=joining)
         self.now = 100.0
         self.links = 0
         self.link: dict[str, int] = {}
@@ -635,3 +641,31 @@ def test_prompt_logprobs_are_told_once() -> None:
     (event,) = one.told()
     assert event.prompt_logprobs is not None
     assert event.prompt_logprobs.arrays()[2].tolist() == [1]
+
+
+def test_a_front_that_joins_serves_with_what_lives_and_gives_up_for_no_loss() -> None:
+    """Others serve already: an instance that loads, or dies meanwhile, is no reason to wait or to end."""
+    one = Driver("a", "b", "c", joining=True)
+    one.expect("a")
+    one.expect("b")
+    one.expect("b")  # it was replaced while this front began
+    assert one.fleet.failure is None
+    one.on(e.Retired("c", DIED))
+    assert one.fleet.failure is None
+    assert one.fleet.refusal() is not None
+    one.on(e.Linked("a", one.link["a"]))
+    one.say("a", one.welcome("a"))
+    assert e.Complete() in one.actions
+    assert one.open(1) == "a"
+    one.lose("a")
+    one.on(e.Retired("a", DIED))
+    assert one.fleet.failure is None
+    one.on(e.Retired("b", DIED))
+    assert one.fleet.failure is not None
+
+
+def test_a_domain_that_is_joined_is_waited_for() -> None:
+    one = Driver("a", "b", domain="all", joining=True).up("a")
+    assert one.fleet.refusal() is not None
+    one.up("b")
+    assert one.fleet.refusal() is None

@@ -85,9 +85,10 @@ class LLM:
 
         Raises EngineDead after ``shutdown``.
         """
-        if self._core is None:
+        core = self._core
+        if core is None:
             raise EngineDead("this LLM was shut down")
-        return self._core.stats()
+        return core.stats()
 
     def generate(
         self,

@@ -7,8 +7,11 @@ from typing import Protocol
 
 from weft.cluster.table import Action, ProcessTable, Start, State
 from weft.common.clock import Clock, SystemClock
-from weft.common.errors import WeftError
+from weft.common.errors import EngineDead, WeftError
+from weft.common.log import get_logger
 from weft.links.link import Address
+
+log = get_logger(__name__)
 
 
 class Starter(Protocol):
@@ -60,6 +63,15 @@ class HeadOwner:
     def _carry_out(self, actions: Iterable[Action]) -> None:
         for action in actions:
             if isinstance(action, Start):
-                self._addresses[action.name] = self._starter.start(action.name, action.incarnation)
+                self._start(action.name, action.incarnation)
             else:
                 self._starter.kill(action.name, action.incarnation)
+
+    def _start(self, name: str, incarnation: int) -> None:
+        """One that cannot be started, for want of memory or processes, is lost at once."""
+        try:
+            self._addresses[name] = self._starter.start(name, incarnation)
+        except OSError as failed:
+            error = EngineDead(f"the engine's process cannot be started ({failed.strerror})")
+            log.error("%s", error.message)
+            self._carry_out(self._table.lose(name, incarnation, error, self._clock.now()))

@@ -66,14 +66,14 @@ class Reader:
         self._registry = Registry()
 
     def read(self) -> Registry:
-        """As it is now; as it was last, if the folder is gone: then the server ends."""
+        """As it is now; as it was last, where it cannot be read: the folder is gone when the server ends."""
         try:
             status = self._path.stat()
             seen = (status.st_ino, status.st_mtime_ns)
             if seen != self._seen:
                 self._registry = msgspec.json.decode(self._path.read_bytes(), type=Registry)
                 self._seen = seen
-        except FileNotFoundError:
+        except OSError:
             pass
         return self._registry
 

@@ -131,7 +131,7 @@ class Server:
         for action in actions:
             match action:
                 case Start("head", name, incarnation):
-                    self._addresses[name] = self._heads.start(name, incarnation)
+                    self._start_head(name, incarnation)
                 case Kill("head", name, incarnation):
                     self._heads.kill(name, incarnation)
                 case Start(_, name, incarnation):
@@ -144,6 +144,13 @@ class Server:
                     self._announce()
                 case s.Exit(status):
                     self._status = status
+
+    def _start_head(self, name: str, incarnation: int) -> None:
+        try:
+            self._addresses[name] = self._heads.start(name, incarnation)
+        except OSError as error:  # for want of memory or processes
+            log.error("head %s cannot be started: %s", name, error)
+            self._on(s.Ended("head", name, incarnation, 1))
 
     def _run_front(self, name: str, incarnation: int) -> None:
         ours, theirs = channel.channel()
@@ -164,13 +171,18 @@ class Server:
         """Writes the registry, if it says anything new."""
         found = registry.Registry((*self._head_records(), *self._front_records()))
         if found != self._published:
-            registry.write(self._folder, found)
-            self._published = found
+            try:
+                registry.write(self._folder, found)
+            except OSError as error:  # a full disk: the next turn tries again
+                log.error("the registry cannot be written: %s", error)
+            else:
+                self._published = found
 
     def _head_records(self) -> list[registry.Record]:
         records = []
         for name, entry in self._supervisor.heads.entries.items():
-            address = self._addresses[name]
+            if (address := self._addresses.get(name)) is None:
+                continue
             endpoint = address.endpoint
             process = address.process
             records.append(

@@ -20,7 +20,7 @@ from weft.config.resolved import EngineConfig
 from weft.engine.keeper import Keeper
 from weft.engine.ranks import RankProcesses, are_kept, rank_address
 from weft.links.link import Address
-from weft.parallel.remote import RemoteHead, RemoteHeads
+from weft.parallel.remote import REFUSED, RemoteHead, RemoteHeads
 
 LEAVE_S = 3.0
 """Seconds that other hosts get at least to read that the server ends."""
@@ -65,6 +65,7 @@ class HeadProcesses:
         old = self._running.pop(name, None)
         if old is not None:
             old.kill()  # also wakes one that was stopped, for its end
+            self._ended = [one for one in self._ended if one.poll() in (None, REFUSED)]
             self._ended.append(old)
 
     def close(self, seconds: float, status: int = 0) -> list[int]:

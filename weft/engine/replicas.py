@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from weft.cluster.owner import HeadOwner
-from weft.common.errors import ConfigError, Overloaded, WeftError
+from weft.common.errors import ConfigError, EngineDead, Overloaded, WeftError
 from weft.common.folder import private_folder
 from weft.config.resolved import EngineConfig
 from weft.engine.core import EngineCore
@@ -96,8 +96,10 @@ class Replicas:
     def submit(self, submit: m.Submit) -> list[m.TokenEvent]:
         """Sends a sequence to a replica. What is wrong with it comes as an event.
 
-        Raises Overloaded when every replica's queue is full.
+        Raises Overloaded when every replica's queue is full, and EngineDead when none is left.
         """
+        if (failure := self.thread.links.failure) is not None:
+            raise EngineDead(failure.message)
         alive = sum(instance.alive for instance in self.thread.links.instances)
         if self._capacity * alive <= self.thread.open_sequences:
             raise Overloaded("every replica's queue is full; try again later")

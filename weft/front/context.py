@@ -55,8 +55,9 @@ class Front:
         section: FrontSection,
         owner: Owner,
         siblings: Siblings | None = None,
+        joining: bool = False,
     ) -> None:
-        """``siblings``: the other fronts of the server, if there may be any."""
+        """``siblings``: the other fronts of the server, if there may be any; ``joining``: they serve."""
         self.config = config
         self.section = section
         self.names = config.served_names
@@ -67,6 +68,7 @@ class Front:
             Patience(engine=section.engine_timeout, recovery=section.recovery_timeout),
             link_timeout=config.parallel.rank_timeout,
             together=config.parallel.enable_expert_parallel,
+            joining=joining,
         )
         self.metrics = Metrics(self.names[0], self.links)
         self._siblings = siblings

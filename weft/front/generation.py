@@ -193,7 +193,7 @@ class Generation:
 
 
 async def probe(front: Front) -> None:
-    """Generates one token through every head: what readiness means. Raises WeftError when that fails."""
+    """Generates a token through every head that lives: what readiness means. Raises WeftError."""
     ids = [front.ids.mint() for _ in range(2 * len(front.links.instances))]
     submits = [
         Submit(

@@ -171,7 +171,9 @@ class Server:
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
         if self._supervisor is not None:
             self._supervisor.attach(self._stop.set, self._cut)
-        front = self._front = Front(self._config, self._section, self._owner, self._siblings)
+        joining = self._supervisor is not None and self._supervisor.serving
+        front = Front(self._config, self._section, self._owner, self._siblings, joining)
+        self._front = front
         http = _Uvicorn(self._uvicorn_config(front))
         serving = asyncio.create_task(self._serve_http(http))
         try:

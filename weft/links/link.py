@@ -76,6 +76,8 @@ class Link:
         """``timeout``: seconds after which a process that does not even answer pings counts as gone."""
         self.instance, self.number = instance, number
         self.process, self.incarnation = address.process, address.incarnation
+        self.began = 0.0
+        """When it was made, by the clock of whoever made it."""
         self.bad_frames = 0
         self.heartbeats = 0
         self._address, self._context, self._timeout = address, context, timeout
@@ -122,6 +124,7 @@ class Link:
             while self._outbox and loop.time() < deadline:
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.01)
+        self._outbox.clear()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

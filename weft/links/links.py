@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import math
 import secrets
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import zmq.asyncio
@@ -38,6 +40,8 @@ OUTBOX_LIMIT = 20_000
 """Messages that may wait for one head; requests beyond it are refused."""
 STALL_S = 1.0
 """Seconds by which a tick may be late; more, and this process stood still."""
+RELINK_S = 30.0
+"""Seconds after that in which a broken connection is made once more before a process counts as lost."""
 
 
 class Owner(Protocol):
@@ -61,16 +65,17 @@ class Links:
         link_timeout: float = 10.0,
         together: bool = False,
         policy: Policy | None = None,
+        joining: bool = False,
         clock: Clock | None = None,
     ) -> None:
         """``link_timeout``: seconds after which a process that does not even answer pings counts as dead.
-        ``together``: none of several heads can work without the others.
+        ``together``: none of several heads can work without the others. ``joining``: see ``Fleet``.
         """
         # One that was retired before this front began is none of its instances.
         names = [name for name, address in owner.present().items() if isinstance(address, Address)]
         domain = "all" if together and len(names) > 1 else ""
         self._name = secrets.token_hex(8)
-        self._fleet = Fleet(dict.fromkeys(names, domain), patience, policy, front=self._name)
+        self._fleet = Fleet(dict.fromkeys(names, domain), patience, policy, self._name, joining)
         self._owner, self._link_timeout = owner, link_timeout
         self._clock = clock or SystemClock()
         self._links: dict[str, Link] = {}
@@ -78,6 +83,9 @@ class Links:
         self._started = 0
         self._flows: dict[int, Flow] = {}
         self._pending: deque[e.Event] = deque()
+        self._feeding = False
+        self._stalled_at = -math.inf
+        """When this process noticed last that it had stood still."""
         self._context = zmq.asyncio.Context()
         self._ticking: asyncio.Task[None] | None = None
         self._ending: set[asyncio.Task[None]] = set()
@@ -184,7 +192,8 @@ class Links:
         """
         if (refusal := self._fleet.refusal()) is not None:
             raise refusal
-        if any(link.waiting >= OUTBOX_LIMIT for link in self._links.values()):
+        waiting = [link.waiting for name, link in self._links.items() if self._lives(name)]
+        if waiting and min(waiting) >= OUTBOX_LIMIT:
             raise Overloaded("too many requests wait for the engine")
         return self._open(e.Opened(tuple(submits), hashes or {}), observe)
 
@@ -201,11 +210,12 @@ class Links:
         }
 
     def submit_each(self, submits: Sequence[m.Submit]) -> Flow:
-        """One of ``submits`` to each head, which nobody else goes on with. Raises WeftError."""
+        """One of ``submits`` to each head that lives, which nobody else goes on with. Raises WeftError."""
         if (refusal := self._fleet.refusal()) is not None:
             raise refusal
-        flow = Flow([submit.sequence for submit in submits])
-        for submit, instance in zip(submits, self.instances, strict=True):
+        pairs = list(zip(submits, [one for one in self.instances if one.alive], strict=False))
+        flow = Flow([submit.sequence for submit, _ in pairs])
+        for submit, instance in pairs:
             self._flows[submit.sequence] = flow
             self._feed(e.Opened((submit,), pinned=instance.name))
         return flow
@@ -271,12 +281,22 @@ class Links:
     def _feed(self, event: e.Event) -> None:
         """Gives the fleet an event and carries out what it wants; events that follow from that come later."""
         self._pending.append(event)
-        if len(self._pending) > 1:
+        if self._feeding:
             return
-        while self._pending:
-            for action in self._fleet.on(self._pending[0], self._clock.now()):
-                self._carry_out(action)
-            self._pending.popleft()
+        self._feeding = True
+        try:
+            while self._pending:
+                for action in self._fleet.on(self._pending.popleft(), self._clock.now()):
+                    self._attempt(functools.partial(self._carry_out, action))
+        finally:
+            self._feeding = False
+
+    def _attempt(self, work: Callable[[], None]) -> None:
+        """``work()``, which may fail by itself alone: whatever else there is to do is done."""
+        try:
+            work()
+        except Exception:
+            log.exception("the links to the engines go on after an error")
 
     def _carry_out(self, action: e.Action) -> None:
         match action:
@@ -290,8 +310,7 @@ class Links:
                 if (link := self._links[instance]).number == number:
                     self._end(link)
             case e.Replace(instance, error):
-                self._owner.replace(instance, self._links[instance].incarnation, error)
-                self._follow_owner()
+                self._replace(instance, error)
             case e.Complete():
                 self._ready.set()
             case e.Failed():
@@ -305,6 +324,26 @@ class Links:
             del self._flows[event.sequence]
             flow.open.pop(event.sequence, None)
         flow.push(event)
+
+    def _replace(self, name: str, error: WeftError) -> None:
+        """Has the owner replace a process; unless this one stood still, so that the other was not heard."""
+        link, address = self._links[name], self._owner.present().get(name)
+        present = isinstance(address, Address) and address.incarnation == link.incarnation
+        recently = self._clock.now() - self._stalled_at < RELINK_S
+        if recently and link.began <= self._stalled_at and present and link.process.poll() is None:
+            assert isinstance(address, Address)
+            self._connect(name, address)
+            relinked = self._links[name]
+            asyncio.get_running_loop().call_later(self._link_timeout, self._give_up, relinked)
+            return
+        self._owner.replace(name, link.incarnation, error)
+        self._follow_owner()
+
+    def _give_up(self, link: Link) -> None:
+        """A process that was linked to once more has had its time to answer."""
+        name = link.instance
+        if self._links[name] is link and self._fleet.roster.instances[name].welcome is None:
+            self._feed(e.Lost(name, link.number, EngineDead("the engine's process does not answer")))
 
     def _follow_owner(self) -> None:
         """Tells the fleet what its instances' owner has changed."""
@@ -331,7 +370,9 @@ class Links:
             self._past_bad_frames += old.bad_frames
             self._end(old)
         self._feed(e.Expected(name, number))
-        self._links[name] = Link(name, number, address, self._context, self._link_timeout, self._feed)
+        link = Link(name, number, address, self._context, self._link_timeout, self._feed)
+        link.began = self._clock.now()
+        self._links[name] = link
 
     def _end(self, link: Link) -> None:
         task = asyncio.get_running_loop().create_task(link.close(flush=False))
@@ -345,9 +386,10 @@ class Links:
                 await asyncio.sleep(POLL)
                 late = self._clock.now() - before - POLL
                 if late > STALL_S:
+                    self._stalled_at = self._clock.now()
                     self._feed(e.Stalled(late))
                 loop_time = asyncio.get_running_loop().time()
                 for link in list(self._links.values()):
-                    link.look(loop_time)
-                self._follow_owner()
+                    self._attempt(functools.partial(link.look, loop_time))
+                self._attempt(self._follow_owner)
                 self._feed(e.Tick())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import queue
 import threading
 from collections.abc import Callable, Coroutine
@@ -58,7 +59,10 @@ class LinksThread:
     def submit(self, submit: m.Submit) -> None:
         """Sends a sequence to a head. What is wrong with it comes as an event. Raises WeftError."""
         links = self.links
-        self._flows[submit.sequence] = self._call(_later(lambda: links.submit([submit], self._events.put)))
+        self._call(_later(lambda: self._open(links, submit)))  # an interrupt leaves nothing unknown
+
+    def _open(self, links: Links, submit: m.Submit) -> None:
+        self._flows[submit.sequence] = links.submit([submit], self._events.put)
 
     def finish(self, sequence: int) -> None:
         """Ends a sequence wherever it is. Idempotent; nothing more is heard of it."""
@@ -96,12 +100,24 @@ class LinksThread:
                 self._call(self._links.close())
         except (WeftError, TimeoutError) as error:
             log.warning("while closing: %s", error)
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._loop.call_soon_threadsafe(self._stop)
         self._thread.join(CALL_S)
         self._loop.close()
 
+    def _stop(self) -> None:
+        """Ends the loop, after those who still wait for something on it have heard so."""
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+        self._loop.call_soon(self._loop.stop)
+
     def _call(self, work: Coroutine[Any, Any, T], timeout: float | None = CALL_S) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout)
+        if self._loop.is_closed():
+            work.close()
+            raise EngineDead("the engine was shut down")
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout)
+        except concurrent.futures.CancelledError:
+            raise EngineDead("the engine was shut down") from None
 
 
 async def _later(work: Callable[[], T]) -> T:

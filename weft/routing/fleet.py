@@ -45,11 +45,14 @@ class Fleet:
         patience: Patience,
         policy: Policy | None = None,
         front: str = "",
+        joining: bool = False,
     ) -> None:
         """``instances``: name -> domain; those of one domain work together or not at all, "" is none.
-        ``front``: the name of this front.
+        ``front``: the name of this front. ``joining``: others serve already, so it need not wait for all
+        instances, and one that is lost before it has been up is no reason to give up.
         """
-        self.roster = Roster(instances, patience)
+        self.roster = Roster(instances, patience, joining)
+        self._joining = joining
         self.entries: dict[int, Entry] = {}
         """Open sequences."""
         self.failure: WeftError | None = None
@@ -336,7 +339,9 @@ class Fleet:
         for sequence in list(instance.open):
             self._bereave(instance, sequence, error)
         self._end_pinned(instance.name, error)
-        if not self.roster.complete:  # it failed to start: whoever waits for that hears of it
+        if (
+            not self.roster.complete and not self._joining
+        ):  # it failed to start: who waits for that hears of it
             self._fail(error)
         elif replace and not self._closing:
             self._actions.append(e.Replace(instance.name, error))

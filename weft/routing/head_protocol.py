@@ -73,6 +73,8 @@ class HeadProtocol:
             return self._hello(front, message)
         if front not in self._fronts:
             self.bad_frames += 1
+            if isinstance(message, m.Submit):  # it was forgotten, as it did not read, and does not know
+                return self._reject(front, message, Unavailable("say hello first"))
         elif isinstance(message, m.Submit):
             return self._submit(front, message)
         elif isinstance(message, m.Finish):

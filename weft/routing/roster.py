@@ -37,18 +37,20 @@ class Patience:
 class Roster:
     """States change here, and nowhere else. Times are seconds of one monotonic clock."""
 
-    def __init__(self, instances: Mapping[str, str], patience: Patience) -> None:
-        """``instances``: name -> domain; those of one domain work together or not at all, "" is none."""
+    def __init__(self, instances: Mapping[str, str], patience: Patience, joining: bool = False) -> None:
+        """``instances``: name -> domain; those of one domain work together or not at all, "" is none.
+        ``joining``: see ``Fleet``.
+        """
         self.instances = {
             name: Instance(name, domain, order) for order, (name, domain) in enumerate(instances.items())
         }
         self.complete = False
-        """Whether all instances have been up."""
+        """Whether all instances have been up; for one that joins, whether any took sequences."""
         self.restarts = 0
         """Processes that took another one's place."""
         self.unready_since = math.inf
         """Since when no instance takes sequences; inf while one does, and before all have been up."""
-        self._patience = patience
+        self._patience, self._joining = patience, joining
 
     @property
     def alive(self) -> bool:
@@ -140,7 +142,8 @@ class Roster:
         instance.state = State.HALF_OPEN if instance.deaths >= ROW else State.UP
         if self.complete:
             log.info("engine %s is back", instance.name)
-        self.complete = self.complete or all(other.alive for other in self.instances.values())
+        all_up = all(other.alive for other in self.instances.values())
+        self.complete = self.complete or all_up or (self._joining and bool(self._serving()))
         self._changed(now)
         return True
 
