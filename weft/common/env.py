@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from pathlib import Path
+
+_CPUINFO = Path("/proc/cpuinfo")
 
 #: name -> meaning. A test fails when a variable is read that is not listed here.
 VARIABLES = {
@@ -14,7 +18,7 @@ VARIABLES = {
     "WEFT_LINK_DELAY_MS": "every collective of a rank ends so much later: a slow network, for benchmarks",
     "CUDA_VISIBLE_DEVICES": "the GPUs that may be used; of those each rank of a host gets one",
     "CXX": "the C++ compiler of weft build-ops",
-    "GOMP_SPINCOUNT": "how long waiting CPU threads spin; 1000 by default in every weft command",
+    "GOMP_SPINCOUNT": "turns that waiting CPU threads spin; those of about 20 us by default in every weft command",
     "OMP_WAIT_POLICY": "active or passive: how waiting CPU threads wait, in place of the default above",
     "HF_HUB_OFFLINE": "1 forbids the hub client to use the network",
 }
@@ -39,7 +43,16 @@ def spin_briefly() -> None:
     took 350 ms, and 16 ms so; on an idle machine both took 10 ms (docs/adr/0007).
     """
     if not get("OMP_WAIT_POLICY") and not get("GOMP_SPINCOUNT"):
-        os.environ["GOMP_SPINCOUNT"] = "1000"
+        os.environ["GOMP_SPINCOUNT"] = str(spin_turns(_CPUINFO))
+
+
+def spin_turns(cpuinfo: Path) -> int:
+    """Turns of about 20 us. One is a pause instruction: some 140 cycles on Intel's CPUs, 40 to 65 on AMD's."""
+    with contextlib.suppress(OSError), cpuinfo.open() as lines:
+        for line in lines:
+            if line.startswith("vendor_id"):
+                return 300 if "GenuineIntel" in line else 1000
+    return 1000
 
 
 def prepare_nccl(one_host: bool) -> None:
