@@ -49,7 +49,7 @@ class Cluster:
         self.events = 0
         self.groups_lost = 0
         self._log = log
-        self._heap: list[tuple[float, int, Any, Callable[..., None], tuple[Any, ...]]] = []
+        self._heap: list[tuple[float, int, Any, Callable[..., object], tuple[Any, ...]]] = []
         self._number = 0
         self._links = 0
         self._sequence = 1
@@ -89,7 +89,7 @@ class Cluster:
 
     # -- time
 
-    def at(self, time: float, process: Any, what: Callable[..., None], *arguments: Any) -> None:
+    def at(self, time: float, process: Any, what: Callable[..., object], *arguments: Any) -> None:
         """``what`` happens at ``time`` to ``process``, if that lives then, or later if it stands still."""
         self._number += 1
         heapq.heappush(self._heap, (time, self._number, process, what, arguments))

@@ -7,6 +7,7 @@ supervisor finds it well, that front alone gets another link to it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from weft.common.errors import EngineDead
@@ -58,7 +59,7 @@ class Supervisor:
             elif head.replaced:
                 self.tell(front, front.ended, head)
 
-    def tell(self, front: FrontProcess, what: object, *arguments: object) -> None:
+    def tell(self, front: FrontProcess, what: Callable[..., object], *arguments: object) -> None:
         """An entry of the registry, which reaches a front in order, some time."""
         cluster = self._cluster
         front.registry_at = max(front.registry_at, cluster.now + 0.001 + cluster.rng.random() * 0.03)
