@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import traceback
+from functools import partial
 
 import click
 
 from weft.common.progress import progress_bar
+from weft.launch.child import die_with_parent
 from weft.sim.check import Violation
 from weft.sim.cluster import simulate_cluster
 from weft.sim.explore import Exploration, explore
@@ -31,7 +34,7 @@ def explore_command(schedules: int, seed: int, jobs: int) -> int:
     hold.
     """
     with progress_bar(title="simulating", unit="schedule", total=schedules, leave=False) as bar:
-        found = explore(schedules, seed, jobs, bar.update)
+        found = explore(schedules, seed, jobs, bar.update, partial(die_with_parent, os.getpid()))
     click.echo(coverage(found))
     if not found.failures:
         click.echo("all invariants held")

@@ -64,24 +64,30 @@ def run_schedules(seeds: range) -> Exploration:
 
 
 def explore(
-    schedules: int, seed: int = 0, jobs: int = 1, progress: Callable[[int], object] | None = None
+    schedules: int,
+    seed: int = 0,
+    jobs: int = 1,
+    progress: Callable[[int], object] | None = None,
+    begin: Callable[[], object] | None = None,
 ) -> Exploration:
     """Runs ``schedules`` schedules, of ``seed`` and the seeds after it, in ``jobs`` processes.
 
-    ``progress`` hears how many more are done.
+    ``progress`` hears how many more are done. ``begin`` is called first in each process of several.
     """
     end = seed + schedules
     chunks = [range(first, min(first + CHUNK, end)) for first in range(seed, end, CHUNK)]
     found = Exploration()
-    for part in map(run_schedules, chunks) if jobs == 1 else _in_processes(chunks, jobs):
+    for part in map(run_schedules, chunks) if jobs == 1 else _in_processes(chunks, jobs, begin):
         found.add(part)
         if progress is not None:
             progress(part.schedules)
     return found
 
 
-def _in_processes(chunks: list[range], jobs: int) -> Iterator[Exploration]:
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+def _in_processes(
+    chunks: list[range], jobs: int, begin: Callable[[], object] | None
+) -> Iterator[Exploration]:
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), begin) as pool:
         for done in as_completed([pool.submit(run_schedules, chunk) for chunk in chunks]):
             yield done.result()
 
