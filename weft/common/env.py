@@ -18,7 +18,7 @@ VARIABLES = {
     "WEFT_LINK_DELAY_MS": "every collective of a rank ends so much later: a slow network, for benchmarks",
     "CUDA_VISIBLE_DEVICES": "the GPUs that may be used; of those each rank of a host gets one",
     "CXX": "the C++ compiler of weft build-ops",
-    "GOMP_SPINCOUNT": "turns that waiting CPU threads spin; those of about 20 us by default in every weft command",
+    "GOMP_SPINCOUNT": "turns that waiting CPU threads spin; some 20 us of them by default in every weft command",
     "OMP_WAIT_POLICY": "active or passive: how waiting CPU threads wait, in place of the default above",
     "HF_HUB_OFFLINE": "1 forbids the hub client to use the network",
 }
@@ -47,7 +47,7 @@ def spin_briefly() -> None:
 
 
 def spin_turns(cpuinfo: Path) -> int:
-    """Turns of about 20 us. One is a pause instruction: some 140 cycles on Intel's CPUs, 40 to 65 on AMD's."""
+    """Those of 20 us. One is a pause instruction: about 140 cycles on Intel's CPUs, 40 to 65 on AMD's."""
     with contextlib.suppress(OSError), cpuinfo.open() as lines:
         for line in lines:
             if line.startswith("vendor_id"):
