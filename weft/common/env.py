@@ -18,7 +18,7 @@ VARIABLES = {
     "WEFT_LINK_DELAY_MS": "every collective of a rank ends so much later: a slow network, for benchmarks",
     "CUDA_VISIBLE_DEVICES": "the GPUs that may be used; of those each rank of a host gets one",
     "CXX": "the C++ compiler of weft build-ops",
-    "GOMP_SPINCOUNT": "turns that waiting CPU threads spin; some 20 us of them by default in every weft command",
+    "GOMP_SPINCOUNT": "turns that waiting CPU threads spin; 20 us of them by default in all weft commands",
     "OMP_WAIT_POLICY": "active or passive: how waiting CPU threads wait, in place of the default above",
     "HF_HUB_OFFLINE": "1 forbids the hub client to use the network",
 }
