@@ -48,7 +48,7 @@ class Load:
             rig.commit()
 
 
-@pytest.mark.parametrize("least", [600, pytest.param(10_000, marks=pytest.mark.grid)])
+@pytest.mark.parametrize("least", [1_500, pytest.param(10_000, marks=pytest.mark.grid)])
 def test_random_steps_and_no_table_diverges(least: int) -> None:
     steps = seed = preempted = hits = accepted = 0
     while steps < least:

@@ -176,7 +176,14 @@ def test_a_front_that_said_no_hello_is_not_served(served: Served) -> None:
     assert refused.error.retryable
 
 
-def test_nobody_ends_or_doubles_a_strangers_sequence(served: Served) -> None:
+def test_nobody_ends_or_doubles_a_strangers_sequence(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = served.core.step
+
+    def slow_step() -> list[m.TokenEvent]:
+        time.sleep(0.02)
+        return step()
+
+    monkeypatch.setattr(served.core, "step", slow_step)  # so that it is live when the other one asks
     owner, other = served.front(), served.front()
     owner.send(ask(1, tokens=60))
     owner.receive()

@@ -61,9 +61,9 @@ def test_the_next_head_finds_the_workers() -> None:
             os.kill(pids[1], signal.SIGKILL)  # nobody of this head
             os.kill(pids[0], signal.SIGKILL)
             wait(second.dead)
-            assert second.dead() == (1, "its process ended with signal 9")
+            assert second.dead() == [(1, "its process ended with signal 9")]
             second.kill(1)
-            assert second.dead() is None
+            assert second.dead() == []
             assert [second.spawn(1), second.spawn(2)] == [False, False]
             os.kill(second.pid(1), signal.SIGSTOP)
             stopped = second.pid(1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import traceback
 from functools import partial
@@ -13,7 +12,7 @@ from weft.common.progress import progress_bar
 from weft.launch.child import die_with_parent
 from weft.sim.check import Violation
 from weft.sim.cluster import simulate_cluster
-from weft.sim.explore import Exploration, explore
+from weft.sim.explore import Exploration, explore, silent_log
 from weft.sim.faults import KINDS
 
 MOST_SHOWN = 10
@@ -54,9 +53,9 @@ def replay_command(seed: int) -> int:
     Each line has the virtual time and what happened: a message sent (a -> b), something a process noticed or
     did (a .. b), or what a client asked or was told (a => b).
     """
-    logging.getLogger("weft").setLevel(logging.CRITICAL + 1)  # it is all in the lines below
     try:
-        cluster = simulate_cluster(seed, lambda now, line: click.echo(f"{now:9.4f}  {line}"))
+        with silent_log():  # it is all in the lines below
+            cluster = simulate_cluster(seed, lambda now, line: click.echo(f"{now:9.4f}  {line}"))
     except Violation as violation:
         if violation.__cause__ is not None:
             click.echo("".join(traceback.format_exception(violation.__cause__)), nl=False)

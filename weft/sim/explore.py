@@ -48,7 +48,7 @@ def run_schedules(seeds: range) -> Exploration:
     """Runs the schedules of ``seeds`` one after another, in this process."""
     found = Exploration()
     began = time.process_time()
-    with _silent():
+    with silent_log():
         for seed in seeds:
             try:
                 cluster = simulate_cluster(seed)
@@ -93,7 +93,7 @@ def _in_processes(
 
 
 @contextmanager
-def _silent() -> Iterator[None]:
+def silent_log() -> Iterator[None]:
     """Without the log lines of the code that is run: there are faults by the thousand."""
     logger = logging.getLogger("weft")
     level = logger.level
