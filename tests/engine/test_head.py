@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,7 +35,7 @@ class Front:
         self.socket.connect(endpoint)
         self.heartbeats: list[m.Heartbeat] = []
         if hello:
-            self.send(m.Hello(versions=(m.OLDEST, m.VERSION), front="test"))
+            self.send(m.Hello(versions=(m.OLDEST, m.VERSION), front=secrets.token_hex(4)))
             assert isinstance(self.receive(), m.Welcome)
 
     def send(self, message: m.ToHead) -> None:
@@ -180,7 +181,7 @@ def test_nobody_ends_or_doubles_a_strangers_sequence(served: Served, monkeypatch
     step = served.core.step
 
     def slow_step() -> list[m.TokenEvent]:
-        time.sleep(0.02)
+        time.sleep(0.01)
         return step()
 
     monkeypatch.setattr(served.core, "step", slow_step)  # so that it is live when the other one asks

@@ -6,8 +6,10 @@ import json
 import os
 import signal
 import socket
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -163,8 +165,15 @@ def test_tokens_are_those_of_one_rank_and_requests_beyond_the_slots_queue(
         assert run.stats.recoveries == 0
 
 
-def test_an_llm_that_shut_down_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """Sockets have short paths, and pytest's folders are long."""
+    with tempfile.TemporaryDirectory(prefix="w") as folder:
+        yield Path(folder)
+
+
+def test_an_llm_that_shut_down_leaves_nothing(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(short_path))
     llm = LLM(tensor_parallel_size=2, rank_timeout=PATIENCE, max_model_len=256, dtype="float64")
     group = llm._core.runner  # type: ignore[union-attr]
     assert isinstance(group, GroupExecutor)
@@ -172,11 +181,11 @@ def test_an_llm_that_shut_down_leaves_nothing(tmp_path: Path, monkeypatch: pytes
     pid = group.processes.pid(1)
     (output,) = llm.generate("1 + 1 =", SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
     assert output.outputs[0].finish_reason in ("length", "stop")
-    assert [path.name[:5] for path in tmp_path.iterdir()] == ["weft-"]
+    assert [path.name[:5] for path in short_path.iterdir()] == ["weft-"]
     llm.shutdown()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
-    assert list(tmp_path.iterdir()) == []
+    assert list(short_path.iterdir()) == []
 
 
 def test_ranks_end_with_their_head_however_it_ends() -> None:
