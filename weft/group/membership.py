@@ -36,6 +36,8 @@ HELLO_S = 120.0
 """Seconds from starting a rank's process to its hello."""
 LOAD_S = 3600.0
 """Seconds that ranks may take to load, and heads to come, as long as they show that they run."""
+LAG = 1
+"""How many steps the reports of the other ranks may be behind a result that counts."""
 LOOK_MEETING_S, LOOK_S = 0.02, 1.0
 """Seconds between two looks at the leases of other heads: while they are waited for, and while steps run."""
 
@@ -64,10 +66,12 @@ class Membership:
         budget: RestartBudget | None = None,
         hello_s: float = HELLO_S,
         load_s: float = LOAD_S,
+        lag: int = LAG,
     ) -> None:
         """``rank``: this one. ``members``: the others, and whether they are on this host. ``settings``: which
         ranks must share. ``incarnation``: of this head, and ``heartbeats`` its address for them. ``stores``:
         what addresses of stores begin with; empty: nobody connects. ``meeting``: where there is a domain.
+        ``lag``: see ``counts``.
         """
         welcome = f.RankWelcome(beats=heartbeats, life=incarnation)
         self.rank, self._roster = rank, Roster(rank, members, settings, welcome)
@@ -79,6 +83,7 @@ class Membership:
         self.failed: WeftError | None = None
         """Why there will be no other epoch."""
         self.steps = Steps(rank, tuple(members), COLLECTIVE * rank_timeout)
+        self.lag = lag
         self.tries = Tries(budget)
         self._stores = stores
         self._timeout, self._hello_s, self._load_s = rank_timeout, hello_s, load_s
@@ -121,6 +126,17 @@ class Membership:
     def pools(self) -> tuple[int, ...] | None:
         """Blocks of each pool, once all ranks have loaded."""
         return self._roster.pools
+
+    @property
+    def own_stage(self) -> str:
+        """How far this rank is: ``started``, ``loading``, ``loaded`` or ``ready``."""
+        return self._own.stage
+
+    def counts(self, step: int) -> bool:
+        """Whether the result of ``step`` may be committed: the step has ended on this rank, and every rank has
+        reported it and all before it, but for the last ``lag`` of them, with equal checksums.
+        """
+        return self.steps.own >= step and self.steps.settled(step - self.lag)
 
     @property
     def welcomed(self) -> bool:

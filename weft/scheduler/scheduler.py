@@ -128,7 +128,7 @@ class Scheduler:
         names has its sequence by the plans before; if that ends first, the op is dropped."""
         self._state.ops.append(op)
 
-    def hold(self, kind: int, block: int) -> None:
+    def hold(self, kind: int, block: int, until: float = 0.0) -> None:
         """Nobody else gets ``block`` of cache kind ``kind`` before ``unhold``: somebody outside the group may
         read or write it. Outlives the block's sequence, and ``requeue_all``."""
         self._state.caches.kinds[kind].pool.hold(block)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -52,6 +53,23 @@ def output(key: int, num_prompt: int, params: TokenParams, max_model_len: int) -
             return made, "length"
 
 
+class RankStep(NamedTuple):
+    """What a rank needs of a plan: it computes from that and its slot table, and from nothing else."""
+
+    allocated: list[tuple[int, int]]
+    """(slot, key) of sequences that get a slot."""
+    sampled: list[tuple[int, int]]
+    """(slot, position) of tokens."""
+
+    def run(self, slots: dict[int, int]) -> int:
+        """Takes the step in. Returns the checksum of what it samples; ``slots``: slot -> key."""
+        slots.update(self.allocated)
+        checksum = 1
+        for slot, position in self.sampled:
+            checksum = (checksum * VOCABULARY + token(slots[slot], position)) & 0xFFFFFFFF
+        return checksum
+
+
 class TokenModel:
     """A device whose tokens are ``token``'s. It has a slot table as a worker does, and reads nothing else."""
 
@@ -64,11 +82,16 @@ class TokenModel:
         self._slots: dict[int, tuple[int, list[int]]] = {}
         """Slot -> key, known ids."""
 
-    def run(self, plan: StepPlan) -> tuple[StepResult, bool]:
-        """The result of ``plan``, and whether the process dies of it."""
+    def clear(self) -> None:
+        """All slots are empty."""
+        self._slots.clear()
+
+    def run(self, plan: StepPlan) -> tuple[StepResult, RankStep, bool]:
+        """The result of ``plan``, the same step for another rank, and whether the process dies of it."""
+        step = RankStep([], [])
         for op in plan.ops:
             if isinstance(op, AllocSlot):
-                self._allocate(op)
+                step.allocated.append((op.slot, self._allocate(op)))
         rows: list[int] = []
         tokens: list[int] = []
         offsets = [0]
@@ -90,6 +113,7 @@ class TokenModel:
                     if end >= self._row_errors.get(key, end + 1):
                         errors.append((len(rows), RowError("logits are not finite").info()))
                     tokens.append(token(key, end))
+                    step.sampled.append((slot, end))
                 rows.append(number)
                 offsets.append(len(tokens))
                 logprobs += [(ids[p + 1], p + 1) for p in range(end - logits, end - sample)]
@@ -103,14 +127,15 @@ class TokenModel:
             row_error=tuple(errors),
             prompt_logprobs=_logprobs(logprobs, logprob_offsets) if logprobs else None,
         )
-        return result, dies
+        return result, step, dies
 
-    def _allocate(self, op: AllocSlot) -> None:
+    def _allocate(self, op: AllocSlot) -> int:
         ids = op.token_ids.tolist()
         key = token_key(op.token_ids[: op.num_prompt].tobytes(), op.seed, op.choice)
         emitted = [token(key, position) for position in range(op.num_prompt, len(ids))]
         require(ids[op.num_prompt :] == emitted, "an instance goes on from output that was never made")
         self._slots[op.slot] = key, ids
+        return key
 
 
 def _logprobs(entries: list[tuple[int, int]], offsets: list[int]) -> LogprobRows:

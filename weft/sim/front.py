@@ -32,14 +32,22 @@ MOST_SILENCE = 1.2
 class FrontProcess:
     """A process with a fleet. Links are its own: a number for each process that it connects to."""
 
-    def __init__(self, cluster: Cluster, name: str, instances: dict[str, str], version: int) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        name: str,
+        instances: dict[str, str],
+        version: int,
+        joining: bool = False,
+    ) -> None:
+        """``joining``: see ``Fleet``."""
         self.cluster = cluster
         self.name = name
         self.version = version
         self.alive = True
         self.closing = False
         self.stalled_until = 0.0
-        self.fleet = Fleet(instances, PATIENCE, front=name)
+        self.fleet = Fleet(instances, PATIENCE, front=name, joining=joining)
         self.links: dict[int, Link] = {}
         self.streams: dict[int, Stream] = {}
         self.clients: dict[int, Client] = {}
@@ -127,7 +135,7 @@ class FrontProcess:
         cluster = self.cluster
         link = self.links[action.link]
         require(not link.unlinked, f"{self.name}: link {link.number} was given up twice")
-        excused = link.excused or link.silence > MOST_SILENCE
+        excused = link.excused or link.head.excused or link.silence > MOST_SILENCE
         require(excused, f"{self.name} gave {link.head.name} up, and nothing had happened to it")
         link.unlinked = True
         cluster.note(self.name, "..", link.head.name, f"link {link.number} given up")
