@@ -110,6 +110,8 @@ def _quiet(state: SchedulerState, decode: Segment, tokens: np.ndarray, result: S
 
     It is for ``Sequence.ending`` to say what ends a sequence, here only that nothing can have.
     """
+    if not decode.rows:
+        return np.zeros(0, bool)
     columns, first = state.columns, len(result.rows) - decode.rows
     quiet: np.ndarray = columns.quiet[decode.slot] & (decode.sample == 1)
     quiet &= ~columns.may_end(decode.slot, tokens)
@@ -121,6 +123,8 @@ def _quiet(state: SchedulerState, decode: Segment, tokens: np.ndarray, result: S
 
 def _commit_quiet(state: SchedulerState, slots: np.ndarray, tokens: np.ndarray) -> list[TokenEvent]:
     """Advances each of ``slots`` by one position and one token: an event for each."""
+    if not len(slots):
+        return []
     columns, told, each = state.columns, tokens.tolist(), slots.tolist()
     sequences: list[Sequence] = state.tenants[slots].tolist()
     committed = columns.num_computed[slots] + 1
@@ -164,26 +168,35 @@ def _rows(
 
     ``first``: rows of the plan before the segment.
     """
-    numbers = np.flatnonzero(which)
-    if not len(numbers):
+    numbers = which.nonzero()[0].tolist()
+    if not numbers:
         return []
-    slots, logits, sample = segment.slot[numbers], segment.logits[numbers], segment.sample[numbers]
-    answers = np.where(logits > 0, np.searchsorted(result.rows, numbers + first), -1)
-    begins = result.offsets[answers]
-    ends = begins + np.where(sample > 0, np.append(result.accepted, 0)[answers] + 1, 0)
+    slots, counts = segment.slot.tolist(), segment.count.tolist()
+    logits, sample = segment.logits.tolist(), segment.sample.tolist()
+    answers = {row: answer for answer, row in enumerate(result.rows.tolist())}
+    offsets, accepted = result.offsets.tolist(), result.accepted.tolist()
     errors = dict(result.row_error)
-    columns = (
-        [_running(sequence) for sequence in state.tenants[slots].tolist()],
-        state.columns.num_computed[slots].tolist(),
-        segment.count[numbers].tolist(),
-        logits.tolist(),
-        sample.tolist(),
-        answers.tolist(),
-        [errors.get(answer) for answer in answers.tolist()],
-        [result.tokens[i:j].tolist() for i, j in zip(begins.tolist(), ends.tolist(), strict=True)],
-    )
-    rows = [_Row(*who, *values) for who, *values in zip(*columns, strict=True)]
-    return list(zip(numbers.tolist(), rows, strict=True))
+    computed = state.columns.num_computed
+    rows: list[tuple[int, _Row]] = []
+    for number in numbers:
+        slot = slots[number]
+        answer = answers[number + first] if logits[number] else -1
+        tokens: list[int] = []
+        if sample[number]:
+            begin = offsets[answer]
+            tokens = result.tokens[begin : begin + accepted[answer] + 1].tolist()
+        row = _Row(
+            *_running(state.tenants[slot]),
+            int(computed[slot]),
+            counts[number],
+            logits[number],
+            sample[number],
+            answer,
+            errors.get(answer),
+            tokens,
+        )
+        rows.append((number, row))
+    return rows
 
 
 def _running(sequence: Sequence) -> tuple[Sequence, Running]:

@@ -203,14 +203,12 @@ class PlanBuilder:
 def _prefill_segment(rows: list[Row]) -> Segment:
     if not rows:
         return EMPTY_SEGMENT
+    each = [
+        (row.run.slot, row.run.gen, row.start, row.count, row.logits, row.sample, row.next_k) for row in rows
+    ]
+    slot, gen, start, count, logits, sample, next_k = column(list(zip(*each, strict=True)))
     return Segment(
-        slot=column([row.run.slot for row in rows]),
-        gen=column([row.run.gen for row in rows]),
-        start=column([row.start for row in rows]),
-        count=column([row.count for row in rows]),
-        logits=column([row.logits for row in rows]),
-        sample=column([row.sample for row in rows]),
-        next_k=column([row.next_k for row in rows]),
+        slot=slot, gen=gen, start=start, count=count, logits=logits, sample=sample, next_k=next_k
     )
 
 

@@ -76,6 +76,8 @@ class Planner:
         """One row for every sequence past its known ids. One that may have reached its limit sits out."""
         state, columns = self._state, self._state.columns
         slots = state.order()
+        if not len(slots):
+            return
         ready = ~columns.prefilling(slots) & (columns.num_scheduled[slots] + 1 < columns.limit[slots])
         rows = DecodeRows.plain(slots[ready][: max(builder.budget, 0)])
         if self.drafts is not None and not self.drafts.resting():

@@ -324,6 +324,8 @@ class SchedulerState:
     def launched(self, plan: StepPlan) -> None:
         """``plan`` is out: its rows' slots are named by it, and scheduled as far as it goes."""
         for segment in (plan.prefill, plan.decode):
+            if not segment.rows:
+                continue
             self.columns.num_scheduled[segment.slot] += segment.count
             self.columns.last_step[segment.slot] = plan.step
             self.columns.drafts[segment.slot] = segment.next_k

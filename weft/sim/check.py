@@ -19,6 +19,7 @@ from weft.types.plan import AllocSlot, LogprobRows, StepPlan, StepResult, column
 from weft.types.sampling import TokenParams
 
 VOCABULARY = 40
+_NO_DRAFTS = column([0] * 64)
 
 
 class Violation(Exception):
@@ -60,6 +61,8 @@ class RankStep(NamedTuple):
     """(slot, key) of sequences that get a slot."""
     sampled: list[tuple[int, int]]
     """(slot, position) of tokens."""
+    tokens: int
+    """That are computed."""
 
     def run(self, slots: dict[int, int]) -> int:
         """Takes the step in. Returns the checksum of what it samples; ``slots``: slot -> key."""
@@ -88,7 +91,7 @@ class TokenModel:
 
     def run(self, plan: StepPlan) -> tuple[StepResult, RankStep, bool]:
         """The result of ``plan``, the same step for another rank, and whether the process dies of it."""
-        step = RankStep([], [])
+        step = RankStep([], [], 0)
         for op in plan.ops:
             if isinstance(op, AllocSlot):
                 step.allocated.append((op.slot, self._allocate(op)))
@@ -99,11 +102,15 @@ class TokenModel:
         logprobs: list[tuple[int, int]] = []  # (prompt token, its position)
         logprob_offsets = [0]
         dies = False
+        total = 0
         number = -1
         for segment in (plan.prefill, plan.decode):
+            if not segment.rows:
+                continue
             columns = (segment.slot, segment.start, segment.count, segment.logits, segment.sample)
             for slot, start, count, logits, sample in zip(*(one.tolist() for one in columns), strict=True):
                 number += 1
+                total += count
                 if not logits:
                     continue
                 key, ids = self._slots[slot]
@@ -118,16 +125,18 @@ class TokenModel:
                 offsets.append(len(tokens))
                 logprobs += [(ids[p + 1], p + 1) for p in range(end - logits, end - sample)]
                 logprob_offsets.append(len(logprobs))
+        table = column(rows + offsets + tokens)
+        begin, end = len(rows), len(rows) + len(offsets)
         result = StepResult(
             step=plan.step,
-            rows=column(rows),
-            offsets=column(offsets),
-            tokens=column(tokens),
-            accepted=column([0] * len(rows)),
+            rows=table[:begin],
+            offsets=table[begin:end],
+            tokens=table[end:],
+            accepted=_NO_DRAFTS[: len(rows)],
             row_error=tuple(errors),
             prompt_logprobs=_logprobs(logprobs, logprob_offsets) if logprobs else None,
         )
-        return result, step, dies
+        return result, step._replace(tokens=total), dies
 
     def _allocate(self, op: AllocSlot) -> int:
         ids = op.token_ids.tolist()

@@ -228,6 +228,9 @@ class Cluster(Timeline):
             if domain:
                 replica.size = tensor * len(self.instances)
             replicas[name] = replica
+        for replica in replicas.values():
+            if domain:
+                replica.domain = list(replicas.values())
             replica.start_remote()
         return replicas
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import time
@@ -48,7 +49,7 @@ def run_schedules(seeds: range) -> Exploration:
     """Runs the schedules of ``seeds`` one after another, in this process."""
     found = Exploration()
     began = time.process_time()
-    with silent_log():
+    with silent_log(), rare_collection():
         for seed in seeds:
             try:
                 cluster = simulate_cluster(seed)
@@ -90,6 +91,17 @@ def _in_processes(
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), begin) as pool:
         for done in as_completed([pool.submit(run_schedules, chunk) for chunk in chunks]):
             yield done.result()
+
+
+@contextmanager
+def rare_collection() -> Iterator[None]:
+    """Cycles of objects are collected rarely: a schedule is a large one, and is dropped as a whole."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(200_000, 10, 10)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 @contextmanager

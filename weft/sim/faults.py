@@ -128,6 +128,7 @@ def _stall_head(cluster: Cluster) -> bool:
     seconds = cluster.rng.uniform(0.05, 1.0) if cluster.rng.random() < 0.6 else cluster.rng.uniform(5.0, 9.0)
     if head is None or not _stall(cluster, head, seconds):
         return False
+    head.replica.excuse(seconds)
     for front in cluster.fronts:
         for link in front.links.values():
             if link.head is head:
@@ -243,12 +244,18 @@ def _drain(cluster: Cluster) -> bool:
     return head is not None and cluster.supervisor.drain(head.instance)
 
 
-def _kill_rank(cluster: Cluster) -> bool:
-    process = _rank(cluster)
-    if process is None:
+def _end_rank(cluster: Cluster, process: RankProcess | None) -> bool:
+    """Its process ends now. Whether it lived."""
+    if process is None or not process.alive:
         return False
     process.end()
+    cluster.happened("rank killed")
     return True
+
+
+def _kill_rank(cluster: Cluster) -> bool:
+    _end_rank(cluster, _rank(cluster))
+    return False  # it was counted
 
 
 def _stop_rank(cluster: Cluster) -> bool:
@@ -258,7 +265,7 @@ def _stop_rank(cluster: Cluster) -> bool:
         return False
     rng = cluster.rng
     seconds = rng.choice((rng.uniform(0.05, 0.5), rng.uniform(0.6, 1.5), rng.uniform(1.5, 3.0), FOR_EVER))
-    process.stalled_until = cluster.now + seconds
+    process.stop(seconds)
     cluster.note(process.name, "..", "", f"is stopped for {seconds:.3f} s")
     if seconds == FOR_EVER and process.rank in process.replica.remote:  # its own host ends it
         cluster.at(cluster.now + process.replica.pace.timeout, None, process.end)
@@ -280,7 +287,7 @@ def _late_report(cluster: Cluster) -> bool:
     if process is not None:
         rng = cluster.rng
         seconds = rng.uniform(0.05, 0.5) if rng.random() < 0.6 else rng.uniform(0.9, 1.6)
-        process.reports_due = max(process.reports_due, cluster.now + seconds)
+        process.delay_reports(seconds)
     return False
 
 
@@ -297,7 +304,7 @@ def _cannot_load(cluster: Cluster) -> bool:
     process = _rank(cluster)
     if process is not None:
         cluster.plan_mishap("load", process.rank, cluster.rng.choice((1, 1, 2, 5)))
-        process.end()
+        _end_rank(cluster, process)
     return False
 
 
@@ -310,7 +317,7 @@ def _cannot_form(cluster: Cluster) -> bool:
             cluster.plan_mishap("connect", process.replica.ranks[0], times)
         else:
             cluster.plan_mishap("form", process.rank, times)
-        process.end()
+        _end_rank(cluster, process)
     return False
 
 
@@ -322,7 +329,7 @@ def _hold(cluster: Cluster) -> bool:
     held = head.hold(cluster.rng.uniform(0.1, 1.5))
     living = list(head.replica.living.values())
     if held and living and cluster.rng.random() < 0.7:
-        cluster.after(0.0, 0.1, None, cluster.rng.choice(living).end)
+        cluster.after(0.0, 0.1, None, _end_rank, cluster, cluster.rng.choice(living))
     return held
 
 
@@ -331,16 +338,14 @@ def _kill_rank_again(cluster: Cluster) -> bool:
     process = _rank(cluster)
     if process is not None:
         instance = process.replica.name
-        process.end()
+        _end_rank(cluster, process)
         for again in range(1, 6):
             cluster.at(cluster.now + again * cluster.rng.uniform(0.5, 0.9), None, _kill_of, cluster, instance)
     return False
 
 
 def _kill_of(cluster: Cluster, instance: str) -> None:
-    living = list(cluster.replicas[instance].living.values())
-    if living:
-        living[0].end()
+    _end_rank(cluster, next(iter(cluster.replicas[instance].living.values()), None))
 
 
 MISHAPS = {"load": "rank cannot load", "form": "rank cannot form", "connect": "rank cannot form", "step": "rank raised"}

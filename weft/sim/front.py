@@ -64,6 +64,8 @@ class FrontProcess:
         self._ticks_at = float("inf")
         self._unready_since = 0.0
         """Since when no instance was up, in time in which this process ran."""
+        self._took = False
+        """Whether one was up at the last event."""
 
     # -- the shell
 
@@ -72,15 +74,21 @@ class FrontProcess:
         if not self.alive:
             return
         cluster = self.cluster
-        fleet = self.fleet
-        for action in fleet.on(event, cluster.now):
-            self._carry_out(action)
-        if self._takes():
+        if self._took:
             self._unready_since = cluster.now
-        self._check()
+        actions = self.fleet.on(event, cluster.now)
+        if not actions and isinstance(event, e.Received) and isinstance(event.message, m.Heartbeat):
+            return  # deadlines are later than they were, which ``_tick`` will see
+        for action in actions:
+            self._carry_out(action)
+        tokens = isinstance(event, e.Received) and isinstance(event.message, m.Tokens)
+        if not tokens:
+            self._took = self._takes()
+        if not (tokens and _goes_on(actions)):
+            self._check()
         if self.clients:
             self._after()
-        if self.alive:
+        if self.alive and not tokens:  # which put no deadline forward
             self._schedule_tick()
 
     def _carry_out(self, action: e.Action) -> None:
@@ -221,8 +229,9 @@ class FrontProcess:
         """A message arrived."""
         if link.unlinked:
             self.cluster.count("messages of a link given up")
-        note = message if isinstance(message, m.Tokens | m.HeadFailed) else type(message).__name__
-        self.cluster.note(link.head.name, "->", self.name, note)
+        if self.cluster.logs:
+            note = message if isinstance(message, m.Tokens | m.HeadFailed) else type(message).__name__
+            self.cluster.note(link.head.name, "->", self.name, note)
         if isinstance(message, m.Tokens):
             for event in message.events:
                 self._track_back(link, event)
@@ -407,3 +416,10 @@ class FrontProcess:
                 raise Violation(f"{name}: the load of {place} is off")
         if placed:
             raise Violation(f"{name}: instances have {-placed} sequences that are not open")
+
+
+def _goes_on(actions: list[e.Action]) -> bool:
+    """Whether ``actions`` tell tokens alone, and no end: then no sequence has changed its place."""
+    if len(actions) != 1 or not isinstance(actions[0], e.Deliver):
+        return not actions
+    return all(event.finish is None for event in actions[0].events)

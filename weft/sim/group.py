@@ -8,6 +8,7 @@ compared with what the simulator knows to be so.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import astuple
 from functools import partial
 from typing import Protocol
 
@@ -82,12 +83,13 @@ class Group:
         self.troubled = False
         """Whether an epoch, or a try to form one, was ever lost."""
         self.closed = False
+        self._closing = False
         self._timeline = replica.timeline
         self._load_s = load
         self._number = 0 if meeting is None else meeting.replica
         self._leases = [] if leases is None else leases
-        self._away = False
-        """Whether this rank loads, and reads no frames."""
+        self._away = self._ready = False
+        """Whether this rank loads, and reads no frames; whether it is ready."""
         self._frames: deque[tuple[RankProcess, bytes, f.ToHead]] = deque()
         """That nobody has read."""
         self._carrying: deque[t.Spawn | t.Connect] = deque()
@@ -115,6 +117,7 @@ class Group:
         """The head ends. ``dismiss``: whether its ranks end, too; None: it was killed, and tells nobody."""
         if self.closed:
             return
+        self._closing = True
         if dismiss is not None:
             self._feed(t.Close(dismiss))
         self.closed = True
@@ -175,6 +178,7 @@ class Group:
 
     def peer_replica_gone(self, epoch: int) -> None:
         """A collective of a step failed, as another replica of the domain is gone."""
+        self.replica.excuse()
         if self.running and self.membership.epoch == epoch:
             for process in list(self.replica.living.values()):
                 if process.epoch == epoch:
@@ -185,6 +189,7 @@ class Group:
         work = self._running = self._queue.popleft()
         self._reported.setdefault(work.step, set())
         if self.replica.mishaps.befalls("step", self.rank):
+            self.replica.excuse()
             self._feed(t.OwnFailure(work.epoch, "planted", collective=False))
             return
         key = (self.replica.name, work.epoch, work.step)
@@ -218,11 +223,15 @@ class Group:
             return
         members = self.membership
         before = members.phase
-        self._carry_out(members.on(event, self._timeline.now))
+        actions = members.on(event, self._timeline.now)
+        if actions:
+            self._carry_out(actions)
         if members.phase != before:
             self._changed(before)
-        self._advance()
-        self._settle()
+        if not self._ready:
+            self._advance()
+        if self._waited is not None:
+            self._settle()
 
     def _carry_out(self, actions: list[t.Action]) -> None:
         for action in actions:
@@ -239,6 +248,10 @@ class Group:
 
     def _changed(self, before: str) -> None:
         timeline, members = self._timeline, self.membership
+        if before == "running" and not self._closing:
+            excused = self.replica.excused_until >= timeline.now
+            why = "" if members.lost is None else members.lost.message
+            require(excused, f"{self.name} lost epoch {members.epoch} ({why}), and nothing had happened to it")
         if timeline.logs:
             why = f": {members.lost.message}" if members.lost is not None else ""
             timeline.note(self.name, "..", "", f"epoch {members.epoch} is {members.phase}{why}")
@@ -252,7 +265,7 @@ class Group:
             timeline.count("epochs lost", before == "running")
             if members.unresumed is not None:
                 timeline.after(0.0, 0.05 * self.replica.pace.timeout, self, self._resume)
-        elif members.phase == "ended" and members.failed is not None:
+        elif members.phase == "ended" and members.failed is not None and not self._closing:
             self.troubled = True
             timeline.at(timeline.now, self, self.owner.group_failed, members.failed)
         else:
@@ -282,6 +295,7 @@ class Group:
             self._feed(t.Own("loading"))
             self._timeline.at(self._timeline.now + self._load_s, self, self._loaded)
         elif stage == "loaded" and members.pools is not None:
+            self._ready = True
             self._feed(t.Own("ready"))
 
     def _loaded(self) -> None:
@@ -332,11 +346,11 @@ class Group:
     def _read(self, process: RankProcess, peer: bytes, frame: f.ToHead) -> None:
         members = self.membership
         if process.given_up:
-            before = members.phase
+            before = self._state_of(process.rank)
             actions = members.on(t.Received(peer, frame), self._timeline.now)
             told = [one for one in actions if not (isinstance(one, t.Send) and _refuses(one.frame))]
             heard = f"{self.name} heard rank {process.rank}, which it had given up: {frame}"
-            require(not told and members.phase == before, heard)
+            require(not told and self._state_of(process.rank) == before, heard)
             self._carry_out(actions)
             return
         member = members.members.get(process.rank)
@@ -344,6 +358,11 @@ class Group:
             if member is not None and member.peer == peer:
                 self._reported.setdefault(frame.step, set()).add(process.rank)
         self._feed(t.Received(peer, frame))
+
+    def _state_of(self, rank: int) -> tuple[object, ...]:
+        """All that the membership knows by what ``rank`` says."""
+        members = self.membership
+        return (members.phase, members.pools, members.steps.own, *astuple(members.members[rank]))
 
     def _send(self, send: t.Send) -> None:
         process = self.replica.by_peer[send.peer]

@@ -150,7 +150,7 @@ class Engine:
         if self.held_over:
             self._check_blocks(plan)
         result, step, dies = self.model.run(plan)
-        seconds = STEP_S * (1.0 + plan.tokens / 8)
+        seconds = STEP_S * (1.0 + step.tokens / 8)
         self._free_at = max(now, self._free_at) + seconds
         assert self.group is not None
         epoch = self.group.membership.epoch

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from weft.sim.group import Group
 
 SETTINGS = {"dtype": '"float64"'}
+EXCUSED = 2.0
+"""Rank timeouts in which whatever happens to a rank has shown."""
+DOMAIN_EXCUSED = 10.0
+"""The same where replicas form their epochs together: each may lose several until all have met."""
 BLOCKS = (8,)
 """Of each pool, that a simulated rank has room for."""
 _PLANTED = EngineDead("planted").info()
@@ -36,7 +40,7 @@ class Pace:
     """From the start of a process to its hello, at most."""
     load: float = 4.0
     """For loading, and for the heads of a domain to meet, at most."""
-    watch: float = 0.15
+    watch: float = 0.2
     """Between two heartbeats."""
     delay: float = 0.004
     """Of a frame, at most."""
@@ -99,6 +103,10 @@ class Replica:
         """Of the present head, once that listens."""
         self.size = len(ranks)
         """Of an epoch: more where replicas form a domain."""
+        self.excused_until = 0.0
+        """Until when something that happened to a rank may end an epoch."""
+        self.domain: list[Replica] = [self]
+        """Replicas that form their epochs together, this one among them."""
         self.retired = False
         """Whether no head follows, and no process is started."""
         self._started = 0
@@ -107,6 +115,15 @@ class Replica:
     def members(self) -> Mapping[int, bool]:
         """The other ranks, and whether they are on the head's host."""
         return {rank: rank not in self.remote for rank in self.ranks[1:]}
+
+    def excuse(self, seconds: float = 0.0) -> None:
+        """Something happens to a rank, the head's among them, that lasts so long: epochs of its domain may end
+        while it lasts, and soon after.
+        """
+        timeouts = EXCUSED if len(self.domain) == 1 else DOMAIN_EXCUSED
+        until = self.timeline.now + seconds + timeouts * self.pace.timeout
+        for replica in self.domain:
+            replica.excused_until = max(replica.excused_until, until)
 
     def start_remote(self) -> None:
         """Other hosts start what is theirs."""
@@ -151,6 +168,7 @@ class Replica:
         """The head of ``group`` is gone: its ranks notice that some time, and wait for the next one."""
         if self.group is group:
             self.group = None
+        self.excuse()
         self.collectives.leave(self.ranks[0])
         for process in list(self.living.values()):
             self.timeline.after(0.02, 0.7 * self.pace.timeout, process, process.orphaned, group)
@@ -199,8 +217,19 @@ class RankProcess:
     def name(self) -> str:
         return f"{self.replica.name}/{self.peer.decode()}"
 
+    def stop(self, seconds: float) -> None:
+        """It stands still for so long."""
+        self.stalled_until = self.replica.timeline.now + seconds
+        self.replica.excuse(seconds)
+
+    def delay_reports(self, seconds: float) -> None:
+        """What it reports takes so long at least."""
+        self.reports_due = max(self.reports_due, self.replica.timeline.now + seconds)
+        self.replica.excuse(seconds)
+
     def break_connection(self) -> None:
         """What is under way is lost, in both directions; then there is another connection."""
+        self.replica.excuse()
         self.connection += 1
         self.lost_frames = True
 
@@ -335,6 +364,8 @@ class RankProcess:
         """Something raised here: it leaves the epoch, and says so."""
         if self.epoch < 0 or not self.running:
             return
+        if not collective:
+            self.replica.excuse()
         failed = f.Failed(rank=self.rank, epoch=self.epoch, step=0, error=_PLANTED, comm=collective)
         self.leave()
         self._report(failed)
@@ -360,6 +391,7 @@ class RankProcess:
         """Its process ends now."""
         if self.alive:
             self.alive = False
+            self.replica.excuse()
             self.leave()
             self.replica.timeline.note(self.name, "..", "", "its process ends")
             self.replica.ended(self)

@@ -30,8 +30,8 @@ MAX_PROMPT_LOGITS = 1024
 """Prompt positions of one step whose logits are computed: a row of logits is as wide as the vocabulary."""
 
 
-def column(values: list[int] | np.ndarray) -> np.ndarray:
-    """A read-only int32 column of ``values``."""
+def column(values: list[int] | list[tuple[int, ...]] | np.ndarray) -> np.ndarray:
+    """A read-only int32 column of ``values``; of tuples, a table whose rows are columns."""
     array = np.asarray(values, dtype=np.int32)
     array.setflags(write=False)
     return array
