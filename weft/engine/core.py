@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import msgspec
+import zmq
 
 from weft.common.clock import Clock, SystemClock
 from weft.common.errors import EngineDead
@@ -140,8 +141,21 @@ class EngineCore:
         return [*domain, *(socket for source in self.sources for socket in source.sockets)]
 
     def hear(self) -> list[TokenEvent]:
-        """Takes in what came from ``sources``. Does not wait."""
-        return [event for source in self.sources for event in source.take(self.scheduler)]
+        """Takes in what came from ``sources``, and ends what awaited it for too long. Does not wait."""
+        events = [event for source in self.sources for event in source.take(self.scheduler)]
+        return events + self.scheduler.expire(self._clock.now())
+
+    @property
+    def awaiting(self) -> bool:
+        """Whether there is nothing to do before something comes from outside, or is late."""
+        return not self.has_work() and self.scheduler.awaiting
+
+    def sleep(self, seconds: float) -> None:
+        """Waits until something may have come from outside, or for ``seconds``."""
+        poller = zmq.Poller()
+        for socket in self.sockets:
+            poller.register(socket, zmq.POLLIN)
+        poller.poll(seconds * 1e3)
 
     def has_work(self) -> bool:
         """Whether ``step`` has anything to do, if only beside other replicas."""

@@ -115,6 +115,16 @@ class Replicas:
         """Whether sequences are open."""
         return self.thread.open_sequences > 0
 
+    awaiting = False
+    """Replicas hear by themselves of what their sequences await: see ``EngineCore.awaiting``."""
+
+    def hear(self) -> list[m.TokenEvent]:
+        """See ``awaiting``."""
+        return []
+
+    def sleep(self, seconds: float) -> None:
+        """See ``awaiting``: nobody has to."""
+
     def step(self) -> list[m.TokenEvent]:
         """What came from replicas; waits a moment for it. Raises EngineDead."""
         return self.thread.step(STEP_S)

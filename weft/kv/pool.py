@@ -133,6 +133,10 @@ class BlockPool:
             self._holds[block] = left
         self._drop(block)
 
+    def on_hold(self, block: int) -> bool:
+        """Whether ``block`` has a hold, whoever else has it."""
+        return block in self._holds
+
     def num_on_hold(self) -> int:
         """Blocks that are on hold, whoever else has them."""
         return len(self._holds)

@@ -332,7 +332,7 @@ class Links:
         recently = self._clock.now() - self._stalled_at < RELINK_S
         if recently and link.began <= self._stalled_at and present and link.process.poll() is None:
             assert isinstance(address, Address)
-            self._connect(name, address)
+            self._connect(name, address, relinked=True)
             relinked = self._links[name]
             asyncio.get_running_loop().call_later(self._link_timeout, self._give_up, relinked)
             return
@@ -364,12 +364,12 @@ class Links:
             elif address.draining and instance.state in (State.UP, State.HALF_OPEN):
                 self._feed(e.Draining(name))
 
-    def _connect(self, name: str, address: Address) -> None:
+    def _connect(self, name: str, address: Address, relinked: bool = False) -> None:
         number, self._started = self._started, self._started + 1
         if (old := self._links.get(name)) is not None:
             self._past_bad_frames += old.bad_frames
             self._end(old)
-        self._feed(e.Expected(name, number))
+        self._feed(e.Expected(name, number, relinked))
         link = Link(name, number, address, self._context, self._link_timeout, self._feed)
         link.began = self._clock.now()
         self._links[name] = link

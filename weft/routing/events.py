@@ -48,10 +48,14 @@ class Resumed(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """A process of ``instance`` was started; it is, or will be, connected to over ``link``."""
+    """A process of ``instance`` was started; it is, or will be, connected to over ``link``.
+
+    ``relinked``: it is the process that was there, over another link.
+    """
 
     instance: str
     link: int
+    relinked: bool = False
 
 
 class Located(NamedTuple):

@@ -310,7 +310,7 @@ class Fleet:
         instance = self.roster.instances[event.instance]
         if instance.link >= 0:  # the end of the process before it may be told later, or never
             self._lose(instance, EngineDead("another process took its place"), replace=False)
-        self.roster.expect(instance, event.link, self._now)
+        self.roster.expect(instance, event.link, self._now, event.relinked)
 
     def _located(self, event: e.Located) -> None:
         if (instance := self._linked_to(event.instance, event.link)) is not None:

@@ -108,9 +108,9 @@ class Roster:
 
     # -- states
 
-    def expect(self, instance: Instance, link: int, now: float) -> None:
-        """A process was started."""
-        self.restarts += instance.state is State.DOWN
+    def expect(self, instance: Instance, link: int, now: float, relinked: bool = False) -> None:
+        """A process was started; if ``relinked``, the one that was lost is tried over another link."""
+        self.restarts += instance.state is State.DOWN and not relinked
         instance.start(link, now + self._patience.load)
 
     def locate(self, instance: Instance, now: float) -> None:

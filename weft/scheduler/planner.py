@@ -43,10 +43,13 @@ class Planner:
             adaptive = speculation is None or speculation.speculative_adaptive
             self.drafts = DraftPolicy(state.kv.drafts, adaptive, state.columns, fitter)
         self.lacked = False
+        self.starved = False
+        """Whether in the last plan a sequence could not be admitted for want of blocks."""
         """Whether the last step left out a row for want of blocks."""
 
     def fill(self, builder: PlanBuilder) -> None:
         """The rows of a step, within the budget of ``builder``."""
+        self.starved = False
         if self._exclusive:
             self._fill_exclusive(builder)
         else:
@@ -147,6 +150,7 @@ class Planner:
             known = len(sequence.tokens)
             needed = state.caches.needed(NO_SLOT, known + 1, num_hit, hashes)
             if not state.caches.fits([n + p for n, p in zip(needed, promised, strict=True)]):
+                self.starved = True
                 return
             if yielding is not None:
                 state.waiting.invite(sequence)

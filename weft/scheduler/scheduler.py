@@ -4,13 +4,14 @@
 sets that on the draft; ``seal`` makes the plan, which is what is in flight and what ``commit`` takes. A step
 may be drafted while another one awaits its commit.
 
-What a sequence lacks that comes from outside the group is awaited: neither it, nor one that only lacks blocks
-which are on hold, is work; nor does a step that cannot be made meanwhile count against progress.
+What a sequence lacks that comes from outside the group is awaited, until a deadline: it is no work meanwhile.
+Whoever waits for anything else must get on. Sequences that wait without a row in flight are excused by one
+thing alone: that they lack blocks, and some are on hold whose deadline has not passed.
 """
 
 from __future__ import annotations
 
-from weft.common.errors import EngineDead, InvalidRequest, Overloaded
+from weft.common.errors import DeadlineExceeded, EngineDead, InvalidRequest, Overloaded
 from weft.common.log import get_logger
 from weft.common.restarts import MOST_LOSSES
 from weft.config.budget import check_budget
@@ -27,7 +28,9 @@ from weft.types.plan import Op, StepPlan, StepResult
 
 MAX_IN_FLIGHT = 2
 MAX_EMPTY_PLANS = 64
-"""Plans in a row that may be empty while work waits and nothing is in flight, before the group gives up."""
+"""Plans in a row that may have no rows while work waits and no row is in flight, before the group gives up."""
+AWAIT_S = 600.0
+"""Seconds that a sequence awaits what it lacks, unless whoever adds it says until when."""
 
 _log = get_logger(__name__)
 
@@ -61,13 +64,18 @@ class Scheduler:
         self._empty_plans = 0
         self._drafted: PlanBuilder | None = None  # what is to be sealed next
         self._blocked = False  # whether nothing can run until a block on hold is given back
+        self._awaited: dict[int, float] = {}  # sequence -> until when it awaits what it lacks
+        self._holds: dict[tuple[int, int], float] = {}  # (kind, block) on hold -> its latest deadline
 
     # ---- sequences
 
-    def add(self, submit: Submit, now: float, awaits: bool = False) -> list[TokenEvent]:
+    def add(
+        self, submit: Submit, now: float, awaits: bool = False, until: float | None = None
+    ) -> list[TokenEvent]:
         """Takes in a sequence. The returned event, if any, is its end: the emitted ids were complete already.
 
-        ``awaits``: it cannot be admitted before ``arrived``. Raises InvalidRequest, ContextLength or
+        ``awaits``: it cannot be admitted before ``arrived``, and fails if that does not come ``until`` then
+        (``AWAIT_S`` from ``now`` on by default). Raises InvalidRequest, ContextLength or
         Overloaded before anything is changed.
         """
         state = self._state
@@ -86,21 +94,44 @@ class Scheduler:
         if ending is not None:
             return [TokenEvent(sequence=sequence.id, finish=ending[0], stop_id=ending[1])]
         state.arrive(sequence)
+        if awaits:
+            self._awaited[sequence.id] = now + AWAIT_S if until is None else until
         self._blocked = False
         return []
 
     def arrived(self, sequence: int) -> None:
         """What a sequence awaited is there: it waits for its turn like any other. Unknown ids are fine."""
         found = self._state.live.get(sequence)
+        self._awaited.pop(sequence, None)
         if found is not None:
             self._state.arrived(found)
             self._blocked = False
+
+    def expire(self, now: float) -> list[TokenEvent]:
+        """Ends sequences that have awaited what they lack for too long. Call it often, work or none."""
+        self._blocked = self._blocked and now < max(self._holds.values(), default=now)
+        late = [sequence for sequence, until in self._awaited.items() if now >= until]
+        events: list[TokenEvent] = []
+        for number in late:
+            del self._awaited[number]
+            if (sequence := self._state.live.get(number)) is None:
+                continue
+            error = DeadlineExceeded("what the request awaited did not come in time").info()
+            self._state.end(sequence, "error")
+            events.append(TokenEvent(sequence=number, finish="error", error=error))
+        return events
+
+    @property
+    def awaiting(self) -> bool:
+        """Whether nothing can be done before something comes from outside: what is awaited, or a block."""
+        return bool(self._awaited or self._blocked) and not self.has_work()
 
     def finish(self, sequence: int) -> list[TokenEvent]:
         """Ends a sequence from outside. Unknown and ended ones are fine: then there is no event."""
         found = self._state.live.get(sequence)
         if found is None:
             return []
+        self._awaited.pop(sequence, None)
         self._state.end(found, "abort")
         self._blocked = False
         return [TokenEvent(sequence=sequence, num_cached=max(found.num_cached, 0), finish="abort")]
@@ -128,14 +159,19 @@ class Scheduler:
         names has its sequence by the plans before; if that ends first, the op is dropped."""
         self._state.ops.append(op)
 
-    def hold(self, kind: int, block: int, until: float = 0.0) -> None:
+    def hold(self, kind: int, block: int, until: float) -> None:
         """Nobody else gets ``block`` of cache kind ``kind`` before ``unhold``: somebody outside the group may
-        read or write it. Outlives the block's sequence, and ``requeue_all``."""
+        read or write it. Outlives the block's sequence, ``requeue_all``, and ``until``: then it only excuses
+        no longer that others lack blocks."""
         self._state.caches.kinds[kind].pool.hold(block)
+        self._holds[kind, block] = max(until, self._holds.get((kind, block), until))
 
     def unhold(self, kind: int, block: int) -> None:
         """The other side of one ``hold``."""
-        self._state.caches.kinds[kind].pool.unhold(block)
+        pool = self._state.caches.kinds[kind].pool
+        pool.unhold(block)
+        if not pool.on_hold(block):
+            del self._holds[kind, block]
         self._blocked = False
 
     def has_work(self) -> bool:
@@ -169,10 +205,12 @@ class Scheduler:
             if builder.rows or not builder.preempted:
                 break  # else the blocks of whoever was preempted may be free at once: try again
         self.planner.lacked = builder.lacking is not None
-        if not builder.rows and not self._state.ops:
-            self._watch_progress()
-            return None
-        self._empty_plans = 0
+        if builder.rows:
+            self._empty_plans = 0
+        else:
+            self._watch_progress(now)
+            if not self._state.ops:
+                return None
         self._drafted = builder.close()
         return builder
 
@@ -254,11 +292,16 @@ class Scheduler:
     def _num_waiting(self) -> int:
         return len(self._state.live) - len(self._state.running)
 
-    def _watch_progress(self) -> None:
-        """Counts empty plans in a row that nothing explains; too many end the group."""
+    def _watch_progress(self, now: float) -> None:
+        """Counts plans without rows in a row that nothing explains; too many end the group.
+
+        Rows in flight are progress. A hold explains it until its deadline, where blocks are what is lacking.
+        """
         state = self._state
-        self._blocked = not state.in_flight and state.caches.num_on_hold() > 0
-        if not self.has_work() or state.in_flight:
+        waits = state.waiting or len(state.running)
+        excused = (self.planner.lacked or self.planner.starved) and now < max(self._holds.values(), default=now)
+        self._blocked = bool(excused and not state.in_flight)
+        if not waits or excused or any(plan.rows for plan in state.in_flight):
             self._empty_plans = 0
             return
         self._empty_plans += 1

@@ -150,6 +150,9 @@ class Cluster(Timeline):
             self.counts["pauses"] += fleet.pauses
             self.counts["late events"] += fleet.late_events
             losses = sum(stream.losses for stream in front.streams.values())
+            processes = len({link.head for link in front.links.values()})
+            counted = f"{front.name}: {fleet.roster.restarts} restarts, and it saw {processes} processes"
+            require(fleet.roster.restarts <= processes - len(self.instances), counted)
             require(fleet.failovers <= losses, f"{front.name}: {fleet.failovers} fail-overs, {losses} losses")
             if not front.alive:
                 continue

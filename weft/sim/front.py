@@ -267,10 +267,11 @@ class FrontProcess:
 
     def started(self, head: HeadProcess) -> None:
         """The registry says that there is another process, or another way to it."""
+        relinked = any(link.head is head for link in self.links.values())
         link = self.cluster.new_link(self, head)
         self.links[link.number] = link
         self.cluster.note(self.name, "..", head.name, f"expected over link {link.number}")
-        self.feed(e.Expected(head.instance, link.number))
+        self.feed(e.Expected(head.instance, link.number, relinked))
         self.feed(e.Located(head.instance, link.number))
         self.cluster.connect(link)
 

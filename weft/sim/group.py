@@ -314,7 +314,7 @@ class Group:
             require(process is not None, f"{name} runs, and rank {rank} has not said hello")
             assert process is not None
             require(process.rank == rank, f"{name}: rank {rank} is the process of rank {process.rank}")
-            require(not process.given_up, f"{name}: rank {rank} was given up")
+            require(process.given_up_by is not self, f"{name}: rank {rank} was given up")
             require(process.epoch == members.epoch, f"{name}: rank {rank} is in epoch {process.epoch}")
 
     # -- frames
@@ -345,7 +345,7 @@ class Group:
 
     def _read(self, process: RankProcess, peer: bytes, frame: f.ToHead) -> None:
         members = self.membership
-        if process.given_up:
+        if process.given_up_by is self:
             before = self._state_of(process.rank)
             actions = members.on(t.Received(peer, frame), self._timeline.now)
             told = [one for one in actions if not (isinstance(one, t.Send) and _refuses(one.frame))]
@@ -367,7 +367,7 @@ class Group:
     def _send(self, send: t.Send) -> None:
         process = self.replica.by_peer[send.peer]
         if _refuses(send.frame):
-            process.given_up = True
+            process.given_up_by = self
         if process.alive and process.peer == send.peer:
             self._post(process, process.take, send.frame)
         elif send.rank is not None:
@@ -399,8 +399,6 @@ class Group:
     def _spawn(self, action: t.Spawn) -> None:
         replica = self.replica
         if action.anew:
-            for process in replica.by_peer.values():
-                process.given_up = process.given_up or process.rank == action.rank
             replica.kill(action.rank)
         self._carried = None
         self._feed(t.Spawned(action.rank, replica.spawn(action.rank)))

@@ -188,8 +188,8 @@ class RankProcess:
         self.rank = rank
         self.alive = True
         self.stalled_until = 0.0
-        self.given_up = False
-        """Whether its head has replaced it."""
+        self.given_up_by: Group | None = None
+        """The head that has replaced it."""
         self.peer = replica.name_peer(self)
         self.group: Group | None = None
         """Of the head that welcomed it."""
@@ -378,7 +378,7 @@ class RankProcess:
 
     def orphaned(self, group: Group) -> None:
         """It notices that the head of ``group`` is gone: it keeps its weights for the next one."""
-        if self.given_up:  # told so, or by nobody any more
+        if self.given_up_by is not None:  # it was told so
             self.end()
         elif self.group is group:
             self.leave()
