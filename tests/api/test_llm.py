@@ -262,9 +262,7 @@ def awaiting(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[[float, floa
     return set_up
 
 
-def test_what_all_sequences_await_is_waited_for(
-    llm: LLM, awaiting: Callable[[float, float], _Late]
-) -> None:
+def test_what_all_sequences_await_is_waited_for(llm: LLM, awaiting: Callable[[float, float], _Late]) -> None:
     undisturbed = [output.outputs for output in run(llm, PROMPTS)]
     source = awaiting(0.4, 30.0)
     assert [output.outputs for output in run(llm, PROMPTS)] == undisturbed

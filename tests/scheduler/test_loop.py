@@ -14,7 +14,6 @@ from weft.scheduler.sequence import Awaiting, AwaitingLeader, Waiting
 from weft.types.messages import Submit
 from weft.types.plan import Agreement, AppendBlocks, Rebalance, column
 
-
 FAR = 1e9
 """A deadline that does not pass."""
 

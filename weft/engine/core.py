@@ -17,6 +17,7 @@ Not thread-safe: one thread submits, steps and finishes.
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -152,6 +153,9 @@ class EngineCore:
 
     def sleep(self, seconds: float) -> None:
         """Waits until something may have come from outside, or for ``seconds``."""
+        if not self.sockets:  # zmq would not wait
+            time.sleep(seconds)
+            return
         poller = zmq.Poller()
         for socket in self.sockets:
             poller.register(socket, zmq.POLLIN)

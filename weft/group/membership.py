@@ -133,9 +133,8 @@ class Membership:
         return self._own.stage
 
     def counts(self, step: int) -> bool:
-        """Whether the result of ``step`` may be committed: the step has ended on this rank, and every rank has
-        reported it and all before it, but for the last ``lag`` of them, with equal checksums.
-        """
+        """Whether the result of ``step`` may be committed: this rank has ended it, and every rank all steps up
+        to it but the last ``lag``, with equal checksums."""
         return self.steps.own >= step and self.steps.settled(step - self.lag)
 
     @property

@@ -207,9 +207,7 @@ def _prefill_segment(rows: list[Row]) -> Segment:
         (row.run.slot, row.run.gen, row.start, row.count, row.logits, row.sample, row.next_k) for row in rows
     ]
     slot, gen, start, count, logits, sample, next_k = column(list(zip(*each, strict=True)))
-    return Segment(
-        slot=slot, gen=gen, start=start, count=count, logits=logits, sample=sample, next_k=next_k
-    )
+    return Segment(slot=slot, gen=gen, start=start, count=count, logits=logits, sample=sample, next_k=next_k)
 
 
 def _without(op: Op, slot: int) -> Op | None:

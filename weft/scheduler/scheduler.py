@@ -28,7 +28,7 @@ from weft.types.plan import Op, StepPlan, StepResult
 
 MAX_IN_FLIGHT = 2
 MAX_EMPTY_PLANS = 64
-"""Plans in a row that may have no rows while work waits and no row is in flight, before the group gives up."""
+"""Plans without rows in a row, while work waits and no row is in flight, before the group gives up."""
 AWAIT_S = 600.0
 """Seconds that a sequence awaits what it lacks, unless whoever adds it says until when."""
 
@@ -299,7 +299,9 @@ class Scheduler:
         """
         state = self._state
         waits = state.waiting or len(state.running)
-        excused = (self.planner.lacked or self.planner.starved) and now < max(self._holds.values(), default=now)
+        excused = (self.planner.lacked or self.planner.starved) and now < max(
+            self._holds.values(), default=now
+        )
         self._blocked = bool(excused and not state.in_flight)
         if not waits or excused or any(plan.rows for plan in state.in_flight):
             self._empty_plans = 0

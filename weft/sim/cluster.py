@@ -13,15 +13,15 @@ from collections.abc import Callable
 
 from weft.config.resolved import KVConfig
 from weft.config.sections import SchedulerSection
+from weft.group.types import Lease
 from weft.routing.instances import State
 from weft.sim import faults
 from weft.sim.check import Violation, require, token_key
-from weft.group.types import Lease
 from weft.sim.clients import MOST_TRIES, Client, random_client
+from weft.sim.collectives import Collectives
 from weft.sim.engine import kv_config
 from weft.sim.front import FrontProcess
 from weft.sim.head import HeadProcess
-from weft.sim.collectives import Collectives
 from weft.sim.network import Link, Network
 from weft.sim.ranks import Pace, Replica, patience_of
 from weft.sim.supervisor import Supervisor
@@ -69,6 +69,8 @@ class Cluster(Timeline):
         self.instances = {f"head{number}": domain for number in range(heads)}
         self.tensor = rng.choice((1, 1, 1, 2, 2, 3))
         """Ranks of a group."""
+        self.counts["groups of several ranks"] += self.tensor > 1
+        """Schedules that have them."""
         self.lag = rng.choice((0, 1, 1))
         """See ``Membership.counts``; 1 is what serves."""
         self.rank_budget = rng.choice((1, 2, 4, 4))
@@ -127,7 +129,9 @@ class Cluster(Timeline):
         heads = [head for head in self.supervisor.heads.values() if head.alive]
         if any(front.alive and front.stalled_until > self.now for front in self.fronts):
             return False
-        if any(head.stalled_until > self.now or head.engine.has_work() or head.engine.holds for head in heads):
+        if any(
+            head.stalled_until > self.now or head.engine.has_work() or head.engine.holds for head in heads
+        ):
             return False
         if any(head.ready and not head.group.running for head in heads):
             return False
@@ -172,18 +176,18 @@ class Cluster(Timeline):
         self._reap()
 
     def _reap(self) -> None:
-        """Ends all heads in order, and with them their ranks."""
-        for head in self.supervisor.heads.values():
-            if head.alive and head.engine.group is not None:
-                head.engine.group.end(dismiss=True)
+        """Ends all heads in order, and with them their ranks; then nobody is left."""
+        ended = [head for head in self.supervisor.heads.values() if head.alive and head.ready]
+        for head in ended:
+            head.group.end(dismiss=True)
         end = self.now + REAPED_S
         while self._heap and self._heap[0][0] <= end:
             self.advance()
+        for head in ended:
+            for process in head.replica.living.values():
+                excused = process.stalled_until > self.now or process.rank in head.replica.remote
+                require(excused, f"{process.name} runs, and its head has ended in order")
         for replica in self.replicas.values():
-            if self.supervisor.heads[replica.name].ready:
-                for process in replica.living.values():
-                    reason = f"{process.name} runs, and its head has ended in order"
-                    require(process.stalled_until > self.now or process.rank in replica.remote, reason)
             replica.close()
             left = sorted(one.name for one in replica.by_peer.values() if one.alive)
             require(not left, f"processes {left} of {replica.name} are not reaped")

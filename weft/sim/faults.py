@@ -28,7 +28,9 @@ def plan(cluster: Cluster) -> int:
     rng = cluster.rng
     if rng.random() < 0.1:
         return 0
-    kinds = {kind: weight for kind, (weight, _) in KINDS.items() if cluster.tensor > 1 or kind not in OF_RANKS}
+    kinds = {
+        kind: weight for kind, (weight, _) in KINDS.items() if cluster.tensor > 1 or kind not in OF_RANKS
+    }
     planned = 0
     for kind in rng.choices(list(kinds), list(kinds.values()), k=rng.choice((1, 1, 2, 3))):
         at = 0.4 + rng.random() * 0.9
@@ -348,7 +350,12 @@ def _kill_of(cluster: Cluster, instance: str) -> None:
     _end_rank(cluster, next(iter(cluster.replicas[instance].living.values()), None))
 
 
-MISHAPS = {"load": "rank cannot load", "form": "rank cannot form", "connect": "rank cannot form", "step": "rank raised"}
+MISHAPS = {
+    "load": "rank cannot load",
+    "form": "rank cannot form",
+    "connect": "rank cannot form",
+    "step": "rank raised",
+}
 """Kinds of faults whose effect ranks report."""
 OF_RANKS = {
     *MISHAPS.values(),

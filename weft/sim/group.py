@@ -8,7 +8,6 @@ compared with what the simulator knows to be so.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import astuple
 from functools import partial
 from typing import Protocol
 
@@ -17,9 +16,9 @@ from weft.common.restarts import RestartBudget
 from weft.group import types as t
 from weft.group.meeting import Meeting
 from weft.group.membership import Membership
-from weft.group.types import GroupLost
-from weft.sim.check import Violation, require
+from weft.sim.check import require
 from weft.sim.ranks import BLOCKS, SETTINGS, RankProcess, Replica, Work
+from weft.sim.reports import Reports
 from weft.sim.timeline import Process
 from weft.types import frames as f
 
@@ -46,7 +45,7 @@ class Owner(Process, Protocol):
 
 
 class Group:
-    """One for each head. The processes of its ranks are those of ``replica``."""
+    """One for each head. Its ranks are processes of ``replica``."""
 
     def __init__(
         self,
@@ -60,7 +59,7 @@ class Group:
         budget: RestartBudget | None = None,
         lag: int = 1,
     ) -> None:
-        """``load``: seconds that this rank takes to load. ``leases``: of the heads of a domain, by replica."""
+        """``load``: seconds that this rank takes to load. ``leases``: of a domain's heads, by replica."""
         pace = replica.pace
         self.owner = owner
         self.replica = replica
@@ -96,8 +95,7 @@ class Group:
         self._carried: t.Spawn | t.Connect | None = None
         self._connected_epoch = -1
         """The last epoch for which communicators were connected."""
-        self._reported: dict[int, set[int]] = {}
-        """Steps of the present epoch: the ranks whose reports were read."""
+        self._reports = Reports(self.name, self.membership, replica)
         self._queue: deque[Work] = deque()
         """Steps that this rank has not begun."""
         self._running: Work | None = None
@@ -163,18 +161,8 @@ class Group:
         self._settle()
 
     def check_count(self, step: int, epoch: int) -> None:
-        """Raises Violation unless ``step`` may count: it is of the epoch that runs, of which every rank has
-        reported it and all before it, but for the last ``lag``.
-        """
-        members = self.membership
-        name = f"{self.name}: step {step}"
-        require(epoch == members.epoch, f"{name} of epoch {epoch} is counted in epoch {members.epoch}")
-        last = step - members.lag
-        for number in [number for number in self._reported if number <= last]:
-            reported = self._reported.pop(number)
-            if len(reported) < len(self.others):
-                lacks = f"of step {number} only ranks {sorted(reported)} have reported"
-                raise Violation(f"{name} is counted before all ranks reported: {lacks}")
+        """Raises Violation unless the result of ``step``, made in ``epoch``, may count."""
+        self._reports.check_count(step, epoch)
 
     def peer_replica_gone(self, epoch: int) -> None:
         """A collective of a step failed, as another replica of the domain is gone."""
@@ -187,7 +175,7 @@ class Group:
 
     def _begin(self) -> None:
         work = self._running = self._queue.popleft()
-        self._reported.setdefault(work.step, set())
+        self._reports.begin(work.step)
         if self.replica.mishaps.befalls("step", self.rank):
             self.replica.excuse()
             self._feed(t.OwnFailure(work.epoch, "planted", collective=False))
@@ -251,12 +239,14 @@ class Group:
         if before == "running" and not self._closing:
             excused = self.replica.excused_until >= timeline.now
             why = "" if members.lost is None else members.lost.message
-            require(excused, f"{self.name} lost epoch {members.epoch} ({why}), and nothing had happened to it")
+            require(
+                excused, f"{self.name} lost epoch {members.epoch} ({why}), and nothing had happened to it"
+            )
         if timeline.logs:
             why = f": {members.lost.message}" if members.lost is not None else ""
             timeline.note(self.name, "..", "", f"epoch {members.epoch} is {members.phase}{why}")
         if members.phase == "running":
-            self._check_epoch()
+            self._reports.check_epoch()
             timeline.count("epochs")
             self.owner.group_runs()
         elif members.phase == "lost" or (before == "lost" and members.phase != "ended"):
@@ -281,7 +271,7 @@ class Group:
 
     def _drop_steps(self) -> None:
         self._queue.clear()
-        self._reported.clear()
+        self._reports.clear()
         self._running = self._waited = None
 
     def _advance(self) -> None:
@@ -303,19 +293,6 @@ class Group:
         self._feed(t.Own("loaded", BLOCKS))
         while self._frames and not self.closed:
             self._read(*self._frames.popleft())
-
-    def _check_epoch(self) -> None:
-        """Raises Violation unless every rank is in the epoch that begins."""
-        members = self.membership
-        name = f"{self.name}: epoch {members.epoch}"
-        require(members.epoch > members.aborted, f"{name} runs, and was ended")
-        for rank, member in members.members.items():
-            process = self.replica.by_peer.get(member.peer or b"")
-            require(process is not None, f"{name} runs, and rank {rank} has not said hello")
-            assert process is not None
-            require(process.rank == rank, f"{name}: rank {rank} is the process of rank {process.rank}")
-            require(process.given_up_by is not self, f"{name}: rank {rank} was given up")
-            require(process.epoch == members.epoch, f"{name}: rank {rank} is in epoch {process.epoch}")
 
     # -- frames
 
@@ -346,23 +323,16 @@ class Group:
     def _read(self, process: RankProcess, peer: bytes, frame: f.ToHead) -> None:
         members = self.membership
         if process.given_up_by is self:
-            before = self._state_of(process.rank)
+            before = self._reports.known_of(process.rank)
             actions = members.on(t.Received(peer, frame), self._timeline.now)
             told = [one for one in actions if not (isinstance(one, t.Send) and _refuses(one.frame))]
             heard = f"{self.name} heard rank {process.rank}, which it had given up: {frame}"
-            require(not told and self._state_of(process.rank) == before, heard)
+            require(not told and self._reports.known_of(process.rank) == before, heard)
             self._carry_out(actions)
             return
-        member = members.members.get(process.rank)
-        if isinstance(frame, f.Outcome) and frame.epoch == members.epoch and self.running:
-            if member is not None and member.peer == peer:
-                self._reported.setdefault(frame.step, set()).add(process.rank)
+        if isinstance(frame, f.Outcome) and self.running:
+            self._reports.take(process.rank, peer, frame)
         self._feed(t.Received(peer, frame))
-
-    def _state_of(self, rank: int) -> tuple[object, ...]:
-        """All that the membership knows by what ``rank`` says."""
-        members = self.membership
-        return (members.phase, members.pools, members.steps.own, *astuple(members.members[rank]))
 
     def _send(self, send: t.Send) -> None:
         process = self.replica.by_peer[send.peer]
@@ -392,7 +362,7 @@ class Group:
             return
         require(action.epoch > self._connected_epoch, f"{self.name}: epoch {action.epoch} came again")
         self._connected_epoch = action.epoch
-        self._reported.clear()
+        self._reports.clear()
         size, ended = self.replica.size, partial(self._connected, action)
         self.replica.collectives.join(action.store, size, 0.02 * pace.slow, self, ended)
 

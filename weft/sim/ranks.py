@@ -117,9 +117,8 @@ class Replica:
         return {rank: rank not in self.remote for rank in self.ranks[1:]}
 
     def excuse(self, seconds: float = 0.0) -> None:
-        """Something happens to a rank, the head's among them, that lasts so long: epochs of its domain may end
-        while it lasts, and soon after.
-        """
+        """Something happens to a rank, or the head, for so long: until soon after that, epochs of its domain
+        may end."""
         timeouts = EXCUSED if len(self.domain) == 1 else DOMAIN_EXCUSED
         until = self.timeline.now + seconds + timeouts * self.pace.timeout
         for replica in self.domain:
