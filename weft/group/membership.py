@@ -133,8 +133,8 @@ class Membership:
         return self._own.stage
 
     def counts(self, step: int) -> bool:
-        """Whether the result of ``step`` may be committed: this rank has ended it, and every rank all steps up
-        to it but the last ``lag``, with equal checksums."""
+        """Whether the result of ``step`` may be committed: it has ended here, and up to the last ``lag`` steps
+        everywhere, with equal checksums."""
         return self.steps.own >= step and self.steps.settled(step - self.lag)
 
     @property

@@ -55,7 +55,7 @@ def commit(
     for _, row in _rows(state, prefill, _alive(state, prefill), 0, result):
         event = _commit_row(state, row, result)
         told += [(0, event)] if event is not None else []
-    quiet = np.flatnonzero(calm)
+    quiet = calm.nonzero()[0]
     plain = _commit_quiet(state, decode.slot[quiet], tokens[quiet])
     for number, row in _rows(state, decode, alive & ~calm, prefill.rows, result):
         event = _commit_row(state, row, result)
@@ -71,8 +71,7 @@ def _check_rows(plan: StepPlan, result: StepResult) -> None:
     logits = plan.decode.logits
     if plan.prefill.rows:
         logits = np.concatenate([plan.prefill.logits, logits])
-    wanted = np.flatnonzero(logits)
-    if len(wanted) != len(result.rows) or (wanted != result.rows).any():
+    if logits.nonzero()[0].tolist() != result.rows.tolist():
         raise EngineDead("a step's result has other rows than its plan")
 
 
@@ -129,7 +128,7 @@ def _commit_quiet(state: SchedulerState, slots: np.ndarray, tokens: np.ndarray) 
     sequences: list[Sequence] = state.tenants[slots].tolist()
     committed = columns.num_computed[slots] + 1
     columns.num_computed[slots] = committed
-    for row in np.flatnonzero(committed % state.kv.block_size == 0).tolist():
+    for row in (committed % state.kv.block_size == 0).nonzero()[0].tolist():
         state.publish(sequences[row], each[row], int(committed[row]))
     state.caches.slide_each(slots, committed, columns.last_step[slots])
     for sequence, token in zip(sequences, told, strict=True):

@@ -95,13 +95,15 @@ def _in_processes(
 
 @contextmanager
 def rare_collection() -> Iterator[None]:
-    """Cycles of objects are collected rarely: a schedule is a large one, and is dropped as a whole."""
+    """Looks rarely for cycles, a schedule being one that is dropped as a whole, and not among modules."""
     thresholds = gc.get_threshold()
+    gc.freeze()
     gc.set_threshold(200_000, 10, 10)
     try:
         yield
     finally:
         gc.set_threshold(*thresholds)
+        gc.unfreeze()
 
 
 @contextmanager

@@ -159,7 +159,8 @@ class FrontProcess:
         stream = self.streams.get(event.sequence)
         require(stream is not None, f"{self.name}: an event of sequence {event.sequence}, which nobody asked")
         assert stream is not None
-        self.cluster.note(self.name, "=>", "client", event)
+        if self.cluster.logs:
+            self.cluster.note(self.name, "=>", "client", event)
         stream.take(event)
         if event.finish is not None:
             stream.links.clear()

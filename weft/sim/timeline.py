@@ -54,9 +54,9 @@ class Timeline:
         if process is not None:
             if not process.alive:
                 return
-            if process.stalled_until > self.now:
+            if (stalled_until := process.stalled_until) > self.now:
                 self.counts["events that waited for a stalled process"] += 1
-                self.at(process.stalled_until, process, what, *arguments)
+                self.at(stalled_until, process, what, *arguments)
                 return
         self.events += 1
         what(*arguments)
