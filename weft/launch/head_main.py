@@ -29,7 +29,7 @@ def run(arguments: list[str]) -> int:
     log.configure(level, log.head_name(config.replica, config.parallel.data_parallel_size))
     try:
         listener = listen(config, endpoint)
-        from weft.engine.head import run_head  # imports torch
+        from weft.engine.engine_server import run_head  # imports torch
 
         run_head(config, listener, int(pipe[0]) if pipe else None)
     except WeftError as error:

@@ -15,7 +15,7 @@ from weft import __version__
 from weft.common import log
 from weft.common.errors import WeftError
 from weft.common.title import set_title
-from weft.config.group import shared_settings
+from weft.config.group_settings import shared_settings
 from weft.config.resolved import EngineConfig
 from weft.launch import child
 from weft.parallel.control import HeadLink, RankChannel, ZmqRank
@@ -66,8 +66,8 @@ def serve(config: EngineConfig, address: str, rank: int) -> None:
         except BaseException:
             channel.close(deliver=False)
             raise
-        beats = ZmqRank(welcome.beats, rank, keys) if welcome.beats else None
-        return HeadLink(channel, beats, welcome.life)
+        heartbeats = ZmqRank(welcome.heartbeats, rank, keys) if welcome.heartbeats else None
+        return HeadLink(channel, heartbeats, welcome.incarnation)
 
     link = join(-1)
     from weft.engine.rank import run_rank
