@@ -29,10 +29,10 @@ def complete(epoch: int, others: Sequence[Lease | None]) -> bool:
 class Meeting:
     """The part of one head."""
 
-    def __init__(self, replica: int, stores: str = "", bell: str = "", incarnation: str = "") -> None:
-        """``stores``: see ``Lease``; of replica 0 alone. ``bell``: this head's address."""
+    def __init__(self, replica: int, stores: str = "", wakeup: str = "", incarnation: str = "") -> None:
+        """``stores``: see ``Lease``; of replica 0 alone. ``wakeup``: this head's address."""
         self.replica = replica
-        self._stores, self._bell = stores, bell
+        self._stores, self._wakeup = stores, wakeup
         self._incarnation = incarnation or secrets.token_hex(8)
         self._incarnations: list[str] = []
         self._epoch = 0
@@ -72,7 +72,7 @@ class Meeting:
         self._incarnations = [lease.incarnation for lease in known]
         named = hashlib.blake2b("/".join(self._incarnations).encode(), digest_size=6).hexdigest()
         store = f"{known[0].stores}/epoch{self._epoch}-{named}"
-        return Connect(self._epoch, store, tuple(lease.bell for lease in known))
+        return Connect(self._epoch, store, tuple(lease.wakeup for lease in known))
 
     def _lease(self, epoch: int, begun: bool) -> Lease:
-        return Lease(self._incarnation, epoch, begun, self._bell, self._stores)
+        return Lease(self._incarnation, epoch, begun, self._wakeup, self._stores)

@@ -125,7 +125,7 @@ def _commit_quiet(state: SchedulerState, slots: np.ndarray, tokens: np.ndarray) 
     if not len(slots):
         return []
     columns, told, each = state.columns, tokens.tolist(), slots.tolist()
-    sequences: list[Sequence] = state.tenants[slots].tolist()
+    sequences: list[Sequence] = state.in_slot[slots].tolist()
     committed = columns.num_computed[slots] + 1
     columns.num_computed[slots] = committed
     for row in (committed % state.kv.block_size == 0).nonzero()[0].tolist():
@@ -185,7 +185,7 @@ def _rows(
             begin = offsets[answer]
             tokens = result.tokens[begin : begin + accepted[answer] + 1].tolist()
         row = _Row(
-            *_running(state.tenants[slot]),
+            *_running(state.in_slot[slot]),
             int(computed[slot]),
             counts[number],
             logits[number],

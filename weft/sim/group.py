@@ -421,7 +421,7 @@ class Group:
 
     def _heartbeat(self, process: RankProcess) -> None:
         epoch = process.epoch if process.formed else -1
-        heartbeat = f.Beat(rank=process.rank, epoch=epoch, step=0, life=self.incarnation)
+        heartbeat = f.RankHeartbeat(rank=process.rank, epoch=epoch, step=0, incarnation=self.incarnation)
         self._feed(t.Received(b"", heartbeat))
         if process.running and process.epoch <= self.membership.aborted:
             process.fail(collective=True)
