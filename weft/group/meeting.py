@@ -30,7 +30,7 @@ class Meeting:
     """The part of one head."""
 
     def __init__(self, replica: int, stores: str = "", wakeup: str = "", incarnation: str = "") -> None:
-        """``stores``: see ``Lease``; of replica 0 alone. ``wakeup``: this head's address."""
+        """``stores``: see ``Lease``; of replica 0 alone. ``wakeup``: the address where this head is woken."""
         self.replica = replica
         self._stores, self._wakeup = stores, wakeup
         self._incarnation = incarnation or secrets.token_hex(8)

@@ -120,7 +120,7 @@ class Membership:
         return self._own.stage
 
     def counts(self, step: int) -> bool:
-        """Whether ``step`` has ended here and, but for the last ``lag`` steps, on every rank: then it commits."""
+        """Whether ``step`` commits: it has ended here and, but for the last ``lag`` steps, on all ranks."""
         return self.steps.own >= step and self.steps.settled(step - self.lag)
 
     @property
@@ -296,11 +296,11 @@ class Membership:
         if self.phase == "running" and self._meeting.moved_on(self.epoch, leases):
             self._lose(GroupLost(None, "another replica was started anew"))
         elif self.phase == "meeting":
-            found = self._meeting.look(leases)
-            if isinstance(found, t.Lease):
-                self._roster.actions.append(t.Renew(found))
-            elif found is not None:
-                self._connect(found)
+            answer = self._meeting.look(leases)
+            if isinstance(answer, t.Lease):
+                self._roster.actions.append(t.Renew(answer))
+            elif answer is not None:
+                self._connect(answer)
 
     def _advance_own(self, own: t.Own) -> None:
         self._own = own

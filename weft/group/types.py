@@ -1,4 +1,4 @@
-"""What happens to a group, and what its head does about it: the words of ``Membership``."""
+"""Events and actions of ``Membership``: what happens to a group, and what its head is to do."""
 
 from __future__ import annotations
 

@@ -45,13 +45,13 @@ def token(key: int, position: int) -> int:
 
 def output(key: int, num_prompt: int, params: TokenParams, max_model_len: int) -> tuple[list[int], str]:
     """All tokens of a sequence that nobody disturbs, and how it ends."""
-    made: list[int] = []
+    tokens: list[int] = []
     while True:
-        made.append(token(key, num_prompt + len(made)))
-        if made[-1] in params.stop_ids:
-            return made, "stop"
-        if len(made) >= params.max_tokens or num_prompt + len(made) >= max_model_len:
-            return made, "length"
+        tokens.append(token(key, num_prompt + len(tokens)))
+        if tokens[-1] in params.stop_ids:
+            return tokens, "stop"
+        if len(tokens) >= params.max_tokens or num_prompt + len(tokens) >= max_model_len:
+            return tokens, "length"
 
 
 class RankStep(NamedTuple):

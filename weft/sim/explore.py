@@ -47,21 +47,21 @@ class Exploration:
 
 def run_schedules(seeds: range) -> Exploration:
     """Runs the schedules of ``seeds`` one after another, in this process."""
-    found = Exploration()
+    part = Exploration()
     began = time.process_time()
     with silent_log(), rare_collection():
         for seed in seeds:
             try:
                 cluster = simulate_cluster(seed)
             except Violation as violation:
-                found.failures.append((seed, str(violation)))
+                part.failures.append((seed, str(violation)))
             else:
-                found.events += cluster.events
-                found.faults.update(cluster.faults.keys())
-                found.counts.update(cluster.counts)
-            found.schedules += 1
-    found.seconds = time.process_time() - began
-    return found
+                part.events += cluster.events
+                part.faults.update(cluster.faults.keys())
+                part.counts.update(cluster.counts)
+            part.schedules += 1
+    part.seconds = time.process_time() - began
+    return part
 
 
 def explore(
@@ -77,12 +77,12 @@ def explore(
     """
     end = seed + schedules
     chunks = [range(first, min(first + CHUNK, end)) for first in range(seed, end, CHUNK)]
-    found = Exploration()
+    total = Exploration()
     for part in map(run_schedules, chunks) if jobs == 1 else _in_processes(chunks, jobs, begin):
-        found.add(part)
+        total.add(part)
         if progress is not None:
             progress(part.schedules)
-    return found
+    return total
 
 
 def _in_processes(

@@ -236,7 +236,7 @@ class FrontProcess:
         if isinstance(message, m.Tokens):
             for event in message.events:
                 self._track_back(link, event)
-        if isinstance(message, m.Welcome) and self.version < 2:
+        elif isinstance(message, m.Welcome) and self.version < 2:
             message = msgspec.structs.replace(message, versions=(1, 1))
         self.feed(e.Received(link.head.instance, link.number, message))
         if isinstance(message, m.Welcome):

@@ -84,7 +84,7 @@ class HeadProcess:
         self._busy = False
         self._heartbeat_due = False
 
-    # -- life
+    # -- start and end
 
     def start(self, listen: float, load: float) -> None:
         """It will listen after ``listen`` seconds, and serve ``load`` seconds later."""
