@@ -107,7 +107,7 @@ def test_a_difference_shows_at_every_later_step() -> None:
         assert digest(BASE, *later[:upto]) != digest(spoiled, *later[:upto])
 
 
-def test_a_tenant_that_left_leaves_no_trace() -> None:
+def test_a_sequence_that_left_leaves_no_trace() -> None:
     gone = [BASE, plan(FreeSlot(slot=1, gen=1), step=1)]
     alone = [plan(alloc(0), blocks(0, [3]), decode=rows([0])), plan(step=1)]
     assert digest(*gone) == digest(*alone)

@@ -34,7 +34,7 @@ def listened(rig: Rig, sequence: int, **more: object) -> Submit:
 
 def test_what_the_parts_said_is_in_the_one_plan_that_is_in_flight() -> None:
     rig = started()
-    builder = rig.scheduler.draft(0.0)
+    builder = rig.scheduler.build(0.0)
     assert builder is not None
     assert (builder.rows, builder.tokens) == (1, 1)
     assert rig.scheduler.in_flight == 0
@@ -48,7 +48,7 @@ def test_what_the_parts_said_is_in_the_one_plan_that_is_in_flight() -> None:
 
 def test_a_draft_is_sealed_once_and_before_the_next() -> None:
     rig = started()
-    builder = rig.scheduler.draft(0.0)
+    builder = rig.scheduler.build(0.0)
     assert builder is not None
     for another in (rig.scheduler.draft, lambda _: rig.scheduler.idle()):
         with pytest.raises(EngineDead, match="never sealed"):

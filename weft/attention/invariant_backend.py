@@ -12,7 +12,7 @@ A query's bits are a function of the query, of its own keys and values, and of t
 
 The largest score is exact whatever the order, so nothing is rescaled. Pieces of similar widths are computed
 together. Keys and values that no query of a piece may see are set to zero first: they can be another
-tenant's NaN. Computes in float32 (float64 of float64) and rounds once.
+sequence's NaN. Computes in float32 (float64 of float64) and rounds once.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Rows are cut into pieces of neighbouring queries; pieces that are alike are comp
     keys        entries of the window of any of them, then groups' entries: all that one of them may see,
     masked
                 by what each has chosen; or, of single queries that choose few of many, the chosen ones alone
-    zeros       for keys that no query of the piece may see: they can hold another tenant's NaN
+    zeros       for keys that no query of the piece may see: they can hold another sequence's NaN
 
 Sums, scores and exponentials are float32 (float64 in float64 models). Shapes come from host columns,
 positions from device columns; nothing here waits for a GPU.

@@ -7,7 +7,7 @@ blocks are computed together, so decode rows batch and prefill chunks mostly sta
     blocks   full             0 .. block of p + n - 1
              window           block of max(0, p - window + 1) .. block of p + n - 1
     gather   [2, B, kv_heads, width * block, head_dim]    one copy, whole blocks
-    zero     positions that no query of the piece may see: they can hold another tenant's NaN, and
+    zero     positions that no query of the piece may see: they can hold another sequence's NaN, and
              0 * NaN is NaN
     attend   queries of one KV head folded into one matrix, [B, kv_heads, group * n, head_dim]
 

@@ -1,6 +1,6 @@
 """The engine of one group: scheduler and executor, with one or two steps in flight.
 
-    _plan     the scheduler drafts; balance, overlap and domain have their say; it is sealed, once
+    _plan     the scheduler builds the step; balance, overlap and domain set their fields; it is sealed once
     _launch   forward, (late masks,) sample
     _commit   read, commit, learn
 
@@ -45,9 +45,9 @@ RECOVERY_POLL = 0.05
 
 
 class Source(Protocol):
-    """Where a group hears, besides requests, of what its sequences await: a room, a mask.
+    """Tells a head that input which its sequences await has come: KV of another engine, a mask.
 
-    Nobody polls it: whoever has nothing to do sleeps on its sockets, too.
+    The step loop does not poll it: while it is idle, it sleeps on the source's sockets, too.
     """
 
     @property
@@ -215,7 +215,7 @@ class EngineCore:
 
     def _plan(self, now: float) -> StepPlan | None:
         """The next step, with everybody's share in it; None when there is none to make."""
-        builder = self.scheduler.draft(now)
+        builder = self.scheduler.build(now)
         if builder is not None:
             self.balance.ask(builder)
             self.overlap.ask(builder)

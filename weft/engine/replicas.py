@@ -25,7 +25,7 @@ from weft.routing.instance_table import Patience
 from weft.types import messages as m
 
 STEP_S = 0.1
-"""Seconds that ``step`` waits for something to come."""
+"""Seconds that ``step`` waits for events."""
 ANSWER_S = 10.0
 CLOSE_S = 5.0
 
@@ -36,7 +36,7 @@ def start_engine(config: EngineConfig) -> EngineCore | Replicas:
 
 
 class Replicas:
-    """What ``EngineCore`` is to those who submit, step and finish. Not thread-safe.
+    """The interface of ``EngineCore`` (submit, step, finish) over several replicas. Not thread-safe.
 
     A replica that shares no experts may die: its sequences go on elsewhere. With any other ends the engine.
     """

@@ -44,7 +44,7 @@ CLOSE_S = 5.0
 PORT_S = 30.0
 """Seconds that the port of ``--rdzv`` may be held by the head before this one, which was killed."""
 STORE_S = 30.0
-"""Seconds of whatever is done with the store that a first head hosts; those who join say their own."""
+"""Seconds for each operation on the store that the first head hosts; clients of it set their own."""
 
 
 def layout_of(config: EngineConfig) -> Layout:
@@ -135,7 +135,9 @@ def alone(kv: KVConfig, runner: Callable[[KVConfig], RankRunner]) -> GroupExecut
 
 
 def _folder(config: EngineConfig) -> Path:
-    """Of this head. One that is killed leaves it to whoever started it, in whose folder it is."""
+    """A folder for this head's sockets. If the head is killed, the process that started it removes the
+    folder.
+    """
     return Path(tempfile.mkdtemp(prefix="stores-", dir=config.domain)) if config.domain else private_folder()
 
 
@@ -167,7 +169,7 @@ def _channels(config: EngineConfig, folder: Path) -> tuple[ZmqHead, ZmqHead]:
 
 
 def _stores(config: EngineConfig, folder: Path, host: str | None, resources: ExitStack) -> str:
-    """What the addresses of stores begin with at which epochs meet: empty where the first head hosts them.
+    """The prefix of the addresses of epochs' stores; empty where the first head hosts them.
 
     ``host``: see ``mesh_host``. Raises CommLost.
     """
@@ -184,7 +186,9 @@ def _stores(config: EngineConfig, folder: Path, host: str | None, resources: Exi
 def _domain(
     config: EngineConfig, layout: Layout, host: str | None, stores: str
 ) -> tuple[Domain | None, Meeting | None, Leases | None]:
-    """Where this replica meets the others, if there are any. Raises ConfigError."""
+    """The domain of this replica, its meeting and its leases, if there are other replicas. Raises
+    ConfigError.
+    """
     replica = config.replica
     if layout.domain == layout.tensor:
         return None, None, None

@@ -45,7 +45,7 @@ class _Thread:
             self.end()
 
     def _take_all(self) -> None:
-        """Takes what comes in an interval, and what lies there: it was sent in time, however late we look."""
+        """Takes the frames of one interval, and those that came before it: they were sent in time."""
         until = time.monotonic() + self._interval
         while (left := until - time.monotonic()) > 0 and not self._stop.is_set():
             self.take(left)
@@ -64,7 +64,7 @@ class _Thread:
 
 
 class HeadWatch(_Thread):
-    """The head's side: answers heartbeats. All that it was given is called in its thread."""
+    """The head's side: answers heartbeats. Callbacks run in its thread."""
 
     def __init__(
         self,
@@ -73,7 +73,9 @@ class HeadWatch(_Thread):
         heard: Callable[[RankHeartbeat], RankHeartbeat],
         looked: Callable[[], None],
     ) -> None:
-        """``heard(heartbeat)``: what to answer. ``looked``: all that had come were heard."""
+        """``heard(heartbeat)`` returns the answer. ``looked`` is called when all received heartbeats were
+        handled.
+        """
         super().__init__("weft-watch", rank_timeout)
         self._channel, self._heard, self._looked = channel, heard, looked
 
@@ -101,7 +103,7 @@ class HeadWatch(_Thread):
 
 
 class RankWatch(_Thread):
-    """A rank's side: hears from the head which epoch has ended, or that it is there no more."""
+    """A rank's side: learns which epoch has ended, or that the head is gone."""
 
     def __init__(
         self,

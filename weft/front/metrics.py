@@ -96,7 +96,7 @@ _GAUGES: dict[str, tuple[str, Callable[[HeadStats], float]]] = {
     "num_requests_running": ("Sequences that have a slot.", lambda s: s.running),
     "num_requests_waiting": ("Sequences that wait for a slot.", lambda s: s.waiting),
     "kv_cache_usage_perc": ("Used share of the fullest cache pool, 0 to 1.", lambda s: s.kv_usage),
-    "free_slots": ("Slots without a tenant.", lambda s: s.free_slots),
+    "free_slots": ("Slots without a sequence.", lambda s: s.free_slots),
 }
 #: Counters, since the head's start.
 _COUNTERS: dict[str, tuple[str, Callable[[HeadStats], float]]] = {

@@ -1,4 +1,4 @@
-"""Blocks of one cache kind: who holds them, which are cached, when they may be used again.
+"""Blocks of one cache kind: references to them, which are cached, and when they may be used again.
 
 A block is in exactly one of these places:
 
@@ -10,9 +10,8 @@ A block is in exactly one of these places:
 
 A reference given back while plans in flight still name the block lasts until the last of them commits.
 
-A *hold* is a reference of somebody outside the group who may read the block or write to it (a transfer): it
-goes by no step, and outlives ``reset``. So a block is out of use until its last step and its last hold are
-over.
+A *hold* is a reference of a reader or writer outside the group (a transfer). It belongs to no step, and
+outlives ``reset``. A block is free again after its last step and its last hold.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ NULL_BLOCK = 0
 
 
 class BlockPool:
-    """``num_blocks`` blocks with ids 1 .. num_blocks; 0 is the null block, which nobody holds."""
+    """``num_blocks`` blocks with ids 1 .. num_blocks; 0 is the null block, which is never allocated."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -40,7 +39,7 @@ class BlockPool:
         self._last_commit = -1
 
     def available(self) -> int:
-        """Blocks that ``take`` can give now; cached ones that nobody holds are among them."""
+        """Blocks that ``take`` can give now: free ones, and cached ones without references."""
         return len(self._free) + len(self._cached)
 
     def pending(self) -> int:
@@ -64,12 +63,12 @@ class BlockPool:
         return len(keys)
 
     def held(self, keys: Sequence[bytes]) -> int:
-        """How many of ``keys`` are in held blocks, whose sharing leaves ``available`` as it is."""
+        """How many of ``keys`` are in blocks with references; sharing those leaves ``available`` as it is."""
         index, references = self._index, self._references
         return sum([references[index.get(key, NULL_BLOCK)] > 0 for key in keys])
 
     def take(self) -> int:
-        """A block of unknown content, held once by the caller. Evicts the least recently used if it must.
+        """A block of unknown content, with one reference. Evicts the least recently used block if needed.
 
         Raises EngineDead when none is available: callers ask first.
         """
@@ -134,7 +133,7 @@ class BlockPool:
         self._drop(block)
 
     def num_on_hold(self) -> int:
-        """Blocks that are on hold, whoever else has them."""
+        """Blocks that are on hold, with other references or without."""
         return len(self._holds)
 
     def reset(self) -> None:

@@ -296,7 +296,7 @@ class _Streaming(Pending):
     * What the collective itself allocated in between is of the other stream, and used there alone.
 
     A collective whose result nobody takes breaks the first rule. That happens only in an epoch that ends, and
-    nothing is computed from then on until the device has come to rest (``Runner.reset``).
+    nothing is computed from then on until the device has been synchronized (``Runner.reset``).
     """
 
     def __init__(

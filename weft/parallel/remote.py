@@ -1,7 +1,7 @@
-"""Heads on other hosts, as the host with the front sees them.
+"""Heads on other hosts, seen from the host with the front.
 
 It says on the board which incarnation each of them should be in, and the hosts that they belong to make it
-so: see ``weft.launch.host``. A host that is silent is waited for; its heads' links tell whoever needs them.
+so: see ``weft.launch.host``. A silent host is waited for; the links of its heads report the loss.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def come_to_rest(device: torch.device, timeout: float) -> None:
     event.record(torch.cuda.current_stream(device))
     while not event.query():
         if time.monotonic() > deadline:
-            raise EngineDead("the GPU did not come to rest: its process must be started anew")
+            raise EngineDead("the GPU did not synchronize in time: its process must be started anew")
         time.sleep(0.0001)
 
 

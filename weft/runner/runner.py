@@ -188,7 +188,7 @@ class Runner:
         return result
 
     def reset(self) -> None:
-        """Forgets every tenant and every step in flight: slots are free, any step may be the next.
+        """Forgets every sequence and every step in flight: slots are free, any step may be the next.
 
         Weights and memory stay. Raises EngineDead when what was launched does not end.
         """
@@ -328,7 +328,7 @@ class Runner:
         """New drafts, which are in history when this returns."""
         state = self._state
         kept = handle.each == 1 and self.graphs is not None and self.graphs.keeps
-        if kept and drafter.rests(handle.plan):
+        if kept and drafter.is_idle(handle.plan):
             handle.hidden = None
             return None
         sampled = Sampled(

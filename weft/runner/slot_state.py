@@ -1,6 +1,6 @@
 """What the device knows of each slot: the truth that plans only bound from above.
 
-``history`` holds every id of the tenant, prompt and output, the output written by sampling itself; so a
+``history`` holds every id of the sequence, prompt and output, the output written by sampling itself; so a
 step can be launched before the one ahead of it was read, and a sequence that sat out any number of steps
 still continues with its true last token. Positions and cache indices derive from ``num_computed`` here.
 
@@ -69,7 +69,7 @@ class SlotState:
         return len(self._live)
 
     def clear(self) -> None:
-        """Every slot is free. What its rows hold, the next tenant writes over."""
+        """Every slot is free. What its rows hold, the next sequence writes over."""
         self._live.fill(False)
         self._entries.fill(0)
 
@@ -174,7 +174,7 @@ class SlotState:
             raise EngineDead(f"slot {slot} is named with generation {gen}, which does not live in it")
 
     def validate(self, segment: Segment) -> None:
-        """Before anything is launched: every row names a live tenant whose tables cover its positions, and
+        """Before anything is launched: every row names a live sequence whose tables cover its positions, and
         those of its next drafts."""
         if not segment.rows:
             return
@@ -182,7 +182,7 @@ class SlotState:
         if slots.min() < 0 or slots.max() >= self.num_slots:
             raise EngineDead("a row names a slot outside the table")
         if not self._live[slots].all() or (self._gen[slots] != segment.gen).any():
-            raise EngineDead("a row names a slot without its tenant")
+            raise EngineDead("a row names a slot without its sequence")
         ends = segment.start.astype(np.int64) + segment.count + segment.next_k
         for table, entries, size in zip(self.tables, self._entries, self._block_sizes, strict=True):
             if table.shape[1] and (entries[slots] * size < ends).any():

@@ -1,4 +1,5 @@
-"""Commit: what a step's result changes. Rows of tenancies that ended since the plan was made are dropped.
+"""Commit: what a step's result changes. Rows of sequences that left their slot since the plan was made are
+dropped.
 
 Most rows are quiet: a decode row whose one token ends nothing, and that has nothing else to tell. Those
 commit together, as columns; every other row by itself.
@@ -77,7 +78,7 @@ def _check_rows(plan: StepPlan, result: StepResult) -> None:
 
 
 def _alive(state: SchedulerState, segment: Segment) -> np.ndarray:
-    """bool: the rows whose tenancies have not ended since the plan was made."""
+    """bool: the rows whose sequences are still in their slots."""
     alive: np.ndarray = state.columns.gen[segment.slot] == segment.gen
     return alive
 
@@ -187,10 +188,10 @@ def _rows(
 
 
 def _running(sequence: Sequence) -> tuple[Sequence, Running]:
-    """A tenant, and its tenancy."""
+    """A sequence in a slot, and its running state."""
     run = sequence.state
     if not isinstance(run, Running):
-        raise EngineDead("a slot has a tenant that does not run")
+        raise EngineDead("a slot has a sequence that does not run")
     return sequence, run
 
 

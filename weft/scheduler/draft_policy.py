@@ -47,7 +47,7 @@ LEARN_EVERY = 5
 """Steps of which one is learned from, while nothing changes. Nothing else comes every so many."""
 MAX_IN_FLIGHT = 4
 """Plans that may be under way, and more."""
-REST = 24
+IDLE_STEPS = 24
 """Plans for which nothing is reckoned once there are no drafts: where they do not pay nor must the policy."""
 WORTH = 1.01
 """Expected tokens a second with drafts over those without from which on there are drafts."""
@@ -91,19 +91,19 @@ class DraftPolicy:
         """Drafts of every row of this plan; -1: as reckoned."""
         self._observed = 0
         """Steps that could have been learned from."""
-        self._rest = self._rested = 0
+        self._idle_left = self._rested = 0
         """Plans that need not ask, as nothing is drafted; and those that did not."""
 
     def enter(self, slot: int) -> None:
-        """A new tenant."""
+        """``slot`` has a new sequence."""
         self._shares.enter(slot)
         self._columns.wanted[slot] = self._wants()
 
-    def resting(self) -> bool:
+    def idle(self) -> bool:
         """Whether the next plan has no drafts anyway, and nothing is to choose. To be asked once a plan."""
-        if not self._rest:
+        if not self._idle_left:
             return False
-        self._rest -= 1
+        self._idle_left -= 1
         self._rested += 1
         self._forced = -1
         return True
@@ -120,7 +120,7 @@ class DraftPolicy:
         self._steps += 1
         if not self._opened(len(slots)):
             self._least = np.inf
-            self._rest = REST * (len(slots).bit_length() in self._tried)
+            self._idle_left = IDLE_STEPS * (len(slots).bit_length() in self._tried)
             return np.zeros(len(slots), np.int32)
         self._forced = self._trial(len(slots))
         if self._forced >= 0:
@@ -135,7 +135,7 @@ class DraftPolicy:
         if self._probing(drafting):
             chosen = np.maximum(chosen, np.minimum(most, 1))
             return chosen
-        self._rest = 0 if drafting else REST
+        self._idle_left = 0 if drafting else IDLE_STEPS
         return chosen
 
     def _keep(self, size: int, total: int) -> None:
@@ -171,18 +171,18 @@ class DraftPolicy:
         """``plan`` took ``seconds``. ``fit``: the cost model should learn from it; else it does already.
 
         ``uncaptured``: longer than later ones like it will, so the model learns nothing; a trial is made
-        again. While nothing is drafted, the model learns from one step in ``REST``.
+        again. While nothing is drafted, the model learns from one step in ``IDLE_STEPS``.
         """
         if not self.adaptive:
             return
-        if 0 < self._rest < REST - MAX_IN_FLIGHT:  # there were none in flight when the rest began
-            self.budget.rest(plan.decode.rows, seconds)
+        if 0 < self._idle_left < IDLE_STEPS - MAX_IN_FLIGHT:  # there were none in flight when the rest began
+            self.budget.pause(plan.decode.rows, seconds)
             return
         self.budget.step(plan, seconds, self._accepted, uncaptured)
         self._accepted = 0
         if uncaptured:
             self._repeat(plan)
-        elif not self._rest and (self.budget.settled or plan.prefill.rows or has_drafts(plan)):
+        elif not self._idle_left and (self.budget.settled or plan.prefill.rows or has_drafts(plan)):
             self._beside = plan
             self._observed += 1
             if fit and (self._hold == HOLD or self._forced >= 0 or self._observed % LEARN_EVERY == 0):

@@ -78,7 +78,7 @@ class Planner:
         slots = state.order()
         ready = ~columns.prefilling(slots) & (columns.num_scheduled[slots] + 1 < columns.limit[slots])
         rows = DecodeRows.plain(slots[ready][: max(builder.budget, 0)])
-        if self.drafts is not None and not self.drafts.resting():
+        if self.drafts is not None and not self.drafts.idle():
             rows = self._with_drafts(self.drafts, rows, builder.budget)
         ends = columns.num_scheduled[rows.slots] + rows.counts + rows.next_k
         short = ends > columns.reserved[rows.slots]

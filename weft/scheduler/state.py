@@ -1,7 +1,7 @@
-"""Who is live and what they hold: the one place where sequences get and give back slots and blocks.
+"""The live sequences with their slots and blocks: the only place that allocates and frees them.
 
-``SchedulerState`` has the operations that keep sequences, queues, requests and caches consistent; which of
-them to do when is decided by the planner and by ``commit``.
+The operations of ``SchedulerState`` keep sequences, queues, requests and caches consistent. The planner and
+``commit`` decide which of them to call, and when.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Request:
     members: dict[int, Sequence] = field(default_factory=dict)
     prompt_computed: bool = False
     shared: bool = False
-    """Whether it ever had two members: its prompt's blocks are shared, prefix caching or not."""
+    """Whether it ever had two members: then they share the prompt's blocks, with prefix caching or without.
+    """
 
 
 @dataclass(slots=True)
@@ -77,7 +78,7 @@ class SchedulerState:
         self.waiting = FairQueue()
         self.running = SequenceQueue()
         self.ops: list[Op] = []
-        """That wait for no row: they go out with the next plan, whatever else is in it."""
+        """Ops that belong to no row; the next plan carries them, whatever else it has."""
         self._order: np.ndarray | None = None
         self.in_flight: deque[StepPlan] = deque()
         """Plans that have not committed, oldest first."""
@@ -101,13 +102,13 @@ class SchedulerState:
             self._enqueue(sequence)
 
     def arrived(self, sequence: Sequence) -> None:
-        """What the sequence awaited is there. Idempotent."""
+        """The input that the sequence awaited has come. Idempotent."""
         sequence.awaits = False
         if isinstance(sequence.state, Awaiting):
             self._enqueue(sequence)
 
     def end(self, sequence: Sequence, finish: str) -> None:
-        """Ends a live sequence, whatever its state, and frees what it holds."""
+        """Ends a live sequence in any state, and frees its slot and blocks."""
         state = sequence.state
         sequence.move(Ended(finish))
         if isinstance(state, Running):
@@ -121,9 +122,9 @@ class SchedulerState:
         self._leave(sequence)
 
     def preempt(self, sequence: Sequence, run: Running, *, yields: bool = False) -> None:
-        """Sends a running sequence back to its place in the queue; everything is computed again later.
+        """Sends a running sequence back to its place in the queue; it is recomputed later.
 
-        ``yields``: it gives way to another that waits.
+        ``yields``: it makes room for a waiting sequence.
         """
         sequence.move(Waiting())
         self._release(sequence, run)
@@ -133,11 +134,11 @@ class SchedulerState:
         self.waiting.add(sequence)
 
     def requeue(self) -> list[Sequence]:
-        """The ranks were lost and formed anew, with empty tables: whoever ran goes back to the queue.
+        """Sends all running sequences back to the queue, after ranks were lost and the group formed anew.
 
-        Plans in flight are forgotten with what they would have made, and so is all that the caches held; but
-        a block on hold stays out of use, as whoever has the hold may not know of the loss yet. It counts as
-        no preemption: nobody is to be protected for it. Returns who ran.
+        Plans in flight and all cached blocks are dropped. A block on hold stays out of use, because the owner
+        of the hold may not know of the loss yet. Sequences get no protection as after a preemption. Returns
+        the sequences that ran.
         """
         ran = self.running.snapshot()
         for sequence in ran:
@@ -205,7 +206,7 @@ class SchedulerState:
 
         If that runs at least two more than the share of ``sequence``: then the difference falls, so that no
         two ever send each other away in turns. Nobody gives way so twice, and who is protected never does;
-        nor who was admitted in this plan: ranks do not know of that tenancy, and could not end it.
+        nor who was admitted in this plan: ranks do not know of it yet, and could not free its slot.
         """
         share, victim = sequence.share, None
         if share is None or not self.waiting.large:
@@ -270,7 +271,9 @@ class SchedulerState:
             self.caches.publish(slot, committed, hashes)
 
     def prompt_computed(self, sequence: Sequence) -> None:
-        """A commit has computed the prompt of ``sequence``: whoever is held for it joins the queue."""
+        """A commit has computed the prompt of ``sequence``: its siblings, which waited for that, join the
+        queue.
+        """
         request = self.requests[sequence.request]
         if request.prompt_computed:
             return
@@ -350,7 +353,7 @@ class SchedulerState:
             self.waiting.add(sequence)
 
     def _enter(self, sequence: Sequence, run: Running) -> None:
-        """Fills the columns of what does not change during a tenancy."""
+        """Fills the columns of what does not change while the sequence is in the slot."""
         columns, slot = self.columns, run.slot
         columns.gen[slot] = run.gen
         columns.sequence[slot] = sequence.id

@@ -78,7 +78,7 @@ class Drafter(ABC):
     uncaptured: bool = False
 
     def enter(self, slot: int) -> None:
-        """``slot`` has a new tenant."""
+        """``slot`` has a new sequence."""
         return
 
     def reset(self) -> None:
@@ -91,10 +91,10 @@ class Drafter(ABC):
         return None
 
     def prepare(self, ops: Sequence[Op]) -> None:
-        """A step's ``ops`` are about to be carried out: tenants that leave, and that find others' blocks."""
+        """A step's ``ops`` are about to be carried out: sequences leave, and others find their blocks."""
         return
 
-    def rests(self, plan: StepPlan) -> bool:
+    def is_idle(self, plan: StepPlan) -> bool:
         """Behind a step whose states ``keeper`` got: whether there is nothing else to do. If not, ``propose``
         is called, and else it is not."""
         return False

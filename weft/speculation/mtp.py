@@ -155,7 +155,7 @@ class MtpDrafter(Drafter):
         assert step.hidden is not None, "hidden states that nobody kept"
         self.uncaptured = False
         self._computed = step.num_computed
-        if len(step.hidden) == step.plan.rows and self._rests(step.plan):
+        if len(step.hidden) == step.plan.rows and self._is_idle(step.plan):
             if not step.kept:
                 self.waiting.keep(step.slots, step.starts, step.hidden)
             return None
@@ -180,10 +180,10 @@ class MtpDrafter(Drafter):
         drafts = None if captured is None else captured.go_on(*rest)
         return self._chain.go_on(*rest) if drafts is None else drafts
 
-    def rests(self, plan: StepPlan) -> bool:
-        return plan.agreed is None and self._rests(plan)
+    def is_idle(self, plan: StepPlan) -> bool:
+        return plan.agreed is None and self._is_idle(plan)
 
-    def _rests(self, plan: StepPlan) -> bool:
+    def _is_idle(self, plan: StepPlan) -> bool:
         """Whether only the hidden states of all rows, of one token each, are to be kept; if so, notes that
         they wait."""
         decode = plan.decode

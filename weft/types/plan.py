@@ -45,7 +45,8 @@ class _Op(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fi
 
 
 class AllocSlot(_Op, frozen=True, kw_only=True):
-    """Gives ``slot`` to tenant ``gen``: writes all known ids to its history and sets its lengths.
+    """Gives ``slot`` to its sequence number ``gen``: writes all known ids to its history and sets its
+    lengths.
 
     The slot must be free, or freed earlier in the same plan's ops.
     """
@@ -65,7 +66,7 @@ class AllocSlot(_Op, frozen=True, kw_only=True):
 
 
 class FreeSlot(_Op, frozen=True, kw_only=True):
-    """Ends the tenancy ``gen`` of ``slot``. Its block tables are emptied."""
+    """Takes ``slot`` from its sequence number ``gen``. Its block tables are emptied."""
 
     slot: int
     gen: int
