@@ -124,7 +124,7 @@ def test_occupied_slots_can_be_allocated_only_when_freed_in_the_same_plan() -> N
     kept = SlotDigest(SLOTS, KINDS)
     kept.take(BASE)
     kept.take(plan(FreeSlot(slot=0, gen=1), alloc(0, gen=2), step=1, prefill=rows([0], gen=2)))
-    with pytest.raises(EngineDead, match="slot 1 is allocated while generation 1 lives"):
+    with pytest.raises(EngineDead, match="slot 1 is allocated while generation 1 is in it"):
         kept.take(plan(alloc(1, gen=2), FreeSlot(slot=1, gen=1), step=2))
 
 

@@ -74,7 +74,7 @@ def test_the_next_head_finds_the_workers() -> None:
         finally:
             supervisor.close(0.0)
         assert not is_alive(left)
-        with pytest.raises(EngineDead, match="whoever keeps the ranks"):
+        with pytest.raises(EngineDead, match="the rank supervisor"):
             second.spawn(1)
 
 

@@ -81,7 +81,7 @@ def test_tables_grow_and_start_over_with_the_next_sequence(state: SlotState) -> 
 @pytest.mark.parametrize(
     ("ops", "what"),
     [
-        ([alloc(), alloc(gen=2)], "while generation 1 lives"),
+        ([alloc(), alloc(gen=2)], "while generation 1 is in it"),
         ([FreeSlot(slot=0, gen=1)], "does not live"),
         ([alloc(), FreeSlot(slot=0, gen=2)], "does not live"),
         ([AppendBlocks(slot=1, kind=0, blocks=column([1]))], "which is free"),

@@ -206,8 +206,11 @@ def _column(values: list[int], device: torch.device) -> Tensor:
 def make_group(
     pieces: list[Piece], n: int, segment: SegmentInput, kind: int, spec: CacheSpec, memory: Memory
 ) -> Group:
-    table, starts, block = segment.tables[kind], segment.starts, memory.block
-    device, width = starts.device, max(piece.tiles for piece in pieces)
+    table = segment.tables[kind]
+    starts = segment.starts
+    block = memory.block
+    device = starts.device
+    width = max(piece.tiles for piece in pieces)
     rows = _column([piece.row for piece in pieces], device)
     counts = _column([piece.count for piece in pieces], device).unsqueeze(1)
     first = starts[rows] + _column([piece.offset for piece in pieces], device)  # [P]: its position
@@ -254,7 +257,8 @@ def _attend(
     sinks: Tensor | None,
 ) -> None:
     (pieces, n), kv_heads, dim = group.queries.shape, spec.kv_heads, spec.head_dim
-    shared, dtype = q.shape[1] // kv_heads, wide(q.dtype)
+    shared = q.shape[1] // kv_heads
+    dtype = wide(q.dtype)
     kv = entries.index_select(0, group.entries).view(2, pieces, kv_heads, -1, dim)
     kv.view(group.seen.dtype).bitwise_and_(group.seen)  # +0.0, whatever was there
     if scales is not None:
@@ -312,7 +316,8 @@ def tiles(
     for tile in range(width):
         total += parts[:, :, tile]
         mass += masses[:, :, tile]
-    total, mass = total[:, :, :rows], mass[:, :, :rows]
+    total = total[:, :, :rows]
+    mass = mass[:, :, :rows]
     if sink is not None:
         mass = mass + (sink - top[:, :, 0, :rows]).exp()
     return total / mass

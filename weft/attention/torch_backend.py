@@ -175,8 +175,11 @@ def make_group(
     planes: int,
 ) -> Group:
     """planes: entries of one position that lie in planes of their own, 2 * kv_heads or 1."""
-    table, starts = segment.tables[kind], segment.starts
-    device, n, width = starts.device, pieces[0].count, max(piece.width for piece in pieces)
+    table = segment.tables[kind]
+    starts = segment.starts
+    device = starts.device
+    n = pieces[0].count
+    width = max(piece.width for piece in pieces)
     rows = _column([piece.row for piece in pieces], device)
     p = starts[rows] + _column([piece.offset for piece in pieces], device)  # [B]: position of the first query
     if spec.window:
@@ -223,7 +226,10 @@ def _attend(
     scales: Tensor | None,
 ) -> Tensor:
     """q: [B * n, heads, head_dim]; returns the same shape."""
-    b, n, kv_heads, dim = group.pieces, group.queries, spec.kv_heads, spec.head_dim
+    b = group.pieces
+    n = group.queries
+    kv_heads = spec.kv_heads
+    dim = spec.head_dim
     shared = q.shape[1] // kv_heads
     kv = entries.index_select(0, group.gather).view(2, b, kv_heads, -1, dim)
     kv.view(group.seen.dtype).bitwise_and_(group.seen)  # +0.0, whatever was there

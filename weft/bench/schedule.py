@@ -29,14 +29,14 @@ def parse_lengths(text: str, flag: str) -> Lengths:
     """``512`` or ``128:1024``. Raises ConfigError naming ``flag``."""
     low, colon, high = text.partition(":")
     try:
-        found = Lengths(int(low), int(high) if colon else int(low))
+        result = Lengths(int(low), int(high) if colon else int(low))
     except ValueError:
-        found = Lengths(0, 0)
-    if not 1 <= found.low <= found.high <= 1 << 24:
+        result = Lengths(0, 0)
+    if not 1 <= result.low <= result.high <= 1 << 24:
         raise ConfigError(
             f"{flag} takes a number of tokens or LOW:HIGH, e.g. 128:1024, not {text!r}", param=flag
         )
-    return found
+    return result
 
 
 def arrivals(rate: float, burstiness: float, source: random.Random) -> Iterator[float]:

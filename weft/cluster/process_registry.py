@@ -90,7 +90,8 @@ class RegistryOwner:
 
     def __init__(self, reader: RegistryReader, report: Callable[[str, int, WeftError], None]) -> None:
         """``report`` tells the supervisor that a head is lost."""
-        self._reader, self._report = reader, report
+        self._reader = reader
+        self._report = report
         self._keys: dict[str, CurveKeys] = {}
 
     def present(self) -> Mapping[str, Address | WeftError]:

@@ -55,8 +55,12 @@ class ClusterServer:
         """``folder``: for the registry. ``announce`` is called once all fronts answer requests.
         ``secret``: file with the group's secret, where heads may be on other hosts.
         """
-        self._supervisor, self._heads, self._start_front = supervisor, heads, start_front
-        self._folder, self._announce, self._secret = folder, announce, secret
+        self._supervisor = supervisor
+        self._heads = heads
+        self._start_front = start_front
+        self._folder = folder
+        self._announce = announce
+        self._secret = secret
         self._clock = clock or SystemClock()
         self._addresses: dict[str, Address] = {}
         self._fronts: dict[str, tuple[int, subprocess.Popen[bytes], socket.socket]] = {}

@@ -189,7 +189,8 @@ class Supervisor:
         entry = self.fronts.running(event.name, event.incarnation)
         if entry is None:
             return []
-        entry.ready, entry.heard = True, self._now
+        entry.ready = True
+        entry.heard = self._now
         if self.phase is Phase.STARTING and self.fronts.ready:
             self.phase = Phase.SERVING
             return [Announce()]

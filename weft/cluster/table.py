@@ -33,7 +33,7 @@ class ProcessState(Enum):
 
 
 class Start(NamedTuple):
-    """A process is to be started. Whoever does it must not wait for it."""
+    """Start a process. The caller must not wait for it."""
 
     role: Role
     name: str
@@ -118,17 +118,20 @@ class ProcessTable:
             log.error("%d %ss died in %g minutes", self._budget.most + 1, self.role, WINDOW / 60)
         for other in self._entries.values() if self._together else (entry,):
             if other.state is ProcessState.RUNNING:
-                other.state, other.error = ProcessState.RETIRED, error
+                other.state = ProcessState.RETIRED
+                other.error = error
         return actions
 
     def end(self, name: str, incarnation: int) -> bool:
         """A process ended as it was told to. Whether that is news."""
         entry = self.running(name, incarnation)
         if entry is not None:
-            entry.state, entry.ready = ProcessState.ENDED, False
+            entry.state = ProcessState.ENDED
+            entry.ready = False
         return entry is not None
 
     def _next(self, name: str, entry: ProcessEntry, now: float) -> Start:
         entry.incarnation += 1
-        entry.ready, entry.heard = False, now
+        entry.ready = False
+        entry.heard = now
         return Start(self.role, name, entry.incarnation)

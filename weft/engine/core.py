@@ -115,7 +115,8 @@ class EngineCore:
     def describe_speculation(self) -> str | None:
         """How many drafts were accepted so far, in words; None before the first."""
         stats = self.scheduler.stats()
-        verified, accepted = sum(stats.drafts), sum(stats.drafts_accepted)
+        verified = sum(stats.drafts)
+        accepted = sum(stats.drafts_accepted)
         if not verified:
             return None
         places = zip(stats.drafts_accepted, stats.drafts, strict=True)
@@ -214,7 +215,7 @@ class EngineCore:
         return []
 
     def _plan(self, now: float) -> StepPlan | None:
-        """The next step, with everybody's share in it; None when there is none to make."""
+        """The plan of the next step; None when there is nothing to do."""
         builder = self.scheduler.build(now)
         if builder is not None:
             self.balance.ask(builder)
@@ -274,7 +275,7 @@ class EngineCore:
     def close(self, failed: bool = False) -> None:
         """Waits for what is in flight (its results are dropped) and ends the device thread and trace.
 
-        ``failed``: another engine will follow this one, and take over the ranks that somebody keeps for it.
+        ``failed``: another engine will replace this one, and take over supervised ranks.
         """
         if (report := self.describe_speculation()) is not None:
             log.info("%s", report)

@@ -48,7 +48,8 @@ class Domain:
             raise GroupLost(None, f"another replica is gone or late ({error.message})") from error
         if not decision.launch:
             return None
-        builder, agreed = builder or idle(), decision.agreed
+        builder = builder or idle()
+        agreed = decision.agreed
         builder.agreed = agreed
         builder.micro_batches = 1 + agreed.overlap
         builder.rebalance = agreed.rebalance

@@ -92,9 +92,9 @@ def group_folder(folder: Path) -> Path:
     """A new folder in ``folder`` for the sockets and files of one group: two groups never share a name."""
     for number in itertools.count():
         with contextlib.suppress(FileExistsError):
-            made = folder / f"g{number}"
-            made.mkdir(mode=0o700)
-            return made
+            result = folder / f"g{number}"
+            result.mkdir(mode=0o700)
+            return result
     raise AssertionError("unreachable")
 
 
@@ -105,7 +105,9 @@ class LocalHeads:
 
     def __init__(self, config: EngineConfig, folder: Path, log_level: str) -> None:
         """``folder``: for the heads' files; only this user may enter it."""
-        self._config, self._folder, self._level = config, folder, log_level
+        self._config = config
+        self._folder = folder
+        self._level = log_level
         self._rank_supervisor: RankSupervisor | None = None
         """Made when the first head with workers starts."""
 
@@ -113,7 +115,8 @@ class LocalHeads:
         """A head that will listen at ``endpoint``; does not wait for it. ``incarnation``: see
         ``EngineConfig``.
         """
-        pipe, parallel = None, self._config.parallel
+        pipe = None
+        parallel = self._config.parallel
         if are_supervised(parallel, replica):
             self._rank_supervisor = self._rank_supervisor or RankSupervisor(
                 parallel.data_parallel_size, self._workers

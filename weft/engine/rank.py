@@ -128,7 +128,9 @@ class _Liveness:
 
     def __init__(self, rank: int, head: str, rank_timeout: float) -> None:
         """``head``: the incarnation of the first head."""
-        self._rank, self._head, self._timeout = rank, head, rank_timeout
+        self._rank = rank
+        self._head = head
+        self._timeout = rank_timeout
         self._stuck_since: float | None = None
         self._worker: Worker | None = None
         self._watch: RankWatch | None = None
@@ -137,7 +139,8 @@ class _Liveness:
 
     def watch(self, link: HeadLink) -> None:
         """Shows the head of ``link`` from now on that this process runs."""
-        self.orphan, self._stuck_since = False, None
+        self.orphan = False
+        self._stuck_since = None
         if link.heartbeats is not None:
             self._watch = RankWatch(link.heartbeats, self._timeout, self.heartbeat, self.ended, self.orphaned)
             self._watch.start()
@@ -173,7 +176,7 @@ class _Liveness:
             self._stuck()
 
     def _stuck(self) -> None:
-        """A rank that stays too long in an epoch that is over ends its process: so somebody starts it anew,
+        """Ends this process when it stays too long in an epoch that has ended, so that it is started again,
         on whatever host it is.
         """
         if self._stuck_since is None:

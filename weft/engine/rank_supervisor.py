@@ -27,7 +27,8 @@ class _Replica:
     """The workers of one replica. Used from the supervisor's thread."""
 
     def __init__(self, number: int, processes: RankProcesses) -> None:
-        self.number, self.processes = number, processes
+        self.number = number
+        self.processes = processes
         self.pipe: Connection | None = None
         """The pipe to the replica's present head; None while there is none."""
         self._told: dict[int, None] = {}
@@ -37,7 +38,8 @@ class _Replica:
         """Takes over the pipe of a new head. Unread requests of the head before it are dropped."""
         if self.pipe is not None:
             self.pipe.close()
-        self.pipe, self._told = pipe, {}
+        self.pipe = pipe
+        self._told = {}
 
     def serve(self) -> None:
         """Reads and answers one request, which must be in the pipe."""
@@ -108,7 +110,8 @@ class RankSupervisor:
     def _run(self) -> None:
         while not self._stop.is_set():
             with self._lock:
-                new, self._new = self._new, {}
+                new = self._new
+                self._new = {}
             for number, pipe in new.items():
                 self._replicas[number].follow(pipe)
             ready = wait([replica.pipe for replica in self._replicas if replica.pipe is not None], _TURN)

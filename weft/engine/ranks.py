@@ -58,7 +58,8 @@ class RankProcesses:
     def __init__(self, config: EngineConfig, address: str, log_level: str) -> None:
         """``address``: the control channel where ranks say hello."""
         self._engine, self._config = config, msgspec.msgpack.encode(config)
-        self._address, self._level = address, log_level
+        self._address = address
+        self._level = log_level
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         # The kernel ties a child's life to the thread that made it: to one that lives as long as this.
         self._maker = ThreadPoolExecutor(1, thread_name_prefix="weft-ranks")

@@ -59,7 +59,8 @@ def layout_of(config: EngineConfig) -> Layout:
 
 def take_threads(config: EngineConfig) -> None:
     """Gives this process the CPU threads of one rank, and says how many."""
-    cores, ranks = usable_cores(), config.parallel.ranks_here
+    cores = usable_cores()
+    ranks = config.parallel.ranks_here
     set_threads(config.runner.threads, threads_each(config, cores))
     log.info("CPU threads: %d (%d cores for %d ranks on this host)", torch.get_num_threads(), cores, ranks)
 
@@ -83,7 +84,8 @@ def start_executor(
     weights. Raises ConfigError for what cannot be served as configured, and GroupLost when a rank does not
     come up.
     """
-    layout, timeout = layout_of(config), config.parallel.rank_timeout
+    layout = layout_of(config)
+    timeout = config.parallel.rank_timeout
     take_threads(config)
     if layout.domain == 1:
         loaded = load(config, progress=progress)
@@ -150,16 +152,18 @@ def mesh_host(config: EngineConfig) -> str | None:
 
 def _channels(config: EngineConfig, folder: Path) -> tuple[ZmqHead, ZmqHead]:
     """(for frames, for heartbeats)."""
-    parallel, replica = config.parallel, config.replica
+    parallel = config.parallel
+    replica = config.replica
     if not replica_spans(parallel, replica):  # in a server's folder the next head will listen there, too
         ranks = rank_address(config) if config.domain else f"ipc://{folder}/ranks"
         return ZmqHead(ranks), ZmqHead(f"{ranks}.heartbeats")
     place, keys = board_place(parallel)
     where, port = meeting_place(parallel)
     host = own_address(where, port)
-    if not uses_board(parallel):  # the only head: everybody knows where it is
+    if not uses_board(parallel):  # the only head: its address is known
         return ZmqHead(rank_address(config), keys, PORT_S), ZmqHead(tcp(host, "*"), keys)
-    channel, heartbeats = ZmqHead(tcp(host, "*"), keys), ZmqHead(tcp(host, "*"), keys)
+    channel = ZmqHead(tcp(host, "*"), keys)
+    heartbeats = ZmqHead(tcp(host, "*"), keys)
     board = BoardClient(place, keys)
     try:
         board.tell(control_key(replica), channel.address.encode(), HELLO_S)

@@ -77,7 +77,9 @@ class HeadWatch(_Thread):
         handled.
         """
         super().__init__("weft-watch", rank_timeout)
-        self._channel, self._heard, self._looked = channel, heard, looked
+        self._channel = channel
+        self._heard = heard
+        self._looked = looked
 
     def work(self) -> None:
         self._take_all()
@@ -120,7 +122,9 @@ class RankWatch(_Thread):
         self._channel = channel
         self._liveness = Liveness(SILENT * rank_timeout)
         self._liveness.expect([0], time.monotonic())
-        self._heartbeat, self._ended, self._orphaned = heartbeat, ended, orphaned
+        self._heartbeat = heartbeat
+        self._ended = ended
+        self._orphaned = orphaned
         self._replaced = False
 
     def work(self) -> None:

@@ -148,7 +148,7 @@ _Family: TypeAlias = GaugeMetricFamily | CounterMetricFamily
 #: Of the links to all heads. Counters unless in _LINK_GAUGES.
 _LINK: dict[str, tuple[str, Callable[[Links], float]]] = {
     "front_bad_frames": ("Frames from heads that the front dropped.", lambda c: c.bad_frames),
-    "front_late_events": ("Token events that nobody waited for any more.", lambda c: c.late_events),
+    "front_late_events": ("Token events of sequences that had ended already.", lambda c: c.late_events),
     "engine_restarts": ("Heads that died and were started anew.", lambda c: c.restarts),
     "streams_paused": (
         "Times that a stream gave its slots back, as its client did not read.",
@@ -300,7 +300,8 @@ class RequestTimes:
 
     def done(self, prompt: int, generated: int, reasons: Iterable[str]) -> None:
         """The request was answered in full."""
-        metrics, model = self._metrics, self._metrics.model
+        metrics = self._metrics
+        model = self._metrics.model
         metrics.e2e.observe(time.monotonic() - self._start)
         metrics.prompt_tokens.observe(prompt)
         metrics.generation_tokens.observe(generated)

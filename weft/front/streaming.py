@@ -29,7 +29,7 @@ class Link(Protocol):
     """What is needed of the link to the heads."""
 
     def pause(self, flow: Flow) -> None:
-        """Nobody reads the flow for now: its sequences are to take no slots."""
+        """The client does not read for now: the flow's sequences should give up their slots."""
 
     def resume(self, flow: Flow) -> None:
         """It is read again."""
@@ -61,7 +61,8 @@ class EventStream(Response):
         self._events = events
         self._deadline = deadline
         self._held = held
-        self._flow, self._link = flow, link
+        self._flow = flow
+        self._link = link
         self._paused = False
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 

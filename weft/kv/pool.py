@@ -64,7 +64,8 @@ class BlockPool:
 
     def held(self, keys: Sequence[bytes]) -> int:
         """How many of ``keys`` are in blocks with references; sharing those leaves ``available`` as it is."""
-        index, references = self._index, self._references
+        index = self._index
+        references = self._references
         return sum([references[index.get(key, NULL_BLOCK)] > 0 for key in keys])
 
     def take(self) -> int:
@@ -91,12 +92,12 @@ class BlockPool:
         self._references[block] += 1
 
     def publish(self, block: int, key: bytes) -> None:
-        """Puts a held, full block into the index. Nobody may write to it from now on.
+        """Puts a full block with references into the index. It must not be written from now on.
 
         When another block has this content already, that one stays the indexed one.
         """
         if self._references[block] == 0:
-            raise EngineDead("a block was published that nobody holds")
+            raise EngineDead("a block was published that has no references")
         if self._key[block] is None and key not in self._index:
             self._key[block] = key
             self._index[key] = block
@@ -117,9 +118,9 @@ class BlockPool:
             self._drop(block)
 
     def hold(self, block: int) -> None:
-        """One more hold on a block that somebody has. Raises EngineDead for any other."""
+        """One more hold on a block with references. Raises EngineDead for any other."""
         if not self._references[block]:
-            raise EngineDead("a block was put on hold that nobody has")
+            raise EngineDead("a block was put on hold that has no references")
         self._references[block] += 1
         self._holds[block] = self._holds.get(block, 0) + 1
 
@@ -137,7 +138,7 @@ class BlockPool:
         return len(self._holds)
 
     def reset(self) -> None:
-        """Nothing is cached, no plan is in flight, and nobody has a block but by a hold."""
+        """Forgets all cached content and all plans in flight. The only references left are holds."""
         self._cached.clear()
         self._index.clear()
         self._pending.clear()

@@ -12,7 +12,7 @@ class SlotTable:
     """``num_slots`` slots. A slot given back can be taken again after the last plan that names it commits.
 
     Sequences of a slot are told apart by ``gen``, which only grows. The ``FreeSlot`` of the old sequence is
-    in the ops of the next plan that is made, before any ``AllocSlot``: whoever builds a plan puts
+    in the ops of the next plan that is made, before any ``AllocSlot``: the builder of a plan puts
     ``announce()`` first.
     """
 
@@ -70,7 +70,8 @@ class SlotTable:
         """(slot, gen) of the sequences that left their slot and that no plan has freed yet; each is given
         once.
         """
-        freed, self._freed = self._freed, []
+        freed = self._freed
+        self._freed = []
         return freed
 
     def _free_now(self, slot: int) -> None:

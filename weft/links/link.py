@@ -74,13 +74,17 @@ class Link:
         report: Callable[[e.Event], None],
     ) -> None:
         """``timeout``: seconds after which a process that does not even answer pings counts as gone."""
-        self.instance, self.number = instance, number
-        self.process, self.incarnation = address.process, address.incarnation
+        self.instance = instance
+        self.number = number
+        self.process = address.process
+        self.incarnation = address.incarnation
         self.began = 0.0
         """When the link was made, by its owner's clock."""
         self.bad_frames = 0
         self.heartbeats = 0
-        self._address, self._context, self._timeout = address, context, timeout
+        self._address = address
+        self._context = context
+        self._timeout = timeout
         self._report = report
         self._outbox: deque[m.ToHead] = deque()
         self._out = asyncio.Event()

@@ -154,7 +154,8 @@ def _check_names(
 ) -> list[Source]:
     """What to load. Raises ConfigError for missing, unexpected or doubled names."""
     sources: dict[str, Source] = {}
-    unexpected, doubled = [], []
+    unexpected = []
+    doubled = []
     for path in files:
         with WeightFile(path) as file:
             names = file.names()

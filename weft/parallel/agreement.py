@@ -44,7 +44,9 @@ class AgreementGroup:
         self._comm.abort()
         self._wakeups.reach(addresses)
         self._comm.connect(store, epoch, timeout)
-        self._waves, self._epoch, self._launched = Waves(), epoch, 0
+        self._waves = Waves()
+        self._epoch = epoch
+        self._launched = 0
 
     def abort(self) -> None:
         """Ends the group: a waiting ``agree`` raises CommLost. From any thread."""
@@ -86,7 +88,8 @@ class AgreementGroup:
         self._wakeups.close()
 
     def _listen(self) -> None:
-        early, self._early = self._early, []
+        early = self._early
+        self._early = []
         for epoch, wave in [*early, *self._wakeups.received()]:
             if epoch == self._epoch:
                 self._waves.heard(wave)

@@ -51,7 +51,8 @@ class Board:
         self._entries: dict[str, bytes] = {}
         self._heard: dict[str, float] = {}
         """When each entry was posted last, also with the same value."""
-        self._incarnation, self._version = secrets.randbits(63), 1
+        self._incarnation = secrets.randbits(63)
+        self._version = 1
         self._stop = False
         self._thread = threading.Thread(target=self._run, name="weft-board", daemon=True)
         self._thread.start()
@@ -126,7 +127,8 @@ class BoardClient:
     """A client of the board. Used from one thread at a time."""
 
     def __init__(self, address: str, keys: CurveKeys) -> None:
-        self._address, self._keys = address, keys
+        self._address = address
+        self._keys = keys
         self._context = zmq.Context()
         self._connect()
         self._posted: dict[str, bytes] = {}
@@ -199,7 +201,9 @@ class BoardClient:
             self.heard = time.monotonic()
             self._answered = max(self._answered, table.number)
             if table.board != self.board or table.version > self.version:
-                self.entries, self.board, self.version = table.entries, table.board, table.version
+                self.entries = table.entries
+                self.board = table.board
+                self.version = table.version
 
 
 def board_place(parallel: ParallelSection) -> tuple[str, CurveKeys]:

@@ -161,8 +161,11 @@ class RemoteHead:
         end: Callable[[int], None],
     ) -> None:
         """``refused``: whether it can never start. ``end(incarnation)`` has it ended."""
-        self._board, self._replica, self.incarnation = board, replica, incarnation
-        self._refused, self._end = refused, end
+        self._board = board
+        self._replica = replica
+        self.incarnation = incarnation
+        self._refused = refused
+        self._end = end
         self._address: str | None = None
 
     def endpoint(self) -> str | None:

@@ -67,7 +67,7 @@ class Fleet:
         self._parked: dict[int, None] = {}
         """Open sequences that wait for an instance, in order."""
         self._paused: dict[int, None] = {}
-        """Open sequences that nobody reads."""
+        """Open sequences that their client does not read."""
         self._requests: dict[int, dict[int, None]] = {}
         """Request -> its open sequences: they share a prompt, and its blocks where they are together."""
         self._bereft: set[int] = set()

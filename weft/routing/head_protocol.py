@@ -52,7 +52,8 @@ class HeadProtocol:
     """One for each head process. A front is named by its connection."""
 
     def __init__(self, engine: Engine, incarnation: int) -> None:
-        self._engine, self._incarnation = engine, incarnation
+        self._engine = engine
+        self._incarnation = incarnation
         self._fronts: dict[bytes, _Front] = {}
         self._owners: dict[int, _Owner] = {}
         """Front of each live sequence."""

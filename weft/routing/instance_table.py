@@ -51,7 +51,8 @@ class InstanceTable:
         """Processes started in place of a lost one."""
         self.unready_since = math.inf
         """Since when no instance takes sequences; inf while one does, and before all have been up."""
-        self._patience, self._joining = patience, joining
+        self._patience = patience
+        self._joining = joining
 
     @property
     def alive(self) -> bool:
@@ -88,17 +89,17 @@ class InstanceTable:
         """Instances that count as dead now, and why. Moves half-open instances that were healthy long enough
         to up.
         """
-        found: list[tuple[Instance, WeftError]] = []
+        result: list[tuple[Instance, WeftError]] = []
         for instance in self.instances.values():
             why = instance.overdue(self._patience.engine, now) if instance.alive else None
             if why is not None:
-                found.append((instance, EngineDead(why)))
+                result.append((instance, EngineDead(why)))
             elif instance.state is InstanceState.STARTING and now >= instance.deadline:
                 lacks = "did not start in time" if instance.listens else "does not listen"
-                found.append((instance, EngineDead(f"the engine's process {lacks}")))
+                result.append((instance, EngineDead(f"the engine's process {lacks}")))
             elif instance.state is InstanceState.HALF_OPEN and now >= instance.since + HEALTHY_S:
                 self.prove(instance)
-        return found
+        return result
 
     def stall(self, seconds: float, now: float) -> None:
         """This process stood still for ``seconds``: extends deadlines, because messages of that time may be
@@ -142,7 +143,8 @@ class InstanceTable:
             raise EngineDead("the engine was replaced")
         if instance.state is not InstanceState.STARTING:
             return False
-        instance.welcome, instance.version = welcome, version
+        instance.welcome = welcome
+        instance.version = version
         instance.since = instance.heard = instance.moved = now
         instance.state = InstanceState.HALF_OPEN if instance.deaths >= ROW else InstanceState.UP
         if self.complete:
@@ -155,7 +157,8 @@ class InstanceTable:
     def prove(self, instance: Instance) -> None:
         """The instance is healthy: a sequence ended well there, or it was up for ``HEALTHY_S``."""
         if instance.state is InstanceState.HALF_OPEN:
-            instance.state, instance.deaths = InstanceState.UP, 0
+            instance.state = InstanceState.UP
+            instance.deaths = 0
 
     def drain(self, instance: Instance, now: float) -> None:
         """The instance gets no new sequences."""

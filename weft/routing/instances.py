@@ -111,10 +111,14 @@ class Instance:
 
     def start(self, link: int, deadline: float) -> None:
         """Takes note of a new process."""
-        self.state, self.link, self.deadline = InstanceState.STARTING, link, deadline
-        self.welcome, self.listens = None, False
+        self.state = InstanceState.STARTING
+        self.link = link
+        self.deadline = deadline
+        self.welcome = None
+        self.listens = False
         self.heard = self.moved = math.inf
-        self.stats, self.elsewhere = HeadStats(), 0
+        self.stats = HeadStats()
+        self.elsewhere = 0
         self.unanswered.clear()
 
     def overdue(self, timeout: float, now: float) -> str | None:

@@ -258,7 +258,8 @@ class Sampler:
         """Rows of the logits without padded columns: [R, V]. A view where that costs nothing to find out."""
         logits = logits[:, : self._vocab]
         if rows.device.type == "cpu":
-            first, count = int(rows[0]), len(rows)
+            first = int(rows[0])
+            count = len(rows)
             if int(rows[-1]) == first + count - 1 and bool((rows.diff() == 1).all()):
                 return logits[first : first + count]
         return logits[rows]

@@ -46,7 +46,8 @@ class SlotState:
     """
 
     def __init__(self, kv: KVConfig, device: torch.device) -> None:
-        slots, length = kv.num_slots + 1, kv.max_model_len + 1
+        slots = kv.num_slots + 1
+        length = kv.max_model_len + 1
         self.history = torch.zeros(slots, length, dtype=torch.int32, device=device)
         self.num_computed = torch.zeros(slots, dtype=torch.int64, device=device)
         self.num_prompt = torch.zeros(slots, dtype=torch.int64, device=device)
@@ -94,7 +95,7 @@ class SlotState:
 
     def _alloc(self, op: AllocSlot) -> None:
         if self._live[op.slot]:
-            raise EngineDead(f"slot {op.slot} is allocated while generation {self._gen[op.slot]} lives in it")
+            raise EngineDead(f"slot {op.slot} is allocated while generation {self._gen[op.slot]} is in it")
         known = len(op.token_ids)
         if not 0 < op.num_prompt <= known < self.history.shape[1] or not 0 <= op.num_cached < known:
             raise EngineDead(f"slot {op.slot} is allocated with lengths that cannot be")
@@ -127,7 +128,8 @@ class SlotState:
             raise EngineDead("blocks are appended to slots outside the table, or twice to one")
         if not self._live[slots].all():
             raise EngineDead("blocks are appended to a slot that is free")
-        table, at = self.tables[op.kind], self._entries[op.kind, slots]
+        table = self.tables[op.kind]
+        at = self._entries[op.kind, slots]
         if at.max() >= table.shape[1]:
             raise EngineDead("the block table of a slot overflows")
         where = upload(np.stack([slots, at, op.blocks]), table.device)  # one copy for all three
@@ -160,7 +162,8 @@ class SlotState:
         rows = np.flatnonzero(next_k)
         if len(rows) < len(next_k):
             at = upload(rows, slots.device)
-            slots, ends = slots[at], ends[at]
+            slots = slots[at]
+            ends = ends[at]
         places = ends.unsqueeze(1) + torch.arange(1, drafts.shape[1] + 1, device=slots.device)
         # The last place of a row is no position.
         places.clamp_(max=self.history.shape[1] - 1)

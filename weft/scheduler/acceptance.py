@@ -62,8 +62,8 @@ class Acceptance:
 
     def chain(self) -> np.ndarray:
         """float64 [most]: chance of each draft, where the first one is right."""
-        made: np.ndarray = np.cumprod(np.concatenate([[1.0], self.later]))
-        return made
+        result: np.ndarray = np.cumprod(np.concatenate([[1.0], self.later]))
+        return result
 
 
 def _weight(count: int) -> float:

@@ -122,7 +122,8 @@ class DraftBudget:
         ``uncaptured``: longer than others like it will. That is a loss all the same, but tells nothing of
         others.
         """
-        decode, lost = plan.decode, 0.0
+        decode = plan.decode
+        lost = 0.0
         rows = decode.rows
         if not rows or plan.prefill.rows:
             if plan.prefill.next_k.any() or has_drafts(plan):

@@ -48,7 +48,7 @@ LEARN_EVERY = 5
 MAX_IN_FLIGHT = 4
 """Plans that may be under way, and more."""
 IDLE_STEPS = 24
-"""Plans for which nothing is reckoned once there are no drafts: where they do not pay nor must the policy."""
+"""Plans without a new choice once drafts do not pay, so that the policy costs nothing then."""
 WORTH = 1.01
 """Expected tokens a second with drafts over those without from which on there are drafts."""
 
@@ -92,7 +92,7 @@ class DraftPolicy:
         self._observed = 0
         """Steps that could have been learned from."""
         self._idle_left = self._rested = 0
-        """Plans that need not ask, as nothing is drafted; and those that did not."""
+        """Plans for which drafting stays idle; and idle plans so far."""
 
     def enter(self, slot: int) -> None:
         """``slot`` has a new sequence."""
@@ -100,7 +100,9 @@ class DraftPolicy:
         self._columns.wanted[slot] = self._wants()
 
     def idle(self) -> bool:
-        """Whether the next plan has no drafts anyway, and nothing is to choose. To be asked once a plan."""
+        """Whether drafting is idle for the next plan: it has no drafts, and nothing is chosen. Call it once a
+        plan.
+        """
         if not self._idle_left:
             return False
         self._idle_left -= 1
@@ -142,7 +144,9 @@ class DraftPolicy:
         """Numbers were reckoned for batches of ``size``, in all ``total``."""
         alike = size == self._size and total == self._total > 0
         self._hold = min(2 * self._hold, LONGEST_HOLD) if alike else HOLD
-        self._next, self._size, self._total = self._steps + self._hold, size, total
+        self._next = self._steps + self._hold
+        self._size = size
+        self._total = total
 
     def first(self, room: int) -> int:
         """Drafts that a sequence proposes after its prompt."""
@@ -163,7 +167,8 @@ class DraftPolicy:
         self._accepted = int(accepted.sum())
         self._shares.see(slots, drafts, accepted, now=self._least == np.inf)
         if self._shares.rose:  # better than it was: look again soon
-            self._shares.rose, self._probe = False, FIRST_PROBE
+            self._shares.rose = False
+            self._probe = FIRST_PROBE
             if self._least == np.inf:
                 self._next = self._steps
 
@@ -175,7 +180,7 @@ class DraftPolicy:
         """
         if not self.adaptive:
             return
-        if 0 < self._idle_left < IDLE_STEPS - MAX_IN_FLIGHT:  # there were none in flight when the rest began
+        if 0 < self._idle_left < IDLE_STEPS - MAX_IN_FLIGHT:  # no drafts were in flight when the pause began
             self.budget.pause(plan.decode.rows, seconds)
             return
         self.budget.step(plan, seconds, self._accepted, uncaptured)
@@ -212,7 +217,8 @@ class DraftPolicy:
 
     def _trial(self, rows: int) -> int:
         """Drafts to try with that many rows; -1 when there is nothing to try now."""
-        tried, drafts = self._tried[rows.bit_length()], 0
+        tried = self._tried[rows.bit_length()]
+        drafts = 0
         if tried[0] >= TRIALS:
             if self._steps % PLAIN_EVERY >= PLAIN_EVERY - PLAIN_STEPS:
                 return 0
@@ -224,14 +230,17 @@ class DraftPolicy:
 
     def _probing(self, drafting: bool) -> bool:
         """Whether rows without drafts get one in this plan, to see what would become of it."""
-        if drafting:  # whoever has none tries one beside the others
-            self._idle, self._rested, self._probe = 0, 0, FIRST_PROBE
+        if drafting:  # rows without drafts try one beside the others
+            self._idle = 0
+            self._rested = 0
+            self._probe = FIRST_PROBE
             return self._steps % FIRST_PROBE == 0
         self._idle += 1 + self._rested
         self._rested = 0
         if self._idle < self._probe:
             return False
-        self._idle, self._probe = 0, min(2 * self._probe, LAST_PROBE)
+        self._idle = 0
+        self._probe = min(2 * self._probe, LAST_PROBE)
         return True
 
     def _best(self, slots: np.ndarray, starts: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The order of sequences: by key (priority, turn, arrival), whatever order they come in; and who is next.
+"""The order of sequences: by key (priority, turn, arrival), whatever order they come in; and the next one.
 
 The turn of a sequence is the number of client requests that came before its own, plus its place among the
 sequences of its own. Where every client asks for one sequence that is first come, first served; of a large
@@ -14,7 +14,8 @@ from operator import attrgetter
 from weft.common.errors import EngineDead
 from weft.scheduler.sequence import Sequence, Share
 
-_key, _place = attrgetter("key"), attrgetter("place")
+_key = attrgetter("key")
+_place = attrgetter("place")
 
 
 class SequenceQueue:
@@ -118,7 +119,7 @@ class FairQueue:
         self._put(share)
 
     def invite(self, sequence: Sequence) -> None:
-        """``sequence``, which waits, is first until it runs: somebody gives a slot up for it."""
+        """Puts the waiting ``sequence`` first until it runs: another one gives up its slot for it."""
         share = self._lift(sequence)
         share.invited = sequence
         self._put(share)

@@ -114,7 +114,8 @@ class Scheduler:
         Returns the ends of those with which the group was lost too often.
         """
         self._blocked = self.planner.lacked = False
-        self._empty_plans, self._built = 0, None
+        self._empty_plans = 0
+        self._built = None
         often = [sequence for sequence in self._state.requeue() if sequence.lost()]
         for sequence in often:
             self._state.end(sequence, "error")
@@ -130,8 +131,8 @@ class Scheduler:
         self._state.ops.append(op)
 
     def hold(self, kind: int, block: int) -> None:
-        """Nobody else gets ``block`` of cache kind ``kind`` before ``unhold``: somebody outside the group may
-        read or write it. Outlives the block's sequence, and ``requeue_all``."""
+        """Keeps ``block`` of cache kind ``kind`` out of use until ``unhold``: a transfer outside the group
+        may read or write it. Outlives the block's sequence, and ``requeue_all``."""
         self._state.caches.kinds[kind].pool.hold(block)
 
     def unhold(self, kind: int, block: int) -> None:
@@ -153,7 +154,7 @@ class Scheduler:
     # ---- steps
 
     def plan(self, now: float) -> StepPlan | None:
-        """``build`` and ``seal`` at once, where nobody else sets fields of the plan."""
+        """``build`` and ``seal`` at once, where no other component sets fields of the plan."""
         builder = self.build(now)
         return None if builder is None else self.seal(builder)
 
@@ -191,7 +192,8 @@ class Scheduler:
         """
         if builder is not self._built:
             raise EngineDead("a step is to be launched that is not the one that was built last")
-        state, step = self._state, builder.step
+        state = self._state
+        step = builder.step
         plan = builder.seal([*state.slots.announce(), *state.take_ops(step), *state.snapshots(step)])
         state.launched(plan)
         self._step += 1
@@ -209,7 +211,8 @@ class Scheduler:
         """
         if not plan.rows:
             return
-        chunks, drafts = self.planner.chunks, self.planner.drafts
+        chunks = self.planner.chunks
+        drafts = self.planner.drafts
         if chunks is not None and not uncaptured:
             chunks.observe(plan, seconds)
         if drafts is not None:
@@ -222,7 +225,8 @@ class Scheduler:
 
     def stats(self) -> HeadStats:
         """Counters and gauges."""
-        state, counts = self._state, self._state.counts
+        state = self._state
+        counts = self._state.counts
         return HeadStats(
             steps=counts.steps,
             mixed_steps=counts.mixed_steps,

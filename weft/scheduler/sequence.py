@@ -67,7 +67,7 @@ class Running:
     0 ... known ... num_computed ... num_scheduled        decode rows
 
     What changes is in ``columns``, and the slot's next sequence writes over it: once the
-    sequence has left the slot, nobody may read it.
+    sequence has left the slot, it must not be read.
     """
 
     columns: SlotColumns

@@ -198,7 +198,9 @@ class SchedulerState:
         return self.caches.guaranteed([*lengths, sequence.limit])
 
     def crowding(self, sequence: Sequence) -> Sequence | None:
-        """Who should give way to ``sequence``, which waits and finds all slots taken; None: nobody."""
+        """The sequence that should give up its slot for ``sequence``, which waits while all slots are taken;
+        or None.
+        """
         return self._of_larger_share(sequence) or self._of_longer_turn(sequence)
 
     def _of_larger_share(self, sequence: Sequence) -> Sequence | None:
@@ -206,7 +208,7 @@ class SchedulerState:
 
         If that runs at least two more than the share of ``sequence``: then the difference falls, so that no
         two ever send each other away in turns. Nobody gives way so twice, and who is protected never does;
-        nor who was admitted in this plan: ranks do not know of it yet, and could not free its slot.
+        nor one that was admitted in this plan: ranks do not know of it yet, and could not free its slot.
         """
         share, victim = sequence.share, None
         if share is None or not self.waiting.large:
@@ -243,8 +245,8 @@ class SchedulerState:
             if other.key[0] != sequence.key[0] or other.protected or other.yielded >= MOST_YIELDS:
                 continue
             if other.share.running > share.running:
-                found: Sequence = other
-                return found
+                result: Sequence = other
+                return result
         return None
 
     # ---- prefix sharing
@@ -345,7 +347,7 @@ class SchedulerState:
     # ----
 
     def _enqueue(self, sequence: Sequence) -> None:
-        """A sequence that is held for nobody waits for its turn, or awaits what is missing."""
+        """Moves a sequence that waits for no leader to the queue, or to awaiting its missing input."""
         if sequence.awaits:
             sequence.move(Awaiting())
         else:

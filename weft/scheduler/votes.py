@@ -126,10 +126,12 @@ class Waves:
             raise EngineDead(f"wave {wave} was called for during wave {self.wave}")
         self._called = max(self._called, wave)
         if not self.awake and wave > self.wave:
-            self.wave, self.awake = wave, True
+            self.wave = wave
+            self.awake = True
 
     def sleep(self) -> None:
         """Ends the present wave, and begins the next one if a wake-up for it has come already."""
         self.awake = False
         if self._called > self.wave:
-            self.wave, self.awake = self._called, True
+            self.wave = self._called
+            self.awake = True

@@ -45,7 +45,8 @@ class _Fields:
     """Typed access to one object of the configuration; errors name the field by its path."""
 
     def __init__(self, found: Mapping[str, Any], where: str) -> None:
-        self._found, self._where = found, where
+        self._found = found
+        self._where = where
 
     def fail(self, name: str, problem: str) -> ConfigError:
         return ConfigError(f"{self._where}.{name} {problem}", param="--model")

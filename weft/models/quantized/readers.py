@@ -99,7 +99,8 @@ def _packed(parts: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[str, Itera
     values, scale = _need(parts, "packed", "scale")
     if values.dtype == torch.int32:
         (shape,) = _need(parts, "shape")
-        zeros, groups = parts.get("zeros"), parts.get("groups")
+        zeros = parts.get("zeros")
+        groups = parts.get("groups")
         made = packed.dequantize(values, scale, shape, dtype, zeros=zeros, groups=groups)
         return f"packed {32 * values.shape[1] // made.shape[1]} bits", _one(made)
     divisor = parts.get("divisor")
