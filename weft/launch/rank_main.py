@@ -11,8 +11,6 @@ import os
 import sys
 import time
 
-import msgspec
-
 from weft import __version__
 from weft.common import log
 from weft.common.errors import WeftError
@@ -42,8 +40,7 @@ def run(arguments: list[str]) -> int:
     child.die_with_parent(int(parent))
     child.ignore_signals()
     child.forbid_core_dumps()
-    config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineConfig)
-    sys.stdin.close()
+    config = child.read_setup(EngineConfig)
     set_title(f"worker {rank} of head {config.replica}", config.served_names[0])
     log.configure(level, log.head_name(config.replica, config.parallel.data_parallel_size, int(rank)))
     try:
