@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from weft.bench.memory import tree
 
 from bench import record
-from weft.bench.memory import tree
 from weft.bench.process import ServerProcess
 
 FLAGS = {
