@@ -117,7 +117,7 @@ def until_ready(link: socket.socket) -> bool:
         heard = channel.hear(link)
         if heard is None:
             return False
-        if any(isinstance(message, channel.Ready) for message in heard):
+        if any(isinstance(message, channel.FrontReady) for message in heard):
             return True
         time.sleep(0.05)
     return False

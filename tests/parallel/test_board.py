@@ -148,7 +148,7 @@ def test_a_head_of_another_host(heads: remote.RemoteHeads) -> None:
         b.head_key(1), msgspec.msgpack.encode(b.Listening(incarnation=head.incarnation, address="tcp://x:1"))
     )
     assert head.endpoint() == "tcp://x:1"
-    board.post(b.ended_key(1), msgspec.msgpack.encode(b.Ended(incarnation=head.incarnation, status=-9)))
+    board.post(b.ended_key(1), msgspec.msgpack.encode(b.HeadEnded(incarnation=head.incarnation, status=-9)))
     assert head.poll() == head.wait(1.0) == -9
 
     again = heads.start(1)

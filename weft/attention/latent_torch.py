@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from weft.attention.base import SegmentInput
 from weft.attention.latent import Form, LatentBackend, UpMatrices
 from weft.attention.merge import merge
-from weft.attention.torch_backend import BITS, GATHER, Group, batches, cut, make_group
+from weft.attention.torch_backend import BITS, GATHER, PieceGroup, batches, cut, make_group
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec, MLASpec, ModelSpec
 from weft.ops import kv_fp8
@@ -36,7 +36,7 @@ SCORES = 1 << 22
 class _Prepared:
     """The groups of the absorbed form: made for the first layer that asks, kept for the others."""
 
-    groups: tuple[Group, ...] | None = None
+    groups: tuple[PieceGroup, ...] | None = None
 
 
 class TorchLatent(LatentBackend):
@@ -90,7 +90,7 @@ class TorchLatent(LatentBackend):
 # --- absorbed ---
 
 
-def _groups(segment: SegmentInput, kind: int, spec: CacheSpec, entries: Tensor) -> tuple[Group, ...]:
+def _groups(segment: SegmentInput, kind: int, spec: CacheSpec, entries: Tensor) -> tuple[PieceGroup, ...]:
     block_size = entries.shape[1]
     limit = max(1, GATHER // (entries.shape[1] * spec.width))
     pieces = cut(segment, spec.window, block_size)
@@ -100,7 +100,7 @@ def _groups(segment: SegmentInput, kind: int, spec: CacheSpec, entries: Tensor) 
     )
 
 
-def _absorbed(q: Tensor, cache: tuple[Tensor, ...], group: Group, mla: MLASpec) -> Tensor:
+def _absorbed(q: Tensor, cache: tuple[Tensor, ...], group: PieceGroup, mla: MLASpec) -> Tensor:
     """q: [B * n, heads, width]; returns [B * n, heads, kv_lora]."""
     b = group.pieces
     n = group.queries

@@ -59,7 +59,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class PieceGroup:
     """B pieces of n queries each, computed together."""
 
     tokens: Tensor | slice
@@ -78,7 +78,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Prepared:
-    groups: tuple[Group, ...]
+    groups: tuple[PieceGroup, ...]
 
 
 class TorchAttention(AttentionBackend):
@@ -173,7 +173,7 @@ def make_group(
     dtype: torch.dtype,
     *,
     planes: int,
-) -> Group:
+) -> PieceGroup:
     """planes: entries of one position that lie in planes of their own, 2 * kv_heads or 1."""
     table = segment.tables[kind]
     starts = segment.starts
@@ -197,7 +197,7 @@ def make_group(
     seen = (keys >= lowest.unsqueeze(1)) & (keys < (p + n).unsqueeze(1))
     # An entry past the table was clamped to a block it does not name; its positions lie past the row's end.
     plane = torch.arange(planes, device=device).view(-1, 1, max(1, planes // 2), 1)
-    return Group(
+    return PieceGroup(
         tokens=_places(pieces, device),
         pieces=len(pieces),
         queries=n,
@@ -219,7 +219,7 @@ def _places(pieces: list[Piece], device: torch.device) -> Tensor | slice:
 def _attend(
     q: Tensor,
     entries: Tensor,
-    group: Group,
+    group: PieceGroup,
     spec: CacheSpec,
     scale: float,
     sinks: Tensor | None,

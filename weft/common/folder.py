@@ -63,7 +63,7 @@ def _sweep(parent: Path) -> None:
 
 
 def _remove_if_dead(folder: Path) -> None:
-    """Raises OSError for what is not to be removed: the owner lives, or it is no folder of ours."""
+    """Raises OSError if the folder must stay: its owner runs, or it is no folder of Weft."""
     within = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         found = os.fstat(within)

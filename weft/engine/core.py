@@ -44,7 +44,7 @@ RECOVERY_POLL = 0.05
 """Seconds that a ``step`` waits for a group that is being formed anew."""
 
 
-class Source(Protocol):
+class AwaitedSource(Protocol):
     """Tells a head that input which its sequences await has come: KV of another engine, a mask.
 
     The step loop does not poll it: while it is idle, it sleeps on the source's sockets, too.
@@ -88,7 +88,7 @@ class EngineCore:
         """Which steps are computed in micro-batches."""
         self.balance = Balance(config.parallel.eplb_interval)
         """At which steps experts move."""
-        self.sources: list[Source] = []
+        self.sources: list[AwaitedSource] = []
         """All of them are there before a loop begins, as it asks for ``sockets`` once."""
         self._depth = config.scheduler.steps_in_flight
         self._in_flight: deque[tuple[StepHandle, float]] = deque()

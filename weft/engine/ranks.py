@@ -61,7 +61,7 @@ class RankProcesses:
         self._address = address
         self._level = log_level
         self._running: dict[int, subprocess.Popen[bytes]] = {}
-        # The kernel ties a child's life to the thread that made it: to one that lives as long as this.
+        # The kernel ends a child with the thread that made it: this one runs as long as this object.
         self._maker = ThreadPoolExecutor(1, thread_name_prefix="weft-ranks")
 
     def spawn(self, rank: int) -> bool:

@@ -46,7 +46,7 @@ class Replicas:
         self.config = config
         self._capacity = config.scheduler.max_num_seqs + config.scheduler.max_queued_requests
         self._folder = private_folder()
-        # The kernel ties a child's life to the thread that made it: to one that lives as long as this.
+        # The kernel ends a child with the thread that made it: this one runs as long as this object.
         self._maker = ThreadPoolExecutor(1, thread_name_prefix="weft-heads")
         level = logging.getLevelName(logging.getLogger("weft").getEffectiveLevel()).lower()
         self._heads: HeadProcesses | None = None

@@ -194,7 +194,7 @@ class Generation:
 
 
 async def probe(front: Front) -> None:
-    """Generates a token through every head that lives: what readiness means. Raises WeftError."""
+    """Generates a token through every live head, to prove readiness. Raises WeftError."""
     ids = [front.ids.mint() for _ in range(2 * len(front.links.instances))]
     submits = [
         Submit(

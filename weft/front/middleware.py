@@ -71,7 +71,7 @@ def error_answer(error: ErrorInfo, allow: str | None = None) -> Response:
     return Response(to_json(error_response(error)), error.http_status, headers, "application/json")
 
 
-class Gate:
+class AccessGate:
     """The outermost ASGI layer."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, metrics: Metrics) -> None:

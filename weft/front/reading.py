@@ -50,7 +50,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.data) // 4
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
+class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The form of the answer that a request asks for."""
 
     model: str
@@ -80,7 +80,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """For the text side; lists that only the engine needs are left out."""
     token_params: TokenParams
     """For the engine, with ``max_tokens`` still to be taken from the prompt."""
-    asked: Asked
+    asked: AnswerOptions
     continues: bool
     """Whether the output goes on from the prompt's text."""
     param: str
@@ -159,7 +159,7 @@ class Reader:
         self,
         prompts: Sequence[tuple[list[int], str]],
         params: SamplingParams,
-        asked: Asked,
+        asked: AnswerOptions,
         continues: bool,
         param: str,
     ) -> Job:
@@ -185,7 +185,7 @@ class Reader:
         )
 
     def _check_answer(
-        self, prompts: Sequence[Prompt], params: SamplingParams, asked: Asked, param: str
+        self, prompts: Sequence[Prompt], params: SamplingParams, asked: AnswerOptions, param: str
     ) -> None:
         """Bounds the part of the answer that repeats the prompts, before anything is computed."""
         width = 0 if params.prompt_logprobs is None else 1 + params.prompt_logprobs
@@ -219,9 +219,9 @@ def _form(
     params: SamplingParams,
     echo: bool = False,
     prompt_only: bool = False,
-) -> Asked:
+) -> AnswerOptions:
     """The form of the answer. ``params`` are those of ``asked``: they have logprobs in one shape for both."""
-    return Asked(
+    return AnswerOptions(
         model=asked.model,
         stream=bool(asked.stream),
         usage_in_stream=asked.usage_in_stream,

@@ -25,7 +25,7 @@ PAUSE_AFTER = 0.4
 """Seconds for which a client may keep an event from being sent before its stream is paused."""
 
 
-class Link(Protocol):
+class FlowPauser(Protocol):
     """What is needed of the link to the heads."""
 
     def pause(self, flow: Flow) -> None:
@@ -48,7 +48,7 @@ class EventStream(Response):
         deadline: float,
         held: contextlib.ExitStack,
         flow: Flow,
-        link: Link,
+        link: FlowPauser,
         media_type: str = "text/event-stream",
     ) -> None:
         """``deadline``: time of the event loop's clock after which a client that does not read is given up.

@@ -197,7 +197,7 @@ class _Host:
         incarnation = self._started[replica]
         logger.error("head %d ended with status %d", replica, status)
         self._client.post(
-            b.ended_key(replica), msgspec.msgpack.encode(b.Ended(incarnation=incarnation, status=status))
+            b.ended_key(replica), msgspec.msgpack.encode(b.HeadEnded(incarnation=incarnation, status=status))
         )
 
     def _follow_ranks(self) -> None:

@@ -247,7 +247,7 @@ class Links:
             self._feed(e.Resumed(tuple(flow.open)))
 
     async def stats(self, timeout: float) -> list[m.HeadStats]:
-        """The counters of every head that lives, asked for now. Raises EngineDead when one does not say."""
+        """Asks every live head for its counters. Raises EngineDead when one does not answer."""
         asked = {name: link.heartbeats for name, link in self._links.items() if self._lives(name)}
         for name in asked:
             self._links[name].send(m.Hello(versions=(m.OLDEST, m.VERSION), front=self._name))

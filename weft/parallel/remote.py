@@ -181,7 +181,7 @@ class RemoteHead:
         data = self._board.get(b.ended_key(self._replica))
         if (
             data is not None
-            and (ended := msgspec.msgpack.decode(data, type=b.Ended)).incarnation == self.incarnation
+            and (ended := msgspec.msgpack.decode(data, type=b.HeadEnded)).incarnation == self.incarnation
         ):
             return ended.status
         # Its host was started anew and did as it had been told: that is another process.

@@ -8,7 +8,7 @@
 Input is events, output is actions (``weft.routing.events``). The class uses no clock, socket, thread or
 process, so the simulator runs it, too. An open sequence is parked, paused, or at one instance or more; it
 ends exactly once, with an event that has ``finish``. When an instance is lost its sequences go on at others,
-from the tokens that came so far. Where none lives they wait for one that is started anew, if any is.
+from the tokens that came so far. If no instance is alive, they wait for one that is being started, if any is.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ Outgoing: TypeAlias = list[tuple[bytes, m.ToFront]]
 """(front, message), in the order of sending."""
 
 
-class Engine(Protocol):
+class HeadEngine(Protocol):
     """The engine behind the protocol. See ``weft.engine.core.EngineCore``."""
 
     @property
@@ -51,7 +51,7 @@ class _Owner(NamedTuple):
 class HeadProtocol:
     """One for each head process. A front is named by its connection."""
 
-    def __init__(self, engine: Engine, incarnation: int) -> None:
+    def __init__(self, engine: HeadEngine, incarnation: int) -> None:
         self._engine = engine
         self._incarnation = incarnation
         self._fronts: dict[bytes, _Front] = {}

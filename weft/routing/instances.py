@@ -23,7 +23,7 @@ class InstanceState(Enum):
        ▲                  ▲│ lost            │ lost
        │Expected  healthy ││                 ▼
       down ◄──────────────┼┴──────────────── ·        half_open: it died twice in a row, and gets one prompt
-       │ Retired          half_open ◄─ Welcome        at a time until it has shown that it lives
+       │ Retired          half_open ◄─ Welcome        at a time until it was healthy for long
        ▼
      retired
     """
@@ -102,12 +102,12 @@ class Instance:
         """``sequence`` is there no longer. Idempotent."""
         self.prompt_tokens -= self.open.pop(sequence, 0)
 
-    def heartbeat(self, beat: Heartbeat, now: float) -> None:
-        """Takes in what it says of itself."""
-        if beat.idle or beat.stats.steps != self.stats.steps:
+    def heartbeat(self, message: Heartbeat, now: float) -> None:
+        """Takes in the load and progress that the instance reports."""
+        if message.idle or message.stats.steps != self.stats.steps:
             self.moved = now
-        self.stats = beat.stats
-        self.elsewhere = max(0, beat.stats.running + beat.stats.waiting - len(self.open))
+        self.stats = message.stats
+        self.elsewhere = max(0, message.stats.running + message.stats.waiting - len(self.open))
 
     def start(self, link: int, deadline: float) -> None:
         """Takes note of a new process."""

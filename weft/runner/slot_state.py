@@ -55,7 +55,8 @@ class SlotState:
         entries = [0 if p.cache.kind == "state" else -(-length // p.block_size) + 1 for p in kv.pools]
         self.tables = tuple(torch.zeros(slots, n, dtype=torch.int32, device=device) for n in entries)
         self._block_sizes = tuple(pool.block_size for pool in kv.pools)
-        # Host mirrors: who lives in a slot, and how far its tables reach. Only for checks and offsets.
+        # Host mirrors: the generation in each slot, and the length of its tables. Only for checks and
+        # offsets.
         self._gen = np.zeros(kv.num_slots, np.int64)
         self._live = np.zeros(kv.num_slots, bool)
         self._entries = np.zeros((len(kv.pools), kv.num_slots), np.int64)
@@ -174,7 +175,7 @@ class SlotState:
 
     def _check(self, slot: int, gen: int) -> None:
         if not self._live[slot] or self._gen[slot] != gen:
-            raise EngineDead(f"slot {slot} is named with generation {gen}, which does not live in it")
+            raise EngineDead(f"slot {slot} is named with generation {gen}, which is not in it")
 
     def validate(self, segment: Segment) -> None:
         """Before anything is launched: every row names a live sequence whose tables cover its positions, and

@@ -47,7 +47,7 @@ class Waiting:
 
 
 class _Entry:
-    """An attribute that lives in the column of its name, at the object's slot."""
+    """An attribute that is stored in the column of its name, at the object's slot."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -155,7 +155,7 @@ class Sequence:
         self.owner = submit.owner or submit.request
         self.key = (submit.priority, arrival, arrival)
         """(priority, turn, arrival): the order of sequences; survives preemption. Its share sets the turn."""
-        self.share: Share | None = None
+        self.share: OwnerShare | None = None
         """From arrival to the end."""
         wanted = submit.params.prompt_logprobs >= 0 and submit.choice == 0 and len(tokens) == num_prompt
         self.prompt_logprobs = num_prompt - 1 if wanted else 0
@@ -227,7 +227,7 @@ class Sequence:
 
 
 @dataclass(slots=True, eq=False)
-class Share:
+class OwnerShare:
     """The sequences of one owner at one priority. Compared by identity; only ``FairQueue`` changes it."""
 
     priority: int

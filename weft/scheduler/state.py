@@ -32,7 +32,7 @@ from weft.types.plan import AllocSlot, Op, StepPlan, column
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class LiveRequest:
     """The live sequences of one request. The leader computes the prompt; the others wait for it."""
 
     leader: Sequence
@@ -74,7 +74,7 @@ class SchedulerState:
         self.in_slot = np.full(kv.num_slots, None, object)
         """The running sequence of each slot; None where there is none."""
         self.live: dict[int, Sequence] = {}
-        self.requests: dict[int, Request] = {}
+        self.requests: dict[int, LiveRequest] = {}
         self.waiting = FairQueue()
         self.running = SequenceQueue()
         self.ops: list[Op] = []
@@ -94,7 +94,7 @@ class SchedulerState:
         self.waiting.enter(sequence)
         request = self.requests.get(sequence.request)
         if request is None:
-            request = self.requests[sequence.request] = Request(leader=sequence)
+            request = self.requests[sequence.request] = LiveRequest(leader=sequence)
         else:
             self._share(request)
         request.members[sequence.id] = sequence
@@ -399,7 +399,7 @@ class SchedulerState:
         self.in_slot[run.slot] = None
         self._order = None
 
-    def _share(self, request: Request) -> None:
+    def _share(self, request: LiveRequest) -> None:
         if request.shared:
             return
         request.shared = True

@@ -25,7 +25,7 @@ log = get_logger(__name__)
 Tensor = torch.Tensor
 
 
-class Steps(Protocol):
+class DraftSteps(Protocol):
     """Makes steps over rows of a drafter's own. ``runner.batch.BatchBuilder`` does."""
 
     def follow(
@@ -47,7 +47,7 @@ class Chain:
         model: Model,
         cache: Sequence[LayerCache],
         backends: Backends,
-        steps: Steps,
+        steps: DraftSteps,
         history: Tensor,
         vocab_size: int,
     ) -> None:

@@ -29,7 +29,7 @@ from weft.attention.base import Backends, LayerCache, StepInput
 from weft.models.base import Model
 from weft.ops.upload import upload
 from weft.speculation.base import Drafter, Sampled
-from weft.speculation.chain import CapturedChains, CaptureOptions, Chain, Steps
+from weft.speculation.chain import CapturedChains, CaptureOptions, Chain, DraftSteps
 from weft.speculation.pending_hidden import PendingHidden, most_waiting
 from weft.types.plan import EMPTY_SEGMENT, AllocSlot, FreeSlot, Op, Segment, StepPlan, column
 
@@ -69,7 +69,7 @@ class MtpDrafter(Drafter):
         model: Model,
         cache: Sequence[LayerCache],
         backends: Backends,
-        steps: Steps,
+        steps: DraftSteps,
         history: Tensor,
         vocab_size: int,
         block_size: int,

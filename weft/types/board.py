@@ -6,7 +6,7 @@ messages.
     (MARK) answer/HOST/    the front                empty: the host's process may work; else the reason why
     not wanted/REPLICA  the front                the incarnation of the head that should run; 0: none
     head/REPLICA    the head                 Listening: the address that its front connects to
-    ended/REPLICA   the head's host          Ended: the exit status of that incarnation
+    ended/REPLICA   the head's host          HeadEnded: the exit status of that incarnation
     control/REPLICA the head                 the address that ranks of other hosts connect to
     lease/REPLICA   the head                 see weft/group/meeting.py
     over            the front                the server ends with this exit status
@@ -53,7 +53,7 @@ class Listening(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     address: str
 
 
-class Ended(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class HeadEnded(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Entry ``ended/``: the head's process ended with ``status``, negative for a signal."""
 
     incarnation: int
