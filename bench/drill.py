@@ -30,10 +30,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from weft.bench.memory import tree
 
 from bench import record
 from weft.bench.process import ServerProcess
+from weft.bench.process_memory import tree
 
 FLAGS = {
     "front": "--fronts 2",

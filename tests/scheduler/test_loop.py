@@ -32,12 +32,12 @@ def listened(rig: Rig, sequence: int, **more: object) -> Submit:
     return one
 
 
-# ---- draft and seal
+# ---- build and seal
 
 
-def test_what_the_parts_said_is_in_the_one_plan_that_is_in_flight() -> None:
+def test_fields_set_on_a_builder_are_in_its_plan() -> None:
     rig = started()
-    builder = rig.scheduler.draft(0.0)
+    builder = rig.scheduler.build(0.0)
     assert builder is not None
     assert (builder.rows, builder.tokens) == (1, 1)
     assert rig.scheduler.in_flight == 0
@@ -49,11 +49,11 @@ def test_what_the_parts_said_is_in_the_one_plan_that_is_in_flight() -> None:
     assert rig.scheduler._state.in_flight[0] is plan
 
 
-def test_a_draft_is_sealed_once_and_before_the_next() -> None:
+def test_a_builder_is_sealed_once_and_before_the_next() -> None:
     rig = started()
-    builder = rig.scheduler.draft(0.0)
+    builder = rig.scheduler.build(0.0)
     assert builder is not None
-    for another in (rig.scheduler.draft, lambda _: rig.scheduler.idle()):
+    for another in (rig.scheduler.build, lambda _: rig.scheduler.idle()):
         with pytest.raises(EngineDead, match="never sealed"):
             another(0.0)
     rig.scheduler.seal(builder)

@@ -143,7 +143,8 @@ class LLM:
     def shutdown(self) -> None:
         """Frees the engine. Idempotent; a call that runs ends first."""
         with self._lock:
-            core, self._core = self._core, None
+            core = self._core
+            self._core = None
             if core is not None:
                 core.close()
 

@@ -130,13 +130,9 @@ class Membership:
 
     def heartbeat(self) -> f.RankHeartbeat:
         """What ranks hear of this head."""
-        step, aborted = self.steps.own, self.aborted
+        step, incarnation = self.steps.own, self._roster.welcome.incarnation
         return f.RankHeartbeat(
-            rank=self.rank,
-            epoch=self.epoch,
-            step=step,
-            incarnation=self._roster.welcome.incarnation,
-            aborted=aborted,
+            rank=self.rank, epoch=self.epoch, step=step, incarnation=incarnation, aborted=self.aborted
         )
 
     def leases_due(self, now: float) -> bool:

@@ -1,4 +1,5 @@
-"""Commit: what a step's result changes. Rows of tenancies that ended since the plan was made are dropped.
+"""Commit: what a step's result changes. Rows of sequences that left their slot since the plan was made are
+dropped.
 
 Most rows are quiet: a decode row whose one token ends nothing, and that has nothing else to tell. Those
 commit together, as columns; every other row by itself.
@@ -46,8 +47,10 @@ def commit(
     if not state.in_flight or state.in_flight[0] is not plan or result.step != plan.step:
         raise EngineDead("steps must commit in the order they were planned, each with its own result")
     _check_rows(plan, result)
-    prefill, decode = plan.prefill, plan.decode
-    alive, tokens = _alive(state, decode), _first_tokens(decode, result)
+    prefill = plan.prefill
+    decode = plan.decode
+    alive = _alive(state, decode)
+    tokens = _first_tokens(decode, result)
     if policy is not None:
         _count_drafts(state, decode, alive, result, policy)
     calm = alive & _quiet(state, decode, tokens, result)
@@ -76,7 +79,7 @@ def _check_rows(plan: StepPlan, result: StepResult) -> None:
 
 
 def _alive(state: SchedulerState, segment: Segment) -> np.ndarray:
-    """bool: the rows whose tenancies have not ended since the plan was made."""
+    """bool: the rows whose sequences are still in their slots."""
     alive: np.ndarray = state.columns.gen[segment.slot] == segment.gen
     return alive
 
@@ -88,7 +91,8 @@ def _count_drafts(
     rows = np.flatnonzero(alive & (decode.count > 1))
     if not len(rows):
         return
-    drafts, accepted = decode.count[rows] - 1, result.accepted[len(result.rows) - decode.rows :][rows]
+    drafts = decode.count[rows] - 1
+    accepted = result.accepted[len(result.rows) - decode.rows :][rows]
     for place in range(int(drafts.max())):
         state.counts.drafts[place] += int((drafts > place).sum())
         state.counts.drafts_accepted[place] += int((accepted > place).sum())
@@ -111,7 +115,8 @@ def _quiet(state: SchedulerState, decode: Segment, tokens: np.ndarray, result: S
     """
     if not decode.rows:
         return np.zeros(0, bool)
-    columns, first = state.columns, len(result.rows) - decode.rows
+    columns = state.columns
+    first = len(result.rows) - decode.rows
     quiet: np.ndarray = columns.quiet[decode.slot] & (decode.sample == 1)
     quiet &= ~columns.may_end(decode.slot, tokens)
     for answer, _ in result.row_error:
@@ -124,7 +129,9 @@ def _commit_quiet(state: SchedulerState, slots: np.ndarray, tokens: np.ndarray) 
     """Advances each of ``slots`` by one position and one token: an event for each."""
     if not len(slots):
         return []
-    columns, told, each = state.columns, tokens.tolist(), slots.tolist()
+    columns = state.columns
+    told = tokens.tolist()
+    each = slots.tolist()
     sequences: list[Sequence] = state.in_slot[slots].tolist()
     committed = columns.num_computed[slots] + 1
     columns.num_computed[slots] = committed
@@ -134,7 +141,8 @@ def _commit_quiet(state: SchedulerState, slots: np.ndarray, tokens: np.ndarray) 
     for sequence, token in zip(sequences, told, strict=True):
         sequence.tokens.append(token)
     state.counts.generation_tokens += len(told)
-    ids, cached = columns.sequence[slots].tolist(), columns.num_cached[slots].tolist()
+    ids = columns.sequence[slots].tolist()
+    cached = columns.num_cached[slots].tolist()
     return [
         TokenEvent(sequence=sequence, token_ids=(token,), num_cached=num_cached)
         for sequence, token, num_cached in zip(ids, told, cached, strict=True)
@@ -199,16 +207,19 @@ def _rows(
 
 
 def _running(sequence: Sequence) -> tuple[Sequence, Running]:
-    """A tenant, and its tenancy."""
+    """A sequence in a slot, and its running state."""
     run = sequence.state
     if not isinstance(run, Running):
-        raise EngineDead("a slot has a tenant that does not run")
+        raise EngineDead("a slot has a sequence that does not run")
     return sequence, run
 
 
 def _commit_row(state: SchedulerState, row: _Row, result: StepResult) -> TokenEvent | None:
-    sequence, tokens, error = row.sequence, row.tokens, row.error
-    accepted, drafts = max(len(tokens) - 1, 0), max(row.sample - 1, 0)
+    sequence = row.sequence
+    tokens = row.tokens
+    error = row.error
+    accepted = max(len(tokens) - 1, 0)
+    drafts = max(row.sample - 1, 0)
     if error is not None:
         tokens = tokens[:-1]
     rejected = drafts - accepted
@@ -218,7 +229,7 @@ def _commit_row(state: SchedulerState, row: _Row, result: StepResult) -> TokenEv
             row.run.exact = row.count - rejected
     made, ending = _append(sequence, tokens)  # first: blocks are published by the ids in them
     prompt_logprobs = None
-    if error is None:  # else nobody must find its blocks
+    if error is None:  # else its blocks must not be found
         _advance(state, row, row.computed + row.count - rejected)
         prompt_logprobs = _deliver_prompt_logprobs(row, result)
     state.counts.generation_tokens += len(made)
@@ -250,7 +261,9 @@ def _commit_row(state: SchedulerState, row: _Row, result: StepResult) -> TokenEv
 
 def _advance(state: SchedulerState, row: _Row, num_computed: int) -> None:
     """Moves the committed length; at block boundaries publishes what is full and slides windows."""
-    sequence, run, block = row.sequence, row.run, state.kv.block_size
+    sequence = row.sequence
+    run = row.run
+    block = state.kv.block_size
     run.num_computed = num_computed
     if num_computed // block > row.computed // block:
         state.publish(sequence, run.slot, num_computed)
@@ -270,7 +283,8 @@ def _append(sequence: Sequence, tokens: list[int]) -> tuple[list[int], tuple[str
 
 
 def _deliver_prompt_logprobs(row: _Row, result: StepResult) -> LogprobColumns | None:
-    sequence, count = row.sequence, row.logits - row.sample
+    sequence = row.sequence
+    count = row.logits - row.sample
     if count <= 0:
         return None
     sequence.delivered += count
@@ -283,7 +297,8 @@ def _columns(rows: LogprobRows | None, index: int, count: int, top: int) -> Logp
         raise EngineDead("a step's result lacks logprobs that its sequences asked for")
     begin = int(rows.offsets[index])
     part = slice(begin, begin + count)
-    ids, values = rows.ids[part, : top + 1], rows.values[part, : top + 1]
+    ids = rows.ids[part, : top + 1]
+    values = rows.values[part, : top + 1]
     return LogprobColumns(
         width=ids.shape[1],
         ids=np.ascontiguousarray(ids, "<i4").tobytes(),

@@ -83,7 +83,7 @@ class PlanBuilder:
     """Rows of step ``step``, ``budget`` tokens of which are left to give. One row a sequence at most.
 
     A prefill row is an object. Decode rows are columns; what else is known of them is in the scheduler's
-    ``columns``, which nobody advances before the plan is sealed.
+    ``columns``, which do not advance before the plan is sealed.
     """
 
     def __init__(self, step: int, budget: int, columns: SlotColumns) -> None:
@@ -95,7 +95,7 @@ class PlanBuilder:
         """Prefill rows by sequence, in the order of the plan."""
         self.decodes = NO_ROWS
         self.lacking: tuple[int, int, int] | None = None
-        """Key of the oldest sequence that sits out for want of blocks: nobody younger may take any."""
+        """Key of the oldest sequence that sits out for lack of blocks: younger sequences may not take any."""
         self.preempted = False
         self.prefill = self.decode = EMPTY_SEGMENT
         """The rows as they will be in the plan, from ``close`` on."""

@@ -1,8 +1,8 @@
 """The scheduler: takes sequences in, plans steps, commits their results. Pure: no I/O, no clock, no torch.
 
-``draft`` offers the next step (``weft.scheduler.planner`` chooses its rows); whoever has a say in how it runs
-sets that on the draft; ``seal`` makes the plan, which is what is in flight and what ``commit`` takes. A step
-may be drafted while another one awaits its commit.
+``build`` returns the next step as a ``PlanBuilder`` (``weft.scheduler.planner`` chooses its rows). Expert
+balance, overlap and the domain set their fields on it. ``seal`` makes the immutable plan, which is in flight
+until ``commit`` takes it. A step may be built while another one awaits its commit.
 
 What a sequence lacks that comes from outside the group is awaited, until a deadline: it is no work meanwhile.
 Whoever waits for anything else must get on. Sequences that wait without a row in flight are excused by one
@@ -62,7 +62,7 @@ class Scheduler:
         self._step = 0
         self._arrivals = 0
         self._empty_plans = 0
-        self._drafted: PlanBuilder | None = None  # what is to be sealed next
+        self._built: PlanBuilder | None = None  # what is to be sealed next
         self._blocked = False  # whether nothing can run until a block on hold is given back
         self._awaited: dict[int, float] = {}  # sequence -> until when it awaits what it lacks
         self._holds: dict[tuple[int, int], float] = {}  # (kind, block) on hold -> its latest deadline
@@ -82,7 +82,8 @@ class Scheduler:
         tokens, num_prompt = check_submit(submit, self._vocab_size, state.kv.max_model_len)
         if submit.sequence in state.live:
             raise InvalidRequest("a sequence of this id is live", param="sequence")
-        # Whom the next step can admit does not queue: a burst on an idle engine fills its slots first.
+        # A sequence that the next step can admit does not queue: a burst on an idle engine fills its slots
+        # first.
         unused = self._section.max_num_seqs - len(state.running)
         if self._num_waiting >= self._section.max_queued_requests + unused:
             raise Overloaded(f"{self._section.max_queued_requests} sequences wait already; try again later")
@@ -144,7 +145,8 @@ class Scheduler:
         Returns the ends of those with which the group was lost too often.
         """
         self._blocked = self.planner.lacked = False
-        self._empty_plans, self._drafted = 0, None
+        self._empty_plans = 0
+        self._built = None
         often = [sequence for sequence in self._state.requeue() if sequence.lost()]
         for sequence in often:
             self._state.end(sequence, "error")
@@ -160,9 +162,9 @@ class Scheduler:
         self._state.ops.append(op)
 
     def hold(self, kind: int, block: int, until: float) -> None:
-        """Nobody else gets ``block`` of cache kind ``kind`` before ``unhold``: somebody outside the group may
-        read or write it. Outlives the block's sequence, ``requeue_all``, and ``until``: then it only excuses
-        no longer that others lack blocks."""
+        """Keeps ``block`` of cache kind ``kind`` out of use until ``unhold``: a transfer outside the group
+        may read or write it. Outlives the block's sequence, ``requeue_all``, and ``until``: from then on it
+        no longer excuses that others lack blocks."""
         self._state.caches.kinds[kind].pool.hold(block)
         self._holds[kind, block] = max(until, self._holds.get((kind, block), until))
 
@@ -188,22 +190,22 @@ class Scheduler:
     # ---- steps
 
     def plan(self, now: float) -> StepPlan | None:
-        """``draft`` and ``seal``, where nobody else has a say."""
-        builder = self.draft(now)
+        """``build`` and ``seal`` at once, where no other component sets fields of the plan."""
+        builder = self.build(now)
         return None if builder is None else self.seal(builder)
 
-    def draft(self, now: float) -> PlanBuilder | None:
+    def build(self, now: float) -> PlanBuilder | None:
         """The next step, for ``seal``, or None when nothing can run before a commit or an arrival.
 
         Nothing else may be asked of the scheduler between the two. Raises EngineDead when two steps are in
-        flight already, when the last draft was not sealed, and when nothing could be planned for long though
-        work waits and no step is in flight.
+        flight already, when the last builder was not sealed, and when nothing could be planned for long
+        though work waits and no step is in flight.
         """
         while True:
             builder = self._begin(self._section.max_num_batched_tokens)
             self.planner.fill(builder)
             if builder.rows or not builder.preempted:
-                break  # else the blocks of whoever was preempted may be free at once: try again
+                break  # else the blocks of preempted sequences may be free at once: try again
         self.planner.lacked = builder.lacking is not None
         if builder.rows:
             self._empty_plans = 0
@@ -211,26 +213,29 @@ class Scheduler:
             self._watch_progress(now)
             if not self._state.ops:
                 return None
-        self._drafted = builder.close()
+        self._built = builder.close()
         return builder
 
     def idle(self) -> PlanBuilder:
         """The next step without rows, since nothing can run here while other replicas of the domain step.
 
-        Raises as ``draft``.
+        Raises as ``build``.
         """
-        self._drafted = self._begin(0)
-        return self._drafted
+        self._built = self._begin(0)
+        return self._built
 
     def seal(self, builder: PlanBuilder) -> StepPlan:
-        """The plan of what was drafted, which is in flight from now on. Raises EngineDead for any other."""
-        if builder is not self._drafted:
-            raise EngineDead("a step is to be launched that is not the one that was drafted last")
-        state, step = self._state, builder.step
+        """Makes the plan of ``builder``, which is in flight from now on. Raises EngineDead for any but the
+        last builder.
+        """
+        if builder is not self._built:
+            raise EngineDead("a step is to be launched that is not the one that was built last")
+        state = self._state
+        step = builder.step
         plan = builder.seal([*state.slots.announce(), *state.take_ops(step), *state.snapshots(step)])
         state.launched(plan)
         self._step += 1
-        self._drafted = None
+        self._built = None
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenEvent]:
@@ -244,7 +249,8 @@ class Scheduler:
         """
         if not plan.rows:
             return
-        chunks, drafts = self.planner.chunks, self.planner.drafts
+        chunks = self.planner.chunks
+        drafts = self.planner.drafts
         if chunks is not None and not uncaptured:
             chunks.observe(plan, seconds)
         if drafts is not None:
@@ -257,7 +263,8 @@ class Scheduler:
 
     def stats(self) -> HeadStats:
         """Counters and gauges."""
-        state, counts = self._state, self._state.counts
+        state = self._state
+        counts = self._state.counts
         return HeadStats(
             steps=counts.steps,
             mixed_steps=counts.mixed_steps,
@@ -284,8 +291,8 @@ class Scheduler:
     def _begin(self, budget: int) -> PlanBuilder:
         if len(self._state.in_flight) >= MAX_IN_FLIGHT:
             raise EngineDead(f"{MAX_IN_FLIGHT} steps are in flight already")
-        if self._drafted is not None:
-            raise EngineDead("a step was drafted and never sealed")
+        if self._built is not None:
+            raise EngineDead("a step was built and never sealed")
         return PlanBuilder(self._step, budget, self._state.columns)
 
     @property

@@ -56,7 +56,7 @@ class Work(NamedTuple):
     seconds: float
     checksum: int
     """Of what the head's own rank samples."""
-    run: Callable[[object], int]
+    run: Callable[[dict[int, int]], int]
     """Carries the step out on another rank's slot table. Returns the checksum of what that samples."""
 
 
@@ -81,7 +81,7 @@ class Replica:
         *,
         collectives: Collectives,
         mishaps: Mishaps,
-        table: Callable[[], object] = object,
+        table: Callable[[], dict[int, int]] = object,
         remote: frozenset[int] = frozenset(),
         pace: Pace | None = None,
     ) -> None:
@@ -208,7 +208,7 @@ class RankProcess:
         self.lost_frames = False
         """Whether a connection broke since the epoch began."""
         self._next: int | None = None
-        self._slots: object = None
+        self._slots: dict[int, int] = {}
         self._queue: deque[Work] = deque()
         self._busy = False
 
