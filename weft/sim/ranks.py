@@ -81,7 +81,7 @@ class Replica:
         *,
         collectives: Collectives,
         mishaps: Mishaps,
-        table: Callable[[], dict[int, int]] = object,
+        table: Callable[[], dict[int, int]] = dict,
         remote: frozenset[int] = frozenset(),
         pace: Pace | None = None,
     ) -> None:
