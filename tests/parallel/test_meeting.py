@@ -55,7 +55,7 @@ def meeting_of(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Meeti
     if request.param == "folder":
         yield lambda replica, count: Head(
             FolderLeases(str(tmp_path), replica, count),
-            Meeting(replica, f"file://{tmp_path}", f"bell{replica}"),
+            Meeting(replica, f"file://{tmp_path}", f"wakeup{replica}"),
         )
         return
     keys = derive(b"0123456789abcdef")
@@ -65,7 +65,7 @@ def meeting_of(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Meeti
     def joined(replica: int, count: int) -> Head:
         clients.append(BoardClient(board.address, keys))
         stores = "" if replica else f"file://{tmp_path}"
-        return Head(BoardLeases(clients[-1], replica, count), Meeting(replica, stores, f"bell{replica}"))
+        return Head(BoardLeases(clients[-1], replica, count), Meeting(replica, stores, f"wakeup{replica}"))
 
     yield joined
     for client in clients:
@@ -103,7 +103,7 @@ def test_the_last_to_come_is_waited_for(meeting_of: MeetingOf, tmp_path: Path) -
     assert met[0] is not None
     assert met[0].epoch == 0
     assert met[0].store.startswith(f"file://{tmp_path}/")
-    assert met[0].bells == ("bell0", "bell1", "bell2")
+    assert met[0].wakeups == ("wakeup0", "wakeup1", "wakeup2")
 
 
 def test_a_head_that_was_started_anew_is_noticed(meeting_of: MeetingOf) -> None:

@@ -1,5 +1,5 @@
 """Simulated processes of ranks: they say hello, load, form epochs and take steps as ``weft.engine.rank`` and
-``weft.engine.worker`` do, on virtual time; and who keeps them, as ``weft.engine.keeper`` does.
+``weft.engine.worker`` do, on virtual time; and who keeps them, as ``weft.engine.rank_supervisor`` does.
 """
 
 from __future__ import annotations
