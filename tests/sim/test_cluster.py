@@ -165,12 +165,14 @@ def a_given_up_rank_is_heard(patch: pytest.MonkeyPatch) -> None:
 def blocks_on_hold_are_given_away(patch: pytest.MonkeyPatch) -> None:
     """After a loss of the group all blocks are free, whoever else may write to them."""
 
+    reset = BlockPool.reset
+
     def forget_holds(self: BlockPool) -> None:
+        reset(self)
         self._references = [0] * (self.num_blocks + 1)
         self._free = list(range(self.num_blocks, 0, -1))
 
-    reset = BlockPool.reset
-    patch.setattr(BlockPool, "reset", lambda self: (reset(self), forget_holds(self))[0])
+    patch.setattr(BlockPool, "reset", forget_holds)
 
 
 def fleet_variant(patch: pytest.MonkeyPatch, change: Callable[[Fleet, e.Event], e.Event]) -> None:

@@ -159,7 +159,7 @@ class EngineCore:
         poller = zmq.Poller()
         for socket in self.sockets:
             poller.register(socket, zmq.POLLIN)
-        poller.poll(seconds * 1e3)
+        poller.poll(int(seconds * 1e3))
 
     def has_work(self) -> bool:
         """Whether ``step`` has anything to do, if only beside other replicas."""

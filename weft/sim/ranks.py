@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from weft.common.errors import EngineDead
 from weft.group.liveness import COLLECTIVE
@@ -56,7 +56,7 @@ class Work(NamedTuple):
     seconds: float
     checksum: int
     """Of what the head's own rank samples."""
-    run: Callable[[object], int]
+    run: Callable[[Any], int]
     """Carries the step out on another rank's slot table. Returns the checksum of what that samples."""
 
 
