@@ -301,6 +301,13 @@ class TestPushes:
         assert out.on(p.Written(KEY, "peer", write.number, ERROR)) == []
         assert out.under_way == 0
 
+    def test_writes_of_tiny_spans_are_bounded_in_number(self) -> None:
+        begins = np.arange(3000, dtype=np.int64) * 16
+        part = Part(0, 0, np.stack([begins, begins, np.full(3000, 8)], axis=1))
+        groups = p.packed([part._replace(target=number) for number in range(8)], 1 << 20)
+        assert max(sum(len(part.spans) for part in group) for group in groups) <= 4096
+        assert sum(len(part.spans) for group in groups for part in group) == 24_000
+
     def test_packing_keeps_every_byte_in_order(self) -> None:
         rng = np.random.default_rng(0)
         parts = list[Part]()

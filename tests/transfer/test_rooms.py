@@ -289,10 +289,10 @@ def test_refusals_end_the_room_on_both_sides() -> None:
     out.on(w.Offer(OFFER), 0.0)
     into.on(w.Heard(P, OFFER), 0.0)
     actions = into.on(w.Refuse(KEY, ERROR), 0.0)
-    assert names(actions) == ["Refused", "RoomFailed", "RoomFreed"]
+    assert names(actions) == ["Refused", "RoomFailed", "Stop", "RoomFreed"]
     assert names(into.on(w.Heard(P, OFFER), 1.0)) == ["Refused"]
     refused = r.Refused(key=KEY, error=ERROR)
-    assert names(out.on(w.Heard(D, refused), 1.0)) == ["RoomFailed", "RoomFreed"]
+    assert names(out.on(w.Heard(D, refused), 1.0)) == ["RoomFailed", "Stop", "RoomFreed"]
 
 
 def test_a_reservation_for_a_room_that_ended_is_given_back() -> None:
@@ -323,6 +323,13 @@ def test_strangers_are_not_heard() -> None:
     assert out.on(w.PeerLost(stranger), 0.0) == []
     assert out.strays == 2
     assert out.state(KEY) is State.active
+
+
+def test_a_room_of_another_start_of_the_sender_fails_at_once() -> None:
+    out = SendingRooms(2, incarnation=5)
+    assert names(out.on(w.Open(KEY, D, 30.0), 0.0)) == ["RoomFailed", "RoomFreed"]
+    assert out.on(w.Open(KEY._replace(incarnation=5), D, 30.0), 0.0) == []
+    assert len(out) == 1
 
 
 def test_tombstones_expire() -> None:

@@ -115,7 +115,7 @@ def test_between_processes(pair: Pair, sender: Sender) -> None:
 
 
 def test_a_sender_that_is_killed_leaves_no_writer(
-    pair: Pair, sender: Sender, kind: str, folder: Path
+    pair: Pair, sender: Sender, kind: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     begin(pair, sender, KEY)
     wait_for_half(pair, KEY)
@@ -128,7 +128,7 @@ def test_a_sender_that_is_killed_leaves_no_writer(
     time.sleep(0.2)
     assert equal(pair, before)
     expected = pair.expected()[0]
-    other = Sender(kind, folder)
+    other = Sender(kind, tmp_path_factory.mktemp("t"))
     begin(pair, other, AGAIN)
     other.say("")
     assert pair.receivers[0].wait(AGAIN).outcome is Outcome.done

@@ -91,10 +91,12 @@ def _level(words: np.ndarray) -> np.ndarray:
 def _terms(words: np.ndarray, count: int) -> np.ndarray:
     low = ((words & _LOW) + _KEYS_LOW[:count]) & _LOW
     high = ((words >> _HALF) + _KEYS_HIGH[:count]) & _LOW
-    return low * high + words
+    terms: np.ndarray = low * high + words
+    return terms
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+    mixed: np.ndarray = values ^ (values >> np.uint64(31))
+    return mixed

@@ -84,6 +84,7 @@ WRITE_BYTES = 512 << 10
 WINDOW_BYTES = 16 << 20
 """Under way to one peer at most."""
 _MOST_SPANS = 4096
+"""Of one write."""
 
 
 class _Room:
@@ -219,19 +220,19 @@ class Pushes:
 
 def packed(parts: Sequence[Part], most: int) -> list[tuple[Part, ...]]:
     """The same spans in order, in groups of at most ``most`` bytes; longer spans are cut."""
-    groups, group, room = list[tuple[Part, ...]](), list[Part](), most
+    groups, group, room, left = list[tuple[Part, ...]](), list[Part](), most, _MOST_SPANS
     for part in parts:
         spans = split(part.spans, most)
         while len(spans):
             ends = np.cumsum(spans[:, 2])
-            count = min(int(np.searchsorted(ends, room, side="right")), _MOST_SPANS)
+            count = min(int(np.searchsorted(ends, room, side="right")), left)
             if count:
                 group.append(part._replace(spans=spans[:count]))
-                room -= int(ends[count - 1])
+                room, left = room - int(ends[count - 1]), left - count
                 spans = spans[count:]
             if len(spans):
                 groups.append(tuple(group))
-                group, room = [], most
+                group, room, left = [], most, _MOST_SPANS
     if group:
         groups.append(tuple(group))
     return [group for group in groups if group]

@@ -290,9 +290,8 @@ class Rooms:
             fence = r.Fence(key=room.key, error=error)
             room.say, room.answer = None, answer or fence
             actions.append(w.Tell(r.RoomFailed(room.key, error)))
-            if room.was_bound:
-                actions.append(w.Stop(room.key))
-            else:
+            actions.append(w.Stop(room.key))
+            if not room.was_bound:  # ranks know at most what they have computed of it
                 room.running.clear()
             room.move(State.failing)
             if not room.peer_stopped:

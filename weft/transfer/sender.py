@@ -8,7 +8,7 @@ from weft.common.errors import ErrorInfo, WeftError
 from weft.transfer import words as w
 from weft.transfer.digests import digest_bytes, room_seed
 from weft.transfer.layout import compatible, placed
-from weft.transfer.rooms import Room, Rooms
+from weft.transfer.rooms import FenceBy, Patience, Room, Rooms
 from weft.types import rooms as r
 from weft.types.rooms import State
 
@@ -22,9 +22,23 @@ class TransferRefused(WeftError):
 class SendingRooms(Rooms):
     """``on`` and ``next_due`` are all there is to call, from one thread."""
 
+    def __init__(
+        self,
+        ranks: int,
+        fence: FenceBy = "copy",
+        patience: Patience = Patience(),
+        incarnation: int | None = None,
+    ) -> None:
+        """``incarnation``: of this process; rooms that were minted for another one fail at once."""
+        super().__init__(ranks, fence, patience)
+        self._incarnation = incarnation
+
     def on(self, event: w.SenderEvent, now: float) -> list[w.Action]:
         """What is to be done, in this order, when ``event`` happens."""
         match event:
+            case w.Open(key) if self._incarnation not in (None, key.incarnation):
+                error = TransferRefused("the transfer was meant for another start of this process").info()
+                return [w.Tell(r.RoomFailed(key, error)), w.Tell(r.RoomFreed(key))]
             case w.Offer(message):
                 return self._offer(message, now)
             case w.Finished(message):

@@ -200,7 +200,7 @@ def _lines(place: Place, numbers: np.ndarray, kind: KindDims) -> np.ndarray:
     at = numbers - place.first
     if len(at) and (at.min() < 0 or at.max() >= len(place.ids)):
         raise RoomMessageError(f"the block table of kind {kind.kind} lacks positions that are sent")
-    lines = place.ids[at]
+    lines: np.ndarray = place.ids[at]
     if len(lines) and lines.min() < 1:
         raise RoomMessageError(f"positions that are sent of kind {kind.kind} lie in the null block")
     return lines
@@ -241,7 +241,7 @@ def split(spans: np.ndarray, most: int) -> np.ndarray:
         return spans
     rows = np.repeat(np.arange(len(spans)), pieces)
     done = (np.arange(len(rows)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * most
-    cut = spans[rows]
+    cut: np.ndarray = spans[rows]
     cut[:, 0] += done
     cut[:, 1] += done
     cut[:, 2] = np.minimum(cut[:, 2] - done, most)

@@ -39,6 +39,8 @@ class Transport(Protocol):
 
     name: str
     fence: FenceBy
+    write_bytes: int
+    """Of one write, at most: what other rooms wait for."""
     endpoint: Endpoint
     """Where peers reach this rank."""
 

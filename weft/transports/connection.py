@@ -8,17 +8,20 @@ import os
 import socket
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
 from weft.transports import frames as f
 from weft.types.rooms import RoomKey
 
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
 _MOST_VECTORS = 512
 """Pieces in one call; the system's limit is 1,024."""
 _READ = 64 << 10
-_MOST_FDS = 253
+MOST_FDS = 253
 """Descriptors that one message can carry."""
 
 
@@ -134,14 +137,14 @@ class Connection:
             data = self.sock.recv(self._next_read())
         else:
             data, ancillary, flags, _ = self.sock.recvmsg(
-                self._next_read(), socket.CMSG_LEN(_MOST_FDS * array.array("i").itemsize)
+                self._next_read(), socket.CMSG_LEN(MOST_FDS * array.array("i").itemsize)
             )
             for level, kind, content in ancillary:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                     fds = array.array("i")
                     fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
                     self.fds += fds
-            if flags & socket.MSG_CTRUNC or len(self.fds) > _MOST_FDS:
+            if flags & socket.MSG_CTRUNC or len(self.fds) > MOST_FDS:
                 raise f.BadFrame("a peer sent more descriptors than it may")
         self._in += data
         return len(data)
@@ -155,7 +158,7 @@ class Connection:
 
     def _fill(self) -> int:
         assert self._payload is not None
-        view = memoryview(self._payload.numpy())[self._filled :]
+        view = memory_of(self._payload)[self._filled :]
         count = self.sock.recv_into(view)
         self._filled += count
         return count
@@ -200,3 +203,8 @@ class Connection:
         self.fds = []
         self._queue.clear()
         self.sock.close()
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a uint8 tensor on the CPU."""
+    return memoryview(cast("Buffer", tensor.numpy()))

@@ -17,7 +17,7 @@ import torch
 from weft.common.errors import ErrorInfo, Unavailable
 from weft.transfer.arrivals import Incoming
 from weft.transfer.digests import digest_spans, room_seed, span_seeds
-from weft.transfer.pushes import Write, Written
+from weft.transfer.pushes import WRITE_BYTES, Write, Written
 from weft.transfer.rooms import FenceBy
 from weft.transports.base import TransferCorrupt
 from weft.types.rooms import Endpoint, RoomKey
@@ -33,7 +33,7 @@ class Faults(NamedTuple):
     flipped: float = 0.0
     """One bit of the bytes changes on the way."""
     swapped: float = 0.0
-    """Bytes of two spans of a write change places."""
+    """Bytes of the first span of each part and of another as long, if there is one, change places."""
     moved: float = 0.0
     """Spans land one row of bytes beside their place."""
     late: float = 0.0
@@ -61,8 +61,6 @@ class LoopbackNetwork:
         self.now, self.faults = now, faults
         self.rng = random.Random(seed)
         self.transports: dict[str, LoopbackTransport] = {}
-        self.damaged = 0
-        """Writes whose bytes were changed on the way."""
         self._under_way: list[tuple[float, int, str, Incoming | Written]] = []
         self._count = 0
 
@@ -101,6 +99,7 @@ class LoopbackTransport:
     """See ``base.Transport``."""
 
     name = "loopback"
+    write_bytes = WRITE_BYTES
 
     def __init__(
         self, network: LoopbackNetwork, address: str, incarnation: int = 0, fence: FenceBy = "copy"
@@ -170,11 +169,9 @@ class LoopbackTransport:
         for number, (memory, (region, spans)) in enumerate(zip(carried.memory, carried.spans, strict=True)):
             source, target = memory.numpy(), self._regions[region].numpy()
             froms = spans[:, 0].copy()
-            if carried.damage == "swapped" and len(spans) > 1 and spans[0, 2] == spans[-1, 2]:
-                froms[[0, -1]] = froms[[-1, 0]]
-                self._network.damaged += not np.array_equal(
-                    *(source[at : at + spans[0, 2]] for at in froms[[0, -1]].tolist())
-                )
+            if carried.damage == "swapped":
+                alike = np.flatnonzero(spans[:, 2] == spans[0, 2])[[0, -1]]
+                froms[alike] = froms[alike[::-1]]
             shift = int(spans[0, 2]) if carried.damage == "moved" and not number else 0
             for begin, to, size in zip(
                 froms.tolist(), spans[:, 1].tolist(), spans[:, 2].tolist(), strict=True
@@ -184,7 +181,6 @@ class LoopbackTransport:
             if carried.damage == "flipped" and not number:
                 bit = self._network.rng.randrange(8 * int(spans[0, 2]))
                 target[spans[0, 1] + bit // 8] ^= 1 << bit % 8
-                self._network.damaged += 1
 
     def answer(self, incoming: Incoming, error: ErrorInfo | None) -> None:
         written = Written(incoming.key, self.endpoint.address, incoming.number, error)

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from weft.common.errors import ConfigError
+from weft.common.errors import ConfigError, EngineDead
 from weft.transports import frames as f
-from weft.transports.connection import Got
+from weft.transports.connection import MOST_FDS, Got
 from weft.transports.memory import SharedMemory, map_read_only
 from weft.transports.sockets import Link, SocketTransport, Source, check_inside
 
@@ -25,6 +25,7 @@ class ShmTransport(SocketTransport):
     """Listens at a socket in ``folder``, which only this user may enter."""
 
     name = "shm"
+    write_bytes = 4 << 20
 
     def __init__(self, folder: str, rank: int, incarnation: int) -> None:
         """Raises ConfigError when the socket cannot be made."""
@@ -33,7 +34,9 @@ class ShmTransport(SocketTransport):
         super().__init__(incarnation)
 
     def share(self, regions: Sequence[SharedMemory]) -> None:
-        """``register`` of a rank that sends: peers map these."""
+        """``register`` of a rank that sends: peers map these. Raises EngineDead for too many regions."""
+        if len(regions) > MOST_FDS:
+            raise EngineDead(f"{len(regions)} regions of caches, of at most {MOST_FDS} that can be shared")
         self._shared = list(regions)
         self.register([region.tensor for region in regions])
 

@@ -78,6 +78,7 @@ class SocketTransport:
 
     name = ""
     fence: FenceBy = "copy"
+    write_bytes = WRITE_BYTES
 
     def __init__(self, incarnation: int) -> None:
         self.incarnation = incarnation
@@ -98,6 +99,8 @@ class SocketTransport:
         self._free: list[torch.Tensor] = []
         self.refused = 0
         """Connections that ended because of what came."""
+        self.corrupt = 0
+        """Writes whose digests were wrong."""
 
     # ---- what each kind of socket adds
 
@@ -181,6 +184,7 @@ class SocketTransport:
             wrong = np.flatnonzero(made != source.digests[done : done + len(spans)])
             done += len(spans)
             if len(wrong):
+                self.corrupt += 1
                 log.error(
                     "transfer %d/%d: %d of %d spans from %s to %s, region %d, have wrong digests",
                     incoming.key.room,

@@ -14,12 +14,9 @@ import numpy as np
 from weft.common.errors import ConfigError
 from weft.transfer.pushes import Write
 from weft.transports import frames as f
-from weft.transports.connection import Got
+from weft.transports.connection import Got, memory_of
 from weft.transports.secret import NONCE_BYTES, check_secret, keys, new_nonce
 from weft.transports.sockets import Link, SocketTransport, Source
-
-_BUFFER = 4 << 20
-"""Of a socket, in each direction."""
 
 
 class TcpTransport(SocketTransport):
@@ -74,7 +71,7 @@ class TcpTransport(SocketTransport):
     def _payload(self, write: Write) -> list[memoryview]:
         pieces = list[memoryview]()
         for part in write.parts:
-            memory = memoryview(self._regions[part.source].numpy())
+            memory = memory_of(self._regions[part.source])
             pieces += [memory[begin : begin + size] for begin, _, size in part.spans.tolist()]
         return pieces
 
@@ -98,6 +95,5 @@ class TcpTransport(SocketTransport):
 
 
 def _configure(sock: socket.socket) -> None:
+    """Buffers are left to the system: a size that is asked for ends its own tuning, and may be smaller."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-        sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER)
