@@ -6,7 +6,7 @@ run.
 One room moves a cache of one kind (16 layers, 8 KV heads of 64, blocks of 64, bfloat16) from a sending
 process to a receiving one, digests included, through everything but the heads: spans, digests, frames,
 copies, answers. The plain copy is one thread's of the same bytes; the plain socket is two processes', in
-calls of 512 KiB. Medians of rounds, the first one left out.
+calls of 1 MiB. Medians of rounds, the first one left out.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class Report(_Word, frozen=True):
 
 Action = Write | Report
 
-WRITE_BYTES = 512 << 10
+WRITE_BYTES = 1 << 20
 """Of one write at most: what others wait for, and what stays in a core's cache between two passes."""
 WINDOW_BYTES = 16 << 20
 """Under way to one peer at most."""

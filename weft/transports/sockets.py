@@ -43,7 +43,7 @@ MOST_PEERS = 1024
 BUFFER = WRITE_BYTES
 """Bytes of a payload's memory."""
 _FREE = 4
-_AT_ONCE = 1 << 20
+_AT_ONCE = 2 << 20
 """Bytes read of a connection before others have their turn."""
 
 
@@ -97,6 +97,8 @@ class SocketTransport:
         self._accepted = 0
         self._events: list[Incoming | Written] = []
         self._free: list[torch.Tensor] = []
+        self._answered: dict[str, Link] = {}
+        """Links with answers that have not been sent."""
         self.refused = 0
         """Connections that ended because of what came."""
         self.corrupt = 0
@@ -162,6 +164,9 @@ class SocketTransport:
                 self._events.append(Written(write.key, write.peer, write.number, _info(error)))
 
     def poll(self, seconds: float) -> list[Incoming | Written]:
+        for link in self._answered.values():
+            self._flush(link)
+        self._answered.clear()
         timeout = 0.0 if self._events else max(0.0, min(seconds, self._patience()))
         for key, mask in self._selector.select(timeout):
             if key.fileobj is self._listener:
@@ -204,7 +209,7 @@ class SocketTransport:
         if link is None:
             return
         link.connection.send(f.AnswerFrame(incoming.key, incoming.number, error))
-        self._flush(link)
+        self._answered[link.name] = link  # answers of one turn go out together
 
     def cancel(self, key: RoomKey) -> None:
         for link in self._links.values():
@@ -293,6 +298,8 @@ class SocketTransport:
             self._lost(link, error)
 
     def _flush(self, link: Link) -> None:
+        if self._links.get(link.name) is not link:
+            return
         try:
             link.connection.flush()
             self._watch(link)
