@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from weft.bench import schedule, stats, sweep
 from weft.bench.client import random_words
-from weft.bench.records import Record, read_stream
+from weft.bench.records import RequestRecord, read_stream
 from weft.bench.schedule import Lengths, Planned
 from weft.bench.workloads import WORKLOADS, prompts, safe_range
 from weft.common.errors import ConfigError
@@ -162,8 +162,8 @@ USAGE = b'data: {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens
 DONE = b"data: [DONE]"
 
 
-def read(*lines: tuple[float, bytes]) -> Record:
-    record = Record(number=0, planned=None, sent=1.0)
+def read(*lines: tuple[float, bytes]) -> RequestRecord:
+    record = RequestRecord(number=0, planned=None, sent=1.0)
     read_stream(record, lines)
     return record
 

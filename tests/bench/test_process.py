@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.slowness import deadline
-from weft.bench.memory import Peak, Process, Sample, sample, tree
 from weft.bench.process import ServerFailed, ServerProcess
+from weft.bench.process_memory import Peak, ProcessMemory, Sample, sample, tree
 from weft.common.errors import ConfigError
 
 #: Starts a child in a session of its own that ignores SIGTERM, holds 64 MiB, and answers on the port.
@@ -103,7 +103,7 @@ def test_a_command_that_cannot_run_is_named() -> None:
 def test_a_later_process_of_the_same_id_is_not_killed() -> None:
     me = tree(os.getpid())[0]
     assert me.is_alive()
-    other = Process(me.pid, me.started - 1)
+    other = ProcessMemory(me.pid, me.started - 1)
     assert not other.is_alive()
     other.kill()
 

@@ -21,7 +21,7 @@ import pytest
 
 from tests.front.conftest import Running
 from tests.support.processes import lives, serving_process, with_role
-from weft.cluster.registry import Reader, Record
+from weft.cluster.process_registry import ProcessRecord, RegistryReader
 
 PROMPT = "abcdefgh"
 LENGTH = 400
@@ -79,11 +79,11 @@ def whole() -> str:
     return (PROMPT * LENGTH)[:LENGTH]
 
 
-def heads(server: Running) -> list[Record]:
+def heads(server: Running) -> list[ProcessRecord]:
     """As the registry says."""
     (pid, *_) = fronts(server)
     for path in Path("/tmp").glob("weft-*/registry"):
-        reader = Reader(path.parent)
+        reader = RegistryReader(path.parent)
         if any(record.pid == pid for record in reader.read().of("front")):
             return reader.read().of("head")
     raise AssertionError("no registry names the front")

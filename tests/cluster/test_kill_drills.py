@@ -18,7 +18,7 @@ import pytest
 from tests.cluster.test_fronts import PATIENCE, fronts, stream_at
 from tests.front.fake_server import FakeHeads, engine_config, write_tokenizer
 from tests.support.processes import children, lives, with_role
-from weft.cluster import channel, registry
+from weft.cluster import channel, process_registry
 from weft.common.folder import private_folder
 from weft.config.sections import FrontSection
 from weft.front.server import bind
@@ -76,10 +76,10 @@ def test_a_front_that_drains_leaves_the_heads_to_the_other(tmp_path: Path) -> No
     try:
         address = heads.start("0", 1)
         assert isinstance(address.endpoint, str)
-        record = registry.Record(
+        record = process_registry.ProcessRecord(
             role="head", name="0", incarnation=1, state="running", endpoint=address.endpoint
         )
-        registry.write(folder, registry.Registry((record,)))
+        process_registry.write(folder, process_registry.ProcessRegistry((record,)))
         with bind("127.0.0.1", 0, listens=False) as reserved:
             reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             section = FrontSection(port=reserved.getsockname()[1])

@@ -8,7 +8,7 @@ import pytest
 
 from weft.cluster import supervisor as s
 from weft.cluster.supervisor import Phase, Supervisor
-from weft.cluster.table import WINDOW, Kill, ProcessTable, Start, State
+from weft.cluster.table import WINDOW, Kill, ProcessState, ProcessTable, Start
 from weft.common.errors import EngineDead
 
 GONE = EngineDead("the process ended")
@@ -86,10 +86,13 @@ def test_without_a_head_fronts_end_by_themselves_and_then_the_server() -> None:
 def test_of_heads_that_need_each_other_none_is_left_alone() -> None:
     made = serving(heads=2, restarts=0, together=True)
     made.on(s.Ended("head", "0", 1, -9), 2.0)
-    assert [entry.state for entry in made.heads.entries.values()] == [State.RETIRED] * 2
+    assert [entry.state for entry in made.heads.entries.values()] == [ProcessState.RETIRED] * 2
     alone = serving(heads=2, restarts=0)
     alone.on(s.Ended("head", "0", 1, -9), 2.0)
-    assert [entry.state for entry in alone.heads.entries.values()] == [State.RETIRED, State.RUNNING]
+    assert [entry.state for entry in alone.heads.entries.values()] == [
+        ProcessState.RETIRED,
+        ProcessState.RUNNING,
+    ]
 
 
 def test_a_signal_drains_and_a_second_one_cuts() -> None:

@@ -18,7 +18,7 @@ from weft.cluster.owner import HeadOwner
 from weft.common.errors import EngineDead
 from weft.links.link import Address
 from weft.links.links import Links
-from weft.routing.roster import Patience
+from weft.routing.instance_table import Patience
 
 
 def text_of(answer: Any) -> str:

@@ -25,7 +25,7 @@ from weft.common.errors import Unavailable, WeftError
 from weft.links.flow import Flow
 from weft.links.link import Address
 from weft.links.links import Links
-from weft.routing.roster import Patience
+from weft.routing.instance_table import Patience
 from weft.types import messages as m
 from weft.types.sampling import TokenParams
 

@@ -261,8 +261,8 @@ def test_a_rank_that_does_not_come_to_the_next_head_is_started_again() -> None:
 def test_who_is_silent_is_lost() -> None:
     rig = Rig()
     rig.run()
-    heard = t.Received(b"", f.Beat(rank=1, epoch=0, step=0, life="head"))
-    stale = t.Received(b"", f.Beat(rank=2, epoch=0, step=0, life="another"))
+    heard = t.Received(b"", f.RankHeartbeat(rank=1, epoch=0, step=0, incarnation="head"))
+    stale = t.Received(b"", f.RankHeartbeat(rank=2, epoch=0, step=0, incarnation="another"))
     while rig.now < 7.0 and rig.group.lost is None:
         rig.feed(heard, stale, t.Read(heartbeats=True), after=0.5)
     assert rig.group.lost is not None

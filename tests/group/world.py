@@ -316,8 +316,10 @@ class World:
                 process = self.living(rank)
                 if process is not None and process.active and process.welcomed:
                     epoch = process.epoch if process.running else -1
-                    name = head.membership.heartbeat().life
-                    head.feed(t.Received(b"", f.Beat(rank=rank, epoch=epoch, step=0, life=name)))
+                    name = head.membership.heartbeat().incarnation
+                    head.feed(
+                        t.Received(b"", f.RankHeartbeat(rank=rank, epoch=epoch, step=0, incarnation=name))
+                    )
                     if process.epoch <= head.membership.aborted and process.running:
                         self.leave(process)
                 if process is None and self.is_local(rank):

@@ -126,28 +126,28 @@ def test_a_head_that_was_started_anew_is_noticed(seating: Seating) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_whoever_meets_meets_all_others(seating: Seating, seed: int) -> None:
-    """Heads die at any time and come back as others. Who enters an epoch does so with the present lives of
-    all, or nobody comes to its store; and in the end all are together."""
+    """Heads die at any time and come back as others. Who enters an epoch does so with the present
+    incarnations of all, or nobody comes to its store; and in the end all are together."""
     count, deaths = 3, 12
     rng = random.Random(seed)
     lock = threading.Condition()
-    at: dict[str, dict[int, int]] = {}  # store -> replica -> life
+    at: dict[str, dict[int, int]] = {}  # store -> replica -> incarnation
     left = [deaths]
     wrong: list[str] = []
     together = threading.Event()
 
-    def connect(store: str, replica: int, life: int) -> bool:
+    def connect(store: str, replica: int, incarnation: int) -> bool:
         """As forming a process group does: waits for all, not for ever."""
         with lock:
             here = at.setdefault(store, {})
             if replica in here:
                 wrong.append(f"{store} was used before")
-            here[replica] = life
+            here[replica] = incarnation
             lock.notify_all()
             return lock.wait_for(lambda: len(at[store]) == count, timeout=0.3)
 
     def head(replica: int) -> None:
-        own, life, epoch = random.Random(100 * seed + replica), 0, 0
+        own, incarnation, epoch = random.Random(100 * seed + replica), 0, 0
         seat = seating(replica, count)
         until = time.monotonic() + DEADLINE
         while not together.is_set() and time.monotonic() < until:
@@ -156,7 +156,7 @@ def test_whoever_meets_meets_all_others(seating: Seating, seed: int) -> None:
             if met.epoch < epoch:
                 wrong.append("an epoch came again")
             epoch = met.epoch + 1
-            if connect(met.store, replica, life):
+            if connect(met.store, replica, incarnation):
                 seat.begun(met.epoch)
                 with lock:
                     if not left[0]:
@@ -166,7 +166,7 @@ def test_whoever_meets_meets_all_others(seating: Seating, seed: int) -> None:
                 dies = left[0] > 0 and own.random() < 0.4
                 left[0] -= dies
             if dies:
-                life, epoch = life + 1, 0
+                incarnation, epoch = incarnation + 1, 0
                 seat = seating(replica, count)
                 time.sleep(own.random() * 0.1)
 

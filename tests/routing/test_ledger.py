@@ -9,8 +9,8 @@ import numpy as np
 
 from weft.common.errors import ErrorInfo
 from weft.kv.hashing import HashChain, salted_root
-from weft.routing.instances import PROMPT_TOKENS, Instance, State
-from weft.routing.ledger import Entry
+from weft.routing.instances import PROMPT_TOKENS, Instance, InstanceState
+from weft.routing.ledger import LedgerEntry
 from weft.routing.policy import DEFAULT_BLOCK, LeastLoad, PrefixAffinity, hashes_of
 from weft.types.messages import (
     HeadStats,
@@ -26,7 +26,7 @@ from weft.types.sampling import TokenParams
 
 
 def fleet_of(count: int) -> list[Instance]:
-    return [Instance(str(number), order=number, state=State.UP) for number in range(count)]
+    return [Instance(str(number), order=number, state=InstanceState.UP) for number in range(count)]
 
 
 def submit(sequence: int, prompt: list[int], **fields: object) -> Submit:
@@ -174,7 +174,7 @@ def test_one_instance_is_chosen_without_a_look_at_the_prompt() -> None:
 
 
 def test_a_sequence_goes_on_from_everything_that_came() -> None:
-    entry = Entry(submit(1, [5, 6], emitted_ids=ids_to_bytes([7])))
+    entry = LedgerEntry(submit(1, [5, 6], emitted_ids=ids_to_bytes([7])))
     assert entry.again() == entry.submit
     for event in (tokens(1, 8, 9), tokens(1, 10)):
         assert entry.take(event) is event
@@ -199,7 +199,7 @@ def columns(first: int, count: int) -> LogprobColumns:
 
 def test_prompt_logprobs_that_came_before_are_dropped() -> None:
     """A head that died between two pieces: the next one sends all of them again, in other pieces."""
-    entry = Entry(submit(1, list(range(20))))
+    entry = LedgerEntry(submit(1, list(range(20))))
     entry.again()
     shown = [entry.take(TokenEvent(sequence=1, prompt_logprobs=columns(0, 5)))]
     entry.again()

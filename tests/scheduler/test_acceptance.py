@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from weft.scheduler.acceptance import AT_ONCE, EXPECTED, Acceptance
-from weft.scheduler.columns import Columns
+from weft.scheduler.slot_columns import SlotColumns
 
 
 def shares(slots: int = 2, most: int = 3) -> tuple[Acceptance, np.ndarray]:
-    columns = Columns(slots)
+    columns = SlotColumns(slots)
     made = Acceptance(most, columns)
     for slot in range(slots):
         made.enter(slot)

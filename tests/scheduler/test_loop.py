@@ -38,9 +38,9 @@ def test_what_the_parts_said_is_in_the_one_plan_that_is_in_flight() -> None:
     assert builder is not None
     assert (builder.rows, builder.tokens) == (1, 1)
     assert rig.scheduler.in_flight == 0
-    builder.halves, builder.rebalance, builder.agreed = 2, True, Agreement(wave=1, padded_tokens=1)
+    builder.micro_batches, builder.rebalance, builder.agreed = 2, True, Agreement(wave=1, padded_tokens=1)
     plan = rig.scheduler.seal(builder)
-    assert (plan.halves, plan.agreed, plan.ops[-1]) == (2, builder.agreed, Rebalance())
+    assert (plan.micro_batches, plan.agreed, plan.ops[-1]) == (2, builder.agreed, Rebalance())
     assert plan.decode is builder.decode
     assert list(rig.scheduler._state.in_flight) == [plan]
     assert rig.scheduler._state.in_flight[0] is plan
@@ -65,7 +65,7 @@ def test_only_the_plan_that_ran_commits() -> None:
     assert plan is not None
     _, result = rig.in_flight[0]
     with pytest.raises(EngineDead, match="in the order they were planned"):
-        rig.scheduler.commit(replace(plan, halves=2), result, 0.0)
+        rig.scheduler.commit(replace(plan, micro_batches=2), result, 0.0)
     rig.drain()
     rig.check_told()
 

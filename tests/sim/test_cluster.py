@@ -18,7 +18,7 @@ import pytest
 from weft.launch import main as cli
 from weft.routing import events as e
 from weft.routing.fleet import Fleet
-from weft.routing.instances import State
+from weft.routing.instances import InstanceState
 from weft.sim.check import Violation, output, token, token_key
 from weft.sim.cluster import simulate_cluster
 from weft.sim.explore import CHUNK, Exploration, explore, run_schedules
@@ -139,7 +139,7 @@ def finish_before_all_ranks_reported(patch: pytest.MonkeyPatch) -> None:
         for step in self._in_flight:
             for segment in (step.plan.prefill, step.plan.decode):
                 for slot, start, count in zip(segment.slot, segment.start, segment.count, strict=True):
-                    sequence = self.scheduler._state.tenants[slot]
+                    sequence = self.scheduler._state.in_slot[slot]
                     if sequence is not None and start + count + 1 >= sequence.limit:
                         told.append(m.TokenEvent(sequence=sequence.id, finish="length"))
         return lose_group(self)
@@ -158,8 +158,11 @@ def resurrected(patch: pytest.MonkeyPatch) -> None:
     """Whatever is heard of a head that failed brings it back."""
 
     def change(fleet: Fleet, event: e.Event) -> e.Event:
-        if isinstance(event, e.Received) and fleet.roster.instances[event.instance].state is State.DOWN:
-            fleet.roster.instances[event.instance].state = State.UP
+        if (
+            isinstance(event, e.Received)
+            and fleet.table.instances[event.instance].state is InstanceState.DOWN
+        ):
+            fleet.table.instances[event.instance].state = InstanceState.UP
         return event
 
     fleet_variant(patch, change)
@@ -179,9 +182,9 @@ def a_loss_counted_twice(patch: pytest.MonkeyPatch) -> None:
 
     def change(fleet: Fleet, event: e.Event) -> e.Event:
         if isinstance(event, e.Lost):
-            instance = fleet.roster.instances[event.instance]
-            if instance.state is State.DOWN and instance.link == event.link:
-                instance.state = State.STARTING
+            instance = fleet.table.instances[event.instance]
+            if instance.state is InstanceState.DOWN and instance.link == event.link:
+                instance.state = InstanceState.STARTING
         return event
 
     fleet_variant(patch, change)

@@ -66,7 +66,7 @@ class Watch:
         commit = engine.scheduler.commit
 
         def listening(plan: StepPlan, result: StepResult, now: float) -> Any:
-            tenants = {int(s): self._state.tenants[s] for p in (plan.prefill, plan.decode) for s in p.slot}
+            tenants = {int(s): self._state.in_slot[s] for p in (plan.prefill, plan.decode) for s in p.slot}
             events = commit(plan, result, now)
             drafts = result.drafts.tolist()
             for segment in (plan.prefill, plan.decode):
@@ -167,8 +167,8 @@ def test_drafts_are_transformers(
     if replayed:
         assert runner.graphs is not None
         assert any(key.each == 1 for key in runner.graphs._replays), "states are kept by captures"
-        assert drafter.recorded is not None
-        kinds = {bool(each) for _, each, *_ in drafter.recorded._replays}
+        assert drafter.captured is not None
+        kinds = {bool(each) for _, each, *_ in drafter.captured._replays}
         assert kinds == {False, True}, "behind prompts, and behind other steps"
     if whim:
         assert any(
@@ -178,7 +178,7 @@ def test_drafts_are_transformers(
 
 @pytest.mark.parametrize("beside", [False, True])
 def test_drafts_after_a_prefix_hit(beside: bool, folders: dict[str, Path]) -> None:
-    """The module's lines of shared blocks are there, also when steps without drafts made them; and when who
+    """The module's entries of shared blocks are there, also when steps without drafts made them; and when who
     made them goes on ``beside``."""
     reference = Reference(folders["skilled"])
     speculation = fixed(2)
@@ -262,7 +262,7 @@ def test_all_states_that_wait_are_no_more_than_a_pass(
     finally:
         engine.close()
     assert 30 < most <= 60
-    assert 3 <= passes <= 8  # of 160 lines; each makes those of the rows with the most
+    assert 3 <= passes <= 8  # of 160 entries; each makes those of the rows with the most
 
 
 @pytest.mark.parametrize("defers", [False, True])

@@ -27,7 +27,7 @@ full, window    (``[1 + blocks, 2, kv_heads, block, head_dim]``,)
                 in 8 bits: values E4M3 of that shape, scales float32 ``[1 + blocks, 2, kv_heads, block]``
 latent          (``[1 + blocks, block, width]``,)
                 in 8 bits: values E4M3 ``[.., width - exact]``, scales float32 ``[1 + blocks, block]``, and
-                what is left of the lines, ``[.., exact]``
+                what is left of the entries, ``[.., exact]``
 compressed      (``[1 + blocks, block // ratio, width]``,), the block counted in source positions
 state           for each part one, ``[slots + 1, copies, *shape]``; see ``SegmentInput.live``
 """
@@ -73,8 +73,8 @@ class StepInput:
     positions: Tensor
     """int64 [T]: absolute, derived on the device."""
     writes: tuple[Tensor, ...]
-    """For each cache kind, int64 [T]: where each token's line goes, ``block id * block + offset`` positions;
-    a compressed line goes to this ``// ratio`` of its group's last token. Empty for ``state``."""
+    """For each cache kind, int64 [T]: where each token's entry goes, ``block id * block + offset`` positions;
+    a compressed entry goes to this ``// ratio`` of its group's last token. Empty for ``state``."""
     segments: tuple[SegmentInput, SegmentInput]
     """(prefill, decode)."""
     prepared: tuple[tuple[object, ...], ...]
@@ -113,7 +113,7 @@ class Backend(ABC):
 
 
 def refuse_fp8(name: str, cache: CacheSpec) -> None:
-    """For backends that read plain lines alone. Raises ConfigError for others."""
+    """For backends that read plain entries alone. Raises ConfigError for others."""
     if cache.fp8:
         raise ConfigError(
             f"attention backend {name!r} cannot read a cache in 8 bits: use --kv-cache-dtype auto, or "

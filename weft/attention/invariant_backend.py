@@ -65,8 +65,8 @@ class Group:
     """int64: which of the P * n are queries."""
     places: Tensor
     """int64: where those are in the segment."""
-    lines: Tensor
-    """int64 [planes * P * W * TILE / g]: rows of the cache as lines of g positions."""
+    entries: Tensor
+    """int64 [planes * P * W * TILE / g]: rows of the cache as entries of g positions."""
     seen: Tensor
     """[P, 1, W * TILE, 1], integers of the cache dtype's width: all bits set where a query may look."""
     hidden: Tensor
@@ -132,10 +132,10 @@ class InvariantAttention(AttentionBackend):
             prepared.groups = tuple(cut(segment, kind, spec, memory, shared, prepared.shapes[0].rows))
             prepared.shared = shared
         g = gcd(cache.shape[3], TILE)
-        lines = cache.view(-1, g * spec.head_dim)
+        entries = cache.view(-1, g * spec.head_dim)
         own = None if scales is None else scales.view(-1, g)
         for group in prepared.groups:
-            _attend(q, out, lines, own, group, spec, scale, prepared.shapes, sinks)
+            _attend(q, out, entries, own, group, spec, scale, prepared.shapes, sinks)
 
 
 def pair_shapes(keys: int, values: int, dtype: torch.dtype) -> tuple[ProductShapes, ProductShapes]:
@@ -156,7 +156,7 @@ class Memory:
     """How one layer's cache lies: [blocks, planes, block, dim]."""
 
     planes: int
-    """Keys and values of each KV head, or 1: lines that are both."""
+    """Keys and values of each KV head, or 1: entries that are both."""
     dim: int
     block: int
     dtype: torch.dtype
@@ -220,20 +220,20 @@ def make_group(
     if spec.window:
         hidden |= keys.unsqueeze(1) <= position.unsqueeze(2) - spec.window
     seen = (keys >= lowest.unsqueeze(1)) & (keys < (first.unsqueeze(1) + counts))
-    # Lines of g positions: both blocks and tiles are whole numbers of them.
+    # Entries of g positions: both blocks and tiles are whole numbers of them.
     g = gcd(block, TILE)
     starting = keys[:, ::g]
-    entries = (starting // block).clamp(max=table.shape[1] - 1)  # past the table nothing is seen
-    at = table[rows.unsqueeze(1), entries] * memory.planes
+    table_index = (starting // block).clamp(max=table.shape[1] - 1)  # past the table nothing is seen
+    at = table[rows.unsqueeze(1), table_index] * memory.planes
     planes = torch.arange(memory.planes, device=device).view(-1, 1, max(1, memory.planes // 2), 1)
-    lines = (at[None, :, None, :] + planes) * (block // g) + (starting % block // g)[None, :, None, :]
+    entries = (at[None, :, None, :] + planes) * (block // g) + (starting % block // g)[None, :, None, :]
     begins = _column([piece.first for piece in pieces], device).unsqueeze(1)
     queries = begins + within.where(real, 0)
     return Group(
         queries=queries,
         real=real.view(-1).nonzero().squeeze(1),
         places=queries[real],
-        lines=lines.reshape(-1),
+        entries=entries.reshape(-1),
         seen=-seen[:, None, :, None].to(BITS[memory.dtype]),
         hidden=hidden.view(len(pieces), n, width, TILE).transpose(1, 2).unsqueeze(2).unsqueeze(1),
     )
@@ -245,8 +245,8 @@ def make_group(
 def _attend(
     q: Tensor,
     out: Tensor,
-    lines: Tensor,
-    scales: Tensor | None,  # of the lines, each as many as it has positions
+    entries: Tensor,
+    scales: Tensor | None,  # of the entries, each as many as it has positions
     group: Group,
     spec: CacheSpec,
     scale: float,
@@ -255,10 +255,10 @@ def _attend(
 ) -> None:
     (pieces, n), kv_heads, dim = group.queries.shape, spec.kv_heads, spec.head_dim
     shared, dtype = q.shape[1] // kv_heads, wide(q.dtype)
-    kv = lines.index_select(0, group.lines).view(2, pieces, kv_heads, -1, dim)
+    kv = entries.index_select(0, group.entries).view(2, pieces, kv_heads, -1, dim)
     kv.view(group.seen.dtype).bitwise_and_(group.seen)  # +0.0, whatever was there
     if scales is not None:
-        own = scales.index_select(0, group.lines).view(kv.shape[:-1])
+        own = scales.index_select(0, group.entries).view(kv.shape[:-1])
         kv = kv_fp8.dequantize(kv, own.where(group.seen.squeeze(-1) != 0, 0.0), dtype)
     k, v = kv.to(dtype).view(2, pieces, kv_heads, -1, TILE, dim)
     folded = q[group.queries].to(dtype).view(pieces, n, kv_heads, shared, dim)

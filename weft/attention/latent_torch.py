@@ -1,6 +1,6 @@
 """Latent attention with torch operations, for CPU and CUDA and every dtype: the reference of both forms.
 
-    absorbed   pieces and groups of torch_backend.py, over one plane of lines that are keys and values
+    absorbed   pieces and groups of torch_backend.py, over one plane of entries that are keys and values
     expanded   row by row: keys and values of ``CHUNK`` positions at a time (absolute multiples), queries in
                tiles; what the chunks give is merged by log-sum-exp
 
@@ -90,11 +90,11 @@ class TorchLatent(LatentBackend):
 # --- absorbed ---
 
 
-def _groups(segment: SegmentInput, kind: int, spec: CacheSpec, lines: Tensor) -> tuple[Group, ...]:
-    block_size, limit = lines.shape[1], max(1, GATHER // (lines.shape[1] * spec.width))
+def _groups(segment: SegmentInput, kind: int, spec: CacheSpec, entries: Tensor) -> tuple[Group, ...]:
+    block_size, limit = entries.shape[1], max(1, GATHER // (entries.shape[1] * spec.width))
     pieces = cut(segment, spec.window, block_size)
     return tuple(
-        make_group(some, segment, kind, spec, block_size, lines.dtype, planes=1)
+        make_group(some, segment, kind, spec, block_size, entries.dtype, planes=1)
         for some in batches(pieces, limit)
     )
 
@@ -139,7 +139,7 @@ def _expanded(
             seen = positions < end
             if spec.window:
                 seen &= positions > true - spec.window
-            chunk = _lines(cache, segment.tables[kind][row], positions, seen).to(exact)
+            chunk = _rows_of(cache, segment.tables[kind][row], positions, seen).to(exact)
             k = torch.einsum("sl,hdl->hsd", chunk[:, : mla.kv_lora], keys)
             shared = chunk[:, mla.kv_lora :].expand(k.shape[0], -1, -1)
             v = torch.einsum("sl,hvl->hsv", chunk[:, : mla.kv_lora], values)
@@ -148,22 +148,22 @@ def _expanded(
         begin += count
 
 
-def _lines(cache: tuple[Tensor, ...], table: Tensor, positions: Tensor, seen: Tensor) -> Tensor:
-    """[S, width]: lines of the positions, zeros where not ``seen``."""
+def _rows_of(cache: tuple[Tensor, ...], table: Tensor, positions: Tensor, seen: Tensor) -> Tensor:
+    """[S, width]: entries of the positions, zeros where not ``seen``."""
     block = cache[0].shape[1]
-    entries = (positions // block).clamp(max=table.shape[0] - 1)  # past the table nothing is seen
-    return _read(cache, 1, table[entries] * block + positions % block, -seen.unsqueeze(1).to(torch.int8))
+    table_index = (positions // block).clamp(max=table.shape[0] - 1)  # past the table nothing is seen
+    return _read(cache, 1, table[table_index] * block + positions % block, -seen.unsqueeze(1).to(torch.int8))
 
 
 def _read(cache: tuple[Tensor, ...], run: int, index: Tensor, seen: Tensor) -> Tensor:
-    """[N * run, width]: the runs of ``run`` lines that ``index`` [N] names.
+    """[N * run, width]: the runs of ``run`` entries that ``index`` [N] names.
 
     Zeros, whatever was there, where ``seen`` [N * run, 1] (integers) is 0 and not -1.
     """
 
-    def take(lines: Tensor) -> Tensor:
-        width = lines.shape[2]
-        found = lines.view(-1, run * width).index_select(0, index).view(-1, width)
+    def take(entries: Tensor) -> Tensor:
+        width = entries.shape[2]
+        found = entries.view(-1, run * width).index_select(0, index).view(-1, width)
         found.view(BITS[found.dtype]).bitwise_and_(seen.to(BITS[found.dtype]))
         return found
 

@@ -3,7 +3,8 @@
 Rows are cut into pieces of neighbouring queries; pieces that are alike are computed together, as a tile:
 
     n queries   positions p .. p + n - 1 of a row
-    keys        lines of the window of any of them, then groups' lines: all that one of them may see, masked
+    keys        entries of the window of any of them, then groups' entries: all that one of them may see,
+    masked
                 by what each has chosen; or, of single queries that choose few of many, the chosen ones alone
     zeros       for keys that no query of the piece may see: they can hold another tenant's NaN
 
@@ -47,8 +48,8 @@ class _Piece:
     offset: int
     count: int
     first: int
-    lines: int
-    """Most lines of the window that they see."""
+    entries: int
+    """Most entries of the window that they see."""
     groups: int
     """Most groups that they see."""
 
@@ -63,8 +64,8 @@ class _Tile:
     queries: int
     rows: Tensor
     """int64 [B]."""
-    lines: Tensor | None
-    """int64 [B, K of the window]: lines of the cache as [blocks * block, width]."""
+    entries: Tensor | None
+    """int64 [B, K of the window]: entries of the cache as [blocks * block, width]."""
     groups: Tensor | None
     """int64 [B, K of the groups], likewise; None where those that were chosen are gathered."""
     visible: Tensor
@@ -99,7 +100,7 @@ class TorchSparse(SparseBackend):
         tiles = tuple(_tile(some, segment, reads, caches) for some in _alike(pieces, reads))
         scored: tuple[_Tile, ...] = ()
         if reads.top:
-            alone = replace(reads, lines=None, heads=reads.index_heads, top=0)
+            alone = replace(reads, entries=None, heads=reads.index_heads, top=0)
             pieces = [piece for piece in _cut(segment, alone) if piece.groups > reads.top]
             scored = tuple(_tile(some, segment, alone, caches) for some in _alike(pieces, alone))
         return _Plan(tiles=tiles, scored=scored, limits=_limits(segment, reads))
@@ -156,7 +157,7 @@ def _cut(segment: SegmentInput, reads: Reads) -> Iterator[_Piece]:
         offset = 0
         while offset < count:
             piece = _sized(row, start, offset, min(TILE, count - offset), begin, reads)
-            most = max(1, SCORES // (reads.heads * max(1, piece.lines + piece.groups)))
+            most = max(1, SCORES // (reads.heads * max(1, piece.entries + piece.groups)))
             if piece.count > most:
                 piece = _sized(row, start, offset, most, begin, reads)
             if reads.top and piece.count * reads.top < piece.groups:
@@ -171,9 +172,9 @@ def _cut(segment: SegmentInput, reads: Reads) -> Iterator[_Piece]:
 
 def _sized(row: int, start: int, offset: int, count: int, begin: int, reads: Reads) -> _Piece:
     end = start + offset + count
-    lines = 0 if reads.lines is None else min(count + reads.window - 1, end)
+    entries = 0 if reads.entries is None else min(count + reads.window - 1, end)
     groups = 0 if reads.groups is None else end // reads.ratio
-    return _Piece(row, offset, count, begin + offset, lines, groups)
+    return _Piece(row, offset, count, begin + offset, entries, groups)
 
 
 def _picks(piece: _Piece, reads: Reads) -> bool:
@@ -189,7 +190,7 @@ def _alike(pieces: list[_Piece], reads: Reads) -> Iterator[list[_Piece]]:
         size = 0 if picks else (piece.groups + 1).bit_length()
         alike.setdefault((piece.count, chooses, size), []).append(piece)
     for batch in alike.values():
-        keys = max(piece.lines + (reads.top if _picks(piece, reads) else piece.groups) for piece in batch)
+        keys = max(piece.entries + (reads.top if _picks(piece, reads) else piece.groups) for piece in batch)
         keys = max(keys, 1)
         most = min(GATHER // (keys * reads.dim), SCORES // (keys * batch[0].count * reads.heads))
         for i in range(0, len(batch), max(1, most)):
@@ -201,12 +202,12 @@ def _tile(pieces: list[_Piece], segment: SegmentInput, reads: Reads, caches: Lay
     rows = _column([piece.row for piece in pieces], device)
     p = segment.starts[rows] + _column([piece.offset for piece in pieces], device)  # [B]: the first query's
     queries = p.unsqueeze(1) + torch.arange(n, device=device)  # [B, n]
-    lines = groups = None
+    entries = groups = None
     seen = []
-    if reads.lines is not None:
+    if reads.entries is not None:
         lowest = (p - reads.window + 1).clamp(min=0)
-        keys = lowest.unsqueeze(1) + torch.arange(max(piece.lines for piece in pieces), device=device)
-        lines = places(segment.tables[reads.lines], rows, keys, caches[reads.lines][0].shape[1])
+        keys = lowest.unsqueeze(1) + torch.arange(max(piece.entries for piece in pieces), device=device)
+        entries = places(segment.tables[reads.entries], rows, keys, caches[reads.entries][0].shape[1])
         keys, at = keys.unsqueeze(1), queries.unsqueeze(2)
         seen.append((keys <= at) & (keys > at - reads.window))
     picks = _picks(pieces[0], reads)
@@ -220,7 +221,7 @@ def _tile(pieces: list[_Piece], segment: SegmentInput, reads: Reads, caches: Lay
         pieces=len(pieces),
         queries=n,
         rows=rows,
-        lines=lines,
+        entries=entries,
         groups=groups,
         visible=torch.cat(seen, dim=2) if seen else queries.new_empty(*queries.shape, 0, dtype=torch.bool),
         chooses=0 < reads.top < pieces[0].groups,
@@ -252,7 +253,7 @@ def _limits(segment: SegmentInput, reads: Reads) -> Tensor:
 def _scores(q: Tensor, weights: Tensor, keys: Tensor, tile: _Tile) -> Tensor:
     """wide [B * n, groups]; -inf for groups that a query does not see.
 
-    q: [T, heads, dim]; weights: wide [T, heads]; keys: [lines, dim].
+    q: [T, heads, dim]; weights: wide [T, heads]; keys: [entries, dim].
     """
     assert tile.groups is not None
     b, n, heads = tile.pieces, tile.queries, q.shape[1]
@@ -260,7 +261,7 @@ def _scores(q: Tensor, weights: Tensor, keys: Tensor, tile: _Tile) -> Tensor:
     folded = q[tile.tokens].reshape(b, n * heads, -1).to(weights.dtype)
     each = torch.bmm(folded, found.transpose(1, 2)).relu_().view(b * n, heads, -1)
     made = torch.bmm(weights[tile.tokens].unsqueeze(1), each).squeeze(1)
-    # A column of a line that nobody wrote can be NaN; no column has a part in another.
+    # A column of an entry that nobody wrote can be NaN; no column has a part in another.
     return made.masked_fill_(~tile.visible.view(b * n, -1), -torch.inf)
 
 
@@ -270,9 +271,9 @@ def _keys(
     """(the tile's keys [B, K, dim], zero where no query sees them; which each query sees, bool [B, n, K])."""
     b, n, visible = tile.pieces, tile.queries, tile.visible
     found = []
-    if reads.lines is not None:
-        assert tile.lines is not None
-        found.append(_take(caches[reads.lines][0], tile.lines, reads.dim))
+    if reads.entries is not None:
+        assert tile.entries is not None
+        found.append(_take(caches[reads.entries][0], tile.entries, reads.dim))
     if reads.groups is not None:
         cache, groups = caches[reads.groups][0], tile.groups
         if tile.chooses:
@@ -294,9 +295,11 @@ def _keys(
     return keys.masked_fill_(~visible.any(dim=1).unsqueeze(2), 0.0), visible
 
 
-def _take(cache: Tensor, lines: Tensor, dim: int) -> Tensor:
-    """[B, K, dim]: the first elements of the lines [B, K]."""
-    return cache.view(-1, cache.shape[2])[:, :dim].index_select(0, lines.reshape(-1)).view(*lines.shape, dim)
+def _take(cache: Tensor, entries: Tensor, dim: int) -> Tensor:
+    """[B, K, dim]: the first elements of the entries [B, K]."""
+    return (
+        cache.view(-1, cache.shape[2])[:, :dim].index_select(0, entries.reshape(-1)).view(*entries.shape, dim)
+    )
 
 
 def _attend(

@@ -54,7 +54,7 @@ class _Part:
 class Cut:
     """A segment, cut up for the heads of a layer."""
 
-    form: forms.Form
+    form: forms.KernelForm
     split: int
     """Keys of a split, 0 for one piece."""
     splits: int
@@ -174,7 +174,7 @@ def longest(segment: SegmentInput) -> int:
     return int((segment.host_starts.astype(np.int64) + segment.host_counts).max())
 
 
-def make_cut(segment: SegmentInput, heads: int, spec: CacheSpec, form: forms.Form, split: int) -> Cut:
+def make_cut(segment: SegmentInput, heads: int, spec: CacheSpec, form: forms.KernelForm, split: int) -> Cut:
     """Tiles in the order of their tokens; without splits those with the most keys first.
 
     Of ``spec`` the KV heads and their dim count: as many parts of the heads, states as wide.

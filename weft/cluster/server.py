@@ -18,10 +18,10 @@ from pathlib import Path
 
 import msgspec
 
-from weft.cluster import channel, registry
+from weft.cluster import channel, process_registry
 from weft.cluster import supervisor as s
 from weft.cluster.owner import Starter
-from weft.cluster.table import Kill, Start, State
+from weft.cluster.table import Kill, ProcessState, Start
 from weft.common import signals
 from weft.common.clock import Clock, SystemClock
 from weft.common.errors import ReportedError
@@ -38,7 +38,7 @@ StartFront = Callable[[str, int, socket.socket], "subprocess.Popen[bytes]"]
 """Starts the front of a name and incarnation, with its end of the channel. Does not wait for it."""
 
 
-class Server:
+class ClusterServer:
     """Used from the main thread, which owns all processes: they end with it."""
 
     def __init__(
@@ -63,7 +63,7 @@ class Server:
         """Name -> incarnation, process and channel."""
         self._selector = selectors.DefaultSelector()
         self._signals: deque[int] = deque()
-        self._published: registry.Registry | None = None
+        self._published: process_registry.ProcessRegistry | None = None
         self._status: int | None = None
 
     def run(self) -> int:
@@ -169,16 +169,16 @@ class Server:
 
     def _publish(self) -> None:
         """Writes the registry, if it says anything new."""
-        found = registry.Registry((*self._head_records(), *self._front_records()))
+        found = process_registry.ProcessRegistry((*self._head_records(), *self._front_records()))
         if found != self._published:
             try:
-                registry.write(self._folder, found)
+                process_registry.write(self._folder, found)
             except OSError as error:  # a full disk: the next turn tries again
                 log.error("the registry cannot be written: %s", error)
             else:
                 self._published = found
 
-    def _head_records(self) -> list[registry.Record]:
+    def _head_records(self) -> list[process_registry.ProcessRecord]:
         records = []
         for name, entry in self._supervisor.heads.entries.items():
             if (address := self._addresses.get(name)) is None:
@@ -186,7 +186,7 @@ class Server:
             endpoint = address.endpoint
             process = address.process
             records.append(
-                registry.Record(
+                process_registry.ProcessRecord(
                     role="head",
                     name=name,
                     incarnation=entry.incarnation,
@@ -199,9 +199,9 @@ class Server:
             )
         return records
 
-    def _front_records(self) -> list[registry.Record]:
+    def _front_records(self) -> list[process_registry.ProcessRecord]:
         return [
-            registry.Record(
+            process_registry.ProcessRecord(
                 role="front",
                 name=name,
                 incarnation=entry.incarnation,
@@ -217,5 +217,7 @@ class Server:
             self._end_front(name)
         self._selector.close()
         if self._status is not None and self._status <= 128:
-            running = [n for n, e in self._supervisor.heads.entries.items() if e.state is State.RUNNING]
+            running = [
+                n for n, e in self._supervisor.heads.entries.items() if e.state is ProcessState.RUNNING
+            ]
             shut_down([self._addresses[name] for name in running])

@@ -237,8 +237,10 @@ class Supervisor:
                 actions += self._lose("front", name, entry.incarnation, error)
         return actions
 
-    def _running_fronts(self) -> list[tuple[str, t.Entry]]:
-        return [(name, one) for name, one in self.fronts.entries.items() if one.state is t.State.RUNNING]
+    def _running_fronts(self) -> list[tuple[str, t.ProcessEntry]]:
+        return [
+            (name, one) for name, one in self.fronts.entries.items() if one.state is t.ProcessState.RUNNING
+        ]
 
     def _exit(self, status: int) -> list[Action]:
         self.phase = Phase.ENDED

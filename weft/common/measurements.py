@@ -2,7 +2,7 @@
 
     {"version": 1, "measured": [row, ...]}
 
-What a row says is its owner's business: ``weft/ops/moe_table.py``, ``weft/moe/cost.py``. No torch.
+What a row says is its owner's business: ``weft/ops/moe_table.py``, ``weft/moe/exchange_cost.py``. No torch.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ A pool is worth its weakest kind, so bytes are divided in proportion to what one
 ``max_model_len`` needs of each: every kind can then hold the same number of such sequences. Each pool has
 one block more than it gives out, the null block; it is paid for here.
 
-A recurrent state is no line in a pool: every slot has its copies of it, which come off first. The pool of its
-kind holds snapshots, of which a sequence needs none: they get ``MIN_SNAPSHOTS``, and a share.
+A recurrent state is no entry in a pool: every slot has its copies of it, which come off first. The pool of
+its kind holds snapshots, of which a sequence needs none: they get ``MIN_SNAPSHOTS``, and a share.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 
 from weft.common.errors import ConfigError
-from weft.config.layout import block_bytes, slot_tensors
+from weft.config.cache_layout import block_bytes, slot_tensors
 from weft.config.resolved import PoolSpec
 from weft.config.sections import SchedulerSection
 from weft.config.sharding import local_spec
@@ -41,10 +41,10 @@ def show_bytes(count: int) -> str:
 def kind_block(cache: CacheSpec, block_size: int) -> int:
     """Positions of one block of a kind, where a base block has ``block_size``.
 
-    The least that is a whole number of base blocks and of ``ratio`` positions, even if that is one line: a
-    prefix hit of the whole model ends at a block's border of every kind, so eight lines of 128 positions
+    The least that is a whole number of base blocks and of ``ratio`` positions, even if that is one entry: a
+    prefix hit of the whole model ends at a block's border of every kind, so eight entries of 128 positions
     a block would lose every hit below 1,024 tokens. A small block costs nothing in return: what reads
-    compressed lines picks them one by one, each of them a KiB or so, and blocks are taken less often than
+    compressed entries picks them one by one, each of them a KiB or so, and blocks are taken less often than
     base blocks are.
     """
     return math.lcm(block_size, cache.ratio)
@@ -58,15 +58,15 @@ def hit_unit(spec: ModelSpec, block_size: int) -> int:
 def snapshot_stride(spec: ModelSpec, block_size: int, dtype: str) -> int:
     """Positions between the snapshots of a long prompt: a multiple of the ``hit_unit``.
 
-    So many that a snapshot costs no more bytes than the lines of those positions in the kinds that keep all,
-    and no fewer than ``MIN_STRIDE``: a snapshot ends a chunk early.
+    So many that a snapshot costs no more bytes than the entries of those positions in the kinds that keep
+    all, and no fewer than ``MIN_STRIDE``: a snapshot ends a chunk early.
     """
     states = [cache for cache in spec.caches if cache.kind == "state"]
     snapshot = sum(block_bytes(cache, block_size, dtype) for cache in states)
     positions, unit = MIN_STRIDE, hit_unit(spec, block_size)
-    lines = [cache for cache in spec.caches if cache.kind != "state" and not cache.window]
-    if lines:
-        kept = sum(block_bytes(cache, unit, dtype) for cache in lines)  # of one unit of positions
+    entries = [cache for cache in spec.caches if cache.kind != "state" and not cache.window]
+    if entries:
+        kept = sum(block_bytes(cache, unit, dtype) for cache in entries)  # of one unit of positions
         positions = max(positions, -(-snapshot * unit // kept))
     return -(-positions // unit) * unit
 
@@ -90,7 +90,7 @@ def longest_chunk(scheduler: SchedulerSection, max_model_len: int) -> int:
 
 
 def state_bytes(spec: ModelSpec, dtype: str, num_slots: int, copies: int = 1) -> int:
-    """Bytes of the recurrent state that slots have, ``copies`` each; one line more than there are slots."""
+    """Bytes of the recurrent state that slots have, ``copies`` each; one entry more than there are slots."""
     states = [cache for cache in spec.caches if cache.kind == "state"]
     return sum(t.nbytes for cache in states for t in slot_tensors(cache, num_slots, copies, dtype))
 
@@ -138,9 +138,9 @@ def _needs(
         fixed += MIN_SNAPSHOTS * snapshot
         if snapshots:
             share = _snapshots_for_one(spec, block_size, dtype, max_model_len)
-            lines = sum(count * size for count, size in zip(blocks, sizes, strict=True))
-            # Lines are what lets sequences run; snapshots only save them time. So never the larger part.
-            share = min(share, lines // snapshot) if lines else share
+            entries = sum(count * size for count, size in zip(blocks, sizes, strict=True))
+            # Entries are what lets sequences run; snapshots only save them time. So never the larger part.
+            share = min(share, entries // snapshot) if entries else share
             for number in states:
                 blocks[number] = share
     return _Needs(fixed, sizes, blocks)

@@ -260,8 +260,8 @@ class ParallelSection(_Section, frozen=True, kw_only=True):
     overlap: Annotated[
         Literal["off", "prefill", "all", "auto"],
         Meta(
-            description="Split steps in two halves, one's communication under the other's compute: in steps "
-            "with prompts, in all, or where measured costs say that it pays."
+            description="Split steps in two micro-batches, one's communication under the other's compute: in "
+            "steps with prompts, in all, or where measured costs say that it pays."
         ),
     ] = "auto"
     collectives: Annotated[

@@ -85,7 +85,7 @@ class EngineCore:
         self.domain = domain or self.runner.domain
         """Where other replicas have a part in every step."""
         self.overlap = OverlapPolicy(mode_of(config.parallel, config.device))
-        """Which steps are computed in halves."""
+        """Which steps are computed in micro-batches."""
         self.balance = Balance(config.parallel.eplb_interval)
         """At which steps experts move."""
         self.sources: list[Source] = []
@@ -244,7 +244,7 @@ class EngineCore:
         seconds = now - max(began, self._completed)
         self._completed = now
         events = self.scheduler.commit(handle.plan, result, now)
-        self.scheduler.observe(handle.plan, seconds, handle.cold)
+        self.scheduler.observe(handle.plan, seconds, handle.uncaptured)
         self.overlap.observe(handle.plan, handle.times)
         return events
 

@@ -39,7 +39,7 @@ from weft.group.sizes import blocks_of, sized
 from weft.group.types import GroupLost
 from weft.kv.digest import SlotDigest
 from weft.parallel.control import HeadChannel, NoRanks, PeerGone
-from weft.parallel.group import CommLost
+from weft.parallel.group_comm import CommLost
 from weft.parallel.leases import Leases
 from weft.parallel.mesh import Mesh
 from weft.parallel.store import join_store
@@ -382,7 +382,7 @@ class GroupExecutor:
 
     # ---- from the watch
 
-    def _heard(self, heartbeat: f.Beat) -> f.Beat:
+    def _heard(self, heartbeat: f.RankHeartbeat) -> f.RankHeartbeat:
         self._feed(t.Received(b"", heartbeat))
         return self.membership.heartbeat()
 

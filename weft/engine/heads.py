@@ -17,8 +17,8 @@ from weft.common import env, signals
 from weft.config.gpus import gpu_environment, head_rank
 from weft.config.hosts import uses_board
 from weft.config.resolved import EngineConfig
-from weft.engine.keeper import Keeper
-from weft.engine.ranks import RankProcesses, are_kept, rank_address
+from weft.engine.rank_supervisor import RankSupervisor
+from weft.engine.ranks import RankProcesses, are_supervised, rank_address
 from weft.links.link import Address
 from weft.parallel.remote import REFUSED, RemoteHead, RemoteHeads
 
@@ -104,23 +104,27 @@ class LocalHeads:
     def __init__(self, config: EngineConfig, folder: Path, log_level: str) -> None:
         """``folder``: for their files; only this user may enter it."""
         self._config, self._folder, self._level = config, folder, log_level
-        self._keeper: Keeper | None = None
+        self._rank_supervisor: RankSupervisor | None = None
         """Where heads have such workers."""
 
-    def start(self, replica: int, endpoint: str, life: int = 0) -> subprocess.Popen[bytes]:
-        """A head that will listen at ``endpoint``; does not wait for it. ``life``: see ``EngineConfig``."""
+    def start(self, replica: int, endpoint: str, incarnation: int = 0) -> subprocess.Popen[bytes]:
+        """A head that will listen at ``endpoint``; does not wait for it. ``incarnation``: see
+        ``EngineConfig``.
+        """
         pipe, parallel = None, self._config.parallel
-        if are_kept(parallel, replica):
-            self._keeper = self._keeper or Keeper(parallel.data_parallel_size, self._workers)
-            pipe = self._keeper.link(replica)
-        own = msgspec.structs.replace(self._of(replica), life=life)
+        if are_supervised(parallel, replica):
+            self._rank_supervisor = self._rank_supervisor or RankSupervisor(
+                parallel.data_parallel_size, self._workers
+            )
+            pipe = self._rank_supervisor.link(replica)
+        own = msgspec.structs.replace(self._of(replica), incarnation=incarnation)
         return start_head(own, endpoint, self._level, pipe)
 
     def close(self, seconds: float) -> None:
         """Gives workers, which were told to stop, ``seconds`` to end, then kills them."""
-        if self._keeper is not None:
-            self._keeper.close(seconds)
-            self._keeper = None
+        if self._rank_supervisor is not None:
+            self._rank_supervisor.close(seconds)
+            self._rank_supervisor = None
 
     def _of(self, replica: int) -> EngineConfig:
         return msgspec.structs.replace(self._config, replica=replica, domain=str(self._folder))

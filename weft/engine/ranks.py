@@ -152,7 +152,7 @@ def rank_address(config: EngineConfig) -> str:
     return tcp(own_address(host, port), port)
 
 
-def are_kept(parallel: ParallelSection, replica: int) -> bool:
+def are_supervised(parallel: ParallelSection, replica: int) -> bool:
     """Whether the workers on the head's host are kept by their server, and outlive the head."""
     moves = uses_board(parallel) and replica_spans(parallel, replica)
     return parallel.tensor_parallel_size > 1 and not moves

@@ -21,7 +21,7 @@ from weft.engine.heads import HeadProcesses
 from weft.links.links import Links
 from weft.links.thread import LinksThread
 from weft.parallel.remote import REFUSED
-from weft.routing.roster import Patience
+from weft.routing.instance_table import Patience
 from weft.types import messages as m
 
 STEP_S = 0.1

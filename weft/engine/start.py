@@ -16,24 +16,25 @@ from weft.common.cores import usable_cores
 from weft.common.errors import ConfigError
 from weft.common.folder import private_folder
 from weft.common.log import get_logger
-from weft.config.group import shared_settings
+from weft.config.group_settings import shared_settings
 from weft.config.hosts import domain_spans, meeting_place, ranks_on, replica_spans, uses_board
 from weft.config.resolved import EngineConfig, KVConfig
 from weft.engine.build import load, rank_mesh
 from weft.engine.domain import Domain
 from weft.engine.executor import RankRunner
-from weft.engine.faults import Faults
+from weft.engine.fault_injection import Faults
 from weft.engine.group import GroupExecutor, Links, Share
-from weft.engine.kept import KeptRanks
 from weft.engine.ranks import RankProcesses, rank_address, ranks_of, threads_each
+from weft.engine.supervised_ranks import SupervisedRanks
 from weft.group.meeting import Meeting
 from weft.group.membership import HELLO_S, Membership
 from weft.parallel.address import own_address, tcp
-from weft.parallel.agreement import AgreementGroup, ZmqBell
+from weft.parallel.agreement import AgreementGroup
 from weft.parallel.board import BoardClient, board_place
 from weft.parallel.control import ZmqHead
 from weft.parallel.leases import BoardLeases, FolderLeases, Leases
 from weft.parallel.store import host_store
+from weft.parallel.wakeup import WakeupSocket
 from weft.types.board import control_key
 from weft.types.layout import Layout
 
@@ -73,13 +74,14 @@ def set_threads(asked: int | None, most: int | None = None) -> None:
 
 
 def start_executor(
-    config: EngineConfig, *, progress: bool = True, kept: KeptRanks | None = None
+    config: EngineConfig, *, progress: bool = True, supervised: SupervisedRanks | None = None
 ) -> GroupExecutor:
     """The group of one replica, ready for its first step: starts its workers on this host, loads this rank's
     share, and forms an epoch.
 
-    ``kept``: the workers, where the server keeps them. Those that outlived another head have their weights.
-    Raises ConfigError for what cannot be served as configured, and GroupLost when a rank does not come up.
+    ``supervised``: the workers, where the server keeps them. Those that outlived another head have their
+    weights. Raises ConfigError for what cannot be served as configured, and GroupLost when a rank does not
+    come up.
     """
     layout, timeout = layout_of(config), config.parallel.rank_timeout
     take_threads(config)
@@ -91,7 +93,7 @@ def start_executor(
         folder = _folder(config)
         resources.callback(shutil.rmtree, folder, ignore_errors=True)
         channel, heartbeats = _channels(config, folder)
-        processes = kept or RankProcesses(config, channel.address, _level())
+        processes = supervised or RankProcesses(config, channel.address, _level())
         resources.callback(processes.close, CLOSE_S)
         resources.callback(channel.close)
         host = mesh_host(config)
@@ -145,23 +147,23 @@ def mesh_host(config: EngineConfig) -> str | None:
 
 
 def _channels(config: EngineConfig, folder: Path) -> tuple[ZmqHead, ZmqHead]:
-    """(for frames, for beats)."""
+    """(for frames, for heartbeats)."""
     parallel, replica = config.parallel, config.replica
     if not replica_spans(parallel, replica):  # in a server's folder the next head will listen there, too
         ranks = rank_address(config) if config.domain else f"ipc://{folder}/ranks"
-        return ZmqHead(ranks), ZmqHead(f"{ranks}.beats")
+        return ZmqHead(ranks), ZmqHead(f"{ranks}.heartbeats")
     place, keys = board_place(parallel)
     where, port = meeting_place(parallel)
     host = own_address(where, port)
     if not uses_board(parallel):  # the only head: everybody knows where it is
         return ZmqHead(rank_address(config), keys, PORT_S), ZmqHead(tcp(host, "*"), keys)
-    channel, beats = ZmqHead(tcp(host, "*"), keys), ZmqHead(tcp(host, "*"), keys)
+    channel, heartbeats = ZmqHead(tcp(host, "*"), keys), ZmqHead(tcp(host, "*"), keys)
     board = BoardClient(place, keys)
     try:
         board.tell(control_key(replica), channel.address.encode(), HELLO_S)
     finally:
         board.close()
-    return channel, beats
+    return channel, heartbeats
 
 
 def _stores(config: EngineConfig, folder: Path, host: str | None, resources: ExitStack) -> str:
@@ -188,18 +190,18 @@ def _domain(
         return None, None, None
     if host is not None:
         place, keys = board_place(config.parallel)
-        bell = ZmqBell(tcp(host, "*"), replica, keys)
+        wakeup = WakeupSocket(tcp(host, "*"), replica, keys)
         leases: Leases = BoardLeases(BoardClient(place, keys), replica, layout.data)
     elif config.domain:
-        bell = ZmqBell(f"ipc://{config.domain}/bell{replica}", replica)
+        wakeup = WakeupSocket(f"ipc://{config.domain}/wake{replica}", replica)
         leases = FolderLeases(config.domain, replica, layout.data)
     else:
         raise ConfigError(
             "--enable-expert-parallel with --data-parallel-size: replicas must be started together",
             param="--data-parallel-size",
         )
-    domain = Domain(AgreementGroup(replica, layout.data, bell, host))
-    return domain, Meeting(replica, stores, bell.address), leases
+    domain = Domain(AgreementGroup(replica, layout.data, wakeup, host))
+    return domain, Meeting(replica, stores, wakeup.address), leases
 
 
 def _level() -> str:

@@ -18,7 +18,7 @@ from weft.front.completions import completions
 from weft.front.context import Front
 from weft.front.lifecycle import Phase
 from weft.front.metrics import CONTENT_TYPE
-from weft.front.middleware import OPEN_PATHS, Gate, Keys, error_answer
+from weft.front.middleware import OPEN_PATHS, ApiKeys, Gate, error_answer
 from weft.front.protocol import ChatRequest, CompletionRequest
 
 READY_WINDOW = 30.0
@@ -34,7 +34,7 @@ def build_app(front: Front) -> Gate:
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(WeftError, _on_weft_error)
     app.openapi = lambda: _describe(app)  # type: ignore[method-assign]
-    return Gate(app, Keys(front.section.api_key), front.metrics)
+    return Gate(app, ApiKeys(front.section.api_key), front.metrics)
 
 
 def _add_generation(app: FastAPI, front: Front) -> None:

@@ -15,7 +15,7 @@ from weft.front.context import Front
 from weft.front.generation import Generation
 from weft.front.logprobs import chat_logprobs, prompt_logprobs
 from weft.front.serving import handle
-from weft.text.choice import Choice, Delta
+from weft.text.choice import Choice, TextDelta
 
 
 async def chat(front: Front, request: Request) -> Response:
@@ -43,10 +43,10 @@ class ChatShape:
             chunks[0].prompt_token_ids = self._generation.job.prompts[0].ids
         return chunks
 
-    def weight(self, delta: Delta) -> int:
+    def weight(self, delta: TextDelta) -> int:
         return 0 if delta.logprobs is None else delta.logprobs.candidates
 
-    def chunks(self, delta: Delta) -> list[r.ChatChunk]:
+    def chunks(self, delta: TextDelta) -> list[r.ChatChunk]:
         shown = delta.logprobs is not None or self._asked.return_token_ids
         if not (delta.text or delta.finish_reason or (shown and delta.token_ids)):
             return []

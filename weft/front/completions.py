@@ -16,8 +16,8 @@ from weft.front.context import Front
 from weft.front.generation import Generation
 from weft.front.logprobs import completion_logprobs, prompt_logprobs
 from weft.front.prompt_only import PromptOnly
-from weft.front.serving import Shape, handle
-from weft.text.choice import Choice, Delta
+from weft.front.serving import AnswerShape, handle
+from weft.text.choice import Choice, TextDelta
 from weft.text.detokenizer import Detokenizer
 from weft.text.logprobs import PositionLogprobs
 from weft.text.tokenizer import Tokenizer
@@ -28,7 +28,7 @@ async def completions(front: Front, request: Request) -> Response:
     return await handle(front, request, "completions", _shape)
 
 
-def _shape(generation: Generation) -> Shape:
+def _shape(generation: Generation) -> AnswerShape:
     shape = CompletionShape(generation)
     return PromptOnly(shape, generation) if generation.job.asked.prompt_only else shape
 
@@ -49,14 +49,14 @@ class CompletionShape:
     def opening(self) -> list[r.Completion]:
         return []
 
-    def weight(self, delta: Delta) -> int:
+    def weight(self, delta: TextDelta) -> int:
         own = 0 if delta.logprobs is None else delta.logprobs.candidates
         if delta.index in self._echoed or not self._asked.echo:
             return own
         echoed = self._first_of(delta.index).prompt_logprobs
         return own + (0 if echoed is None else echoed.candidates)
 
-    def chunks(self, delta: Delta) -> list[r.Completion]:
+    def chunks(self, delta: TextDelta) -> list[r.Completion]:
         chunks = []
         if delta.index not in self._echoed:
             self._echoed.add(delta.index)

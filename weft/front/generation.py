@@ -16,7 +16,7 @@ from weft.front.responses import Usage, make_usage
 from weft.front.streaming import within
 from weft.links.flow import Flow
 from weft.routing.policy import PromptHashes
-from weft.text.choice import Choice, Delta
+from weft.text.choice import Choice, TextDelta
 from weft.text.stop import Stops
 from weft.text.submit import minted_seed, submits_of
 from weft.types.messages import Submit, ids_to_bytes
@@ -128,7 +128,7 @@ class Generation:
         """Whether every choice has ended."""
         return all(choice.finished for choice in self.choices)
 
-    async def next(self) -> list[Delta]:
+    async def next(self) -> list[TextDelta]:
         """What came since the last call; may be empty. Raises WeftError when the request has failed."""
         async with within(self._deadline):
             events = await self.flow.next()
@@ -148,7 +148,7 @@ class Generation:
             deltas.append(delta)
         return deltas
 
-    def _hold(self, delta: Delta) -> None:
+    def _hold(self, delta: TextDelta) -> None:
         """Bounds the logprobs that an answer collects. Raises InvalidRequest."""
         if delta.logprobs is None or self.job.asked.stream:
             return

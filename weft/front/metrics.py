@@ -119,7 +119,7 @@ _COUNTERS: dict[str, tuple[str, Callable[[HeadStats], float]]] = {
     "row_errors": ("Sequences failed by NaN or infinite logits.", lambda s: s.row_errors),
     "group_recoveries": ("Times that ranks were lost and formed anew.", lambda s: s.recoveries),
     "num_requeued": ("Sequences that ran then and were computed again.", lambda s: s.requeued),
-    "overlapped_steps": ("Steps computed in two halves.", lambda s: s.overlapped_steps),
+    "overlapped_steps": ("Steps computed in two micro-batches.", lambda s: s.overlapped_steps),
     "communication_seconds": (
         "Seconds in which collectives of the head's rank were under way.",
         lambda s: s.communication_seconds,

@@ -31,7 +31,7 @@ _CLOSE = frozenset({408, 413, 431})
 """Answers after which the rest of the request is not read."""
 
 
-class Keys:
+class ApiKeys:
     """The keys that open the API. Comparing takes the same time for every wrong key."""
 
     def __init__(self, keys: Iterable[str]) -> None:
@@ -73,7 +73,7 @@ def error_answer(error: ErrorInfo, allow: str | None = None) -> Response:
 class Gate:
     """The outermost ASGI layer."""
 
-    def __init__(self, app: ASGIApp, keys: Keys, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys, metrics: Metrics) -> None:
         self._app = app
         self._keys = keys
         self._metrics = metrics

@@ -20,8 +20,8 @@ import uvloop
 
 from weft.common import log as weft_log
 from weft.common import signals
+from weft.common.allocator import keep_heap_small
 from weft.common.errors import ConfigError, Unavailable, WeftError
-from weft.common.memory import keep_heap_small
 from weft.config.resolved import EngineConfig
 from weft.config.sections import FrontSection
 from weft.front.app import build_app
@@ -86,7 +86,7 @@ def serve(
     sys.setswitchinterval(SWITCH_INTERVAL)
     keep_heap_small()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(Server(config, front, owner, listener, supervisor, siblings).run())
+        return runner.run(FrontServer(config, front, owner, listener, supervisor, siblings).run())
 
 
 def bind(host: str, port: int, *, shared: bool = False, listens: bool = True) -> socket.socket:
@@ -123,7 +123,7 @@ def bind(host: str, port: int, *, shared: bool = False, listens: bool = True) ->
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn, with signals left to ``Server``."""
+    """uvicorn, with signals left to ``FrontServer``."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -140,7 +140,7 @@ class _Connection(Connection):
         gate.refused(error.http_status)
 
 
-class Server:
+class FrontServer:
     """One run of the front: link, HTTP and signals, and the order in which they begin and end."""
 
     def __init__(

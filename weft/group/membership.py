@@ -69,7 +69,7 @@ class Membership:
         ranks must share. ``incarnation``: of this head, and ``heartbeats`` its address for them. ``stores``:
         what addresses of stores begin with; empty: nobody connects. ``meeting``: where there is a domain.
         """
-        welcome = f.RankWelcome(beats=heartbeats, life=incarnation)
+        welcome = f.RankWelcome(heartbeats=heartbeats, incarnation=incarnation)
         self.rank, self._roster = rank, Roster(rank, members, settings, welcome)
         self.phase: Phase = "gathering"
         self.epoch = self.aborted = -1
@@ -127,11 +127,15 @@ class Membership:
         """Whether all ranks have said hello."""
         return all(member.peer is not None for member in self.members.values())
 
-    def heartbeat(self) -> f.Beat:
+    def heartbeat(self) -> f.RankHeartbeat:
         """What ranks hear of this head."""
         step, aborted = self.steps.own, self.aborted
-        return f.Beat(
-            rank=self.rank, epoch=self.epoch, step=step, life=self._roster.welcome.life, aborted=aborted
+        return f.RankHeartbeat(
+            rank=self.rank,
+            epoch=self.epoch,
+            step=step,
+            incarnation=self._roster.welcome.incarnation,
+            aborted=aborted,
         )
 
     def leases_due(self, now: float) -> bool:
@@ -208,9 +212,9 @@ class Membership:
         if isinstance(frame, f.RankHello):
             self._hello(peer, frame)
             return
-        if isinstance(frame, f.Beat):
+        if isinstance(frame, f.RankHeartbeat):
             if (
-                frame.life == self._roster.welcome.life
+                frame.incarnation == self._roster.welcome.incarnation
             ):  # else it has not noticed yet that its head is another
                 self._liveness.heard(frame.rank, self._now, new=frame.epoch < 0)
             return
@@ -390,7 +394,7 @@ class Membership:
                 self.phase, self._until = "meeting", self._now + self._load_s
                 self._meeting.want(epoch)
             else:
-                store = self._stores and f"{self._stores}/epoch{epoch}-{self._roster.welcome.life}"
+                store = self._stores and f"{self._stores}/epoch{epoch}-{self._roster.welcome.incarnation}"
                 self._connect(t.Connect(epoch, store, ()))
         elif self.phase == "forming" and not self._judging and all(member.formed for member in members):
             self._run()

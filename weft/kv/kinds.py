@@ -1,8 +1,8 @@
 """Cache kinds: how the layers of one kind use their pool, behind one interface.
 
-What a line holds (keys and values, a latent, a group of positions compressed into one) is of no concern here.
-Kinds differ in what they keep: every line (``FullKind``), the last ones (``WindowKind``), or no lines at all
-but now and then a snapshot (``weft.kv.snapshots``).
+What an entry holds (keys and values, a latent, a group of positions compressed into one) is of no concern
+here. Kinds differ in what they keep: every entry (``FullKind``), the last ones (``WindowKind``), or no
+entries at all but now and then a snapshot (``weft.kv.snapshots``).
 
     positions   0 .......... hit ........ committed ...... scheduled ....... reserved
     blocks      shared, read only | own, full, published | own, being written | own, empty
@@ -106,8 +106,8 @@ class _Table:
 class FullKind:
     """Every position reads all before it: blocks are held from admission to release.
 
-    A block counts source positions, also where one line stands for ``ratio`` of them. It is a whole number of
-    base blocks and of such groups, so a hit, which takes full blocks only, never ends inside a group.
+    A block counts source positions, also where one entry stands for ``ratio`` of them. It is a whole number
+    of base blocks and of such groups, so a hit, which takes full blocks only, never ends inside a group.
     """
 
     slides = False
@@ -120,7 +120,7 @@ class FullKind:
         if spec.block_size % spec.cache.ratio:
             raise ConfigError(
                 f"a cache kind's block of {spec.block_size} is no multiple of its {spec.cache.ratio} "
-                "positions a line"
+                "positions an entry"
             )
         self.number = number
         self.block_size = spec.block_size

@@ -34,7 +34,7 @@ class Marks:
     Boundaries are multiples of ``unit``. Below ``known``, the ids known at admission, chunks are made to end
 
     * at each of ``ends``: the last boundary before the last known id, for whoever sends the same prompt or a
-      longer one; and the *branch*, where the lines that others left end, for whoever shares that much
+      longer one; and the *branch*, where the entries that others left end, for whoever shares that much
       (after Marconi, arXiv 2411.19379);
     * where a snapshot is due, ``stride`` after the last one, at the last boundary of what the chunk would be.
       So it costs no step of its own.

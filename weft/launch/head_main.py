@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import sys
 
-import msgspec
-
 from weft.common import log
 from weft.common.errors import ConfigError, WeftError
 from weft.common.title import set_title
@@ -26,13 +24,12 @@ def run(arguments: list[str]) -> int:
     child.die_with_parent(int(parent))
     child.ignore_signals()
     child.forbid_core_dumps()
-    config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineConfig)
-    sys.stdin.close()
+    config = child.read_setup(EngineConfig)
     set_title(f"head {config.replica}", config.served_names[0])
     log.configure(level, log.head_name(config.replica, config.parallel.data_parallel_size))
     try:
         listener = listen(config, endpoint)
-        from weft.engine.head import run_head  # imports torch
+        from weft.engine.engine_server import run_head  # imports torch
 
         run_head(config, listener, int(pipe[0]) if pipe else None)
     except WeftError as error:

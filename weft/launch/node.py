@@ -43,7 +43,7 @@ def serve_node(config: EngineConfig, log_level: str) -> int:
     own_address(host, port)
     logger.info("host %d of %d: ranks %s for %s", parallel.node_rank, parallel.nnodes, [*mine], parallel.rdzv)
     processes = RankProcesses(config, tcp(host, port), log_level)
-    ranks = Ranks(processes, [*mine], parallel.rank_timeout, RestartBudget(RESTARTS, WINDOW))
+    ranks = HostRanks(processes, [*mine], parallel.rank_timeout, RestartBudget(RESTARTS, WINDOW))
 
     def keep() -> int:
         while ranks.left:
@@ -70,7 +70,7 @@ def until_stopped(work: Callable[[], int]) -> int:
         signals.ignore()
 
 
-class Ranks:
+class HostRanks:
     """Ranks of one group on this host, which are started again whenever they end of themselves."""
 
     def __init__(

@@ -21,7 +21,7 @@ from weft.config.resolved import KVConfig
 from weft.config.sections import Config, SchedulerSection
 from weft.launch import options
 from weft.launch.sim_cluster import explore_command, replay_command
-from weft.scheduler.cost import CostModel, StepShape
+from weft.scheduler.step_cost import CostModel, StepShape
 from weft.sim import Arrival, Report, simulate
 from weft.sim.engine import kv_config
 from weft.sim.presets import PRESETS, load

@@ -103,7 +103,7 @@ def _described(config: Config) -> str:
 
 
 def _done(stats: HeadStats) -> str:
-    return f"{stats.steps} steps, {stats.mixed_steps} mixed, {stats.overlapped_steps} in two halves"
+    return f"{stats.steps} steps, {stats.mixed_steps} mixed, {stats.overlapped_steps} in two micro-batches"
 
 
 def _missing(config: Config, stats: HeadStats) -> list[str]:

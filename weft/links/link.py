@@ -19,7 +19,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from weft.common.errors import EngineDead, WeftError
 from weft.common.log import get_logger
-from weft.parallel.secret import Keys
+from weft.parallel.secret import CurveKeys
 from weft.routing import events as e
 from weft.types import messages as m
 
@@ -54,7 +54,7 @@ class Address(NamedTuple):
 
     endpoint: Endpoint
     process: Process
-    keys: Keys | None = None
+    keys: CurveKeys | None = None
     incarnation: int = 0
     """Tells the processes that an instance has one after the other apart."""
     draining: bool = False

@@ -29,9 +29,9 @@ from weft.links.flow import Flow, Observer
 from weft.links.link import POLL, Address, Link
 from weft.routing import events as e
 from weft.routing.fleet import Fleet
-from weft.routing.instances import Instance, State
+from weft.routing.instance_table import Patience
+from weft.routing.instances import Instance, InstanceState
 from weft.routing.policy import Policy, PromptHashes, block_of
-from weft.routing.roster import Patience
 from weft.types import messages as m
 
 log = get_logger(__name__)
@@ -132,7 +132,7 @@ class Links:
     @property
     def instances(self) -> Sequence[Instance]:
         """In order; to be read only."""
-        return list(self._fleet.roster.instances.values())
+        return list(self._fleet.table.instances.values())
 
     @property
     def failure(self) -> WeftError | None:
@@ -142,12 +142,12 @@ class Links:
     @property
     def alive(self) -> bool:
         """Whether a head lives."""
-        return self._fleet.roster.alive
+        return self._fleet.table.alive
 
     @property
     def whole(self) -> bool:
         """Whether all heads live."""
-        return self._fleet.roster.whole
+        return self._fleet.table.whole
 
     def progressing(self, window: float) -> bool:
         """Whether a head proved progress in the last ``window`` seconds."""
@@ -172,7 +172,7 @@ class Links:
 
     @property
     def restarts(self) -> int:
-        return self._fleet.roster.restarts
+        return self._fleet.table.restarts
 
     @property
     def pauses(self) -> int:
@@ -260,7 +260,7 @@ class Links:
         return [one.stats for one in self.instances]
 
     def _lives(self, name: str) -> bool:
-        return self._fleet.roster.instances[name].alive
+        return self._fleet.table.instances[name].alive
 
     def _open(self, opened: e.Opened, observe: Observer | None) -> Flow:
         flow = Flow([submit.sequence for submit in opened.submits], observe)
@@ -342,26 +342,26 @@ class Links:
     def _give_up(self, link: Link) -> None:
         """A process that was linked to once more has had its time to answer."""
         name = link.instance
-        if self._links[name] is link and self._fleet.roster.instances[name].welcome is None:
+        if self._links[name] is link and self._fleet.table.instances[name].welcome is None:
             self._feed(e.Lost(name, link.number, EngineDead("the engine's process does not answer")))
 
     def _follow_owner(self) -> None:
         """Tells the fleet what its instances' owner has changed."""
         present = self._owner.present()
-        for name, instance in self._fleet.roster.instances.items():
+        for name, instance in self._fleet.table.instances.items():
             address = present.get(name)
             link = self._links.get(name)
             if isinstance(address, WeftError):
-                if instance.state is not State.RETIRED:
+                if instance.state is not InstanceState.RETIRED:
                     self._feed(e.Retired(name, address))
             elif address is None:
                 continue
             elif link is None or link.incarnation != address.incarnation:
-                if link is None or instance.state is State.DOWN or not self._fleet.roster.complete:
+                if link is None or instance.state is InstanceState.DOWN or not self._fleet.table.complete:
                     self._connect(name, address)
                 else:  # another front lost it: a Replace follows, and then this again
                     self._feed(e.Lost(name, link.number, EngineDead("the engine was replaced")))
-            elif address.draining and instance.state in (State.UP, State.HALF_OPEN):
+            elif address.draining and instance.state in (InstanceState.UP, InstanceState.HALF_OPEN):
                 self._feed(e.Draining(name))
 
     def _connect(self, name: str, address: Address) -> None:

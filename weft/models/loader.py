@@ -22,7 +22,7 @@ from weft.common.progress import progress_bar
 from weft.config.families.facts import Facts, read_json
 from weft.config.spec import ModelSpec
 from weft.layers.build import Build, ExpertOptions
-from weft.layers.held import cut, global_shape, held_by
+from weft.layers.shard import cut, global_shape, shard_of
 from weft.models.base import Model
 from weft.models.decoder import Decoder
 from weft.models.files import WeightFile, weight_files
@@ -261,14 +261,14 @@ def fill_randomly(model: Model, seed: int) -> None:
         generator = torch.Generator(parameter.device).manual_seed(mixed)
         if not parameter.is_floating_point():
             continue  # a table of ids: as the model was built
-        held = held_by(parameter)
-        whole = parameter if held is None else parameter.new_empty(global_shape(parameter))
+        shard = shard_of(parameter)
+        whole = parameter if shard is None else parameter.new_empty(global_shape(parameter))
         if whole.dim() >= 2:
             whole.normal_(0.0, whole.shape[-1] ** -0.5, generator=generator)
         elif name.endswith(".bias"):
             whole.normal_(0.0, 0.02, generator=generator)
         else:
             whole.fill_(1.0)
-        if held is not None:
-            parameter.narrow(held.dim, 0, held.count).copy_(cut(whole, held))
+        if shard is not None:
+            parameter.narrow(shard.dim, 0, shard.count).copy_(cut(whole, shard))
             note_largest(parameter, (), whole)

@@ -13,7 +13,7 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
-from weft.layers.held import global_shape, held_by, largest_of
+from weft.layers.shard import global_shape, largest_of, shard_of
 
 Index: TypeAlias = tuple[int | slice, ...]
 
@@ -30,20 +30,20 @@ class Window:
 
 def windows(parameter: nn.Parameter, index: Index) -> list[Window]:
     """What this rank takes of the tensor that fills the global ``parameter[index]``; perhaps nothing."""
-    held = held_by(parameter)
-    if held is None:
+    shard = shard_of(parameter)
+    if shard is None:
         return [Window((), index)]
-    dim = held.dim
+    dim = shard.dim
     entries = index + (slice(None),) * (dim + 1 - len(index))
     before, entry, after = entries[:dim], entries[dim], entries[dim + 1 :]
     published = sum(isinstance(one, slice) for one in before)  # an integer takes a dim away
     found, offset = [], 0
-    for begin, end in held.spans:
+    for begin, end in shard.spans:
         if isinstance(entry, int):
             if begin <= entry < end:
                 found.append(Window((), (*before, offset + entry - begin, *after)))
         else:
-            start, stop, _ = entry.indices(held.size)
+            start, stop, _ = entry.indices(shard.size)
             low, high = max(begin, start), min(end, stop)
             if low < high:
                 source = (*(slice(None),) * published, slice(low - start, high - start))

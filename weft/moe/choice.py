@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.moe.cost import Shape, seconds
+from weft.moe.exchange_cost import ExchangeShape, seconds
 from weft.types.exchange import FORMS, Exchange
 from weft.types.layout import Layout
 
@@ -16,7 +16,7 @@ DOUBLINGS = 18
 class Chooser:
     """The rule of one model's routed layers; the same on all ranks, which know the same table."""
 
-    def __init__(self, layout: Layout, setting: str, shape: Shape) -> None:
+    def __init__(self, layout: Layout, setting: str, shape: ExchangeShape) -> None:
         """setting: as ``ParallelSection.moe_dispatch``; shape: of the layers."""
         self._layout, self._setting, self._shape = layout, setting, shape
         self._known: dict[int, str] = {}

@@ -229,7 +229,7 @@ def throughput(ep: Comm, rows: Rows, work: Work, most: int | None) -> Steps:
 def _in_order(parts: Tensor) -> Tensor:
     """The sum of ``parts[0], parts[1], ..`` in this order, in float32 or wider, rounded once."""
     total = parts[0].to(torch.promote_types(parts.dtype, torch.float32), copy=True)
-    for rank in range(1, len(parts)):  # not over the tensor: that makes a list, which cannot be recorded
+    for rank in range(1, len(parts)):  # not over the tensor: that makes a list, which cannot be captured
         total += parts[rank]
     return total.to(parts.dtype)
 

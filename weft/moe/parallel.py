@@ -23,7 +23,7 @@ from weft.moe.dispatch import FORMS, Rows, Work
 from weft.moe.experts import rank_experts
 from weft.moe.placement import Placement
 from weft.parallel.comm import Pending, awaited
-from weft.parallel.group import ONE_SHOT
+from weft.parallel.group_comm import ONE_SHOT
 from weft.parallel.mesh import Mesh
 from weft.types.exchange import Exchange
 
@@ -147,7 +147,7 @@ class DividedExperts:
 
     def _reduced(self, x: Tensor, ids: Tensor | None, most: int) -> Generator[Pending, None, Tensor]:
         """All ranks are home to all rows; of many rows each finishes its slice alone. ``most`` decides, the
-        rows of the larger half where there are two: both must communicate equally often."""
+        rows of the larger micro-batch where there are two: both must communicate equally often."""
         ep, rows_all = self.mesh.ep, len(x)
         mine = slice_of(rows_all, ep.rank, ep.size)
         rows, share, chosen = self._route(x, ids, 0)

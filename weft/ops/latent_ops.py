@@ -1,4 +1,4 @@
-"""What latent attention has beside core attention, in torch: the cache line, and which form a segment takes.
+"""What latent attention has beside core attention, in torch: the cache entry, and which form a segment takes.
 
 Importing registers the ops.
 """
@@ -38,14 +38,14 @@ def latent_rope_cache(
     cache: Tensor,
     writes: Tensor,
 ) -> Tensor:
-    """Writes each token's line ``[normalized latent | rotated key]``; returns the queries' part [T, first].
+    """Writes each token's entry ``[normalized latent | rotated key]``; returns the queries' part [T, first].
 
     joined: [T, first + kv_lora + rope]. q_weight [first]: RMS norm of the queries' part, None for none;
     weight [kv_lora]: of the latent. cos, sin: [T, rope / 2] (wide). cache: [blocks, block, kv_lora + rope] of
     one layer, written at ``writes``, int64 [T]: block id * block + offset.
     """
-    q, *line = _parts(joined, q_weight, weight, eps, cos, sin, interleaved)
-    cache.view(-1, cache.shape[2]).index_copy_(0, writes, torch.cat(line, dim=1).to(cache.dtype))
+    q, *entry = _parts(joined, q_weight, weight, eps, cos, sin, interleaved)
+    cache.view(-1, cache.shape[2]).index_copy_(0, writes, torch.cat(entry, dim=1).to(cache.dtype))
     return q
 
 

@@ -26,14 +26,14 @@ class Sum:
 
 
 def sums(events: Iterable[Mapping[str, Any]]) -> dict[str, Sum]:
-    """Of a trace's events: by kind of step (prompts, decode; whole or in halves), and ``all``."""
+    """Of a trace's events: by kind of step (prompts, decode; whole or in micro-batches), and ``all``."""
     found: dict[str, Sum] = {}
     for event in events:
         args = event.get("args", {})
         if event.get("cat") != "step" or "communication_us" not in args:
             continue
         kind = "prompts" if args["prefill_rows"] else "decode"
-        form = "in halves" if args["halves"] > 1 else "whole"
+        form = "in micro-batches" if args["micro_batches"] > 1 else "whole"
         for name in (f"{kind}, {form}", "all"):
             made = found.setdefault(name, Sum())
             made.steps += 1

@@ -19,7 +19,7 @@ from weft.common.log import get_logger
 from weft.config.hosts import meeting_place
 from weft.config.sections import ParallelSection
 from weft.parallel.address import listen_at, own_address, tcp
-from weft.parallel.secret import Keys, admit_ranks, read_keys
+from weft.parallel.secret import CurveKeys, admit_ranks, read_keys
 from weft.types.board import MOST_BYTES, Ask, Table
 
 log = get_logger(__name__)
@@ -33,7 +33,7 @@ _QUEUE = 1000
 class Board:
     """The table, and a thread that serves it. ``post`` and ``get`` may be called from any thread."""
 
-    def __init__(self, address: str, keys: Keys) -> None:
+    def __init__(self, address: str, keys: CurveKeys) -> None:
         """Listens at ``address``. Raises ConfigError when it is taken."""
         self._context = zmq.Context()
         self._doorman = admit_ranks(self._context, keys)
@@ -50,7 +50,7 @@ class Board:
         self._entries: dict[str, bytes] = {}
         self._heard: dict[str, float] = {}
         """When each was posted last, if nothing new."""
-        self._life, self._version = secrets.randbits(63), 1
+        self._incarnation, self._version = secrets.randbits(63), 1
         self._stop = False
         self._thread = threading.Thread(target=self._run, name="weft-board", daemon=True)
         self._thread.start()
@@ -107,9 +107,9 @@ class Board:
         with self._lock:
             for key, value in ask.entries.items():
                 self._post(key, value)
-            known = (ask.board, ask.version) == (self._life, self._version)
+            known = (ask.board, ask.version) == (self._incarnation, self._version)
             entries = {} if known else dict(self._entries)
-            answer = Table(number=ask.number, board=self._life, version=self._version, entries=entries)
+            answer = Table(number=ask.number, board=self._incarnation, version=self._version, entries=entries)
         try:
             self._socket.send_multipart([client, msgspec.msgpack.encode(answer)], zmq.NOBLOCK)
         except zmq.ZMQError:  # it does not read: it will ask again, or not
@@ -124,7 +124,7 @@ class Board:
 class BoardClient:
     """One writer's and reader's end. To be used from one thread at a time."""
 
-    def __init__(self, address: str, keys: Keys) -> None:
+    def __init__(self, address: str, keys: CurveKeys) -> None:
         self._address, self._keys = address, keys
         self._context = zmq.Context()
         self._connect()
@@ -201,7 +201,7 @@ class BoardClient:
                 self.entries, self.board, self.version = table.entries, table.board, table.version
 
 
-def board_place(parallel: ParallelSection) -> tuple[str, Keys]:
+def board_place(parallel: ParallelSection) -> tuple[str, CurveKeys]:
     """Where the board is, and the keys to it. Raises ConfigError."""
     assert parallel.group_secret is not None, "checked when the configuration was resolved"
     return tcp(*meeting_place(parallel)), read_keys(parallel.group_secret)

@@ -1,8 +1,8 @@
 """Where a rank's collectives run: at once, where the caller computes, or beside it, in order.
 
     Launcher          at once, on the caller's thread and stream
-    ThreadLauncher    on a CPU: steps in halves have them on a thread of their own
-    StreamLauncher    on a GPU, for NCCL: steps in halves have them on a stream of their own
+    ThreadLauncher    on a CPU: steps in micro-batches have them on a thread of their own
+    StreamLauncher    on a GPU, for NCCL: steps in micro-batches have them on a stream of their own
 
 The order of launches is the same on all ranks, so one thread (or stream) for all communicators of a rank
 cannot deadlock, and what it runs goes on while the caller computes.
@@ -33,8 +33,8 @@ class CommLost(EngineDead):
 class Flight:
     """One collective's times, in seconds of ``time.monotonic``."""
 
-    half: int
-    """Whose it was: half 0 or 1 of a step (0 of a whole one)."""
+    micro_batch: int
+    """Whose it was: micro-batch 0 or 1 of a step (0 of a whole one)."""
     launched: float
     began: float = 0.0
     """When all before it had ended."""
@@ -51,8 +51,8 @@ class Launcher:
     """Runs the collectives of one rank, in the order of their launch: here at once."""
 
     def __init__(self) -> None:
-        self.half = 0
-        """Which half of a step launches; for the record alone."""
+        self.micro_batch = 0
+        """Which micro-batch of a step launches; for the record alone."""
         self.recording = False
         """Whether ``flights`` are kept; whoever asks for it calls ``take``."""
         self.flights: list[Flight] = []
@@ -108,7 +108,7 @@ class Launcher:
     def _flight(self) -> Flight:
         if self.before is not None:
             self.before()
-        flight = Flight(self.half, time.monotonic())
+        flight = Flight(self.micro_batch, time.monotonic())
         if self.recording:
             self.flights.append(flight)
         return flight
@@ -162,7 +162,7 @@ class ThreadLauncher(Launcher):
 
     A step that is computed whole waits for each collective where it launches it, and a thread would only cost
     it the way there and back. What a layer computes between launch and result (a shared expert under a
-    dispatch) is under the collective in steps in halves, and comes after it in others.
+    dispatch) is under the collective in steps in micro-batches, and comes after it in others.
     """
 
     def __init__(self, timeout: float = 600.0, delay: float = 0.0) -> None:
@@ -242,12 +242,12 @@ class DelayedLauncher(ThreadLauncher):
 
 
 class StreamLauncher(Launcher):
-    """On a GPU: collectives of steps in halves on a stream of their own, which the compute stream waits for
-    at ``result``; those of whole steps on the compute stream itself.
+    """On a GPU: collectives of steps in micro-batches on a stream of their own, which the compute stream
+    waits for at ``result``; those of whole steps on the compute stream itself.
 
     For communicators whose collectives are queued on the current stream (NCCL). Fork and join are events
-    alone, so a step in halves can be captured in a CUDA graph. Times are of launches, not of what the device
-    does.
+    alone, so a step in micro-batches can be captured in a CUDA graph. Times are of launches, not of what the
+    device does.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from weft.common.log import get_logger
 from weft.parallel.comm import Comm, LocalComm
-from weft.parallel.group import CommLost, GroupComm
+from weft.parallel.group_comm import CommLost, GroupComm
 from weft.parallel.launcher import Launcher, default_launcher
 from weft.parallel.nccl import check_nccl
 from weft.types.layout import ALONE, Layout

@@ -21,7 +21,7 @@ LEAST_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Keys:
+class CurveKeys:
     """Both sides' keys, in Z85. ``repr`` shows none."""
 
     head: tuple[bytes, bytes]
@@ -42,7 +42,7 @@ class Keys:
         socket.curve_serverkey = self.head[0]
 
 
-def derive(secret: bytes) -> Keys:
+def derive(secret: bytes) -> CurveKeys:
     """The keys of a group. Raises ConfigError when zmq was built without CURVE, or for a short secret."""
     if not zmq.has("curve"):
         raise ConfigError("--group-secret: the installed libzmq has no CURVE", param="--group-secret")
@@ -55,10 +55,10 @@ def derive(secret: bytes) -> Keys:
         private = z85.encode(hashlib.blake2b(secret, digest_size=32, person=b"weft-" + who).digest())
         return zmq.curve_public(private), private
 
-    return Keys(pair(b"head"), pair(b"rank"))
+    return CurveKeys(pair(b"head"), pair(b"rank"))
 
 
-def read_keys(file: str) -> Keys:
+def read_keys(file: str) -> CurveKeys:
     """The keys of the group whose secret is in ``file``. Raises ConfigError."""
     try:
         secret = Path(file).read_bytes().strip()
@@ -69,7 +69,7 @@ def read_keys(file: str) -> Keys:
     return derive(secret)
 
 
-def admit_ranks(context: Any, keys: Keys) -> ThreadAuthenticator:
+def admit_ranks(context: Any, keys: CurveKeys) -> ThreadAuthenticator:
     """Has ``context`` refuse whoever has not the ranks' key. Stop it before the context ends."""
 
     class Callback:

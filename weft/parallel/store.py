@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from weft.parallel.group import CommLost
+from weft.parallel.group_comm import CommLost
 
 _FILE, _TCP = "file://", "tcp://"
 

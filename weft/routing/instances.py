@@ -17,7 +17,7 @@ PROMPT_TOKENS = 256
 """Tokens of a prompt still to be computed that weigh as much as a running sequence."""
 
 
-class State(Enum):
+class InstanceState(Enum):
     """
     starting ──Welcome──► up ──Draining──► draining
        ▲                  ▲│ lost            │ lost
@@ -36,7 +36,7 @@ class State(Enum):
     RETIRED = "retired"
 
 
-ALIVE = (State.UP, State.HALF_OPEN, State.DRAINING)
+ALIVE = (InstanceState.UP, InstanceState.HALF_OPEN, InstanceState.DRAINING)
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class Instance:
     """Instances of one domain work together or not at all; "" is none."""
     order: int = 0
     """Among equals the first is chosen."""
-    state: State = State.STARTING
+    state: InstanceState = InstanceState.STARTING
     link: int = -1
     """Of its present process."""
     welcome: Welcome | None = None
@@ -111,7 +111,7 @@ class Instance:
 
     def start(self, link: int, deadline: float) -> None:
         """Another process takes its place."""
-        self.state, self.link, self.deadline = State.STARTING, link, deadline
+        self.state, self.link, self.deadline = InstanceState.STARTING, link, deadline
         self.welcome, self.listens = None, False
         self.heard = self.moved = math.inf
         self.stats, self.elsewhere = HeadStats(), 0

@@ -19,7 +19,7 @@ from weft.routing.policy import PromptHashes
 from weft.types.messages import LogprobColumns, Submit, TokenEvent, ids_to_bytes
 
 
-class Entry:
+class LedgerEntry:
     """One open sequence."""
 
     __slots__ = (

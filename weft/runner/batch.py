@@ -17,7 +17,7 @@ import torch
 from weft.attention.base import Backends, SegmentInput, StepInput
 from weft.config.resolved import KVConfig
 from weft.ops.upload import upload
-from weft.runner.columns import logits_columns, ragged, row_columns, verify_columns
+from weft.runner.plan_columns import logits_columns, ragged, row_columns, verify_columns
 from weft.runner.sampler import SampleRows
 from weft.runner.slot_state import SlotState
 from weft.runner.staging import StagingBuffer
@@ -107,8 +107,8 @@ class BatchBuilder:
         return Batch(step=step, **self._sampling(rows, starts, staged, step.ids, step.positions))
 
     def rows(self, plan: StepPlan, buffer: StagingBuffer) -> tuple[StepRows, Tensor]:
-        """``build`` without the step: of a plan that is computed in halves. And int64 [L], the merged rows
-        with logits."""
+        """``build`` without the step: of a plan that is computed in micro-batches. And int64 [L], the merged
+        rows with logits."""
         rows, staged = self._stage(plan, buffer)
         starts = self._state.num_computed[rows[0]]
         slots, row = rows[0][rows[2]], rows[2]
@@ -116,9 +116,10 @@ class BatchBuilder:
         ids = self._state.history[slots, positions].long() if staged.merged is not None else positions
         return StepRows(**self._sampling(rows, starts, staged, ids, positions)), staged.logits_index
 
-    def half(self, plan: StepPlan, cut: int, exchange: Exchange, buffer: StagingBuffer) -> StepInput:
-        """The step of a half. ``cut``: tokens of the first prompt row that the other half computes before it;
-        the state that they leave is in copy 0. ``exchange``: the same for both halves."""
+    def micro_batch(self, plan: StepPlan, cut: int, exchange: Exchange, buffer: StagingBuffer) -> StepInput:
+        """The step of a micro-batch. ``cut``: tokens of the first prompt row that the other micro-batch
+        computes before it; the state that they leave is in copy 0. ``exchange``: the same for both
+        micro-batches."""
         prefill, decode = plan.prefill, plan.decode
         index, _ = logits_columns(plan)
         columns = [*row_columns(prefill, decode), index]
@@ -321,7 +322,7 @@ class BatchBuilder:
         )
 
     def _writes(self, token_slots: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-        """For each cache kind where each token's line goes."""
+        """For each cache kind where each token's cache entry goes."""
         writes = []
         for table, pool in zip(self._state.tables, self._pools, strict=True):
             if not table.shape[1]:

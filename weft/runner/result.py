@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from weft.common.errors import EngineDead, ErrorInfo, RowError
-from weft.runner.columns import most_each, offsets_of
+from weft.runner.plan_columns import most_each, offsets_of
 from weft.runner.sampler import LogprobTensors, SampleOutput
 from weft.types.plan import EMPTY, LogprobRows, StepPlan, StepResult, column
 

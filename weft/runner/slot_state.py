@@ -41,7 +41,7 @@ class SlotState:
     tables        for each cache kind, int32 [slots + 1, entries]: block ids, 0 beyond what was appended; no
                   entries for a state
 
-    The last line, ``spare``, has no tenant ever and stays 0: what pads a step to a fixed number of rows names
+    The last row, ``spare``, has no sequence and stays 0: what pads a step to a fixed number of rows names
     it, and computes token 0 at position 0 in the null block.
     """
 
@@ -65,11 +65,11 @@ class SlotState:
 
     @property
     def spare(self) -> int:
-        """The line that no tenant has."""
+        """The row of no sequence."""
         return len(self._live)
 
     def clear(self) -> None:
-        """Every slot is free. What its lines hold, the next tenant writes over."""
+        """Every slot is free. What its rows hold, the next tenant writes over."""
         self._live.fill(False)
         self._entries.fill(0)
 
@@ -162,7 +162,7 @@ class SlotState:
             at = upload(rows, slots.device)
             slots, ends = slots[at], ends[at]
         places = ends.unsqueeze(1) + torch.arange(1, drafts.shape[1] + 1, device=slots.device)
-        # The last place of a line is no position.
+        # The last place of a row is no position.
         places.clamp_(max=self.history.shape[1] - 1)
         self.history[slots.unsqueeze(1), places] = drafts.to(self.history.dtype)
 

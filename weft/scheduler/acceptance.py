@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from weft.scheduler.columns import Columns
+from weft.scheduler.slot_columns import SlotColumns
 
 EXPECTED = 0.7
 """Share of drafts accepted, before the first."""
@@ -16,7 +16,7 @@ _SLOT_WEIGHT, _ALL_WEIGHT = 0.1, 0.02
 class Acceptance:
     """What became of drafts. The share of each slot is in ``columns.acceptance``."""
 
-    def __init__(self, most: int, columns: Columns) -> None:
+    def __init__(self, most: int, columns: SlotColumns) -> None:
         """``most``: drafts of a row."""
         self.expected = EXPECTED
         """Share of first drafts accepted, over all sequences."""

@@ -11,8 +11,8 @@ as the cost model allows: the largest for which the predicted time of the whole 
 
 from __future__ import annotations
 
-from weft.scheduler.cost import CostModel, StepShape, shape_of
 from weft.scheduler.fit import CostFitter
+from weft.scheduler.step_cost import CostModel, StepShape, shape_of
 from weft.types.plan import StepPlan
 
 FLOOR_TOKENS = 16

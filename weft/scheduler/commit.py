@@ -122,7 +122,7 @@ def _quiet(state: SchedulerState, decode: Segment, tokens: np.ndarray, result: S
 def _commit_quiet(state: SchedulerState, slots: np.ndarray, tokens: np.ndarray) -> list[TokenEvent]:
     """Advances each of ``slots`` by one position and one token: an event for each."""
     columns, told, each = state.columns, tokens.tolist(), slots.tolist()
-    sequences: list[Sequence] = state.tenants[slots].tolist()
+    sequences: list[Sequence] = state.in_slot[slots].tolist()
     committed = columns.num_computed[slots] + 1
     columns.num_computed[slots] = committed
     for row in np.flatnonzero(committed % state.kv.block_size == 0).tolist():
@@ -173,7 +173,7 @@ def _rows(
     ends = begins + np.where(sample > 0, np.append(result.accepted, 0)[answers] + 1, 0)
     errors = dict(result.row_error)
     columns = (
-        [_running(sequence) for sequence in state.tenants[slots].tolist()],
+        [_running(sequence) for sequence in state.in_slot[slots].tolist()],
         state.columns.num_computed[slots].tolist(),
         segment.count[numbers].tolist(),
         logits.tolist(),

@@ -11,7 +11,8 @@ step is bound by arithmetic.
 To know what it rejects the policy has to try: for every size of batch that lasts, a few steps without drafts,
 then the most drafts a few times, later fewer; steps without drafts now and then, and drafts where they do not
 pay, less and less often. All of that, and all that drafts lose where a model was wrong, is bounded: a ledger
-sets every step with drafts against what its tokens would have taken without (``weft/scheduler/ledger.py``).
+sets every step with drafts against what its tokens would have taken without
+(``weft/scheduler/draft_budget.py``).
 
 Pure: no clock, no randomness.
 """
@@ -21,10 +22,10 @@ from __future__ import annotations
 import numpy as np
 
 from weft.scheduler.acceptance import Acceptance
-from weft.scheduler.columns import Columns
-from weft.scheduler.cost import CostModel, StepShape, decode_shape, shape_of
+from weft.scheduler.draft_budget import DraftBudget, has_drafts
 from weft.scheduler.fit import CostFitter
-from weft.scheduler.ledger import Ledger, has_drafts
+from weft.scheduler.slot_columns import SlotColumns
+from weft.scheduler.step_cost import CostModel, StepShape, decode_shape, shape_of
 from weft.types.plan import StepPlan
 
 TRIALS = 4
@@ -59,12 +60,12 @@ class DraftPolicy:
     ``verified`` when its result commits, then ``observe`` when its time is known.
     """
 
-    def __init__(self, most: int, adaptive: bool, columns: Columns, fitter: CostFitter) -> None:
+    def __init__(self, most: int, adaptive: bool, columns: SlotColumns, fitter: CostFitter) -> None:
         """``most``: drafts of a row, >= 1. Not ``adaptive``: always as many."""
         self.most = most
         self.adaptive = adaptive
         self.fitter = fitter
-        self.ledger = Ledger()
+        self.budget = DraftBudget()
         self._columns = columns
         self._shares = Acceptance(most, columns)
         self._beside: StepPlan | None = None
@@ -166,22 +167,22 @@ class DraftPolicy:
             if self._least == np.inf:
                 self._next = self._steps
 
-    def observe(self, plan: StepPlan, seconds: float, fit: bool, cold: bool = False) -> None:
+    def observe(self, plan: StepPlan, seconds: float, fit: bool, uncaptured: bool = False) -> None:
         """``plan`` took ``seconds``. ``fit``: the cost model should learn from it; else it does already.
 
-        ``cold``: longer than later ones like it will, so the model learns nothing; a trial is made again.
-        While nothing is drafted, the model learns from one step in ``REST``.
+        ``uncaptured``: longer than later ones like it will, so the model learns nothing; a trial is made
+        again. While nothing is drafted, the model learns from one step in ``REST``.
         """
         if not self.adaptive:
             return
         if 0 < self._rest < REST - MAX_IN_FLIGHT:  # there were none in flight when the rest began
-            self.ledger.rest(plan.decode.rows, seconds)
+            self.budget.rest(plan.decode.rows, seconds)
             return
-        self.ledger.step(plan, seconds, self._accepted, cold)
+        self.budget.step(plan, seconds, self._accepted, uncaptured)
         self._accepted = 0
-        if cold:
+        if uncaptured:
             self._repeat(plan)
-        elif not self._rest and (self.ledger.settled or plan.prefill.rows or has_drafts(plan)):
+        elif not self._rest and (self.budget.settled or plan.prefill.rows or has_drafts(plan)):
             self._beside = plan
             self._observed += 1
             if fit and (self._hold == HOLD or self._forced >= 0 or self._observed % LEARN_EVERY == 0):
@@ -207,7 +208,7 @@ class DraftPolicy:
             if met < PATIENCE:
                 return False
         tried = self._tried.setdefault(size, np.zeros(self.most + 1, np.int64))
-        return bool(tried[0] < TRIALS) or self.ledger.allows(rows)
+        return bool(tried[0] < TRIALS) or self.budget.allows(rows)
 
     def _trial(self, rows: int) -> int:
         """Drafts to try with that many rows; -1 when there is nothing to try now."""
@@ -216,7 +217,7 @@ class DraftPolicy:
             if self._steps % PLAIN_EVERY >= PLAIN_EVERY - PLAIN_STEPS:
                 return 0
             drafts = int(np.flatnonzero(tried < TRIALS).max(initial=0))
-            if not drafts or (drafts < self.most and not self.ledger.allows_trial(rows, drafts)):
+            if not drafts or (drafts < self.most and not self.budget.allows_trial(rows, drafts)):
                 return -1
         tried[drafts] += 1
         return drafts
@@ -270,5 +271,5 @@ class DraftPolicy:
         extra = tokens[1:] - tokens[0] + model.coefficient("decode_pair") * pairs
         extra += model.coefficient("verify") + model.coefficient("draft_pass") * deepest
         # A model that has seen few steps may say that one costs nothing.
-        plain = max(model.predict(shape), 0.5 * self.ledger.plain(shape.decode_rows))
+        plain = max(model.predict(shape), 0.5 * self.budget.plain(shape.decode_rows))
         return plain, extra + model.coefficient("draft") * count

@@ -14,7 +14,7 @@ from collections import OrderedDict
 
 import numpy as np
 
-from weft.scheduler.cost import FIRST_SLOPE, NAMES, NUM_SLOPES, PRIOR, CostModel, StepShape, features
+from weft.scheduler.step_cost import FIRST_SLOPE, NAMES, NUM_SLOPES, PRIOR, CostModel, StepShape, features
 
 KINDS, LATEST = 192, 8
 """Kinds of steps remembered, and observations of each."""

@@ -1,8 +1,8 @@
 """A step in the making: rows can still be taken out of it, and nothing in it has been promised to anyone.
 
 scheduler             rows, and the ops that they need; ``close`` fixes them and makes their columns
-balance, overlap,     their share: ``rebalance``, ``halves``, ``agreed``. They read the rows as they would
-domain                a plan's (``weft.types.plan.PlannedRows``)
+balance, overlap,     their share: ``rebalance``, ``micro_batches``, ``agreed``. They read the rows as they
+would domain                a plan's (``weft.types.plan.PlannedRows``)
 scheduler             ``seal``: the one immutable plan, which is launched, kept in flight and committed
 """
 
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weft.scheduler.columns import Columns
-from weft.scheduler.cost import StepShape, decode_shape
 from weft.scheduler.sequence import Running, Sequence
+from weft.scheduler.slot_columns import SlotColumns
+from weft.scheduler.step_cost import StepShape, decode_shape
 from weft.types.plan import (
     EMPTY,
     EMPTY_SEGMENT,
@@ -86,7 +86,7 @@ class PlanBuilder:
     ``columns``, which nobody advances before the plan is sealed.
     """
 
-    def __init__(self, step: int, budget: int, columns: Columns) -> None:
+    def __init__(self, step: int, budget: int, columns: SlotColumns) -> None:
         self.step = step
         self.budget = budget
         self.prompt_logits = min(MAX_PROMPT_LOGITS, max(1, budget // 2))  # they cost as much as the rest
@@ -101,8 +101,8 @@ class PlanBuilder:
         """The rows as they will be in the plan, from ``close`` on."""
         self.rebalance = False
         """Whether experts move before the step."""
-        self.halves = 1
-        """2: to be computed as two halves."""
+        self.micro_batches = 1
+        """2: to be computed as two micro-batches."""
         self.agreed: Agreement | None = None
         """What the replicas of a domain agreed on for the step."""
         self._columns = columns
@@ -181,7 +181,7 @@ class PlanBuilder:
             prefill=self.prefill,
             decode=self.decode,
             agreed=self.agreed,
-            halves=self.halves,
+            micro_batches=self.micro_batches,
         )
 
     def _decode_segment(self) -> Segment:

@@ -104,7 +104,7 @@ class Planner:
         """The next chunk of every prefill under way."""
         state = self._state
         slots = state.order()
-        for sequence in state.tenants[slots[state.columns.prefilling(slots)]].tolist():
+        for sequence in state.in_slot[slots[state.columns.prefilling(slots)]].tolist():
             run = sequence.state
             if not isinstance(run, Running):  # preempted just now
                 continue

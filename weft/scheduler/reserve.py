@@ -34,7 +34,7 @@ class Reserver:
                 return rows
         out = np.zeros(len(columns.gen), bool)
         for slot in rows.slots[short].tolist():
-            sequence = state.tenants[slot]
+            sequence = state.in_slot[slot]
             if sequence is None:  # preempted just now
                 continue
             reserved = self.reserve(sequence, sequence.state, int(columns.num_scheduled[slot]) + 1, builder)

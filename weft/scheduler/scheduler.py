@@ -199,18 +199,18 @@ class Scheduler:
         """Applies the result of the oldest plan in flight. See ``weft.scheduler.commit``."""
         return commit(self._state, plan, result, self.planner.drafts)
 
-    def observe(self, plan: StepPlan, seconds: float, cold: bool = False) -> None:
+    def observe(self, plan: StepPlan, seconds: float, uncaptured: bool = False) -> None:
         """``plan`` took the device ``seconds``, from the end of the step before it if that was later.
 
-        ``cold``: longer than others like it will, which are replayed; so nothing is learned from it.
+        ``uncaptured``: longer than others like it will, which are replayed; so nothing is learned from it.
         """
         if not plan.rows:
             return
         chunks, drafts = self.planner.chunks, self.planner.drafts
-        if chunks is not None and not cold:
+        if chunks is not None and not uncaptured:
             chunks.observe(plan, seconds)
         if drafts is not None:
-            drafts.observe(plan, seconds, fit=chunks is None, cold=cold)
+            drafts.observe(plan, seconds, fit=chunks is None, uncaptured=uncaptured)
 
     @property
     def steps(self) -> int:

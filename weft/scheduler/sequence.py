@@ -17,7 +17,7 @@ from weft.common.errors import EngineDead
 from weft.common.restarts import MOST_LOSSES
 from weft.kv.hashing import HashChain
 from weft.kv.snapshots import Marks
-from weft.scheduler.columns import Columns
+from weft.scheduler.slot_columns import SlotColumns
 from weft.types.messages import Submit
 from weft.types.sampling import TokenParams
 
@@ -70,7 +70,7 @@ class Running:
     ended, nobody may ask.
     """
 
-    columns: Columns
+    columns: SlotColumns
     slot: int
     gen: int
     known: int

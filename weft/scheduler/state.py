@@ -16,7 +16,6 @@ from weft.kv.caches import Caches, make_kinds
 from weft.kv.hashing import HashChain, request_root, salted_root
 from weft.kv.slots import SlotTable
 from weft.kv.snapshots import Marks
-from weft.scheduler.columns import Columns
 from weft.scheduler.queue import FairQueue, SequenceQueue
 from weft.scheduler.sequence import (
     MOST_YIELDS,
@@ -28,6 +27,7 @@ from weft.scheduler.sequence import (
     Sequence,
     Waiting,
 )
+from weft.scheduler.slot_columns import SlotColumns
 from weft.types.plan import AllocSlot, Op, StepPlan, column
 
 
@@ -69,8 +69,8 @@ class SchedulerState:
         self.kv = kv
         self.caches = Caches(make_kinds(kv, max_chunk), kv.max_model_len)
         self.slots = SlotTable(kv.num_slots)
-        self.columns = Columns(kv.num_slots)
-        self.tenants = np.full(kv.num_slots, None, object)
+        self.columns = SlotColumns(kv.num_slots)
+        self.in_slot = np.full(kv.num_slots, None, object)
         """The running sequence of each slot; None where there is none."""
         self.live: dict[int, Sequence] = {}
         self.requests: dict[int, Request] = {}
@@ -150,7 +150,7 @@ class SchedulerState:
         self.caches.reset()
         self.slots.reset()
         self.columns.gen[:] = 0
-        self.tenants[:] = None
+        self.in_slot[:] = None
         self._order = None
         self.counts.recoveries += 1
         self.counts.requeued += len(ran)
@@ -236,7 +236,7 @@ class SchedulerState:
             return None
         slots, columns = self.order(), self.columns
         had = columns.num_computed[slots] - columns.known[slots]
-        for other in self.tenants[slots[had >= TURN][::-1]].tolist():
+        for other in self.in_slot[slots[had >= TURN][::-1]].tolist():
             if not sequence.newcomer and other.key < sequence.key:
                 return None  # nor who comes before it
             if other.key[0] != sequence.key[0] or other.protected or other.yielded >= MOST_YIELDS:
@@ -361,12 +361,12 @@ class SchedulerState:
         columns.last_step[slot] = -1
         columns.drafts[slot] = 0
         columns.exact[slot] = 0
-        self.tenants[slot] = sequence
+        self.in_slot[slot] = sequence
         self._order = None
 
     def _snapshot(self, slot: int, back: int, step: int) -> list[Op]:
         """Saves the state of ``slot`` as it was ``back`` positions ago, if it is wanted and there is room."""
-        sequence = self.tenants[slot]
+        sequence = self.in_slot[slot]
         run = sequence.state
         boundary = run.num_scheduled - back
         if run.marks is None or not run.marks.wants(boundary, run.snapshot):
@@ -391,7 +391,7 @@ class SchedulerState:
         self.slots.release(run.slot, last_step)
         self.ops = [op for op in self.ops if getattr(op, "slot", None) != run.slot]
         self.columns.gen[run.slot] = 0
-        self.tenants[run.slot] = None
+        self.in_slot[run.slot] = None
         self._order = None
 
     def _share(self, request: Request) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from weft.config.resolved import KVConfig
 from weft.config.sections import SchedulerSection
-from weft.routing.instances import State
+from weft.routing.instances import InstanceState
 from weft.sim import faults
 from weft.sim.check import Violation, require, token_key
 from weft.sim.clients import MOST_TRIES, Client, random_client
@@ -166,7 +166,7 @@ class Cluster:
             if not front.alive:
                 continue
             require(not fleet.entries, f"{front.name}: sequences {list(fleet.entries)} are open at the end")
-            for name, one in fleet.roster.instances.items():
+            for name, one in fleet.table.instances.items():
                 load = one.load if one.alive else len(one.open)
                 require(not load, f"{front.name}: {name} has a load of {load:g} at the end")
         disturbed = any(self.counts[why] for why in ("paused", "abandoned", "ended by the text side"))
@@ -272,11 +272,11 @@ class Cluster:
     def front_failed(self, front: FrontProcess) -> None:
         """A fleet says that no instance is left, or that one failed to start: its front ends."""
         gone = all(name in self.supervisor.retired for name in self.instances)
-        states = [one.state for one in front.fleet.roster.instances.values()]
+        states = [one.state for one in front.fleet.table.instances.values()]
         require(
-            gone or not front.fleet.roster.complete, f"{front.name} failed, and instances are left: {states}"
+            gone or not front.fleet.table.complete, f"{front.name} failed, and instances are left: {states}"
         )
-        require(State.UP not in states or not gone, f"{front.name} failed while an instance is up")
+        require(InstanceState.UP not in states or not gone, f"{front.name} failed while an instance is up")
         self.count("fronts failed")
         self.at(self.now, None, self.end_front, front)
 

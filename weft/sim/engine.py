@@ -16,7 +16,7 @@ from weft.config.resolved import KVConfig, PoolSpec
 from weft.config.sections import SchedulerSection, SpeculationSection
 from weft.config.spec import CacheSpec
 from weft.scheduler import Scheduler
-from weft.scheduler.cost import CostModel
+from weft.scheduler.step_cost import CostModel
 from weft.sim.clock import VirtualClock
 from weft.sim.device import FakeDevice
 from weft.sim.metrics import Latency, Report, Stream, gaps, prompt_window, rate

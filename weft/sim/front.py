@@ -13,8 +13,8 @@ from weft.common.errors import EngineDead, WeftError
 from weft.common.restarts import MOST_LOSSES
 from weft.routing import events as e
 from weft.routing.fleet import LATE, MOST_REFUSALS, Fleet
-from weft.routing.instances import State
-from weft.routing.roster import Patience
+from weft.routing.instance_table import Patience
+from weft.routing.instances import InstanceState
 from weft.sim.check import Stream, Violation, output, require, token_key
 from weft.sim.clients import Client
 from weft.sim.network import Link
@@ -89,7 +89,7 @@ class FrontProcess:
             self._unlink(action)
         elif isinstance(action, e.Replace):
             require(action.instance not in self.retired_instances, f"{self.name}: a retired one replaced")
-            number = self.fleet.roster.instances[action.instance].link
+            number = self.fleet.table.instances[action.instance].link
             require(number not in self.replaced, f"{self.name}: link {number} was replaced twice")
             self.replaced.add(number)
             head = self.links[number].head
@@ -160,7 +160,7 @@ class FrontProcess:
         if fleet.failure is not None:
             return  # see front_failed
         if code == "overloaded":
-            takers = [i.name for i in fleet.roster.takers() if stream.pinned in (None, i.name)]
+            takers = [i.name for i in fleet.table.takers() if stream.pinned in (None, i.name)]
             left = [name for name in takers if name not in stream.given_back]
             require(stream.pinned is not None or not left, f"{why}, and {left} had not refused it")
         elif message == LATE:
@@ -222,7 +222,7 @@ class FrontProcess:
             message = msgspec.structs.replace(message, versions=(1, 1))
         self.feed(e.Received(link.head.instance, link.number, message))
         if isinstance(message, m.Welcome):
-            half_open = self.fleet.roster.instances[link.head.instance].state is State.HALF_OPEN
+            half_open = self.fleet.table.instances[link.head.instance].state is InstanceState.HALF_OPEN
             self.cluster.count("half-open instances", half_open)
 
     def _track_back(self, link: Link, event: m.TokenEvent) -> None:
@@ -369,9 +369,9 @@ class FrontProcess:
 
     def _takes(self) -> bool:
         """Whether an instance takes sequences, now or after one that it has."""
-        instances = self.fleet.roster.instances.values()
+        instances = self.fleet.table.instances.values()
         broken = {one.domain for one in instances if one.domain and not one.alive}
-        up = (State.UP, State.HALF_OPEN)
+        up = (InstanceState.UP, InstanceState.HALF_OPEN)
         return any(one.state in up and one.domain not in broken for one in instances)
 
     def _check(self) -> None:
@@ -386,14 +386,14 @@ class FrontProcess:
                 raise Violation(f"{name}: sequence {sequence} is in {states} states at once")
             placed += len(entry.places)
             for place in entry.places:
-                if sequence not in fleet.roster.instances[place].open:
+                if sequence not in fleet.table.instances[place].open:
                     raise Violation(f"{name}: the load of {place} lacks sequence {sequence}")
             if entry.losses != stream.losses:
                 counts = f"{stream.losses} instances, {entry.losses} counted"
                 raise Violation(f"{name}: sequence {sequence} lost {counts}")
             if not stream.open:
                 raise Violation(f"{name}: sequence {sequence} ended and is open in the fleet")
-        for place, one in fleet.roster.instances.items():
+        for place, one in fleet.table.instances.items():
             placed -= len(one.open)
             if one.prompt_tokens != sum(one.open.values()):
                 raise Violation(f"{name}: the load of {place} is off")

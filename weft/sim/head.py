@@ -133,8 +133,8 @@ class OldHeadProtocol(HeadProtocol):
 
 
 class HeadProcess:
-    """A process: it listens, loads, serves, and ends. The loop is that of ``weft.engine.head``: between steps
-    it takes what came, and while it waits for a step it takes nothing.
+    """A process: it listens, loads, serves, and ends. The loop is that of ``weft.engine.engine_server``:
+    between steps it takes what came, and while it waits for a step it takes nothing.
     """
 
     def __init__(self, cluster: Cluster, instance: str, number: int, version: int) -> None:

@@ -75,7 +75,7 @@ class Drafter(ABC):
     #: Whether ``Sampled.hidden`` must be there.
     reads_hidden: bool = False
     #: Whether the last drafts took longer than later ones of the kind will, which are replayed.
-    cold: bool = False
+    uncaptured: bool = False
 
     def enter(self, slot: int) -> None:
         """``slot`` has a new tenant."""
@@ -87,7 +87,7 @@ class Drafter(ABC):
 
     def keeper(self) -> Callable[[Tensor, Tensor, Tensor], None] | None:
         """What a replayed step of one token a row ends with: a function of slots, positions (int64 [rows])
-        and hidden [rows, hidden], that may be recorded. None: there is nothing to do."""
+        and hidden [rows, hidden], that may be captured. None: there is nothing to do."""
         return None
 
     def prepare(self, ops: Sequence[Op]) -> None:

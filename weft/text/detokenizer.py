@@ -12,7 +12,7 @@ import codecs
 import copy
 from typing import Protocol
 
-from weft.text.pieces import DecoderForm, Piece
+from weft.text.pieces import DecoderForm, TextPiece
 
 REPLACEMENT = "\ufffd"
 
@@ -22,7 +22,7 @@ class PieceSource(Protocol):
 
     form: DecoderForm
 
-    def piece(self, token: int) -> Piece | None: ...
+    def piece(self, token: int) -> TextPiece | None: ...
 
     def is_special(self, token: int) -> bool: ...
 

@@ -20,7 +20,7 @@ Join = Literal["level", "fallback", "plain", "whole"]
 single bytes that are text only if the whole run is valid. plain: strings. whole: only the decoder knows."""
 
 
-class Piece(msgspec.Struct, frozen=True):
+class TextPiece(msgspec.Struct, frozen=True):
     """One token's part. ``first`` is for the first token of a decode, ``rest`` for all others."""
 
     first: bytes
@@ -123,13 +123,13 @@ def fallback_byte(text: str) -> bytes | None:
     return None if found is None else bytes([int(found[1], 16)])
 
 
-def make_piece(form: DecoderForm, text: str) -> Piece:
+def make_piece(form: DecoderForm, text: str) -> TextPiece:
     """The piece of a token with this text."""
     first, rest = text, text
     for apply in form.maps:
         first, rest = apply(first, True), apply(rest, False)
     if form.join == "level":
-        return Piece(level_bytes(first), level_bytes(rest))
+        return TextPiece(level_bytes(first), level_bytes(rest))
     if form.join == "fallback" and (byte := fallback_byte(rest)) is not None:
-        return Piece(byte, byte, True)
-    return Piece(first.encode(), rest.encode())
+        return TextPiece(byte, byte, True)
+    return TextPiece(first.encode(), rest.encode())

@@ -3,16 +3,16 @@
     key             who writes it            what it says
     settings/HOST/  the host, when it comes  what all hosts must have alike; of each of its processes (MARK)
     answer/HOST/    the front                empty: that one may work; else why not
-    wanted/REPLICA  the front                the life that this replica's head should be in; 0: none
+    wanted/REPLICA  the front                the incarnation that this replica's head should be in; 0: none
     head/REPLICA    the head                 Listening: where its front finds it
-    ended/REPLICA   the head's host          Ended: how that life ended
+    ended/REPLICA   the head's host          Ended: how that incarnation ended
     control/REPLICA the head                 where ranks of other hosts find it
     lease/REPLICA   the head                 see weft/group/meeting.py
     over            the front                the server ends, with this status
     gone/HOST       the host                 it has read that
 
-A life is a number that the front gives a head: of all starts, in all servers, another one. What is said of an
-older life is nothing to anybody.
+An incarnation is a number that the front gives a head: of all starts, in all servers, another one. What is
+said of an older incarnation is nothing to anybody.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class Table(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 class Listening(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A head listens, and begins to load."""
 
-    life: int
+    incarnation: int
     address: str
 
 
 class Ended(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A head's process ended."""
 
-    life: int
+    incarnation: int
     status: int
 
 

@@ -13,7 +13,7 @@ PADS = (1, 2, 4, *range(8, 65, 8))
 
 
 def padded(tokens: int) -> int:
-    """The least of ``PADS`` that holds ``tokens``; of more, those: few sizes are met, and can be recorded."""
+    """The least of ``PADS`` that holds ``tokens``; of more, those: few sizes are met, and can be captured."""
     return next((pad for pad in PADS if pad >= tokens), tokens)
 
 

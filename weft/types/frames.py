@@ -11,7 +11,7 @@
      │ ◄─────────── StepFrame   │   one a step, whatever is in it (then LateMasks, where rows are constrained)
      │ Outcome, or Failed ────► │
      │ ◄─ Abort | Shutdown      │
-     │ ◄──── Beat, both ways ─► │   on a connection of its own
+     │ ◄──── RankHeartbeat, both ways ─► │   on a connection of its own
 
 A sequence is named by its slot and by nothing else. Frames that name no slot have tags of their own, so no
 value of a slot can be taken for one. Encoding and decoding are pure; numpy columns travel as little-endian
@@ -28,7 +28,7 @@ import numpy as np
 from weft.common.errors import EngineDead, ErrorInfo
 from weft.types.plan import Segment, StepPlan, TokenMasks
 
-VERSION = 3
+VERSION = 4
 """Of these frames. All ranks of a group speak the same: unequal ones are refused by name."""
 
 
@@ -61,9 +61,9 @@ class RankHello(_Frame, frozen=True, kw_only=True):
 class RankWelcome(_Frame, frozen=True, kw_only=True):
     """Head to rank: it belongs to the group. Now it loads, unless it has its weights."""
 
-    beats: str
-    """Address of the connection for ``Beat``; empty: there is none."""
-    life: str
+    heartbeats: str
+    """Address of the connection for ``RankHeartbeat``; empty: there is none."""
+    incarnation: str
     """Of the head's process, drawn by chance: by it a rank tells a head from the one that follows it."""
 
 
@@ -160,21 +160,21 @@ class Shutdown(_Frame, frozen=True, kw_only=True):
     """Head to rank: free everything and end."""
 
 
-class Beat(_Frame, frozen=True, kw_only=True):
+class RankHeartbeat(_Frame, frozen=True, kw_only=True):
     """Both ways, from a thread that does nothing else: the process runs."""
 
     rank: int
     epoch: int
     step: int
     """The last one that ended here."""
-    life: str
+    incarnation: str
     """Of the head: of this one, or of the one that the rank works for."""
     aborted: int = -1
     """Of a head: the last epoch that has ended; whoever waits in a collective of it, stops."""
 
 
-ToRank = RankWelcome | Refused | Pools | Form | StepFrame | LateMasks | Abort | Shutdown | Beat
-ToHead = RankHello | Loaded | Ready | Formed | Outcome | Failed | Beat
+ToRank = RankWelcome | Refused | Pools | Form | StepFrame | LateMasks | Abort | Shutdown | RankHeartbeat
+ToHead = RankHello | Loaded | Ready | Formed | Outcome | Failed | RankHeartbeat
 
 _SMALL = 1 << 16
 MOST_BYTES: dict[type, int] = {RankHello: 1 << 20, StepFrame: 64 << 20, LateMasks: 256 << 20}

@@ -204,7 +204,7 @@ class HeadStats(_Message, frozen=True, kw_only=True):
     """Now."""
     bad_frames: int = 0
     overlapped_steps: int = 0
-    """Computed in two halves."""
+    """Computed in two micro-batches."""
     communication_seconds: float = 0.0
     """In which this rank's collectives were under way."""
     communication_hidden_seconds: float = 0.0

@@ -188,11 +188,11 @@ class Agreement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     wave: int
     """Number of the domain's present time awake."""
     padded_tokens: int
-    """No replica has more tokens at once: in the step or, with ``halves``, in a half of it."""
+    """No replica has more tokens at once: in the step or, with ``overlap``, in a micro-batch of it."""
     tokens: tuple[int, ...] = ()
     """Of each replica. After the last attention fewer may be left: these are upper bounds."""
-    halves: bool = False
-    """Whether every replica computes the step as two halves; an idle one's are empty."""
+    overlap: bool = False
+    """Whether every replica computes the step as two micro-batches; an idle one's are empty."""
     drafts: int = 0
     """Most drafts that a row of any replica proposes: passes of a drafter whose layers communicate."""
     rebalance: bool = False
@@ -213,9 +213,9 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     constrained: bool = False
     """Whether ``TokenMasks`` follow for this step, before it samples."""
     agreed: Agreement | None = None
-    halves: int = 1
-    """2: computed as two halves, the communication of one under the compute of the other. The head decides,
-    and with it its domain; every rank obeys. No result depends on it."""
+    micro_batches: int = 1
+    """2: computed as two micro-batches, the communication of one under the compute of the other. The head
+    decides, and with it its domain; every rank obeys. No result depends on it."""
 
     @property
     def rows(self) -> int:

@@ -1,4 +1,4 @@
-"""DeepSeek V4: a window of lines and compressed groups, hyper-connections, experts by score or by token id.
+"""DeepSeek V4: a window of entries and compressed groups, hyper-connections, experts by score or by token id.
 
 Source: DeepSeek-V4 (2026), sections 2.1 to 2.3. Two forms of ``config.json`` exist: transformers' (a list of
 types, ``compress_rates``, ``rope_parameters`` with ``main`` and ``compress``) and the published one
@@ -149,7 +149,8 @@ def _ropes(facts: Facts) -> tuple[RopeSpec, RopeSpec]:
 
 
 def _caches(facts: Facts, sparse: SparseSpec) -> tuple[CacheSpec, ...]:
-    """Lines of the window; then for both types with groups what lines are made of, and the groups' lines.
+    """Entries of the window; then for both types with groups what entries are made of, and the groups'
+    entries.
 
     What a group is made of stays until the next group is made, of both where they overlap.
     """

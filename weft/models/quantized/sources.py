@@ -30,7 +30,7 @@ _PARTS = (
     ("_scales", "", "scales"),
     ("_scale", "", "scale"),
 )
-#: Scales of activations and of the KV cache: Weft quantizes no activations, and cache lines by themselves.
+#: Scales of activations and of the KV cache: Weft quantizes no activations, and cache entries by themselves.
 _WITHOUT_EFFECT = (
     ".input_scale",
     ".input_global_scale",

@@ -32,7 +32,7 @@ class BuildError(WeftError):
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class CompilerReport:
     """Where progress goes."""
 
     say: Say
@@ -83,7 +83,11 @@ class _Compiler:
 
 
 def compile_files(
-    command: Sequence[str], files: Sequence[tuple[Path, Path]], processes: int, verbose: bool, report: Report
+    command: Sequence[str],
+    files: Sequence[tuple[Path, Path]],
+    processes: int,
+    verbose: bool,
+    report: CompilerReport,
 ) -> None:
     """Compiles each (source, object) of ``files``, in that order, with so many ``processes`` at a time.
 

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from weft.ops.triton import interpreting
-from weft.ops.triton.forms import Form, power
+from weft.ops.triton.forms import KernelForm, power
 
 Tensor = torch.Tensor
 
@@ -320,7 +320,7 @@ def attend(
     table: Tensor,
     tiles: Tensor,
     *,
-    form: Form,
+    form: KernelForm,
     window: int,
     scale: float,
     split: int = 0,

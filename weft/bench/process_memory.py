@@ -16,7 +16,7 @@ _GROWTH = 1.01
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
+class ProcessMemory:
     """A process that cannot be confused with a later one of the same id."""
 
     pid: int
@@ -69,13 +69,13 @@ def _stat(pid: int) -> tuple[int, int, str] | None:
     return int(fields[1]), int(fields[19]), fields[0]
 
 
-def tree(root: int) -> list[Process]:
+def tree(root: int) -> list[ProcessMemory]:
     """``root`` and its descendants, parents first. Empty when it is gone."""
-    children: dict[int, list[Process]] = {}
-    first: Process | None = None
+    children: dict[int, list[ProcessMemory]] = {}
+    first: ProcessMemory | None = None
     for entry in os.listdir("/proc"):
         if entry.isdigit() and (found := _stat(int(entry))) is not None:
-            one = Process(int(entry), found[1])
+            one = ProcessMemory(int(entry), found[1])
             children.setdefault(found[0], []).append(one)
             if one.pid == root:
                 first = one
@@ -85,7 +85,7 @@ def tree(root: int) -> list[Process]:
     return order
 
 
-def sample(processes: Iterable[Process], peak: Peak) -> Sample:
+def sample(processes: Iterable[ProcessMemory], peak: Peak) -> Sample:
     """Sums over the processes. PSS costs the kernel a walk of page tables: read only when RSS has grown."""
     pids = [one.pid for one in processes]
     rss = sum(map(_rss, pids))

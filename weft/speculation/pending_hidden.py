@@ -1,4 +1,4 @@
-"""Hidden states that wait until a drafter makes its lines from them."""
+"""Hidden states that wait until a drafter makes its entries from them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WAITING_BYTES = 64 << 20
 """Of those of all slots, but that each slot's fill a block."""
 
 
-class Waiting:
+class PendingHidden:
     """Of each slot the states of its latest positions.
 
     Which ones follows from plans, and is known on the host; the states are on the device only.
@@ -52,13 +52,13 @@ class Waiting:
 
     def keep(self, slots: Tensor, positions: Tensor, hidden: Tensor) -> None:
         """Keeps hidden [n, hidden] of ``positions`` (int64 [n]) of ``slots`` (int64 [n])."""
-        self.make().index_copy_(0, self._lines(slots, positions), hidden)
+        self.make().index_copy_(0, self._rows_of(slots, positions), hidden)
 
     def take(self, slots: Tensor, positions: Tensor) -> Tensor:
         """[n, hidden]: what was kept."""
-        return self.make()[self._lines(slots, positions)]
+        return self.make()[self._rows_of(slots, positions)]
 
-    def _lines(self, slots: Tensor, positions: Tensor) -> Tensor:
+    def _rows_of(self, slots: Tensor, positions: Tensor) -> Tensor:
         return torch.add(positions % self.most, slots, alpha=self.most)
 
     def full(self, slots: np.ndarray) -> bool:

@@ -1,14 +1,16 @@
-"""Whether a step in halves is worth it: what it takes whole and in halves, from measured steps.
+"""Whether a step in micro-batches is worth it: what it takes whole and in micro-batches, from measured steps.
 
-With C the compute and M the communication of a step, and 1 and 2 its halves,
+With C the compute and M the communication of a step, and 1 and 2 its micro-batches,
 
     whole        C + M
-    in halves    max(C1 + C2, C1 + M1, C2 + M2)      all of one's communication under the other's compute,
+    in micro-batches    max(C1 + C2, C1 + M1, C2 + M2)      all of one's communication under the other's
+    compute,
                                                      as far as there is any
 
 C is the cost model of steps, fitted to the compute of whole ones; M is linear in tokens. Both sums are wrong
-in their own way for every kind of step (halves read all weights twice, a link may be idle or not, threads
-take cores from each other), so each is corrected by what steps of the kind really took, whole and in halves.
+in their own way for every kind of step (micro-batches read all weights twice, a link may be idle or not,
+threads take cores from each other), so each is corrected by what steps of the kind really took, whole and in
+micro-batches.
 """
 
 from __future__ import annotations
@@ -17,10 +19,10 @@ from collections import deque
 
 import numpy as np
 
-from weft.overlap.split import Halves
+from weft.overlap.split import MicroBatches
 from weft.overlap.times import StepTimes
-from weft.scheduler.cost import shape_of
 from weft.scheduler.fit import CostFitter, solve_non_negative
+from weft.scheduler.step_cost import shape_of
 from weft.types.plan import PlannedRows
 
 LATEST = 8
@@ -29,7 +31,7 @@ LINKS = 128
 """Steps that the line of communication is fitted to."""
 
 
-class Line:
+class LinkFit:
     """Seconds as ``a + b * tokens``, both >= 0, fitted to the latest observations by relative error."""
 
     def __init__(self) -> None:
@@ -71,12 +73,12 @@ class Ratios:
         return float(np.median(self.seen)) if self.seen else 1.0
 
 
-class HalvesCost:
-    """Predicts a step whole and in halves; learns from both."""
+class OverlapCost:
+    """Predicts a step whole and in micro-batches; learns from both."""
 
     def __init__(self) -> None:
         self._compute = CostFitter()
-        self._link = Line()
+        self._link = LinkFit()
 
     @property
     def ready(self) -> bool:
@@ -97,9 +99,9 @@ class HalvesCost:
         whole = self.whole(plan)
         return self._link.predict(plan.tokens) / whole if whole > 0.0 else 0.0
 
-    def halved(self, halves: Halves) -> float:
+    def overlapped(self, micro_batches: MicroBatches) -> float:
         """Seconds."""
-        parts = (halves.first, halves.second)
+        parts = (micro_batches.first, micro_batches.second)
         compute = [self._compute.model.predict(shape_of(part)) for part in parts]
         links = [self._link.predict(part.tokens) for part in parts]
         return max(sum(compute), *(c + m for c, m in zip(compute, links, strict=True)))

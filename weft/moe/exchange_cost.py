@@ -24,7 +24,7 @@ from weft.types.layout import Layout
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "copy")
 
 
-class Shape(NamedTuple):
+class ExchangeShape(NamedTuple):
     """What is exchanged in one layer."""
 
     hidden: int
@@ -35,7 +35,7 @@ class Shape(NamedTuple):
     """Whether experts answer one by one."""
 
 
-class Measured(NamedTuple):
+class MeasuredExchange(NamedTuple):
     """Collectives among some ranks of one machine."""
 
     link: str
@@ -45,14 +45,14 @@ class Measured(NamedTuple):
     """Kind to bytes to microseconds."""
 
 
-def _parse(row: dict[str, Any]) -> Measured:
+def _parse(row: dict[str, Any]) -> MeasuredExchange:
     times = {kind: {int(size): float(us) for size, us in row["times"][kind].items()} for kind in KINDS}
     if not all(times.values()):
         raise ValueError("a row without times")
-    return Measured(row["link"], row["machine"], int(row["ranks"]), times)
+    return MeasuredExchange(row["link"], row["machine"], int(row["ranks"]), times)
 
 
-def _form(m: Measured) -> dict[str, Any]:
+def _form(m: MeasuredExchange) -> dict[str, Any]:
     return {
         **m._asdict(),
         "times": {kind: {str(n): us for n, us in by.items()} for kind, by in m.times.items()},
@@ -65,12 +65,14 @@ MEASUREMENTS = Measurements(
 
 
 @functools.cache
-def table() -> tuple[Measured, ...]:
+def table() -> tuple[MeasuredExchange, ...]:
     """This machine's measurements, or else the package's. ``table.cache_clear()`` reads again."""
     return next((rows for rows in MEASUREMENTS.found() if rows), ())
 
 
-def seconds(form: str, tokens: int, shape: Shape, layout: Layout, measured: Measured | None = None) -> float:
+def seconds(
+    form: str, tokens: int, shape: ExchangeShape, layout: Layout, measured: MeasuredExchange | None = None
+) -> float:
     """Of one layer's exchange when every replica has ``tokens``; of ``measured``, or the table's nearest.
 
     Without any measurement the bytes decide, at a gigabyte a second.
@@ -83,18 +85,18 @@ def seconds(form: str, tokens: int, shape: Shape, layout: Layout, measured: Meas
     return total
 
 
-def exchanges(form: str, tokens: int, shape: Shape, layout: Layout) -> list[tuple[str, float]]:
+def exchanges(form: str, tokens: int, shape: ExchangeShape, layout: Layout) -> list[tuple[str, float]]:
     """(kind, bytes) of what a form does for one layer, for experts chosen at random; see ``dispatch``."""
     ranks, tensor = layout.domain, layout.tensor
     home = -(-tokens // tensor)
     answers = shape.top_k if shape.exact else 1
-    line = shape.hidden * shape.element
-    row = line + shape.top_k * (8 if shape.exact else 12)
-    answer = answers * line
-    dense = ranks * home * (row + 2 * shape.top_k * line)  # what one rank writes of all rows
-    last = [("all_gather", home * tensor * line)] if tensor > 1 else []
+    hidden_bytes = shape.hidden * shape.element
+    row = hidden_bytes + shape.top_k * (8 if shape.exact else 12)
+    answer = answers * hidden_bytes
+    dense = ranks * home * (row + 2 * shape.top_k * hidden_bytes)  # what one rank writes of all rows
+    last = [("all_gather", home * tensor * hidden_bytes)] if tensor > 1 else []
     if form == "reduce":
-        dense = tokens * 2 * shape.top_k * line
+        dense = tokens * 2 * shape.top_k * hidden_bytes
         return [("all_reduce", tokens * answer), ("copy", dense)]
     if form == "gather":
         out, back = ("all_gather", ranks * home * row), ("reduce_scatter", ranks * home * answer)
@@ -107,8 +109,8 @@ def exchanges(form: str, tokens: int, shape: Shape, layout: Layout) -> list[tupl
     return [
         ("all_to_all", 16.0 * ranks),
         ("all_to_all", home * reached * row),
-        ("all_to_all", home * back_rows * line),
-        ("copy", home * reached * (row + 2 * shape.top_k * line) + home * answer),
+        ("all_to_all", home * back_rows * hidden_bytes),
+        ("copy", home * reached * (row + 2 * shape.top_k * hidden_bytes) + home * answer),
         *last,
     ]
 

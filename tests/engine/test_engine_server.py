@@ -17,7 +17,7 @@ from tests.e0.rig import make_engine, submit
 from tests.support.checkpoints import make_checkpoint
 from tests.support.slowness import deadline
 from weft.engine.core import EngineCore
-from weft.engine.head import Head
+from weft.engine.engine_server import EngineServer
 from weft.scheduler import Scheduler
 from weft.types import messages as m
 from weft.types.sampling import TokenParams
@@ -84,7 +84,7 @@ class Served:
         self.endpoint = endpoint
         self.error: BaseException | None = None
         self._fronts: list[Front] = []
-        self.head = Head(core, endpoint)
+        self.head = EngineServer(core, endpoint)
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
 
@@ -336,7 +336,9 @@ def test_an_oversized_message_is_refused_where_it_is_made() -> None:
 
 
 def test_a_heartbeat_says_at_once_that_all_is_done(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("weft.engine.head.HEARTBEAT_S", 3600.0)  # none comes but those that are due to events
+    monkeypatch.setattr(
+        "weft.engine.engine_server.HEARTBEAT_S", 3600.0
+    )  # none comes but those that are due to events
     core, _ = make_engine(folder, depth=2)
     served = Served(core, f"ipc://{tmp_path}/head")
     try:
@@ -358,9 +360,9 @@ def test_a_heartbeat_says_at_once_that_all_is_done(folder: Path, tmp_path: Path,
 def test_heartbeats_come_while_idle_and_tell_so(served: Served) -> None:
     front = served.front()
     time.sleep(1.2)
-    beats = [message for message in _drain(front) if isinstance(message, m.Heartbeat)]
-    assert len(beats) >= 2
-    assert all(beat.idle for beat in beats)
+    heartbeats = [message for message in _drain(front) if isinstance(message, m.Heartbeat)]
+    assert len(heartbeats) >= 2
+    assert all(heartbeat.idle for heartbeat in heartbeats)
 
 
 class Arrivals:
@@ -382,7 +384,7 @@ def test_a_source_wakes_the_loop_and_a_drain_waits_for_what_is_awaited(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loop sleeps on the source's socket: what arrives is taken at once, though a sleep has no end."""
-    monkeypatch.setattr("weft.engine.head.IDLE_POLL_MS", None)
+    monkeypatch.setattr("weft.engine.engine_server.IDLE_POLL_MS", None)
     core, _ = make_engine(folder)
     add = core.scheduler.add
     monkeypatch.setattr(core.scheduler, "add", lambda one, now: add(one, now, awaits=True))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from weft.common.errors import EngineDead, WeftError
 from weft.common.log import get_logger
-from weft.routing.instances import Instance, State
+from weft.routing.instances import Instance, InstanceState
 from weft.types import messages as m
 
 log = get_logger(__name__)
@@ -34,7 +34,7 @@ class Patience:
     """From an instance's start until it answers; it loads its model meanwhile."""
 
 
-class Roster:
+class InstanceTable:
     """States change here, and nowhere else. Times are seconds of one monotonic clock."""
 
     def __init__(self, instances: Mapping[str, str], patience: Patience, joining: bool = False) -> None:
@@ -65,21 +65,21 @@ class Roster:
     @property
     def over(self) -> bool:
         """Whether none is left, and none will come back."""
-        return all(instance.state is State.RETIRED for instance in self.instances.values())
+        return all(instance.state is InstanceState.RETIRED for instance in self.instances.values())
 
     def takers(self) -> list[Instance]:
         """Instances that take sequences now, in order."""
-        return [one for one in self._serving() if one.state is State.UP or not one.open]
+        return [one for one in self._serving() if one.state is InstanceState.UP or not one.open]
 
     def deadline(self) -> float:
         """When ``overdue`` will have something to say, if nothing is heard before; inf for never."""
         deadlines = [math.inf]
         for instance in self.instances.values():
-            if instance.state is State.STARTING:
+            if instance.state is InstanceState.STARTING:
                 deadlines.append(instance.deadline)
             elif instance.alive:
                 deadlines.append(min(instance.heard, instance.moved) + self._patience.engine)
-            if instance.state is State.HALF_OPEN:
+            if instance.state is InstanceState.HALF_OPEN:
                 deadlines.append(instance.since + HEALTHY_S)
         return min(deadlines)
 
@@ -90,10 +90,10 @@ class Roster:
             why = instance.overdue(self._patience.engine, now) if instance.alive else None
             if why is not None:
                 found.append((instance, EngineDead(why)))
-            elif instance.state is State.STARTING and now >= instance.deadline:
+            elif instance.state is InstanceState.STARTING and now >= instance.deadline:
                 lacks = "did not start in time" if instance.listens else "does not listen"
                 found.append((instance, EngineDead(f"the engine's process {lacks}")))
-            elif instance.state is State.HALF_OPEN and now >= instance.since + HEALTHY_S:
+            elif instance.state is InstanceState.HALF_OPEN and now >= instance.since + HEALTHY_S:
                 self.prove(instance)
         return found
 
@@ -110,17 +110,17 @@ class Roster:
 
     def expect(self, instance: Instance, link: int, now: float) -> None:
         """A process was started."""
-        self.restarts += instance.state is State.DOWN
+        self.restarts += instance.state is InstanceState.DOWN
         instance.start(link, now + self._patience.load)
 
     def locate(self, instance: Instance, now: float) -> None:
         """It is known where a process will listen."""
-        if instance.state is State.STARTING and not instance.listens:
+        if instance.state is InstanceState.STARTING and not instance.listens:
             instance.deadline = now + self._patience.listen
 
     def listen(self, instance: Instance, now: float) -> bool:
         """A process listens. Whether that is news."""
-        if instance.state is not State.STARTING or instance.listens:
+        if instance.state is not InstanceState.STARTING or instance.listens:
             return False
         instance.listens = True
         instance.deadline = now + self._patience.load
@@ -135,11 +135,11 @@ class Roster:
             raise EngineDead(spoken)
         if instance.welcome is not None and instance.welcome.incarnation != welcome.incarnation:
             raise EngineDead("the engine was replaced")
-        if instance.state is not State.STARTING:
+        if instance.state is not InstanceState.STARTING:
             return False
         instance.welcome, instance.version = welcome, version
         instance.since = instance.heard = instance.moved = now
-        instance.state = State.HALF_OPEN if instance.deaths >= ROW else State.UP
+        instance.state = InstanceState.HALF_OPEN if instance.deaths >= ROW else InstanceState.UP
         if self.complete:
             log.info("engine %s is back", instance.name)
         all_up = all(other.alive for other in self.instances.values())
@@ -149,32 +149,32 @@ class Roster:
 
     def prove(self, instance: Instance) -> None:
         """A sequence ended well there, or it was up for long: it is not one that dies again and again."""
-        if instance.state is State.HALF_OPEN:
-            instance.state, instance.deaths = State.UP, 0
+        if instance.state is InstanceState.HALF_OPEN:
+            instance.state, instance.deaths = InstanceState.UP, 0
 
     def drain(self, instance: Instance, now: float) -> None:
         """It gets nothing new."""
         if instance.alive:
-            instance.state = State.DRAINING
+            instance.state = InstanceState.DRAINING
             self._changed(now)
 
     def lose(self, instance: Instance, now: float) -> bool:
         """Its process is gone, or as good as gone. Whether that is news."""
-        if instance.state in (State.DOWN, State.RETIRED):
+        if instance.state in (InstanceState.DOWN, InstanceState.RETIRED):
             return False
         healthy = instance.alive and now - instance.since >= HEALTHY_S
         instance.deaths = 1 if healthy else instance.deaths + 1
-        instance.state = State.DOWN
+        instance.state = InstanceState.DOWN
         self._changed(now)
         return True
 
     def retire(self, instance: Instance) -> None:
         """No other process will take the place of the one that was lost."""
-        instance.state = State.RETIRED
+        instance.state = InstanceState.RETIRED
 
     def _serving(self) -> list[Instance]:
         broken = {one.domain for one in self.instances.values() if one.domain and not one.alive}
-        serving = (State.UP, State.HALF_OPEN)
+        serving = (InstanceState.UP, InstanceState.HALF_OPEN)
         return [one for one in self.instances.values() if one.state in serving and one.domain not in broken]
 
     def _changed(self, now: float) -> None:

@@ -19,9 +19,9 @@ from weft.common.errors import EngineDead, WeftError
 from weft.common.log import get_logger
 from weft.config.resolved import EngineConfig
 from weft.engine.core import EngineCore
-from weft.engine.kept import KeptRanks
 from weft.engine.listener import Listener
 from weft.engine.start import start_executor
+from weft.engine.supervised_ranks import SupervisedRanks
 from weft.routing.head_protocol import HeadProtocol, Outgoing
 from weft.types import messages as m
 
@@ -33,7 +33,7 @@ REPORT_S = 60.0
 """Seconds between two reports on drafts in the log, if there are any."""
 
 
-class Head:
+class EngineServer:
     """The loop of a head. ``run`` returns when told to shut down, or when drained."""
 
     def __init__(self, core: EngineCore, endpoint: str | Listener) -> None:
@@ -133,8 +133,8 @@ def run_head(config: EngineConfig, listener: Listener, pipe: int | None = None) 
     ``pipe``: the descriptor of the pipe to whoever keeps the workers.
     """
     try:
-        kept = None if pipe is None else KeptRanks(Connection(pipe))
-        core = EngineCore(config, runner=start_executor(config, kept=kept))
+        supervised = None if pipe is None else SupervisedRanks(Connection(pipe))
+        core = EngineCore(config, runner=start_executor(config, supervised=supervised))
     except BaseException:
         listener.close()
         raise
@@ -145,4 +145,4 @@ def run_head(config: EngineConfig, listener: Listener, pipe: int | None = None) 
     )
     gc.collect()
     gc.freeze()  # the model and all modules live as long as the process: never look through them again
-    Head(core, listener).run()
+    EngineServer(core, listener).run()

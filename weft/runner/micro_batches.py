@@ -1,4 +1,5 @@
-"""A step computed as two halves: two batches with staging buffers of their own, one result in plan order.
+"""A step computed as two micro-batches: two batches with staging buffers of their own, one result in plan
+order.
 
     hidden of the first    [prefill 0 | decode 0]
     hidden of the second   [prefill 1 | decode 1]
@@ -18,7 +19,7 @@ from weft.attention.base import Backends, LayerCache
 from weft.common.errors import EngineDead
 from weft.models.base import Model
 from weft.overlap.interleave import interleave
-from weft.overlap.split import Halves, split
+from weft.overlap.split import MicroBatches, split
 from weft.overlap.times import Stretch
 from weft.parallel.launcher import Launcher
 from weft.runner.batch import BatchBuilder
@@ -29,8 +30,8 @@ from weft.types.plan import StepPlan
 Tensor = torch.Tensor
 
 
-class HalvedSteps:
-    """Computes plans in halves, for one runner and from its thread."""
+class MicroBatchedSteps:
+    """Computes plans in micro-batches, for one runner and from its thread."""
 
     def __init__(
         self,
@@ -53,13 +54,13 @@ class HalvedSteps:
 
         ``buffers`` gets the two that the step uses; they go back by ``release``.
         """
-        halves = split(plan)
-        if halves is None:
-            raise EngineDead(f"step {plan.step} is to be computed in halves, and has none")
-        steps, exchange = [], exchange_of(plan, halves)
-        for half, cut in ((halves.first, 0), (halves.second, halves.cut)):
+        micro_batches = split(plan)
+        if micro_batches is None:
+            raise EngineDead(f"step {plan.step} is to be computed in micro-batches, and has none")
+        steps, exchange = [], exchange_of(plan, micro_batches)
+        for micro_batch, cut in ((micro_batches.first, 0), (micro_batches.second, micro_batches.cut)):
             buffers.append(self._ring.acquire())
-            steps.append(self._builder.half(half, cut, exchange, buffers[-1]))
+            steps.append(self._builder.micro_batch(micro_batch, cut, exchange, buffers[-1]))
         self._turns = []
         first, second = (
             self._model.hidden(step, self._cache, self._backends, None if whole else step.logits_index)
@@ -70,8 +71,8 @@ class HalvedSteps:
             made = interleave(first, second, self._turn)
         finally:
             self._launcher.threaded(False)
-            self._launcher.half = 0
-        return merged(made, halves, whole=whole), self._stretches()
+            self._launcher.micro_batch = 0
+        return merged(made, micro_batches, whole=whole), self._stretches()
 
     def release(self, buffers: list[StagingBuffer]) -> None:
         """The step's result was read."""
@@ -82,27 +83,30 @@ class HalvedSteps:
         """No step is in flight any more."""
         self._ring.clear()
 
-    def _turn(self, half: int) -> None:
-        self._launcher.half = half
-        self._turns.append((half, time.monotonic()))
+    def _turn(self, micro_batch: int) -> None:
+        self._launcher.micro_batch = micro_batch
+        self._turns.append((micro_batch, time.monotonic()))
 
     def _stretches(self) -> list[Stretch]:
         ends = [began for _, began in self._turns[1:]] + [time.monotonic()]
-        return [Stretch(half, began, end) for (half, began), end in zip(self._turns, ends, strict=True)]
+        return [
+            Stretch(micro_batch, began, end)
+            for (micro_batch, began), end in zip(self._turns, ends, strict=True)
+        ]
 
 
-def exchange_of(plan: StepPlan, halves: Halves) -> Exchange:
-    """What ranks know of both halves. It is one for both: they communicate in the same form."""
+def exchange_of(plan: StepPlan, micro_batches: MicroBatches) -> Exchange:
+    """What ranks know of both micro-batches. It is one for both: they communicate in the same form."""
     if plan.agreed is not None:
         return Exchange(rows=plan.agreed.padded_tokens)
-    return Exchange(rows=max(halves.first.tokens, halves.second.tokens))
+    return Exchange(rows=max(micro_batches.first.tokens, micro_batches.second.tokens))
 
 
-def merged(made: Sequence[Tensor], halves: Halves, *, whole: bool) -> Tensor:
-    """Both halves' rows in the order of the plan: all tokens' if ``whole``, else those with logits."""
+def merged(made: Sequence[Tensor], micro_batches: MicroBatches, *, whole: bool) -> Tensor:
+    """Both micro-batches' rows in the order of the plan: all tokens' if ``whole``, else those with logits."""
     prefills = []
-    for half in (halves.first, halves.second):
-        prefills.append(half.prefill.tokens if whole else int(half.prefill.logits.sum()))
+    for micro_batch in (micro_batches.first, micro_batches.second):
+        prefills.append(micro_batch.prefill.tokens if whole else int(micro_batch.prefill.logits.sum()))
     (p0, d0), (p1, d1) = (
         part.split([rows, len(part) - rows]) for part, rows in zip(made, prefills, strict=True)
     )

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from weft.common.log import get_logger
 from weft.parallel import nccl, shared
 from weft.parallel.comm import Comm, Pending
+from weft.parallel.host_stage import HostStage
 from weft.parallel.launcher import CommLost, Launcher
-from weft.parallel.staging import HostStage
 
 __all__ = ["ONE_SHOT", "CommLost", "GroupComm", "Launcher"]
 
@@ -234,7 +234,7 @@ def _ordered_sum(parts: Tensor) -> Tensor:
     if not parts.dtype.is_floating_point:
         wide = parts.dtype
     total = parts[0].to(wide, copy=True)
-    for rank in range(1, len(parts)):  # not over the tensor: that makes a list, which cannot be recorded
+    for rank in range(1, len(parts)):  # not over the tensor: that makes a list, which cannot be captured
         total += parts[rank]
     return total.to(parts.dtype)
 

@@ -14,7 +14,7 @@ MAX_STOPS = 4
 """Stop ids that a column holds; a sequence with more is never quiet."""
 
 
-class Columns:
+class SlotColumns:
     """Arrays [slots]. Where nobody lives ``gen`` is 0, and the other entries are of whoever did.
 
     gen             int32: tenant of the slot, from 1

@@ -1,4 +1,4 @@
-"""Latent and compressed kinds: what they keep decides how they behave, not what their lines hold."""
+"""Latent and compressed kinds: what they keep decides how they behave, not what their entries hold."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_compressed_hit_ends_with_a_full_block() -> None:
 
 
 def test_lines_of_every_sort_agree_on_a_hit() -> None:
-    """Full and compressed lines, and latent ones that slide: each loses something else."""
+    """Full and compressed entries, and latent ones that slide: each loses something else."""
     caches = make(
         pool("latent", width=8),
         pool("compressed", block=12, width=8, ratio=6),
@@ -77,7 +77,7 @@ def test_lines_of_every_sort_agree_on_a_hit() -> None:
     caches.release(0, -1)
     assert caches.free_blocks() == (20, 20, 20)
     needed = caches.needed(1, 37, 36, hashes)
-    # One new block each, the blocks of the hit (of the sliding lines those of positions 31 .. 35).
+    # One new block each, the blocks of the hit (of the sliding entries those of positions 31 .. 35).
     assert needed == [10, 4, 3]
     caches.acquire(1, hashes, 36, 37)
     assert caches.free_blocks() == (10, 16, 17)

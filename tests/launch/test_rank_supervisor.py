@@ -18,9 +18,9 @@ from tests.faults.rig import config_of
 from tests.support.slowness import deadline
 from weft.common.errors import EngineDead
 from weft.config.resolved import EngineConfig
-from weft.engine.keeper import Keeper
-from weft.engine.kept import KeptRanks
+from weft.engine.rank_supervisor import RankSupervisor
 from weft.engine.ranks import RankProcesses, rank_address
+from weft.engine.supervised_ranks import SupervisedRanks
 
 PATIENCE = deadline(60.0)
 
@@ -47,14 +47,14 @@ def wait(condition: Callable[[], object]) -> None:
 def test_the_next_head_finds_the_workers() -> None:
     with tempfile.TemporaryDirectory(prefix="w") as folder:
         config = config_in(folder)
-        keeper = Keeper(1, lambda _: RankProcesses(config, rank_address(config), "error"))
+        supervisor = RankSupervisor(1, lambda _: RankProcesses(config, rank_address(config), "error"))
         try:
-            first = KeptRanks(keeper.link(0))
+            first = SupervisedRanks(supervisor.link(0))
             assert [first.spawn(1), first.spawn(2), first.spawn(1)] == [False, False, True]
             pids = [first.pid(1), first.pid(2)]
             assert pids[0] != pids[1]
             first.close(0)
-            second = KeptRanks(keeper.link(0))
+            second = SupervisedRanks(supervisor.link(0))
             assert not second.keeps(1)
             assert second.spawn(1)
             assert second.pid(1) == pids[0]
@@ -72,7 +72,7 @@ def test_the_next_head_finds_the_workers() -> None:
             left = second.pid(2)
             assert lives(left)
         finally:
-            keeper.close(0.0)
+            supervisor.close(0.0)
         assert not lives(left)
         with pytest.raises(EngineDead, match="whoever keeps the ranks"):
             second.spawn(1)
@@ -82,12 +82,12 @@ def test_workers_end_with_the_server_however_it_ends() -> None:
     code = (
         "import os, signal, sys, msgspec\n"
         "from weft.config.resolved import EngineConfig\n"
-        "from weft.engine.kept import KeptRanks\n"
+        "from weft.engine.supervised_ranks import SupervisedRanks\n"
         "from weft.engine.ranks import RankProcesses, rank_address\n"
-        "from weft.engine.keeper import Keeper\n"
+        "from weft.engine.rank_supervisor import RankSupervisor\n"
         "config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineConfig)\n"
-        "keeper = Keeper(1, lambda _: RankProcesses(config, rank_address(config), 'error'))\n"
-        "ranks = KeptRanks(keeper.link(0))\n"
+        "supervisor = RankSupervisor(1, lambda _: RankProcesses(config, rank_address(config), 'error'))\n"
+        "ranks = SupervisedRanks(supervisor.link(0))\n"
         "ranks.spawn(1)\n"
         "print(ranks.pid(1), flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"

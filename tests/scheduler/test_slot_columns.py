@@ -10,9 +10,9 @@ import pytest
 from tests.scheduler.fake_runner import alone, kv_config, submit
 from tests.scheduler.harness import Rig, random_run
 from weft.kv.caches import Caches
-from weft.scheduler.columns import MAX_STOPS, Columns
 from weft.scheduler.plan_builder import DecodeRows, PlanBuilder
 from weft.scheduler.sequence import Running
+from weft.scheduler.slot_columns import MAX_STOPS, SlotColumns
 from weft.types.messages import TokenEvent
 from weft.types.plan import AppendBlocks, AppendEach, Op, StepPlan, column
 
@@ -72,9 +72,9 @@ def busy_run() -> tuple[Rig, list[list[TokenEvent]]]:
 
 def test_quiet_rows_tell_what_they_would_tell_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     rig, heard = busy_run()
-    set_stops = Columns.set_stops
+    set_stops = SlotColumns.set_stops
     monkeypatch.setattr(
-        Columns, "set_stops", lambda self, slot, ids, quiet: set_stops(self, slot, ids, False)
+        SlotColumns, "set_stops", lambda self, slot, ids, quiet: set_stops(self, slot, ids, False)
     )
     loud, heard_loud = busy_run()
     assert heard == heard_loud
@@ -143,9 +143,9 @@ def test_a_slot_without_a_tenant_is_nobodys() -> None:
     state = rig.scheduler._state
     assert state.columns.gen[0] == 1
     assert state.order().tolist() == [0]
-    assert state.tenants[0].id == 0
+    assert state.in_slot[0].id == 0
     rig.finish(0)
     assert state.columns.gen[0] == 0
     assert state.order().tolist() == []
-    assert state.tenants[0] is None
+    assert state.in_slot[0] is None
     assert not np.any(state.columns.gen)

@@ -1,4 +1,4 @@
-"""Steps of several ranks that meet in shared memory, recorded and replayed."""
+"""Steps of several ranks that meet in shared memory, captured and replayed."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from weft.engine.core import EngineCore
 from weft.engine.start import alone
 from weft.layers.build import ExpertOptions
 from weft.ops import cpu
-from weft.parallel.group import CommLost
+from weft.parallel.group_comm import CommLost
 from weft.parallel.mesh import Mesh
 from weft.runner import graphs
 from weft.runner import runner as runner_module
-from weft.runner.programs import CannotRecord
+from weft.runner.programs import CannotCapture
 from weft.types.layout import Layout
 from weft.types.plan import StepPlan
 from weft.types.sampling import TokenParams
@@ -136,7 +136,7 @@ def test_replayed_steps_of_two_ranks_give_the_same_bits(
 
 
 def test_steps_whose_rows_are_counted_are_not_replayed(folder: Any) -> None:
-    """The host reads how many rows travel: nothing that could be recorded."""
+    """The host reads how many rows travel: nothing that could be captured."""
     layout, counted = Layout(tensor=2, expert=True), ExpertOptions(dispatch="throughput")
     options: dict[str, Any] = {"dtype": "bfloat16", "form": "cpp", "replay": True}
     made = answers(folder("qwen3_moe"), layout, experts=counted, **options)
@@ -162,14 +162,14 @@ def test_uneven_drafts_where_a_rank_cannot_record(
 
     def refuse(made: Any) -> Any:
         made()
-        raise CannotRecord("it must not be")
+        raise CannotCapture("it must not be")
 
     def change(mesh: Mesh, runner: Any) -> None:
         if mesh.rank:
             runner.graphs._options = replace(runner.graphs._options, capture=refuse)
             if drafter == "mtp":
-                runner.drafter.recorded._recording = replace(
-                    runner.drafter.recorded._recording, record=refuse
+                runner.drafter.captured._capturing = replace(
+                    runner.drafter.captured._capturing, capture=refuse
                 )
 
     made = answers(where, change=change, replay=True, **options)
@@ -186,7 +186,7 @@ def steps(engine: EngineCore) -> None:
 
 def test_an_abort_in_the_middle_of_a_replayed_step(folder: Any) -> None:
     """A rank waits in a replayed step for one that does not come: an abort frees it, with the error that a
-    step op by op has. Nothing runs until the reset. In the next epoch steps are recorded anew; in one over
+    step op by op has. Nothing runs until the reset. In the next epoch steps are captured anew; in one over
     gloo they are launched op by op."""
     where, store = folder("qwen3_moe"), dist.HashStore()
     waiting, formed = threading.Event(), threading.Barrier(2)

@@ -1,7 +1,7 @@
 """What drafts have cost beyond what the same tokens would have cost without, and how much more they may.
 
 Every step with drafts and no prompts is set against plain steps: the tokens it made, at the price of a
-plain step of as many rows as measured here. What it took beyond that, op by op or recording included, is
+plain step of as many rows as measured here. What it took beyond that, op by op or capture included, is
 loss; what it saved makes up for loss. Drafts are allowed while the loss so far and what another try is
 expected to lose stay within a share of the time that steps took; that holds for all steps together, and for
 those of each size of batch. The first size may lose some steps' worth in any case, so that a first try is
@@ -28,7 +28,7 @@ SHARE = 0.02
 """Most of the time that drafts may lose."""
 GRANT = 128
 """Plain steps that may be lost in any case with the first size of batch, if that is one row. Of more rows
-less, by ``rows ** GRANT_FALLS``: the fewer, the likelier drafts pay, and the dearer is a recording beside a
+less, by ``rows ** GRANT_FALLS``: the fewer, the likelier drafts pay, and the dearer is a capture beside a
 step."""
 GRANT_FALLS = 5 / 3
 GUESS = 2.0
@@ -40,7 +40,7 @@ HALF_LIFE = 120.0
 LATEST = 8
 """Plain steps of as many rows behind other plain ones, whose median is their price."""
 SETTLED = 4
-"""Plain steps behind drafts that are no price: the first makes up for the drafter's lines, and until caches
+"""Plain steps behind drafts that are no price: the first makes up for the drafter's entries, and until caches
 hold what plain steps read they take up to twice as long."""
 _WEIGHT = 0.3
 
@@ -76,7 +76,7 @@ def has_drafts(plan: StepPlan) -> bool:
     return bool(decode.rows and (decode.count.max() > 1 or decode.next_k.any()))
 
 
-class Ledger:
+class DraftBudget:
     """Loss and allowance. For each step in order: ``step``; ``allows`` before each that would draft."""
 
     def __init__(self) -> None:
@@ -116,10 +116,11 @@ class Ledger:
             account = self._sizes[size] = Account()
         return account
 
-    def step(self, plan: StepPlan, seconds: float, accepted: int, cold: bool) -> None:
+    def step(self, plan: StepPlan, seconds: float, accepted: int, uncaptured: bool) -> None:
         """``plan`` took ``seconds``, and ``accepted`` of its drafts were right.
 
-        ``cold``: longer than others like it will. That is a loss all the same, but tells nothing of others.
+        ``uncaptured``: longer than others like it will. That is a loss all the same, but tells nothing of
+        others.
         """
         decode, lost = plan.decode, 0.0
         rows = decode.rows
@@ -132,12 +133,12 @@ class Ledger:
         plain = not has_drafts(plan)
         self._behind = self._behind + 1 if plain else 0
         if plain:
-            if self.settled and not cold:
+            if self.settled and not uncaptured:
                 self._plain.setdefault(rows, deque(maxlen=LATEST)).append(seconds)
                 self._prices = None
         elif price := self.plain(rows):
             lost = seconds - price * (1.0 + accepted / rows)
-            if not cold:
+            if not uncaptured:
                 account.expected += _WEIGHT * (lost / price - account.expected)
         account.spend(seconds, lost)
         self.all.spend(seconds, lost)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weft.scheduler.ledger import HALF_LIFE, SETTLED, Account, Ledger
+from weft.scheduler.draft_budget import HALF_LIFE, SETTLED, Account, DraftBudget
 from weft.types.plan import Segment, StepPlan, column
 
 
@@ -17,15 +17,15 @@ def plan(count: int = 1, next_k: int = 0, prompt: bool = False) -> StepPlan:
 
 def test_a_price_is_of_a_plain_step_behind_another() -> None:
     """The first ones behind drafts take longer; so do those behind a prompt beside drafts."""
-    ledger = Ledger()
+    budget = DraftBudget()
     for before in (plan(next_k=2), plan(count=3), plan(count=3, prompt=True)):
-        ledger.step(before, 9.0, 0, cold=False)
+        budget.step(before, 9.0, 0, uncaptured=False)
         for _ in range(SETTLED):
-            ledger.step(plan(), 5.0, 0, cold=False)
-            assert not ledger.settled
-        ledger.step(plan(), 1.0, 0, cold=False)
-        assert ledger.settled
-    assert ledger.plain(1) == 1.0
+            budget.step(plan(), 5.0, 0, uncaptured=False)
+            assert not budget.settled
+        budget.step(plan(), 1.0, 0, uncaptured=False)
+        assert budget.settled
+    assert budget.plain(1) == 1.0
 
 
 def test_sums_fade_by_the_time_that_passed_at_rest_too() -> None:

@@ -1,7 +1,7 @@
 """Keeps the worker processes of a server's replicas: they outlive their heads, and never the server.
 
-A head says which ranks are to run and which to end (``weft.engine.kept``); the next head of its replica finds
-those that still run. All of them end with this process, however it ends.
+A head says which ranks are to run and which to end (``weft.engine.supervised_ranks``); the next head of its
+replica finds those that still run. All of them end with this process, however it ends.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe, wait
 
 from weft.common.log import get_logger
-from weft.engine import kept
+from weft.engine import supervised_ranks as protocol
 from weft.engine.ranks import RankProcesses, end_of
 
 log = get_logger(__name__)
@@ -24,7 +24,7 @@ _TURN = 0.1
 
 
 class _Replica:
-    """The workers of one replica. Used from the keeper's thread."""
+    """The workers of one replica. Used from the supervisor's thread."""
 
     def __init__(self, number: int, processes: RankProcesses) -> None:
         self.number, self.processes = number, processes
@@ -43,18 +43,18 @@ class _Replica:
         """Answers one request of the head, which is there."""
         assert self.pipe is not None
         try:
-            request = kept.from_head.decode(self.pipe.recv_bytes(kept.MOST_BYTES))
+            request = protocol.from_head.decode(self.pipe.recv_bytes(protocol.MOST_BYTES))
         except (OSError, EOFError):  # it is gone: another one will follow, or none
             self.pipe.close()
             self.pipe = None
             return
-        if isinstance(request, kept.Run):
+        if isinstance(request, protocol.StartRank):
             before = self.processes.spawn(request.rank)
-            self._tell(kept.Runs(request.rank, self.processes.pid(request.rank), before))
+            self._tell(protocol.RankRuns(request.rank, self.processes.pid(request.rank), before))
         else:
             if self.processes.keeps(request.rank) and self.processes.pid(request.rank) == request.pid:
                 self.processes.kill(request.rank)
-            self._tell(kept.Ended(request.rank, request.pid, -signal.SIGKILL))
+            self._tell(protocol.RankEnded(request.rank, request.pid, -signal.SIGKILL))
 
     def look(self) -> None:
         """Tells the head of processes that ended by themselves."""
@@ -64,15 +64,15 @@ class _Replica:
                 self._told[pid] = None
                 if status:
                     log.warning("rank %d of replica %d: %s", rank, self.number, end_of(status))
-                self._tell(kept.Ended(rank, pid, status))
+                self._tell(protocol.RankEnded(rank, pid, status))
 
-    def _tell(self, message: kept.Runs | kept.Ended) -> None:
+    def _tell(self, message: protocol.RankRuns | protocol.RankEnded) -> None:
         if self.pipe is not None:
             with suppress(OSError):  # see ``serve``
-                self.pipe.send_bytes(kept.encode(message))
+                self.pipe.send_bytes(protocol.encode(message))
 
 
-class Keeper:
+class RankSupervisor:
     """One for a server. ``link`` and ``close`` may be called from any thread."""
 
     def __init__(self, replicas: int, processes: Callable[[int], RankProcesses]) -> None:
@@ -81,7 +81,7 @@ class Keeper:
         self._new: dict[int, Connection] = {}
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="weft-keeper", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="weft-rank-supervisor", daemon=True)
         self._thread.start()
 
     def link(self, replica: int) -> Connection:
@@ -96,7 +96,7 @@ class Keeper:
     def close(self, seconds: float) -> None:
         """Gives all workers, which were told to stop, ``seconds`` to end, then kills them."""
         self._stop.set()
-        self._thread.join(kept.ANSWER_S)
+        self._thread.join(protocol.ANSWER_S)
         until = time.monotonic() + seconds
         for replica in self._replicas:
             if replica.pipe is not None:

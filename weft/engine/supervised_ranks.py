@@ -1,10 +1,11 @@
-"""Worker processes that outlive their head: the server keeps them (``weft.engine.keeper``) for the next one.
+"""Worker processes that outlive their head: the server keeps them (``weft.engine.rank_supervisor``) for the
+next one.
 
-    head                        keeper
-     │ Run(rank) ─────────────► │   sees that its process runs
-     │ ◄─────────── Runs(rank)  │   which process, and whether it ran before
-     │ End(rank) ─────────────► │   ends it at once
-     │ ◄────────── Ended(rank)  │   and unasked, when one ended by itself
+    head                        supervisor
+     │ StartRank(rank) ─────────────► │   sees that its process runs
+     │ ◄─────────── RankRuns(rank)  │   which process, and whether it ran before
+     │ EndRank(rank) ─────────────► │   ends it at once
+     │ ◄────────── RankEnded(rank)  │   and unasked, when one ended by itself
 
 Each head has a pipe of its own, so nothing that one asked for, or was told, reaches the next.
 """
@@ -23,26 +24,26 @@ from weft.common.errors import EngineDead
 from weft.engine.ranks import end_of
 
 ANSWER_S = 60.0
-"""Seconds in which the keeper answers."""
+"""Seconds in which the supervisor answers."""
 MOST_BYTES = 4096
 """Of a message."""
 
 
-class Run(msgspec.Struct, frozen=True, tag=True):
-    """Head to keeper: the process of ``rank`` is to run."""
+class StartRank(msgspec.Struct, frozen=True, tag=True):
+    """Head to supervisor: the process of ``rank`` is to run."""
 
     rank: int
 
 
-class End(msgspec.Struct, frozen=True, tag=True):
-    """Head to keeper: this process of ``rank`` is to end, stopped or not."""
+class EndRank(msgspec.Struct, frozen=True, tag=True):
+    """Head to supervisor: this process of ``rank`` is to end, stopped or not."""
 
     rank: int
     pid: int
 
 
-class Runs(msgspec.Struct, frozen=True, tag=True):
-    """Keeper to head."""
+class RankRuns(msgspec.Struct, frozen=True, tag=True):
+    """RankSupervisor to head."""
 
     rank: int
     pid: int
@@ -50,8 +51,8 @@ class Runs(msgspec.Struct, frozen=True, tag=True):
     """Whether it ran already."""
 
 
-class Ended(msgspec.Struct, frozen=True, tag=True):
-    """Keeper to head."""
+class RankEnded(msgspec.Struct, frozen=True, tag=True):
+    """RankSupervisor to head."""
 
     rank: int
     pid: int
@@ -59,12 +60,12 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     """As ``subprocess`` has it: of a signal the negative number."""
 
 
-_from_keeper = msgspec.msgpack.Decoder(Runs | Ended)
-from_head = msgspec.msgpack.Decoder(Run | End)
+_from_supervisor = msgspec.msgpack.Decoder(RankRuns | RankEnded)
+from_head = msgspec.msgpack.Decoder(StartRank | EndRank)
 encode = msgspec.msgpack.encode
 
 
-class KeptRanks:
+class SupervisedRanks:
     """``Ranks`` of a head whose server keeps them. Thread-safe."""
 
     outlive = True
@@ -77,10 +78,10 @@ class KeptRanks:
         self._lock = threading.Lock()
 
     def spawn(self, rank: int) -> bool:
-        """See ``Ranks``. Raises EngineDead when the keeper is gone or does not answer."""
+        """See ``Ranks``. Raises EngineDead when the supervisor is gone or does not answer."""
         with self._lock:
-            made = self._ask(Run(rank), lambda got: isinstance(got, Runs) and got.rank == rank)
-            assert isinstance(made, Runs)
+            made = self._ask(StartRank(rank), lambda got: isinstance(got, RankRuns) and got.rank == rank)
+            assert isinstance(made, RankRuns)
             self._pids[rank] = made.pid
             return made.before
 
@@ -93,8 +94,8 @@ class KeptRanks:
         return self._pids[rank]
 
     def dead(self) -> list[tuple[int, str]]:
-        """See ``Ranks``. Never waits for the keeper; when that is gone, so is this head."""
-        if not self._lock.acquire(blocking=False):  # the keeper is being asked: look again later
+        """See ``Ranks``. Never waits for the supervisor; when that is gone, so is this head."""
+        if not self._lock.acquire(blocking=False):  # the supervisor is being asked: look again later
             return []
         try:
             with suppress(EngineDead):
@@ -109,13 +110,15 @@ class KeptRanks:
         with self._lock:
             pid = self._pids.pop(rank, None)
             if pid is not None and pid not in self._ended:
-                self._ask(End(rank, pid), lambda got: isinstance(got, Ended) and got.pid == pid)
+                self._ask(EndRank(rank, pid), lambda got: isinstance(got, RankEnded) and got.pid == pid)
 
     def close(self, seconds: float) -> None:
         """The ranks stay as they are."""
         self._pipe.close()
 
-    def _ask(self, request: Run | End, answers: Callable[[Runs | Ended], bool]) -> Runs | Ended:
+    def _ask(
+        self, request: StartRank | EndRank, answers: Callable[[RankRuns | RankEnded], bool]
+    ) -> RankRuns | RankEnded:
         try:
             self._pipe.send_bytes(encode(request))
         except (OSError, ValueError) as error:
@@ -127,14 +130,14 @@ class KeptRanks:
                 return got
         raise EngineDead(f"whoever keeps the ranks did not answer within {ANSWER_S:g} s")
 
-    def _receive(self, wait: float) -> Runs | Ended | None:
-        """The keeper's next message; None when none came within ``wait`` seconds."""
+    def _receive(self, wait: float) -> RankRuns | RankEnded | None:
+        """The supervisor's next message; None when none came within ``wait`` seconds."""
         try:
             if not self._pipe.poll(wait):
                 return None
-            got = _from_keeper.decode(self._pipe.recv_bytes(MOST_BYTES))
+            got = _from_supervisor.decode(self._pipe.recv_bytes(MOST_BYTES))
         except (OSError, EOFError) as error:
             raise EngineDead("whoever keeps the ranks is gone") from error
-        if isinstance(got, Ended):
+        if isinstance(got, RankEnded):
             self._ended[got.pid] = got.status
         return got

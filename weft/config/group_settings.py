@@ -31,7 +31,7 @@ _OWN = (
     "parallel.rdzv",
     "parallel.group_secret",
     "domain",
-    "life",
+    "incarnation",
 )
 _LONGEST = 120
 """Characters of a value; longer ones are told by a hash."""

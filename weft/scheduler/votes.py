@@ -7,7 +7,7 @@ still on its way. Waves are numbered: a call for one that is over, or has begun,
 is lost.
 
     replica 0   ... step, step, sleep ............... wave 2: step ...
-    replica 1   ... step, step, sleep, request: ring(2), step ...
+    replica 1   ... step, step, sleep, request: begin(2), step ...
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ class Vote(msgspec.Struct, frozen=True, kw_only=True):
     rows: int = 0
     """Of the plan; 0 without one."""
     tokens: int = 0
-    halves: bool = True
-    """Whether the plan, if there is one, splits into two halves of which neither is empty, and should."""
-    half: int = 0
+    overlap: bool = True
+    """Whether the plan, if there is one, splits into two micro-batches of which neither is empty, and should.
+    """
+    micro_batch_tokens: int = 0
     """Tokens of the larger one."""
     drafts: int = 0
     rebalance: bool = False
@@ -83,12 +84,12 @@ def decide(table: np.ndarray) -> Decision:
                 )
     rows = columns["rows"]
     launch = any(columns["launch"])
-    halves = any(rows) and all(yes or not own for yes, own in zip(columns["halves"], rows, strict=True))
+    overlap = any(rows) and all(yes or not own for yes, own in zip(columns["overlap"], rows, strict=True))
     agreed = Agreement(
         wave=columns["wave"][0],
-        padded_tokens=padded(max(columns["half" if halves else "tokens"])),
+        padded_tokens=padded(max(columns["micro_batch_tokens" if overlap else "tokens"])),
         tokens=tuple(columns["tokens"]),
-        halves=halves,
+        overlap=overlap,
         drafts=max(columns["drafts"]),
         rebalance=launch and any(columns["rebalance"]),
     )
@@ -112,7 +113,7 @@ class Waves:
         self.awake = False
         self._called = 0
 
-    def ring(self) -> int | None:
+    def begin(self) -> int | None:
         """There is work here. The wave to call for, if the domain sleeps as far as is known here."""
         if self.awake:
             return None

@@ -16,7 +16,7 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class Shard:
     """Ranges of one dim of a global parameter. Other dims are whole."""
 
     spans: tuple[tuple[int, int], ...]
@@ -35,26 +35,26 @@ class Held:
         """Whether the local dim is the global one."""
         return self.spans == ((0, self.size),)
 
-    def times(self, each: int) -> Held:
+    def times(self, each: int) -> Shard:
         """The same of things that have ``each`` entries."""
         return replace(self, spans=tuple((b * each, e * each) for b, e in self.spans), size=self.size * each)
 
-    def at(self, dim: int) -> Held:
+    def at(self, dim: int) -> Shard:
         """The same along another dim."""
         return replace(self, dim=dim)
 
 
-def whole(size: int) -> Held:
+def whole(size: int) -> Shard:
     """All of ``size``."""
-    return Held(((0, size),), size)
+    return Shard(((0, size),), size)
 
 
-def picked(entries: Sequence[int], size: int) -> Held:
+def picked(entries: Sequence[int], size: int) -> Shard:
     """Single ``entries`` of a dim, in any order."""
     return joined_spans(((entry, entry + 1) for entry in entries), size)
 
 
-def joined(*parts: Held) -> Held:
+def joined(*parts: Shard) -> Shard:
     """Parts of parameters that lie one after another in one."""
     spans, size = list[tuple[int, int]](), 0
     for part in parts:
@@ -63,7 +63,7 @@ def joined(*parts: Held) -> Held:
     return joined_spans(spans, size)
 
 
-def joined_spans(spans: Iterable[tuple[int, int]], size: int) -> Held:
+def joined_spans(spans: Iterable[tuple[int, int]], size: int) -> Shard:
     """``spans`` one after another, neighbours as one."""
     merged = list[tuple[int, int]]()
     for begin, end in spans:
@@ -71,17 +71,17 @@ def joined_spans(spans: Iterable[tuple[int, int]], size: int) -> Held:
             merged[-1] = (merged[-1][0], end)
         else:
             merged.append((begin, end))
-    return Held(tuple(merged) or ((0, 0),), size)
+    return Shard(tuple(merged) or ((0, 0),), size)
 
 
-def mark(parameter: torch.nn.Parameter, held: Held) -> None:
+def mark(parameter: torch.nn.Parameter, shard: Shard) -> None:
     """Notes on ``parameter`` what it holds."""
-    parameter.held = held  # type: ignore[attr-defined]
+    parameter.shard = shard  # type: ignore[attr-defined]
 
 
-def held_by(parameter: torch.nn.Parameter) -> Held | None:
+def shard_of(parameter: torch.nn.Parameter) -> Shard | None:
     """What ``parameter`` holds; None for all of the global one."""
-    found: Held | None = getattr(parameter, "held", None)
+    found: Shard | None = getattr(parameter, "shard", None)
     return found
 
 
@@ -102,12 +102,12 @@ def largest_of(parameter: torch.nn.Parameter) -> torch.Tensor | None:
 
 def global_shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:
     """The shape of the parameter that ``parameter`` holds a part of."""
-    shape, held = list(parameter.shape), held_by(parameter)
-    if held is not None:
-        shape[held.dim] = held.size
+    shape, shard = list(parameter.shape), shard_of(parameter)
+    if shard is not None:
+        shape[shard.dim] = shard.size
     return tuple(shape)
 
 
-def cut(values: torch.Tensor, held: Held) -> torch.Tensor:
-    """The part ``held`` of a whole parameter's values."""
-    return torch.cat([values.narrow(held.dim, begin, end - begin) for begin, end in held.spans], held.dim)
+def cut(values: torch.Tensor, shard: Shard) -> torch.Tensor:
+    """The part ``shard`` of a whole parameter's values."""
+    return torch.cat([values.narrow(shard.dim, begin, end - begin) for begin, end in shard.spans], shard.dim)

@@ -16,12 +16,12 @@ import msgspec
 from weft.cluster.table import Role
 from weft.common.errors import EngineDead, ErrorInfo, ReportedError, WeftError
 from weft.links.link import Address
-from weft.parallel.secret import Keys, read_keys
+from weft.parallel.secret import CurveKeys, read_keys
 
 NAME = "registry"
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One process."""
 
     role: Role
@@ -38,17 +38,17 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Of a retired one: why."""
 
 
-class Registry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ProcessRegistry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All processes of a server."""
 
-    processes: tuple[Record, ...] = ()
+    processes: tuple[ProcessRecord, ...] = ()
 
-    def of(self, role: Role) -> list[Record]:
+    def of(self, role: Role) -> list[ProcessRecord]:
         """Those of one role, in order."""
         return [record for record in self.processes if record.role == role]
 
 
-def write(folder: Path, registry: Registry) -> None:
+def write(folder: Path, registry: ProcessRegistry) -> None:
     """Puts ``registry`` in the place of what was there, in one step."""
     partial = folder / f".{NAME}"
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -57,21 +57,21 @@ def write(folder: Path, registry: Registry) -> None:
     partial.replace(folder / NAME)
 
 
-class Reader:
+class RegistryReader:
     """Reads the file when it has changed."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / NAME
         self._seen: tuple[int, int] | None = None
-        self._registry = Registry()
+        self._registry = ProcessRegistry()
 
-    def read(self) -> Registry:
+    def read(self) -> ProcessRegistry:
         """As it is now; as it was last, where it cannot be read: the folder is gone when the server ends."""
         try:
             status = self._path.stat()
             seen = (status.st_ino, status.st_mtime_ns)
             if seen != self._seen:
-                self._registry = msgspec.json.decode(self._path.read_bytes(), type=Registry)
+                self._registry = msgspec.json.decode(self._path.read_bytes(), type=ProcessRegistry)
                 self._seen = seen
         except OSError:
             pass
@@ -88,10 +88,10 @@ class _Elsewhere:
 class RegistryOwner:
     """The owner of heads as a front sees it that shares them: see ``weft.links.links.Owner``."""
 
-    def __init__(self, reader: Reader, report: Callable[[str, int, WeftError], None]) -> None:
+    def __init__(self, reader: RegistryReader, report: Callable[[str, int, WeftError], None]) -> None:
         """``report`` tells the supervisor that a head is lost."""
         self._reader, self._report = reader, report
-        self._keys: dict[str, Keys] = {}
+        self._keys: dict[str, CurveKeys] = {}
 
     def present(self) -> Mapping[str, Address | WeftError]:
         """Of each head its present process, or why none will be started again."""
@@ -101,7 +101,7 @@ class RegistryOwner:
         """This front has lost it; others may not have."""
         self._report(name, incarnation, error)
 
-    def _of(self, record: Record) -> Address | WeftError:
+    def _of(self, record: ProcessRecord) -> Address | WeftError:
         if record.state in ("retired", "ended"):
             why = record.error
             return EngineDead("the engine has ended") if why is None else ReportedError(why)
@@ -109,7 +109,7 @@ class RegistryOwner:
         endpoint = record.endpoint or (lambda: self._endpoint(record.name, record.incarnation))
         return Address(endpoint, _Elsewhere(), keys, record.incarnation, record.state == "draining")
 
-    def _keys_of(self, secret: str) -> Keys:
+    def _keys_of(self, secret: str) -> CurveKeys:
         if secret not in self._keys:
             self._keys[secret] = read_keys(secret)
         return self._keys[secret]
