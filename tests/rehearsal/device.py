@@ -5,24 +5,23 @@ host are real, so plans, columns and staging buffers are. Every operator call pa
 
 * one on the host runs;
 * one on the device runs as a fake: operands of two devices raise, and so does whatever would have the host
-  wait for the device (``item``, ``nonzero``, a boolean index, a copy through memory that is not pinned), except
-  in the functions of ``WAITS``;
+  wait for the device (``item``, ``nonzero``, a boolean index, a copy through memory that is not pinned),
+  except in the functions of ``WAITS``;
 * what it reads and writes, and on which stream, goes into a trace (``order.py``) that is checked for races;
-* in a capture, what a CUDA graph cannot hold raises, and what it may not rely on is found when it is replayed.
+* in a capture, what a CUDA graph cannot hold raises, and what it may not rely on is found when it is
+  replayed.
 
-With ``values`` each fake tensor carries its values on the host, too (``shadow``), and operators run on those as
-well: then the tokens of a rehearsed engine are the tokens of a real one.
+With ``values`` each fake tensor carries its values on the host, too (``shadow``), and operators run on
+those as well: then the tokens of a rehearsed engine are the tokens of a real one.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,22 +33,27 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.rehearsal.calls import again, effects, here, label_of, mapped, reads_shape, tensors_of
 from tests.rehearsal.memory import Memory, Piece
-from tests.rehearsal.order import HOST, Checker, Entry, Free, Record, Use, Wait
+from tests.rehearsal.order import HOST, Checker, Entry, Free, Use
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
 
-ROOT = Path(__file__).parents[2]
+_MOVES = (aten.to, aten.pin_memory)
+_FACTS = {torch.ops.prim.device.default, aten.is_pinned.default, aten.record_stream.default}
 COMPUTE = "compute"
 """The name of the stream that is current at first."""
 
 #: (file, function) -> why the host may wait for the device there.
 WAITS: dict[tuple[str, str], str] = {
-    ("weft/moe/dispatch.py", "throughput"): "sizes of an exact exchange: the host must know how many rows come",
+    (
+        "weft/moe/dispatch.py",
+        "throughput",
+    ): "sizes of an exact exchange: the host must know how many rows come",
+    ("weft/ops/moe.py", "by_expert"): "torch's routed block, for float64 and where there are no kernels",
     ("weft/moe/dispatch.py", "gather"): "a drafter's pass, of whose rows replicas have not agreed",
 }
-LOADING = "loading"
 
 
 class HiddenWait(AssertionError):
@@ -120,10 +124,14 @@ class Rehearsal(TorchDispatchMode):
         """Fills host memory with what a copy from the device would bring, where there are no values."""
         self.operators: set[str] = set()
         """Names of those that ran on the device."""
+        self.narrow: set[str] = set()
+        """Operators that were given floats of 8 bits: kernels of a GPU serve fewer dtypes than fake ones."""
+        self.labels: set[str] = set()
+        """Of all that the trace has."""
         self.variants: dict[str, set[Any]] = {}
         """Of each kernel, the forms that it was asked for; each is compiled once, when it is first met."""
-        self.entries: list[Entry] | None = None
-        """The trace, where somebody wants it."""
+        self.edges: set[tuple[str, tuple[str, str], str, tuple[str, str]]] = set()
+        """Who waited for whom: (stream, where it recorded an event, who waited, where)."""
 
     def __enter__(self) -> Any:
         self._before = getattr(_active, "rehearsal", None)
@@ -144,8 +152,6 @@ class Rehearsal(TorchDispatchMode):
         if self.capture is not None:
             self.capture.checker.take(entry)
             return
-        if self.entries is not None:
-            self.entries.append(entry)
         self.checker.take(entry)
 
     def check(self, checker: Checker | None = None) -> None:
@@ -159,6 +165,7 @@ class Rehearsal(TorchDispatchMode):
     ) -> None:
         """Work on the current stream (or of ``actor``) reads and writes these tensors."""
         actor = actor or self.stream
+        self.labels.add(label)
         read = [self.memory.piece(tensor, actor) for tensor in reads]
         written = [self.memory.piece(tensor, actor) for tensor in writes]
         for gone in self.memory.freed():
@@ -193,7 +200,7 @@ class Rehearsal(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        tensors = _tensors((*args, *kwargs.values()))
+        tensors = tensors_of((*args, *kwargs.values()))
         device = kwargs.get("device")
         there = any(isinstance(tensor, FakeTensor) for tensor in tensors)
         if not there and (device is None or torch.device(device).type != "cuda"):
@@ -250,7 +257,7 @@ class Rehearsal(TorchDispatchMode):
 
     def _up(self, to: FakeTensor, source: Tensor, free: bool) -> Tensor:
         pinned = self.memory.piece(source, HOST).pinned
-        if source.dim() == 0 and not pinned and to.numel() == 1 or source.numel() == 0:
+        if (source.dim() == 0 and not pinned and to.numel() == 1) or source.numel() == 0:
             pinned = free = True  # goes with the launch, or nowhere
         if not (pinned and free):
             self.wait("a copy from pageable memory" if not pinned else "a copy that is not non_blocking")
@@ -281,7 +288,7 @@ class Rehearsal(TorchDispatchMode):
             raise NotCapturable(f"the host waits for the device in a capture: {why}")
         if self.loading:
             return
-        place = _place()
+        place = here()
         if place not in WAITS:
             raise HiddenWait(f"the host waits for the device in {place[0]}, {place[1]}: {why}")
         self.waited[place] = self.waited.get(place, 0) + 1
@@ -293,11 +300,11 @@ class Rehearsal(TorchDispatchMode):
         for tensor in tensors:
             if isinstance(tensor, FakeTensor):
                 continue
-            if tensor.dim() and not _reads_shape(func):
+            if tensor.dim() and not reads_shape(func):
                 shape = tuple(tensor.shape)
                 raise OnHost(f"{func} on the device is given a tensor of shape {shape} on the host")
-            given, named = _mapped(self._as_fake, (args, kwargs))
-        name = _label(func)
+            given, named = mapped(self._as_fake, (args, kwargs))
+        name = label_of(func)
         self.operators.add(name)
         if self.values and self.capture is not None:
             self._save(func, args, kwargs)
@@ -305,8 +312,10 @@ class Rehearsal(TorchDispatchMode):
             made = self.fake.dispatch(func, types, given, named)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             return self._ask(func, args, kwargs, error)
-        reads, writes = _effects(func, args, kwargs)
-        leaves = _tensors((made,))
+        if any(tensor.dtype == torch.float8_e4m3fn for tensor in tensors):
+            self.narrow.add(name)
+        reads, writes = effects(func, args, kwargs)
+        leaves = tensors_of((made,))
         given_storages = {tensor.untyped_storage()._cdata for tensor in tensors}
         fresh = [leaf for leaf in leaves if leaf.untyped_storage()._cdata not in given_storages]
         if writes or fresh:  # else it is a view
@@ -325,10 +334,14 @@ class Rehearsal(TorchDispatchMode):
         """What only the device knows is asked for."""
         if not self.loading or self.capture is not None:
             self.wait(str(func))
+        if not self.values and self.loading and func is aten.equal.default:
+            return True  # of weights that a checkpoint has twice
         if not self.values:
             raise HiddenWait(f"{func} is asked of a device that has no values") from error
-        given, named = _mapped(self.values_of, (args, kwargs))
-        return _mapped(lambda leaf: self.like(leaf) if isinstance(leaf, Tensor) else leaf, func(*given, **named))
+        given, named = mapped(self.values_of, (args, kwargs))
+        return mapped(
+            lambda leaf: self.like(leaf) if isinstance(leaf, Tensor) else leaf, func(*given, **named)
+        )
 
     # ---- values
 
@@ -353,7 +366,7 @@ class Rehearsal(TorchDispatchMode):
     def _save(self, func: Any, args: Any, kwargs: Any) -> None:
         """A capture computes nothing: keeps what its writes would spoil."""
         assert self.capture is not None
-        for tensor in _effects(func, args, kwargs)[1]:
+        for tensor in effects(func, args, kwargs)[1]:
             if self.memory.piece(tensor, self.stream).born < self.capture.born:
                 self.save(tensor)
 
@@ -364,96 +377,21 @@ class Rehearsal(TorchDispatchMode):
         self.capture.saved.append((flat, flat.clone()))
 
     def _shadows(self, func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> None:
-        given, named = _mapped(self.values_of, (args, kwargs))
+        given, named = mapped(self.values_of, (args, kwargs))
         if "device" in named:
             named = {**named, "device": torch.device("cpu")}
-        real = _tensors((func(*given, **named),))
+        real = tensors_of((func(*given, **named),))
         assert len(real) == len(made), f"{func} makes other results on the host"
         for fake, shadow in zip(made, real, strict=True):
-            assert fake.shape == shadow.shape, f"{func}: {fake.shape} on the device, {shadow.shape} on the host"
-            assert fake.dtype == shadow.dtype, f"{func}: {fake.dtype} on the device, {shadow.dtype} on the host"
+            assert fake.shape == shadow.shape, (
+                f"{func}: {fake.shape} on the device, {shadow.shape} on the host"
+            )
+            assert fake.dtype == shadow.dtype, (
+                f"{func}: {fake.dtype} on the device, {shadow.dtype} on the host"
+            )
             fake.shadow = shadow  # type: ignore[attr-defined]
         if self.capture is not None:
-            self.capture.calls.append(functools.partial(_again, func, given, named, real))
-
-
-def _again(func: Any, args: Any, kwargs: Any, before: list[Tensor]) -> None:
-    """Runs an operator of a graph again, its results in the memory where they were."""
-    made = _tensors((func(*args, **kwargs),))
-    for old, new in zip(before, made, strict=True):
-        if old.untyped_storage()._cdata != new.untyped_storage()._cdata:
-            old.copy_(new)
-
-
-def _tensors(values: Sequence[Any]) -> list[Tensor]:
-    """Those among ``values``, and in lists and tuples among them."""
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found += _tensors(value)
-    return found
-
-
-def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    """``value`` with ``change`` made to all that is no list, tuple or dict."""
-    if isinstance(value, list | tuple):
-        return type(value)([_mapped(change, one) for one in value])
-    if isinstance(value, dict):
-        return {name: _mapped(change, one) for name, one in value.items()}
-    return change(value)
-
-
-@functools.cache
-def _label(func: Any) -> str:
-    return str(func)
-
-
-_MOVES = (aten.to, aten.pin_memory)
-_FACTS = {torch.ops.prim.device.default, aten.is_pinned.default, aten.record_stream.default}
-
-
-@functools.cache
-def _reads_shape(func: Any) -> bool:
-    """Whether a tensor is only the pattern of what is made."""
-    name = func.name().partition("::")[2].partition(".")[0]
-    return bool(name.endswith("_like") or name.startswith("new_"))
-
-
-@functools.cache
-def _written(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """(places of arguments that are written, their names)."""
-    schema = func._schema
-    places = tuple(
-        place
-        for place, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
-    return places, tuple(schema.arguments[place].name for place in places)
-
-
-def _effects(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-    """(tensors that are read, tensors that are written)."""
-    places, names = _written(func)
-    writes = [args[place] for place in places if place < len(args)]
-    writes += [kwargs[name] for name in names if name in kwargs]
-    writes = [leaf for leaf in _tensors(writes) if isinstance(leaf, FakeTensor)]
-    reads = [leaf for leaf in _tensors((*args, *kwargs.values())) if isinstance(leaf, FakeTensor)]
-    if not writes:
-        return reads, writes
-    return [tensor for tensor in reads if not any(tensor is written for written in writes)], writes
-
-
-def _place() -> tuple[str, str]:
-    """The innermost function of Weft that is running."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if file.startswith(str(ROOT / "weft")):
-            return str(Path(file).relative_to(ROOT)), frame.f_code.co_name
-        frame = frame.f_back  # type: ignore[assignment]
-    return "?", "?"
+            self.capture.calls.append(functools.partial(again, func, given, named, real))
 
 
 @contextmanager
@@ -464,6 +402,3 @@ def running(rehearsal: Rehearsal) -> Iterator[None]:
         yield
     finally:
         rehearsal.loading = before
-
-
-__all__ = ["HOST", "Record", "Wait"]

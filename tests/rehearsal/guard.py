@@ -2,8 +2,9 @@
 
 Many operators first make the device of their tensors the current one, through a table that libc10 keeps of
 each type of device. A CPU build has no entry for CUDA there, so that even ``x[0]`` of a fake CUDA tensor
-raises. Here an entry is put there that does nothing and says "device 0 of CUDA": a copy of the CPU's, with two
-of its functions replaced. A build with CUDA has an entry, which FakeTensorMode sees to where there is no GPU.
+raises. Here an entry is put there that does nothing and says "device 0 of CUDA": a copy of the CPU's, with
+two of its functions replaced. A build with CUDA has an entry, which FakeTensorMode sees to where there is
+no GPU.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ def _entry(cpu: int | None, kept: list[Any]) -> int:
     """The address of a guard of CUDA; ``kept``: what must live as long as it is used."""
     if cpu is None:
         raise UnknownTorch("torch has no guard of the CPU")
-    functions = ctypes.cast(ctypes.cast(cpu, ctypes.POINTER(ctypes.c_void_p))[0] or 0, ctypes.POINTER(ctypes.c_void_p))
+    functions = ctypes.cast(
+        ctypes.cast(cpu, ctypes.POINTER(ctypes.c_void_p))[0] or 0, ctypes.POINTER(ctypes.c_void_p)
+    )
     kind = _TYPE(functions[_TYPE_SLOT])(cpu)
     device = _DEVICE(functions[_DEVICE_SLOT])(cpu)
     if (kind, device & 0xFF) != (_CPU, _CPU):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from tests.e0 import rig as e0
-from tests.rehearsal import kernels, stand_ins
-from tests.rehearsal.device import Rehearsal, running
+from tests.rehearsal import kernels, ranks, stand_ins
+from tests.rehearsal.device import Rehearsal, current, running
 from tests.rehearsal.guard import UnknownTorch, cuda_guard
 from weft.config.flags import from_keywords
 from weft.config.resolve import resolve
@@ -22,6 +22,7 @@ from weft.config.resolved import EngineConfig
 from weft.engine.core import EngineCore
 from weft.runner import runner as runner_module
 from weft.runner.result import HostCopy
+from weft.runner.staging import StagingBuffer
 from weft.types.messages import Submit
 from weft.types.plan import StepPlan
 from weft.types.sampling import TokenParams
@@ -31,7 +32,7 @@ SETTINGS: dict[str, Any] = {
     "dtype": "bfloat16",
     "block_size": 16,
     "max_model_len": 96,
-    "max_num_seqs": 8,
+    "max_num_seqs": 2,
     "max_num_batched_tokens": 64,
     "kv_cache_memory": "64M",
     "steps_in_flight": 2,
@@ -45,10 +46,34 @@ def rehearsed(patch: pytest.MonkeyPatch, *, values: bool = False, gpus: int = 1)
     try:
         with cuda_guard(), Rehearsal(values=values) as made:
             kernels.install(patch)
+            ranks.install(patch)
+            watch_host(patch)
             yield made
             made.check()
     except UnknownTorch as error:
         pytest.skip(f"needs a torch whose guards are known: {error}")
+
+
+def watch_host(patch: pytest.MonkeyPatch) -> None:
+    """What the host does to memory by numpy goes into the trace, too."""
+    add, to_result = StagingBuffer.add, runner_module.to_result
+
+    def written(buffer: StagingBuffer, column: np.ndarray) -> slice:
+        if buffer._cuda:
+            current().host_writes("a staged column", buffer._host)
+        return add(buffer, column)
+
+    def read(plan: StepPlan, copy: HostCopy) -> Any:
+        parts = [copy.tokens, copy.error, copy.accepted, copy.drafts]
+        for logprobs in (copy.logprobs, copy.prompt_logprobs):
+            if logprobs is not None:
+                parts += [logprobs.ids, logprobs.values, logprobs.rank, logprobs.error]
+        if copy._cuda:
+            current().host_reads("a result", *[part for part in parts if part is not None])
+        return to_result(plan, copy)
+
+    patch.setattr(StagingBuffer, "add", written)
+    patch.setattr(runner_module, "to_result", read)
 
 
 def config_of(folder: Path, **settings: Any) -> EngineConfig:
@@ -135,9 +160,45 @@ def few(vocab: int) -> list[list[Submit]]:
     ]
 
 
+def short() -> list[list[Submit]]:
+    """Two prompts that repeat themselves, so that there is something to draft."""
+    params = TokenParams(temperature=0.0, max_tokens=4)
+    return [[e0.submit(0, [5, 6, 7] * 3, params, request=0)], [e0.submit(1, [8, 9] * 4, params, request=1)]]
+
+
+def prompt_of(submit: Submit) -> list[int]:
+    return np.frombuffer(submit.prompt_ids, np.int32).tolist()
+
+
 def serve(core: EngineCore, made: Rehearsal, turns: list[list[Submit]]) -> dict[int, e0.Answer]:
     """Runs the requests to the end."""
     with running(made):
         answers = e0.run(core, turns)
     assert all(answer.ends for answer in answers.values())
     return answers
+
+
+def rehearse(
+    patch: pytest.MonkeyPatch,
+    folder: Path,
+    turns: list[list[Submit]] | None = None,
+    *,
+    values: bool = False,
+    ranked: bool = False,
+    plant: Callable[[pytest.MonkeyPatch], None] | None = None,
+    **settings: Any,
+) -> tuple[Rehearsal, dict[int, e0.Answer], EngineCore]:
+    """Serves ``turns`` on a rehearsed GPU: (the rehearsal, answers, the engine, closed).
+
+    ``ranked``: the engine is the first of several ranks, each with a GPU. ``plant``: a bug.
+    """
+    gpus = settings.get("tensor_parallel_size", 1) * settings.get("data_parallel_size", 1)
+    with rehearsed(patch, values=values, gpus=gpus) as made:
+        config = config_of(folder, **settings)
+        Answers(made, patch, config.spec.vocab_size)
+        if plant is not None:
+            plant(patch)
+        core = ranks.first_rank(config)[0] if ranked else EngineCore(config, progress=False)
+        answers = serve(core, made, turns or few(config.spec.vocab_size))
+        core.close()
+    return made, answers, core

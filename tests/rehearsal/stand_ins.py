@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.rehearsal.calls import here
 from tests.rehearsal.device import COMPUTE, Capture, NotCapturable, current
 from tests.rehearsal.order import HOST, Record, Use, Wait
 from weft.config import devices
@@ -24,17 +25,24 @@ POOL = "the graphs' memory"
 _numbers = itertools.count()
 
 
+#: Where a stream is made -> its name. One of a kind, as each rank has one of each.
+ROLES = {
+    ("weft/parallel/launcher.py", "launch"): "collectives",
+    ("weft/runner/graphs.py", "__init__"): "capture",
+}
+
+
 class Stream:
     """A queue of work."""
 
     def __init__(self, device: Any = None, priority: int = 0, *, name: str | None = None) -> None:
-        self.name = name or f"stream {next(_numbers)}"
+        self.name = name or ROLES.get(here(), f"stream {next(_numbers)}")
 
     def wait_stream(self, other: Stream) -> None:
         self.wait_event(other.record_event())
 
     def wait_event(self, event: Event) -> None:
-        current().note(Wait(self.name, event.number))
+        event.awaited(self.name)
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event()
@@ -43,42 +51,50 @@ class Stream:
 
     def synchronize(self) -> None:
         current().wait("Stream.synchronize")
-        self.record_event().seen()
+        self.record_event().awaited(HOST)
 
 
 class Event:
     """A point in a stream. The first question after it was recorded is answered with no: hosts must wait."""
 
-    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+    def __init__(
+        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
+    ) -> None:
         self.number = f"event {next(_numbers)}"
-        self._asked = self._recorded = False
+        self._asked = False
+        self._recorded: tuple[str, tuple[str, str]] | None = None
+        """The stream, and where."""
 
     def record(self, stream: Stream | None = None) -> None:
         made = current()
-        self._asked, self._recorded = False, True
-        made.note(Record(made.stream if stream is None else stream.name, self.number))
+        actor = made.stream if stream is None else stream.name
+        self._asked, self._recorded = False, (actor, here())
+        made.note(Record(actor, self.number))
 
     def wait(self, stream: Stream | None = None) -> None:
+        self.awaited(current().stream if stream is None else stream.name)
+
+    def awaited(self, actor: str) -> None:
+        """``actor`` waits for it."""
         made = current()
-        made.note(Wait(made.stream if stream is None else stream.name, self.number))
+        if self._recorded is not None:
+            made.edges.add((*self._recorded, actor, here()))
+        made.note(Wait(actor, self.number))
 
     def query(self) -> bool:
         if current().capture is not None:
             raise NotCapturable("an event is asked for in a capture")
-        if not self._recorded:
+        if self._recorded is None:
             return True
         if not self._asked:
             self._asked = True
             return False
-        self.seen()
+        self.awaited(HOST)
         return True
 
     def synchronize(self) -> None:
         current().wait("Event.synchronize")
-        self.seen()
-
-    def seen(self) -> None:
-        current().note(Wait(HOST, self.number))
+        self.awaited(HOST)
 
 
 class Graph:
@@ -106,7 +122,8 @@ def capturing(
     """``torch.cuda.graph``."""
     made = current()
     assert made.capture is None, "captures are one at a time"
-    assert stream is not None and pool is not None, "graphs share memory and a stream"
+    assert stream is not None, "graphs are captured on a stream of their own"
+    assert pool is not None, "graphs share memory"
     made.capture = Capture(born=made.memory.latest)
     with on_stream(stream):
         try:

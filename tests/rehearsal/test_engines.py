@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.e0 import rig as e0
-from tests.models.conftest import CASES, make_checkpoint
-from tests.rehearsal import rig
-from tests.support import checkpoints, mtp_models
+from tests.rehearsal import rig, vendors
+from tests.rehearsal.rig import rehearse
+from tests.support import checkpoints
 from weft.engine.core import EngineCore
 
 #: Form of cache and of layers -> a configuration that has it, for every family and a few of its kinds.
@@ -33,35 +32,8 @@ FAMILIES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    made: dict[str, Path] = {}
-
-    def get(name: str) -> Path:
-        if name not in made:
-            made[name] = tmp_path_factory.mktemp(name)
-            if name == "mtp":
-                mtp_models.make_mtp_checkpoint(made[name], skilled=True)
-            elif name in CASES:
-                make_checkpoint(name, made[name])
-            else:
-                checkpoints.make_checkpoint(made[name], name)
-        return made[name]
-
-    return get
-
-
-def rehearse(
-    patch: pytest.MonkeyPatch, folder: Path, turns: Any = None, *, values: bool = False, **settings: Any
-) -> tuple[Any, dict[int, e0.Answer], EngineCore]:
-    """Serves ``turns`` on a rehearsed GPU: (the rehearsal, answers, the engine, closed)."""
-    with rig.rehearsed(patch, values=values) as made:
-        config = rig.config_of(folder, **settings)
-        rig.Answers(made, patch, config.spec.vocab_size)
-        core = EngineCore(config, progress=False)
-        answers = rig.serve(core, made, turns or rig.few(config.spec.vocab_size))
-        core.close()
-    return made, answers, core
+FORMS = 8
+"""Of a kernel in one engine, at most: each is compiled when it is first met, while clients wait."""
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -69,18 +41,112 @@ def test_every_family_runs(name: str, folder_of: Any, monkeypatch: pytest.Monkey
     """In bf16, by the kernels: chunks, mixed steps, decode."""
     made, _, core = rehearse(monkeypatch, folder_of(name))
     assert not made.waited
-    captured = core.runner.graphs
-    print(name, captured and captured.replayed, {k: len(v) for k, v in made.variants.items()}, len(made.operators))
+    if core.runner.graphs is not None:
+        assert core.runner.graphs.replayed > 0
+    assert all(len(forms) <= FORMS for forms in made.variants.values()), made.variants
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2_windowed", "qwen3_next", "mtp"])
 def test_values_are_those_of_a_cpu(name: str, folder_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float64 every token, of all ways of sampling, is the CPU's."""
     folder, vocab = folder_of(name), checkpoints.VOCAB
-    settings: dict[str, Any] = {"dtype": "float64", "max_model_len": 128}
+    settings: dict[str, Any] = {"dtype": "float64", "max_model_len": 128, "max_num_seqs": 8}
     with monkeypatch.context() as patch:
         _, there, _ = rehearse(patch, folder, rig.arrivals(vocab), values=True, **settings)
     here = EngineCore(rig.config_of(folder, **{**settings, "device": "cpu"}), progress=False)
     expected = e0.run(here, rig.arrivals(vocab))
     here.close()
     assert {n: a.tokens for n, a in there.items()} == {n: a.tokens for n, a in expected.items()}
+
+
+SPECULATION = {"speculative_adaptive": False, "num_speculative_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("llama", {"speculative_method": "ngram"}),
+        ("mtp", {"speculative_method": "mtp"}),
+        ("mtp", {"speculative_method": "mtp", "dtype": "float64"}),
+        ("qwen3_next", {"speculative_method": "ngram"}),
+        ("deepseek_v4", {"speculative_method": "ngram"}),
+    ],
+    ids=["llama", "mtp", "mtp-float64", "qwen3_next", "deepseek_v4"],
+)
+def test_rows_with_drafts(
+    name: str, settings: dict[str, Any], folder_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Verification of any number of right drafts."""
+    values = settings.get("dtype") == "float64"
+    _, _, core = rehearse(
+        monkeypatch, folder_of(name), **SPECULATION, **settings, max_model_len=128, values=values
+    )
+    assert sum(core.scheduler.stats().drafts) > 0
+
+
+NARROW: set[str] = set()
+"""All that is asked of floats of 8 bits."""
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+def test_caches_in_8_bits(name: str, folder_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = rehearse(monkeypatch, folder_of(name), kv_cache_dtype="fp8")[0]
+    assert made.narrow <= NARROW
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_deterministic_kernels(name: str, folder_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, _, core = rehearse(monkeypatch, folder_of(name), deterministic=True)
+    assert core.deterministic
+    assert "_linear" in made.variants
+
+
+def test_flashinfer(folder_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name, and not captured."""
+    vendors.install(monkeypatch)
+    made, _, core = rehearse(monkeypatch, folder_of("heads of 64"), attention_backend="flashinfer")
+    assert core.runner.graphs is None
+    assert "_attend" not in made.operators
+    assert "flashinfer run" in made.labels
+
+
+@pytest.mark.parametrize("name", ["qwen3-next", "deepseek-v3"])
+def test_cached_prefixes_and_snapshots(name: str, folder_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = rig.few(131)
+    turns.extend([[]] * 8)
+    turns.append([e0.submit(9, [*rig.prompt_of(turns[0][1])[:64], 3], rig.GREEDY, request=9)])
+    _, _, core = rehearse(monkeypatch, folder_of(name), turns)
+    assert core.scheduler.stats().prefix_hits > 0
+
+
+TP: dict[str, Any] = {"tensor_parallel_size": 2}
+EP: dict[str, Any] = {**TP, "enable_expert_parallel": True}
+DOMAIN: dict[str, Any] = {"data_parallel_size": 2, "enable_expert_parallel": True}
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "tp": ("llama", TP),
+    "tp-ordered": ("qwen3_moe", {**TP, "deterministic": True}),
+    "tp-overlap": ("llama", {**TP, "overlap": "all"}),
+    "tp-latent-overlap": ("deepseek_v3", {**TP, "overlap": "all"}),
+    "tp-gloo": ("llama", {**TP, "collectives": "gloo", "overlap": "all"}),
+    "tp-delta": ("qwen3_next", {**TP, "overlap": "all"}),
+    "ep-reduce": ("qwen3_moe", {**EP, "moe_dispatch": "reduce"}),
+    "ep-gather": ("qwen3_moe", {**EP, "moe_dispatch": "gather", "overlap": "all"}),
+    "ep-low-latency": ("qwen3_moe", {**EP, "moe_dispatch": "low-latency", "overlap": "all"}),
+    "ep-throughput": (
+        "qwen3_moe",
+        {**EP, "moe_dispatch": "throughput", "dtype": "float64", "overlap": "all"},
+    ),
+    "replicas": ("qwen3_moe", {**DOMAIN, "moe_dispatch": "low-latency"}),
+    "replicas-overlap": ("deepseek_v3", {**DOMAIN, "moe_dispatch": "gather", "overlap": "all"}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks(layout: str, folder_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collectives on streams, through host memory, in micro-batches and in graphs."""
+    name, settings = LAYOUTS[layout]
+    values = settings.get("dtype") == "float64"
+    made, _, core = rehearse(monkeypatch, folder_of(name), ranked=True, values=values, **settings)
+    assert made.operators & {"all_gather", "all_to_all", "all_reduce"}
+    if settings.get("overlap") == "all":
+        assert core.overlap.steps > 0
