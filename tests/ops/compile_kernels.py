@@ -47,12 +47,15 @@ class NoDevice:
 def compile_only(capability: int) -> list[dict[str, Any]]:
     """Makes every launch a compilation; returns the list that what was compiled goes to."""
     made: list[dict[str, Any]] = []
+    known: set[str] = set()
     driver.set_active(NoDevice(capability))
     run = JITFunction.run
 
     def warm(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        made.append(_resources(kernel))
+        if kernel.hash not in known:
+            known.add(kernel.hash)
+            made.append(_resources(kernel))
         return kernel
 
     JITFunction.run = warm

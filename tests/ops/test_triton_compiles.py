@@ -24,8 +24,6 @@ ROOT = Path(__file__).parents[2]
 SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 REGISTERS = 1 << 16
 """Of a multiprocessor: all threads of one program must fit."""
-STACK = 64
-"""Bytes of a thread that may be in memory instead of registers."""
 ATTENTION = {"_attend", "_attend_latent", "_merge"}
 LAYERS = {"_add_rms_norm", "_qkv_rope_cache", "_gated_silu", "_linear", "_grouped", "_combine"}
 
@@ -60,4 +58,4 @@ def test_kernels_compile_and_fit(capability: int, pytestconfig: pytest.Config) -
     for kernel in kernels:
         assert kernel["shared"] <= SHARED[capability], kernel
         assert kernel["registers"] * 32 * kernel["warps"] <= REGISTERS, kernel
-        assert kernel["stack"] <= STACK, kernel
+        assert not kernel["stack"], f"registers are spilled to memory: {kernel}"

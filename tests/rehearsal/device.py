@@ -52,6 +52,8 @@ WAITS: dict[tuple[str, str], str] = {
         "throughput",
     ): "sizes of an exact exchange: the host must know how many rows come",
     ("weft/ops/moe.py", "by_expert"): "torch's routed block, for float64 and where there are no kernels",
+    ("weft/moe/balance.py", "rebalance"): "experts move, once in many steps: the host plans where to",
+    ("weft/moe/parallel.py", "set"): "experts have moved: the new map is written once",
     ("weft/moe/dispatch.py", "gather"): "a drafter's pass, of whose rows replicas have not agreed",
 }
 
@@ -82,7 +84,7 @@ class Capture:
     writes: dict[str, Piece] = field(default_factory=dict)
     calls: list[Callable[[], None]] = field(default_factory=list)
     """What runs again on shadows at a replay."""
-    saved: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    saved: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Shadows that were written, and what was in them: a capture computes nothing."""
     own: dict[str, Piece] = field(default_factory=dict)
     """What it made."""
@@ -372,9 +374,10 @@ class Rehearsal(TorchDispatchMode):
 
     def save(self, tensor: Tensor) -> None:
         assert self.capture is not None
-        shadow = self.values_of(tensor)
-        flat = shadow.new_empty(0).set_(shadow.untyped_storage())
-        self.capture.saved.append((flat, flat.clone()))
+        storage = self.values_of(tensor).untyped_storage()
+        if storage.data_ptr() not in self.capture.saved:
+            whole = torch.empty(0, dtype=torch.uint8).set_(storage)
+            self.capture.saved[storage.data_ptr()] = (whole, whole.clone())
 
     def _shadows(self, func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> None:
         given, named = mapped(self.values_of, (args, kwargs))

@@ -131,7 +131,7 @@ PARAMS = [
     ),
     TokenParams(temperature=1.0, max_tokens=4, allowed=(1, 2, 3)),
 ]
-GREEDY = TokenParams(temperature=0.0, max_tokens=5)
+GREEDY = TokenParams(temperature=0.0, max_tokens=3)
 
 
 def arrivals(vocab: int, params: list[TokenParams] | None = None, seed: int = 3) -> list[list[Submit]]:
@@ -151,7 +151,7 @@ def few(vocab: int) -> list[list[Submit]]:
     """Three prompts: one in chunks, one beside a decode, one with a cached prefix."""
     rng = random.Random(7)
     shared = [rng.randrange(1, vocab) for _ in range(36)]
-    sampled = TokenParams(temperature=0.8, top_k=5, max_tokens=4)
+    sampled = TokenParams(temperature=0.8, top_k=5, max_tokens=3)
     return [
         [e0.submit(0, [5, 6, 7], GREEDY, request=0), e0.submit(1, [*shared, *shared], sampled, request=1)],
         [],

@@ -134,8 +134,8 @@ def capturing(
     made.check(captured.checker)
     if ends := captured.checker.open_ends(stream.name):
         raise NotCapturable(f"a capture ends while {', '.join(ends)} has work that it does not wait for")
-    for shadow, before in reversed(captured.saved):
-        shadow.copy_(before)
+    for values, before in captured.saved.values():
+        values.copy_(before)
 
 
 @contextmanager

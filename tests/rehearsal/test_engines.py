@@ -11,6 +11,7 @@ from tests.rehearsal import rig, vendors
 from tests.rehearsal.rig import rehearse
 from tests.support import checkpoints
 from weft.engine.core import EngineCore
+from weft.ops.triton import interpreting
 
 #: Form of cache and of layers -> a configuration that has it, for every family and a few of its kinds.
 FAMILIES = [
@@ -48,13 +49,30 @@ def test_every_family_runs(name: str, folder_of: Any, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("name", ["llama", "qwen2_windowed", "qwen3_next", "mtp"])
 def test_values_are_those_of_a_cpu(name: str, folder_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float64 every token, of all ways of sampling, is the CPU's."""
+    """In float64 every token is the CPU's; in one family of all ways of sampling."""
     folder, vocab = folder_of(name), checkpoints.VOCAB
     settings: dict[str, Any] = {"dtype": "float64", "max_model_len": 128, "max_num_seqs": 8}
+    turns = rig.arrivals(vocab) if name == "llama" else rig.few(vocab)
     with monkeypatch.context() as patch:
-        _, there, _ = rehearse(patch, folder, rig.arrivals(vocab), values=True, **settings)
+        _, there, _ = rehearse(patch, folder, turns, values=True, **settings)
     here = EngineCore(rig.config_of(folder, **{**settings, "device": "cpu"}), progress=False)
-    expected = e0.run(here, rig.arrivals(vocab))
+    expected = e0.run(here, turns)
+    here.close()
+    assert {n: a.tokens for n, a in there.items()} == {n: a.tokens for n, a in expected.items()}
+
+
+def test_graphs_of_kernels_give_the_tokens_of_a_cpu(folder_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32 by Triton's interpreter: a replay runs the captured calls again, in the memory they had."""
+    if not interpreting():
+        pytest.skip("needs Triton's interpreter: TRITON_INTERPRET=1")
+    settings: dict[str, Any] = {"dtype": "float32", "kv_cache_memory": "1M"}
+    with monkeypatch.context() as patch:
+        made, there, core = rehearse(patch, folder_of("llama"), rig.short(), values=True, **settings)
+    assert core.runner.graphs is not None
+    assert core.runner.graphs.replayed > 0
+    assert "_attend" in made.operators
+    here = EngineCore(rig.config_of(folder_of("llama"), **{**settings, "device": "cpu"}), progress=False)
+    expected = e0.run(here, rig.short())
     here.close()
     assert {n: a.tokens for n, a in there.items()} == {n: a.tokens for n, a in expected.items()}
 
@@ -79,13 +97,19 @@ def test_rows_with_drafts(
     """Verification of any number of right drafts."""
     values = settings.get("dtype") == "float64"
     _, _, core = rehearse(
-        monkeypatch, folder_of(name), **SPECULATION, **settings, max_model_len=128, values=values
+        monkeypatch, folder_of(name), rig.short(), **SPECULATION, **settings, max_model_len=128, values=values
     )
     assert sum(core.scheduler.stats().drafts) > 0
 
 
-NARROW: set[str] = set()
-"""All that is asked of floats of 8 bits."""
+NARROW = {
+    "aten._to_copy.default",
+    "aten.view.dtype",
+    "aten.view.default",
+    "aten.select.int",
+    "aten.slice.Tensor",
+}
+"""All that is asked of floats of 8 bits: conversions and views. A GPU's kernels of indices take none."""
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
@@ -136,6 +160,15 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {**EP, "moe_dispatch": "throughput", "dtype": "float64", "overlap": "all"},
     ),
+    "tp-mtp": ("mtp", {**TP, **SPECULATION, "speculative_method": "mtp", "overlap": "all"}),
+    "replicas-mtp": (
+        "mtp",
+        {**DOMAIN, **SPECULATION, "speculative_method": "mtp", "moe_dispatch": "gather", "dtype": "float64"},
+    ),
+    "moving-experts": (
+        "qwen3_moe",
+        {**DOMAIN, "eplb_interval": 2, "redundant_experts": 2, "moe_dispatch": "gather", "dtype": "float64"},
+    ),
     "replicas": ("qwen3_moe", {**DOMAIN, "moe_dispatch": "low-latency"}),
     "replicas-overlap": ("deepseek_v3", {**DOMAIN, "moe_dispatch": "gather", "overlap": "all"}),
 }
@@ -150,3 +183,17 @@ def test_ranks(layout: str, folder_of: Any, monkeypatch: pytest.MonkeyPatch) -> 
     assert made.operators & {"all_gather", "all_to_all", "all_reduce"}
     if settings.get("overlap") == "all":
         assert core.overlap.steps > 0
+    if layout in ("tp", "tp-overlap"):
+        assert core.runner.graphs is not None
+        assert core.runner.graphs.replayed > 0
+
+
+def test_a_runner_that_was_reset_serves_again(folder_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with rig.rehearsed(monkeypatch) as made:
+        config = rig.config_of(folder_of("llama"))
+        rig.Answers(made, monkeypatch, config.spec.vocab_size)
+        core = EngineCore(config, progress=False)
+        rig.serve(core, made, rig.short())
+        core.runner._runner.reset()
+        rig.serve(core, made, rig.short())
+        core.close()

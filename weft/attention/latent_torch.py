@@ -163,7 +163,7 @@ def _read(cache: tuple[Tensor, ...], run: int, index: Tensor, seen: Tensor) -> T
 
     def take(entries: Tensor) -> Tensor:
         width = entries.shape[2]
-        found = entries.view(-1, run * width).index_select(0, index).view(-1, width)
+        found = kv_fp8.take(entries.view(-1, run * width), index).view(-1, width)
         found.view(BITS[found.dtype]).bitwise_and_(seen.to(BITS[found.dtype]))
         return found
 
