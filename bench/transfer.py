@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from weft.config.layout import pool_tensors
+from weft.config.cache_layout import pool_tensors
 from weft.config.spec import CacheSpec
 from weft.ops import cpu
 from weft.transfer.layout import blocks_of
