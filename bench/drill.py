@@ -32,8 +32,8 @@ from typing import Any
 import httpx
 
 from bench import record
-from weft.bench.memory import tree
 from weft.bench.process import ServerProcess
+from weft.bench.process_memory import tree
 
 FLAGS = {
     "front": "--fronts 2",

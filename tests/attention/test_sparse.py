@@ -78,9 +78,9 @@ class Scene:
         tables = []
         longest = max((start + count + bound for start, count in rows), default=0)
         for size in sizes:
-            width = -(-longest // size)
-            order = random.Random(0).sample(range(1, len(rows) * width + 1), len(rows) * width)
-            tables.append(torch.tensor(order, dtype=torch.int64).view(len(rows), width))
+            columns = -(-longest // size)
+            order = random.Random(0).sample(range(1, len(rows) * columns + 1), len(rows) * columns)
+            tables.append(torch.tensor(order, dtype=torch.int64).view(len(rows), columns))
         blocks = [1 + table.numel() for table in tables]
         self.caches = {
             0: (torch.full((blocks[0], block, DIM), torch.nan, dtype=dtype),),
@@ -266,8 +266,8 @@ class Groups:
         self.per_block = 2
         tables = []
         for size in (self.block, ratio * self.per_block):
-            width = -(-total // size)
-            tables.append(torch.tensor([random.Random(2).sample(range(1, width + 1), width)]))
+            columns = -(-total // size)
+            tables.append(torch.tensor([random.Random(2).sample(range(1, columns + 1), columns)]))
         self.tables = tuple(tables)
         self.sources = torch.full(
             (1 + tables[0].numel(), self.block, self.entries.shape[1]), torch.nan

@@ -40,7 +40,7 @@ def stubborn(folder: Path) -> ServerProcess:
     return ServerProcess([sys.executable, "-c", STUBBORN, "{port}", str(folder / "child")])
 
 
-def lives(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     return bool(tree(pid)) and tree(pid)[0].is_alive()
 
 
@@ -53,11 +53,11 @@ def test_it_is_timed_measured_and_ended_with_its_whole_tree(tmp_path: Path) -> N
         time.sleep(0.5)
         assert 64 << 20 <= server.peak_memory() <= server.peak_rss() < 300 << 20
         child = int((tmp_path / "child").read_text())
-        assert lives(child)
+        assert is_alive(child)
         began = time.monotonic()
         assert server.stop(0.5) == -signal.SIGKILL
         assert time.monotonic() - began < 10
-    assert not lives(child)
+    assert not is_alive(child)
     assert server.stop() == -signal.SIGKILL, "again, without effect"
 
 
@@ -71,11 +71,11 @@ def test_it_ends_when_whoever_started_it_is_killed(tmp_path: Path) -> None:
     assert owner.stdout is not None
     with owner.stdout as lines:
         server = int(lines.readline())
-        assert lives(server)
+        assert is_alive(server)
         owner.kill()
         owner.wait(20)
     until = time.monotonic() + deadline(20)
-    while lives(server):
+    while is_alive(server):
         assert time.monotonic() < until, "the server outlived its owner"
         time.sleep(0.05)
 

@@ -87,8 +87,8 @@ def test_a_front_and_its_supervisor_hear_each_other() -> None:
             while told != ["drain", "stop"]:
                 await asyncio.sleep(0.01)
         heard = channel.hear(ours)
-        lost = channel.Lost("0", 7, EngineDead("gone").info())
-        assert heard == [channel.Alive(), channel.Ready(), lost]
+        lost = channel.HeadLost("0", 7, EngineDead("gone").info())
+        assert heard == [channel.FrontAlive(), channel.FrontReady(), lost]
         ours.close()
         async with asyncio.timeout(30):
             while told != ["drain", "stop", "stop"]:  # the supervisor is gone

@@ -147,7 +147,7 @@ class Whim(DraftPolicy):
         super().__init__(most, False, scheduler._state.columns, CostFitter())
         self._whim = np.random.default_rng(3)
 
-    def resting(self) -> bool:
+    def idle(self) -> bool:
         return bool(self._whim.random() < 0.15)
 
     def choose(self, slots: np.ndarray, starts: np.ndarray, room: np.ndarray) -> np.ndarray:

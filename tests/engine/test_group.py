@@ -466,7 +466,7 @@ def test_a_plan_that_contradicts_the_table_is_never_sent() -> None:
     rig.step()
     rig.ranks.settle()
     sent = rig.ranks.net.sent(rig.ranks.peer(1), True)
-    with pytest.raises(EngineDead, match=r"does not live|free|tenant"):
+    with pytest.raises(EngineDead, match=r"is not in it|free|sequence"):
         rig.ranks.head.forward(StepPlan(step=1, ops=(FreeSlot(slot=11, gen=1),)))
     assert rig.ranks.net.sent(rig.ranks.peer(1), True) == sent
 
@@ -491,7 +491,7 @@ def test_finish_error_cancel_preemption_and_drain_all_travel_in_frames() -> None
     assert stats.preemptions > 0
     assert stats.row_errors == 1
     assert {told.finish for told in rig.told.values()} == {"abort", "error", "length"}
-    rig.submit(submit(50, [1, 2, 3], max_tokens=1))  # the plan that names the last tenants' ends
+    rig.submit(submit(50, [1, 2, 3], max_tokens=1))  # the plan that names the last sequences' ends
     finish(rig)
 
 

@@ -142,7 +142,7 @@ def test_of_a_sequence_that_decodes_only_the_newest_is_kept() -> None:
         kind.committed(step)
     assert [kind.has(key) for key in hashes[:4]] == [True, False, False, True]
     kind.release(0, 3)  # the next turn of the chat may come
-    saved(kind, 0, hashes[4], 4, keep=False)  # another tenant of the slot
+    saved(kind, 0, hashes[4], 4, keep=False)  # another sequence of the slot
     kind.committed(4)
     assert [kind.has(key) for key in hashes[3:5]] == [True, True]
 

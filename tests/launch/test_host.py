@@ -58,9 +58,9 @@ class Rig:
         said = b.Listening(incarnation=incarnation, address="tcp://127.0.0.1:1")
         self.board.post(b.head_key(1), msgspec.msgpack.encode(said))
 
-    def ended(self) -> b.Ended | None:
+    def ended(self) -> b.HeadEnded | None:
         data = self.board.get(b.ended_key(1))
-        return None if data is None else msgspec.msgpack.decode(data, type=b.Ended)
+        return None if data is None else msgspec.msgpack.decode(data, type=b.HeadEnded)
 
     def turn(self) -> None:
         if self.client.look(1.0):
@@ -96,7 +96,7 @@ def test_a_head_that_never_listens_is_ended_and_told_of(rig: Rig) -> None:
     rig.want(7)
     rig.until(lambda: rig.heads.made)
     rig.until(rig.ended)
-    assert rig.ended() == b.Ended(incarnation=7, status=-9)
+    assert rig.ended() == b.HeadEnded(incarnation=7, status=-9)
     assert rig.heads.made[0].poll() == -9
     rig.turn()
     assert rig.heads.incarnations == [7], "it is for the front to want another incarnation"

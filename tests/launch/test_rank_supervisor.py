@@ -30,7 +30,7 @@ def config_in(folder: str) -> EngineConfig:
     return msgspec.structs.replace(config_of(tensor_parallel_size=2), domain=folder)
 
 
-def lives(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -68,13 +68,13 @@ def test_the_next_head_finds_the_workers() -> None:
             os.kill(second.pid(1), signal.SIGSTOP)
             stopped = second.pid(1)
             second.kill(1)
-            assert not lives(stopped)
+            assert not is_alive(stopped)
             left = second.pid(2)
-            assert lives(left)
+            assert is_alive(left)
         finally:
             supervisor.close(0.0)
-        assert not lives(left)
-        with pytest.raises(EngineDead, match="whoever keeps the ranks"):
+        assert not is_alive(left)
+        with pytest.raises(EngineDead, match="the rank supervisor"):
             second.spawn(1)
 
 
@@ -98,4 +98,4 @@ def test_workers_end_with_the_server_however_it_ends() -> None:
             [sys.executable, "-c", code], input=config, capture_output=True, timeout=PATIENCE
         )
         assert made.returncode == -signal.SIGKILL, made.stderr
-        wait(lambda: not lives(int(made.stdout)))
+        wait(lambda: not is_alive(int(made.stdout)))

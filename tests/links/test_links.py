@@ -195,6 +195,7 @@ def test_a_front_that_stood_still_links_once_more_before_it_reports_a_loss() -> 
         await read(flow, tokens)
         assert tokens == (PROMPT * LENGTH)[:LENGTH]
         assert owner.lost == []
+        assert links.restarts == 0
         links._links["0"]._broken_at = asyncio.get_running_loop().time() - 10
         await until(lambda: owner.lost == [("0", 1)])
 

@@ -52,10 +52,10 @@ def test_entries_come_and_stay(board: Board) -> None:
 
 def test_what_was_overwritten_is_right_again_with_the_next_look(board: Board) -> None:
     alive, dead = (BoardClient(board.address, KEYS) for _ in range(2))
-    alive.tell("seat", b"new", LONG)
-    dead.tell("seat", b"old", LONG)
+    alive.tell("lease", b"new", LONG)
+    dead.tell("lease", b"old", LONG)
     assert alive.look(LONG)
-    assert board.get("seat") == b"new"
+    assert board.get("lease") == b"new"
     alive.close()
     dead.close()
 
@@ -148,7 +148,7 @@ def test_a_head_of_another_host(heads: remote.RemoteHeads) -> None:
         b.head_key(1), msgspec.msgpack.encode(b.Listening(incarnation=head.incarnation, address="tcp://x:1"))
     )
     assert head.endpoint() == "tcp://x:1"
-    board.post(b.ended_key(1), msgspec.msgpack.encode(b.Ended(incarnation=head.incarnation, status=-9)))
+    board.post(b.ended_key(1), msgspec.msgpack.encode(b.HeadEnded(incarnation=head.incarnation, status=-9)))
     assert head.poll() == head.wait(1.0) == -9
 
     again = heads.start(1)

@@ -98,20 +98,20 @@ def test_progress() -> None:
     (one,) = fleet_of(1)
     one.heard = one.moved = 0.0
 
-    def beat(steps: int, idle: bool, now: float) -> None:
+    def heartbeat(steps: int, idle: bool, now: float) -> None:
         one.heard = now
         one.heartbeat(Heartbeat(idle=idle, stats=HeadStats(steps=steps)), now)
 
     assert one.overdue(10, 9.9) is None
     assert "silent" in (one.overdue(10, 10) or "")
-    beat(5, True, 9)
+    heartbeat(5, True, 9)
     assert one.overdue(10, 18.9) is None
-    beat(5, False, 15)  # work came after the last idle heartbeat
+    heartbeat(5, False, 15)  # work came after the last idle heartbeat
     assert one.progressing(9, 18)
     assert not one.progressing(9, 19)
-    beat(5, False, 19.5)
+    heartbeat(5, False, 19.5)
     assert "no step" in (one.overdue(10, 19.5) or "")
-    beat(6, False, 20)
+    heartbeat(6, False, 20)
     assert one.overdue(10, 28.9) is None
     one.heard = 29
     assert one.overdue(10, 30.5) is not None, "tokens alone prove life, not steps"

@@ -196,7 +196,7 @@ class FakeRunner:
     saving: dict[int, dict[tuple[int, int], None]] = field(default_factory=dict)
     """Step in flight -> (kind, block) of the snapshots that it makes."""
     states: dict[tuple[int, int, int], int] = field(default_factory=dict)
-    """(slot, kind, copy) -> the prefix that the state is after; outlives tenants, as memory does."""
+    """(slot, kind, copy) -> the prefix that the state is after; outlives sequences, as memory does."""
     right: float = 0.7
     """Share of drafts that are."""
     accepted: int = 0

@@ -29,12 +29,12 @@ def test_a_price_is_of_a_plain_step_behind_another() -> None:
 
 
 def test_sums_fade_by_the_time_that_passed_at_rest_too() -> None:
-    steady, resting = Account(), Account()
-    for account in (steady, resting):
+    steady, paused = Account(), Account()
+    for account in (steady, paused):
         account.spend(1.0, lost=1.0)
     steady.spend(HALF_LIFE)
     for _ in range(10):
-        resting.rest(HALF_LIFE / 11)
-    resting.spend(HALF_LIFE / 11)
-    assert resting.loss == pytest.approx(steady.loss)
-    assert resting.loss == pytest.approx(0.5)
+        paused.pause(HALF_LIFE / 11)
+    paused.spend(HALF_LIFE / 11)
+    assert paused.loss == pytest.approx(steady.loss)
+    assert paused.loss == pytest.approx(0.5)

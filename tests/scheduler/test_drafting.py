@@ -59,7 +59,7 @@ class World:
     def _step(self, number: int) -> None:
         rows, policy = len(self.slots), self.policy
         next_k, counts = np.zeros(rows, np.int32), np.ones(rows, np.int32)
-        if self.most and not policy.resting():
+        if self.most and not policy.idle():
             counts = 1 + self.ready
             next_k = policy.choose(self.slots, self.starts, np.full(rows, 99))
         plan = StepPlan(
@@ -276,7 +276,7 @@ def test_what_it_costs_to_look_is_little() -> None:
 def test_room_is_respected_and_nothing_is_adapted_when_told_so() -> None:
     world = World(machine(COMPUTE), np.full(3, 0.0), adaptive=False)
     for _ in range(50):
-        assert not world.policy.resting()
+        assert not world.policy.idle()
         chosen = world.policy.choose(world.slots, world.starts, np.array([5, 1, 0]))
         assert chosen.tolist() == [3, 1, 0]
         world.policy.verified(world.slots, np.array([3, 1, 1]), np.array([0, 0, 0]))

@@ -136,7 +136,7 @@ def test_an_op_without_a_slot() -> None:
     assert rest.without(5) is None
 
 
-def test_a_slot_without_a_tenant_is_nobodys() -> None:
+def test_a_slot_without_a_sequence_is_nobodys() -> None:
     rig = Rig(kv_config(), 1)
     rig.submit(submit(0, [1, 2], max_tokens=4))
     rig.step()

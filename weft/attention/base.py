@@ -176,8 +176,8 @@ class AttentionBackend(Backend):
         """Attends causally (and within ``spec.window``) to keys and values that are all in the cache.
 
         Entries of the block table that lie wholly outside the window, and positions beyond a row's end, may
-        have other tenants: never let their values (NaN included) reach an output. Block 0 is the null block.
-        Must accept a segment with no rows. ``prepared`` is ``prepare``'s answer for this segment and kind;
-        without it the backend prepares by itself. ``sinks``: a score of each head that takes its part of
-        the softmax and adds nothing to the sum; who sees no key gets 0.
+        belong to other sequences: never let their values (NaN included) reach an output. Block 0 is the null
+        block. Must accept a segment with no rows. ``prepared`` is ``prepare``'s answer for this segment and
+        kind; without it the backend prepares by itself. ``sinks``: a score of each head that takes its part
+        of the softmax and adds nothing to the sum; who sees no key gets 0.
         """

@@ -7,7 +7,7 @@ it.
                 softmax(gate) * kv, for each channel by itself; normalized, rotated as position g r
 
 All entries have places by position, sources as well, so it makes no difference how a prompt was cut, where a
-sequence resumed, or what a rejected draft left: whoever computes position (g + 1) r - 1 writes group g,
+sequence resumed, or what a rejected draft left: the row that computes position (g + 1) r - 1 writes group g,
 before any token reads it. Source: DeepSeek-V4 (2026), section 2.3.
 """
 
@@ -66,7 +66,8 @@ def _of_segment(
     """(sources, begun, writes, positions) of the groups that a segment may complete."""
     if not segment.tokens:
         return None
-    counts, device = segment.host_counts.astype(np.int64), segment.starts.device
+    counts = segment.host_counts.astype(np.int64)
+    device = segment.starts.device
     most = -(-counts // ratio)  # so many at most, whatever the true starts
     rows = np.repeat(np.arange(segment.rows), most)
     within = np.arange(len(rows)) - np.repeat(np.cumsum(most) - most, most)
@@ -104,7 +105,9 @@ class Compressor(Packs):
         self.biases = torch.nn.ParameterList(build.weight(ratio, overlap * dim, wide=True) for dim in dims)
         """Of gates, by position in the group; as published, part by part along the last dim."""
         self.norms = torch.nn.ParameterList(build.weight(dim, wide=True) for dim in dims)
-        self._dims, self._overlap, self._eps = dims, overlap, eps
+        self._dims = dims
+        self._overlap = overlap
+        self._eps = eps
         self._norm = build.op("rms_norm", wide=True).run
         self._bias: Tensor = torch.empty(0)
 
@@ -120,7 +123,8 @@ class Compressor(Packs):
 
         sources: [blocks, block, overlap * 2 n]; groups: [blocks, per block, n], n the sum of dims.
         """
-        flat, entries = sources.view(-1, sources.shape[2]), groups.view(-1, groups.shape[2])
+        flat = sources.view(-1, sources.shape[2])
+        entries = groups.view(-1, groups.shape[2])
         cos, sin = completed.angles
         most = max(1, GATHER // (completed.sources.shape[1] * flat.shape[1]))
         for first in range(0, len(completed.writes), most):

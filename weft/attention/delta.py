@@ -37,7 +37,8 @@ class DeltaNet(Packs):
         assert delta is not None
         assert layer in delta.layers
         heads = build.part(delta.v_heads)
-        key, value = build.part(delta.k_heads).times(delta.k_dim), heads.times(delta.v_dim)
+        key = build.part(delta.k_heads).times(delta.k_dim)
+        value = heads.times(delta.v_dim)
         self._kind = spec.cache_of(layer)
         self._value = value.count
         self._eps = spec.norm_eps
@@ -71,7 +72,9 @@ class DeltaNet(Packs):
         backend = shared.backends["delta"]
         assert isinstance(backend, DeltaBackend)
         assert self._weights is not None, "not packed"
-        step, qkvz, gates = shared.step, self.qkvz(x), self.gates(x)
+        step = shared.step
+        qkvz = self.qkvz(x)
+        gates = self.gates(x)
         out = qkvz.new_empty(x.shape[0], self._value)
         # Only decode rows can be cut back to one of their tokens, so only they keep each token's state.
         for segment, prepared, each in zip(step.segments, step.prepared, (False, True), strict=True):
@@ -88,5 +91,5 @@ class DeltaNet(Packs):
                 each=each,
                 prepared=prepared[self._kind],
             )
-        made: Tensor = self.out(out if logits_indices is None else out[logits_indices])
-        return made
+        result: Tensor = self.out(out if logits_indices is None else out[logits_indices])
+        return result

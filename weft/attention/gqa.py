@@ -38,11 +38,15 @@ class Attention(Layer):
 
     def __init__(self, spec: ModelSpec, layer: int, build: Build) -> None:
         super().__init__()
-        heads, kv_heads = build.part(spec.heads), build.kv_part(spec.kv_heads)
-        self._heads, self._kv_heads, self._dim = heads.count, kv_heads.count, spec.head_dim
+        heads = build.part(spec.heads)
+        kv_heads = build.kv_part(spec.kv_heads)
+        self._heads = heads.count
+        self._kv_heads = kv_heads.count
+        self._dim = spec.head_dim
         self._kind = spec.cache_of(layer)
         self._cache_spec: CacheSpec = build.local(spec).caches[self._kind]
-        q, kv = heads.times(spec.head_dim), kv_heads.times(spec.head_dim)
+        q = heads.times(spec.head_dim)
+        kv = kv_heads.times(spec.head_dim)
         self._gate = q.count if spec.output_gate else 0
         inputs = joined(q, q, kv, kv) if spec.output_gate else joined(q, kv, kv)
         self.qkv = Linear(spec.hidden, inputs, build, bias=spec.qkv_bias)
@@ -61,7 +65,8 @@ class Attention(Layer):
         self, x: Tensor, shared: AttentionInput, caches: LayerCache, logits_indices: Tensor | None = None
     ) -> Tensor:
         """x: [T, hidden]; caches: this layer's, written and read; logits_indices: rows wanted (None: all)."""
-        step, tensors = shared.step, caches[self._kind]
+        step = shared.step
+        tensors = caches[self._kind]
         backend = shared.backends["gqa"]
         assert isinstance(backend, AttentionBackend)
         made = self.qkv(x)
@@ -98,7 +103,8 @@ class Attention(Layer):
             )
         out = out.view(x.shape[0], self._heads * self._dim)
         if logits_indices is not None:
-            out, made = out[logits_indices], made[logits_indices]
+            out = out[logits_indices]
+            made = made[logits_indices]
         if self._weigh is not None:
             out = self._weigh(out, made[:, : self._gate])
         return self.out(out)

@@ -46,7 +46,8 @@ class Indexer(Layer):
         self.down = Linear(hidden, spec.dim + spec.heads, build)
         self.key_norm = build.weight(spec.dim)
         self.key_bias = build.weight(spec.dim)
-        self._spec, self._wide = spec, build.wide
+        self._spec = spec
+        self._wide = build.wide
 
     def forward(self, x: Tensor, low: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """x: [T, hidden], low: [T, q_lora].
@@ -145,7 +146,8 @@ class IndexedAttention(LatentAttention):
 
 def reads_of(spec: ModelSpec, kind: int) -> Reads:
     """What the layers of a cache kind read: entries of single positions, as groups."""
-    mla, index = spec.mla, spec.index
+    mla = spec.mla
+    index = spec.index
     assert mla is not None
     assert index is not None
     return Reads(

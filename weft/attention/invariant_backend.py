@@ -12,7 +12,7 @@ A query's bits are a function of the query, of its own keys and values, and of t
 
 The largest score is exact whatever the order, so nothing is rescaled. Pieces of similar widths are computed
 together. Keys and values that no query of a piece may see are set to zero first: they can be another
-tenant's NaN. Computes in float32 (float64 of float64) and rounds once.
+sequence's NaN. Computes in float32 (float64 of float64) and rounds once.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LIMIT = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TilePiece:
     """``count`` queries of ``row``, from its query ``offset`` on; ``first`` is their place in the segment."""
 
     row: int
@@ -56,7 +56,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class TileGroup:
     """P pieces of at most n queries, computed together over W tiles each."""
 
     queries: Tensor
@@ -77,7 +77,7 @@ class Group:
 class _Prepared:
     """The cut of a segment: made for the first layer (which knows its heads), kept for the others."""
 
-    groups: tuple[Group, ...] = ()
+    groups: tuple[TileGroup, ...] = ()
     shared: int = 0
     """Heads that share a KV head; 0 until made."""
     shapes: tuple[ProductShapes, ProductShapes] = (ProductShapes((), ()), ProductShapes((), ()))
@@ -169,14 +169,14 @@ def cut(
     memory: Memory,
     shared: int,
     rows: tuple[int, ...],
-) -> Iterator[Group]:
+) -> Iterator[TileGroup]:
     """The segment's queries in groups of pieces of equal shapes. Widths come from upper bounds.
 
     shared: heads that share keys; rows: what a matrix of queries may have.
     """
     kv_heads = max(1, memory.planes // 2)
     most = max(1, rows[0] // shared)
-    alike: dict[tuple[int, int], list[Piece]] = {}
+    alike: dict[tuple[int, int], list[TilePiece]] = {}
     begin = 0
     for row, (start, count) in enumerate(
         zip(segment.host_starts.tolist(), segment.host_counts.tolist(), strict=True)
@@ -188,7 +188,7 @@ def cut(
             if spec.window:
                 # n + window - 1 positions that begin anywhere in a tile
                 tiles = min(tiles, (n + spec.window - 2) // TILE + 2)
-            piece = Piece(row, offset, n, begin + offset, tiles)
+            piece = TilePiece(row, offset, n, begin + offset, tiles)
             alike.setdefault((max(1, fitting // shared), tiles.bit_length()), []).append(piece)
         begin += count
     for (n, _), pieces in alike.items():
@@ -204,10 +204,13 @@ def _column(values: list[int], device: torch.device) -> Tensor:
 
 
 def make_group(
-    pieces: list[Piece], n: int, segment: SegmentInput, kind: int, spec: CacheSpec, memory: Memory
-) -> Group:
-    table, starts, block = segment.tables[kind], segment.starts, memory.block
-    device, width = starts.device, max(piece.tiles for piece in pieces)
+    pieces: list[TilePiece], n: int, segment: SegmentInput, kind: int, spec: CacheSpec, memory: Memory
+) -> TileGroup:
+    table = segment.tables[kind]
+    starts = segment.starts
+    block = memory.block
+    device = starts.device
+    width = max(piece.tiles for piece in pieces)
     rows = _column([piece.row for piece in pieces], device)
     counts = _column([piece.count for piece in pieces], device).unsqueeze(1)
     first = starts[rows] + _column([piece.offset for piece in pieces], device)  # [P]: its position
@@ -229,7 +232,7 @@ def make_group(
     entries = (at[None, :, None, :] + planes) * (block // g) + (starting % block // g)[None, :, None, :]
     begins = _column([piece.first for piece in pieces], device).unsqueeze(1)
     queries = begins + within.where(real, 0)
-    return Group(
+    return TileGroup(
         queries=queries,
         real=real.view(-1).nonzero().squeeze(1),
         places=queries[real],
@@ -247,14 +250,15 @@ def _attend(
     out: Tensor,
     entries: Tensor,
     scales: Tensor | None,  # of the entries, each as many as it has positions
-    group: Group,
+    group: TileGroup,
     spec: CacheSpec,
     scale: float,
     shapes: tuple[ProductShapes, ProductShapes],
     sinks: Tensor | None,
 ) -> None:
     (pieces, n), kv_heads, dim = group.queries.shape, spec.kv_heads, spec.head_dim
-    shared, dtype = q.shape[1] // kv_heads, wide(q.dtype)
+    shared = q.shape[1] // kv_heads
+    dtype = wide(q.dtype)
     kv = entries.index_select(0, group.entries).view(2, pieces, kv_heads, -1, dim)
     kv.view(group.seen.dtype).bitwise_and_(group.seen)  # +0.0, whatever was there
     if scales is not None:
@@ -312,7 +316,8 @@ def tiles(
     for tile in range(width):
         total += parts[:, :, tile]
         mass += masses[:, :, tile]
-    total, mass = total[:, :, :rows], mass[:, :, :rows]
+    total = total[:, :, :rows]
+    mass = mass[:, :, :rows]
     if sink is not None:
         mass = mass + (sink - top[:, :, 0, :rows]).exp()
     return total / mass

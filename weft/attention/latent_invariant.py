@@ -13,7 +13,7 @@ from math import gcd
 import torch
 
 from weft.attention.base import SegmentInput, refuse_fp8
-from weft.attention.invariant_backend import TILE, Group, Memory, cut, pair_shapes, tiles
+from weft.attention.invariant_backend import TILE, Memory, TileGroup, cut, pair_shapes, tiles
 from weft.attention.latent import Form, LatentBackend, UpMatrices
 from weft.attention.torch_backend import BITS
 from weft.common.errors import ConfigError
@@ -29,7 +29,7 @@ Tensor = torch.Tensor
 class _Prepared:
     """The cut of a segment: made for the first layer (which knows the heads), kept for the others."""
 
-    groups: tuple[Group, ...] | None = None
+    groups: tuple[TileGroup, ...] | None = None
 
 
 class InvariantLatent(LatentBackend):
@@ -97,7 +97,7 @@ def _attend(
     q: Tensor,
     out: Tensor,
     entries: Tensor,
-    group: Group,
+    group: TileGroup,
     mla: MLASpec,
     shapes: tuple[ProductShapes, ProductShapes],
 ) -> None:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from weft.attention.base import SegmentInput
 from weft.attention.latent import Form, LatentBackend, UpMatrices
 from weft.attention.merge import merge
-from weft.attention.torch_backend import BITS, GATHER, Group, batches, cut, make_group
+from weft.attention.torch_backend import BITS, GATHER, PieceGroup, batches, cut, make_group
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec, MLASpec, ModelSpec
 from weft.ops import kv_fp8
@@ -36,7 +36,7 @@ SCORES = 1 << 22
 class _Prepared:
     """The groups of the absorbed form: made for the first layer that asks, kept for the others."""
 
-    groups: tuple[Group, ...] | None = None
+    groups: tuple[PieceGroup, ...] | None = None
 
 
 class TorchLatent(LatentBackend):
@@ -90,8 +90,9 @@ class TorchLatent(LatentBackend):
 # --- absorbed ---
 
 
-def _groups(segment: SegmentInput, kind: int, spec: CacheSpec, entries: Tensor) -> tuple[Group, ...]:
-    block_size, limit = entries.shape[1], max(1, GATHER // (entries.shape[1] * spec.width))
+def _groups(segment: SegmentInput, kind: int, spec: CacheSpec, entries: Tensor) -> tuple[PieceGroup, ...]:
+    block_size = entries.shape[1]
+    limit = max(1, GATHER // (entries.shape[1] * spec.width))
     pieces = cut(segment, spec.window, block_size)
     return tuple(
         make_group(some, segment, kind, spec, block_size, entries.dtype, planes=1)
@@ -99,9 +100,12 @@ def _groups(segment: SegmentInput, kind: int, spec: CacheSpec, entries: Tensor) 
     )
 
 
-def _absorbed(q: Tensor, cache: tuple[Tensor, ...], group: Group, mla: MLASpec) -> Tensor:
+def _absorbed(q: Tensor, cache: tuple[Tensor, ...], group: PieceGroup, mla: MLASpec) -> Tensor:
     """q: [B * n, heads, width]; returns [B * n, heads, kv_lora]."""
-    b, n, heads, width = group.pieces, group.queries, q.shape[1], q.shape[2]
+    b = group.pieces
+    n = group.queries
+    heads = q.shape[1]
+    width = q.shape[2]
     keys = _read(cache, cache[0].shape[1], group.gather, group.seen.view(-1, 1)).view(b, 1, -1, width)
     keys = keys.to(q.dtype)
     mask = group.visible.unsqueeze(3).expand(b, 1, n, heads, -1).reshape(b, 1, n * heads, -1)
@@ -125,7 +129,8 @@ def _expanded(
     up: UpMatrices,
 ) -> None:
     exact = wide(q.dtype)
-    keys, values = up.keys.to(exact), up.values.to(exact)
+    keys = up.keys.to(exact)
+    values = up.values.to(exact)
     begin = 0
     for row, (start, count) in enumerate(
         zip(segment.host_starts.tolist(), segment.host_counts.tolist(), strict=True)
@@ -135,7 +140,8 @@ def _expanded(
         for first in range(0, start + count, CHUNK):
             last = min(first + CHUNK, start + count)
             positions = torch.arange(first, last, device=q.device)
-            true, end = segment.starts[row], segment.starts[row] + count
+            true = segment.starts[row]
+            end = segment.starts[row] + count
             seen = positions < end
             if spec.window:
                 seen &= positions > true - spec.window
@@ -163,9 +169,9 @@ def _read(cache: tuple[Tensor, ...], run: int, index: Tensor, seen: Tensor) -> T
 
     def take(entries: Tensor) -> Tensor:
         width = entries.shape[2]
-        found = kv_fp8.take(entries.view(-1, run * width), index).view(-1, width)
-        found.view(BITS[found.dtype]).bitwise_and_(seen.to(BITS[found.dtype]))
-        return found
+        result = kv_fp8.take(entries.view(-1, run * width), index).view(-1, width)
+        result.view(BITS[result.dtype]).bitwise_and_(seen.to(BITS[result.dtype]))
+        return result
 
     if len(cache) == 1:
         return take(cache[0])

@@ -38,7 +38,8 @@ class UpLayer(Packs):
         super().__init__()
         rows = heads.times(mla.nope + mla.v)
         self.weight = build.weight(rows.count, mla.kv_lora, shard=rows)
-        self._heads, self._sizes = heads.count, (mla.nope, mla.v)
+        self._heads = heads.count
+        self._sizes = (mla.nope, mla.v)
         self._pack = build.op("latent_up").run
 
     def pack(self) -> None:
@@ -71,7 +72,8 @@ class LatentAttention(Layer):
         mla = spec.mla
         assert mla is not None
         heads = build.part(spec.heads)
-        self._heads, self._mla = heads.count, mla
+        self._heads = heads.count
+        self._mla = mla
         self._kind = spec.cache_of(layer)
         self._cache_spec = spec.caches[self._kind]
         queries = heads.times(mla.nope + mla.rope)
@@ -92,7 +94,9 @@ class LatentAttention(Layer):
         self, x: Tensor, shared: AttentionInput, caches: LayerCache, logits_indices: Tensor | None = None
     ) -> Tensor:
         """x: [T, hidden]; caches: this layer's, written and read; logits_indices: rows wanted (None: all)."""
-        step, cache, mla = shared.step, caches[self._kind], self._mla
+        step = shared.step
+        cache = caches[self._kind]
+        mla = self._mla
         backend = shared.backends["latent"]
         assert isinstance(backend, LatentBackend)
         cos, sin = shared.angles

@@ -6,7 +6,7 @@ Rows are cut into pieces of neighbouring queries; pieces that are alike are comp
     keys        entries of the window of any of them, then groups' entries: all that one of them may see,
     masked
                 by what each has chosen; or, of single queries that choose few of many, the chosen ones alone
-    zeros       for keys that no query of the piece may see: they can hold another tenant's NaN
+    zeros       for keys that no query of the piece may see: they can hold another sequence's NaN
 
 Sums, scores and exponentials are float32 (float64 in float64 models). Shapes come from host columns,
 positions from device columns; nothing here waits for a GPU.
@@ -198,7 +198,8 @@ def _alike(pieces: list[_Piece], reads: Reads) -> Iterator[list[_Piece]]:
 
 
 def _tile(pieces: list[_Piece], segment: SegmentInput, reads: Reads, caches: LayerCache) -> _Tile:
-    device, n = segment.starts.device, pieces[0].count
+    device = segment.starts.device
+    n = pieces[0].count
     rows = _column([piece.row for piece in pieces], device)
     p = segment.starts[rows] + _column([piece.offset for piece in pieces], device)  # [B]: the first query's
     queries = p.unsqueeze(1) + torch.arange(n, device=device)  # [B, n]
@@ -208,7 +209,8 @@ def _tile(pieces: list[_Piece], segment: SegmentInput, reads: Reads, caches: Lay
         lowest = (p - reads.window + 1).clamp(min=0)
         keys = lowest.unsqueeze(1) + torch.arange(max(piece.entries for piece in pieces), device=device)
         entries = places(segment.tables[reads.entries], rows, keys, caches[reads.entries][0].shape[1])
-        keys, at = keys.unsqueeze(1), queries.unsqueeze(2)
+        keys = keys.unsqueeze(1)
+        at = queries.unsqueeze(2)
         seen.append((keys <= at) & (keys > at - reads.window))
     picks = _picks(pieces[0], reads)
     if reads.groups is not None and not picks:
@@ -233,7 +235,8 @@ def _column(values: list[int], device: torch.device) -> Tensor:
 
 
 def _tokens(pieces: list[_Piece], device: torch.device) -> Tensor | slice:
-    n, first = pieces[0].count, pieces[0].first
+    n = pieces[0].count
+    first = pieces[0].first
     if all(piece.first == first + i * n for i, piece in enumerate(pieces)):
         return slice(first, first + n * len(pieces))
     begins = _column([piece.first for piece in pieces], device)
@@ -241,7 +244,8 @@ def _tokens(pieces: list[_Piece], device: torch.device) -> Tensor | slice:
 
 
 def _limits(segment: SegmentInput, reads: Reads) -> Tensor:
-    counts, device = segment.host_counts.astype(np.int64), segment.starts.device
+    counts = segment.host_counts.astype(np.int64)
+    device = segment.starts.device
     rows = np.repeat(np.arange(segment.rows), counts)
     within = np.arange(segment.tokens) - np.repeat(np.cumsum(counts) - counts, counts)
     return (segment.starts[upload(rows, device)] + upload(within, device) + 1) // reads.ratio
@@ -256,12 +260,14 @@ def _scores(q: Tensor, weights: Tensor, keys: Tensor, tile: _Tile) -> Tensor:
     q: [T, heads, dim]; weights: wide [T, heads]; keys: [entries, dim].
     """
     assert tile.groups is not None
-    b, n, heads = tile.pieces, tile.queries, q.shape[1]
+    b = tile.pieces
+    n = tile.queries
+    heads = q.shape[1]
     found = keys.index_select(0, tile.groups.reshape(-1)).view(b, -1, q.shape[2]).to(weights.dtype)
     folded = q[tile.tokens].reshape(b, n * heads, -1).to(weights.dtype)
     each = torch.bmm(folded, found.transpose(1, 2)).relu_().view(b * n, heads, -1)
     made = torch.bmm(weights[tile.tokens].unsqueeze(1), each).squeeze(1)
-    # A column of an entry that nobody wrote can be NaN; no column has a part in another.
+    # A column of an unwritten entry can be NaN; no column has a part in another.
     return made.masked_fill_(~tile.visible.view(b * n, -1), -torch.inf)
 
 
@@ -269,13 +275,16 @@ def _keys(
     tile: _Tile, selected: Tensor | None, caches: LayerCache, segment: SegmentInput, reads: Reads
 ) -> tuple[Tensor, Tensor]:
     """(the tile's keys [B, K, dim], zero where no query sees them; which each query sees, bool [B, n, K])."""
-    b, n, visible = tile.pieces, tile.queries, tile.visible
+    b = tile.pieces
+    n = tile.queries
+    visible = tile.visible
     found = []
     if reads.entries is not None:
         assert tile.entries is not None
         found.append(_take(caches[reads.entries][0], tile.entries, reads.dim))
     if reads.groups is not None:
-        cache, groups = caches[reads.groups][0], tile.groups
+        cache = caches[reads.groups][0]
+        groups = tile.groups
         if tile.chooses:
             assert selected is not None
             chosen = selected[tile.tokens]  # [B * n, top]
@@ -310,7 +319,9 @@ def _attend(
     A query that sees nothing gets zeros.
     """
     exact = wide(q.dtype)
-    b, n, heads = visible.shape[0], visible.shape[1], q.shape[1]
+    b = visible.shape[0]
+    n = visible.shape[1]
+    heads = q.shape[1]
     keys = keys.to(exact)
     folded = q.reshape(b, n * heads, -1).to(exact) * scale
     scores = torch.bmm(folded, keys.transpose(1, 2)).view(b, n, heads, -1)

@@ -7,7 +7,7 @@ blocks are computed together, so decode rows batch and prefill chunks mostly sta
     blocks   full             0 .. block of p + n - 1
              window           block of max(0, p - window + 1) .. block of p + n - 1
     gather   [2, B, kv_heads, width * block, head_dim]    one copy, whole blocks
-    zero     positions that no query of the piece may see: they can hold another tenant's NaN, and
+    zero     positions that no query of the piece may see: they can hold another sequence's NaN, and
              0 * NaN is NaN
     attend   queries of one KV head folded into one matrix, [B, kv_heads, group * n, head_dim]
 
@@ -59,7 +59,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class PieceGroup:
     """B pieces of n queries each, computed together."""
 
     tokens: Tensor | slice
@@ -78,7 +78,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Prepared:
-    groups: tuple[Group, ...]
+    groups: tuple[PieceGroup, ...]
 
 
 class TorchAttention(AttentionBackend):
@@ -173,10 +173,13 @@ def make_group(
     dtype: torch.dtype,
     *,
     planes: int,
-) -> Group:
+) -> PieceGroup:
     """planes: entries of one position that lie in planes of their own, 2 * kv_heads or 1."""
-    table, starts = segment.tables[kind], segment.starts
-    device, n, width = starts.device, pieces[0].count, max(piece.width for piece in pieces)
+    table = segment.tables[kind]
+    starts = segment.starts
+    device = starts.device
+    n = pieces[0].count
+    width = max(piece.width for piece in pieces)
     rows = _column([piece.row for piece in pieces], device)
     p = starts[rows] + _column([piece.offset for piece in pieces], device)  # [B]: position of the first query
     if spec.window:
@@ -194,7 +197,7 @@ def make_group(
     seen = (keys >= lowest.unsqueeze(1)) & (keys < (p + n).unsqueeze(1))
     # An entry past the table was clamped to a block it does not name; its positions lie past the row's end.
     plane = torch.arange(planes, device=device).view(-1, 1, max(1, planes // 2), 1)
-    return Group(
+    return PieceGroup(
         tokens=_places(pieces, device),
         pieces=len(pieces),
         queries=n,
@@ -216,14 +219,17 @@ def _places(pieces: list[Piece], device: torch.device) -> Tensor | slice:
 def _attend(
     q: Tensor,
     entries: Tensor,
-    group: Group,
+    group: PieceGroup,
     spec: CacheSpec,
     scale: float,
     sinks: Tensor | None,
     scales: Tensor | None,
 ) -> Tensor:
     """q: [B * n, heads, head_dim]; returns the same shape."""
-    b, n, kv_heads, dim = group.pieces, group.queries, spec.kv_heads, spec.head_dim
+    b = group.pieces
+    n = group.queries
+    kv_heads = spec.kv_heads
+    dim = spec.head_dim
     shared = q.shape[1] // kv_heads
     kv = kv_fp8.take(entries, group.gather).view(2, b, kv_heads, -1, dim)
     kv.view(group.seen.dtype).bitwise_and_(group.seen)  # +0.0, whatever was there

@@ -146,7 +146,8 @@ class TritonAttention(AttentionBackend):
             out.copy_(whole)
 
     def _cut(self, segment: SegmentInput, heads: int, spec: CacheSpec, dtype: torch.dtype) -> Cut:
-        group, most = heads // spec.kv_heads, longest(segment)
+        group = heads // spec.kv_heads
+        most = longest(segment)
         lines = int(segment.host_counts.max()) * group
         if lines <= max(NARROW, group):
             form = forms.narrow(lines, spec.head_dim, dtype)
@@ -210,4 +211,5 @@ def _parts(tiles: Tensor, ends: np.ndarray, limit: int) -> Iterator[_Part]:
     while first < len(ends):
         stop = max(first + 1, int(np.searchsorted(ends, begin + limit, side="right")))
         yield _Part(tiles[first:stop], begin, int(ends[stop - 1]))
-        first, begin = stop, int(ends[stop - 1])
+        first = stop
+        begin = int(ends[stop - 1])

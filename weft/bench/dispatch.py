@@ -130,8 +130,8 @@ def layers(
 
     The slowest rank's, in its fastest call. size: experts, top_k, hidden, intermediate; float32.
     """
-    found: list[dict[str, float]] = on_processes(layout, _layers, size, tuple(tokens), calls)
-    return found
+    result: list[dict[str, float]] = on_processes(layout, _layers, size, tuple(tokens), calls)
+    return result
 
 
 def _layers(
@@ -153,11 +153,11 @@ def _layers(
     chooser = Chooser(layout, "auto", ExchangeShape(hidden, top_k, 4))
     block = DividedExperts(mesh, chooser, moe.PLAIN, weights, placement, exact=False, counts=False)
     forms = [form for form in FORMS if form != "reduce" or layout.data == 1]
-    made = []
+    result = []
     for many in tokens:
         x = torch.randn(many, hidden, generator=replica)
-        made.append({form: _slowest(mesh, block, x, Exchange(form, many), calls) for form in forms})
-    return made
+        result.append({form: _slowest(mesh, block, x, Exchange(form, many), calls) for form in forms})
+    return result
 
 
 @torch.inference_mode()

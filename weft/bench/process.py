@@ -190,7 +190,7 @@ class ServerProcess:
         return process.returncode
 
     def _kill_tree(self, process: subprocess.Popen[bytes]) -> None:
-        """Kills every process of the tree that still lives, also those whose parents are gone."""
+        """Kills every process of the tree that still runs, also those whose parents are gone."""
         left = [one for one in self._seen.values() if one.pid != process.pid]
         if process.returncode is None:
             left = [*left, *tree(process.pid)]

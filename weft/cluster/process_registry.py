@@ -1,7 +1,7 @@
-"""The registry of a server: which processes there are, for fronts that do not own them.
+"""The registry of a server: a file that lists its processes, for fronts that do not own them.
 
-One file in the server's private folder. The supervisor alone writes it, each time as a whole; fronts read it
-when it has changed. So what a front sees is always what was so at one moment.
+It is in the server's private folder. Only the supervisor writes it, each time as a whole; fronts read it when
+it has changed. So a front always sees a consistent state.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class ProcessRegistry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     processes: tuple[ProcessRecord, ...] = ()
 
     def of(self, role: Role) -> list[ProcessRecord]:
-        """Those of one role, in order."""
+        """The processes of one role, in order."""
         return [record for record in self.processes if record.role == role]
 
 
 def write(folder: Path, registry: ProcessRegistry) -> None:
-    """Puts ``registry`` in the place of what was there, in one step."""
+    """Replaces the file by ``registry``, atomically."""
     partial = folder / f".{NAME}"
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with open(descriptor, "wb") as file:
@@ -66,7 +66,7 @@ class RegistryReader:
         self._registry = ProcessRegistry()
 
     def read(self) -> ProcessRegistry:
-        """As it is now; as it was last, where it cannot be read: the folder is gone when the server ends."""
+        """The present registry; the last one read when the file cannot be read, because the server ends."""
         try:
             status = self._path.stat()
             seen = (status.st_ino, status.st_mtime_ns)
@@ -79,7 +79,7 @@ class RegistryReader:
 
 
 class _Elsewhere:
-    """A process that another one watches: its end shows in the registry."""
+    """A process of another owner: its end shows in the registry."""
 
     def poll(self) -> int | None:
         return None
@@ -90,15 +90,16 @@ class RegistryOwner:
 
     def __init__(self, reader: RegistryReader, report: Callable[[str, int, WeftError], None]) -> None:
         """``report`` tells the supervisor that a head is lost."""
-        self._reader, self._report = reader, report
+        self._reader = reader
+        self._report = report
         self._keys: dict[str, CurveKeys] = {}
 
     def present(self) -> Mapping[str, Address | WeftError]:
-        """Of each head its present process, or why none will be started again."""
+        """For each head the address of its present process, or why none will be started again."""
         return {record.name: self._of(record) for record in self._reader.read().of("head")}
 
     def replace(self, name: str, incarnation: int, error: WeftError) -> None:
-        """This front has lost it; others may not have."""
+        """Reports to the supervisor that this front has lost the head."""
         self._report(name, incarnation, error)
 
     def _of(self, record: ProcessRecord) -> Address | WeftError:

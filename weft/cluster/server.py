@@ -55,8 +55,12 @@ class ClusterServer:
         """``folder``: for the registry. ``announce`` is called once all fronts answer requests.
         ``secret``: file with the group's secret, where heads may be on other hosts.
         """
-        self._supervisor, self._heads, self._start_front = supervisor, heads, start_front
-        self._folder, self._announce, self._secret = folder, announce, secret
+        self._supervisor = supervisor
+        self._heads = heads
+        self._start_front = start_front
+        self._folder = folder
+        self._announce = announce
+        self._secret = secret
         self._clock = clock or SystemClock()
         self._addresses: dict[str, Address] = {}
         self._fronts: dict[str, tuple[int, subprocess.Popen[bytes], socket.socket]] = {}
@@ -100,10 +104,10 @@ class ClusterServer:
             self._on(s.Signalled(self._signals.popleft()))
         for name, (incarnation, process, _) in list(self._fronts.items()):
             if (status := process.poll()) is not None:
-                self._on(s.Ended("front", name, incarnation, status))
+                self._on(s.ProcessEnded("front", name, incarnation, status))
         for name, address in list(self._addresses.items()):
             if (status := address.process.poll()) is not None:
-                self._on(s.Ended("head", name, address.incarnation, status))
+                self._on(s.ProcessEnded("head", name, address.incarnation, status))
         self._on(s.Tick())
         self._publish()
 
@@ -117,12 +121,12 @@ class ClusterServer:
         if heard is None:  # it ends: its process says how
             self._selector.unregister(link)
         for message in heard or ():
-            if isinstance(message, channel.Ready):
-                self._on(s.Ready(name, incarnation))
-            elif isinstance(message, channel.Alive):
-                self._on(s.Alive(name, incarnation))
+            if isinstance(message, channel.FrontReady):
+                self._on(s.FrontIsReady(name, incarnation))
+            elif isinstance(message, channel.FrontAlive):
+                self._on(s.FrontIsAlive(name, incarnation))
             else:
-                self._on(s.Lost(message.name, message.incarnation, ReportedError(message.error)))
+                self._on(s.FrontLostHead(message.name, message.incarnation, ReportedError(message.error)))
 
     def _on(self, event: s.Event) -> None:
         self._carry_out(self._supervisor.on(event, self._clock.now()))
@@ -150,7 +154,7 @@ class ClusterServer:
             self._addresses[name] = self._heads.start(name, incarnation)
         except OSError as error:  # for want of memory or processes
             log.error("head %s cannot be started: %s", name, error)
-            self._on(s.Ended("head", name, incarnation, 1))
+            self._on(s.ProcessEnded("head", name, incarnation, 1))
 
     def _run_front(self, name: str, incarnation: int) -> None:
         ours, theirs = channel.channel()

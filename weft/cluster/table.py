@@ -33,7 +33,7 @@ class ProcessState(Enum):
 
 
 class Start(NamedTuple):
-    """A process is to be started. Whoever does it must not wait for it."""
+    """Start a process. The caller must not wait for it."""
 
     role: Role
     name: str
@@ -41,7 +41,7 @@ class Start(NamedTuple):
 
 
 class Kill(NamedTuple):
-    """What is left of a process is to be ended at once. It may have ended."""
+    """Kill the rest of a process at once. It may have ended already."""
 
     role: Role
     name: str
@@ -53,17 +53,17 @@ Action: TypeAlias = Start | Kill
 
 @dataclass(slots=True)
 class ProcessEntry:
-    """One name."""
+    """The state of one name: its present process, or its end."""
 
     incarnation: int = 0
-    """Of its last process; 0 before the first."""
+    """Incarnation of its last process; 0 before the first."""
     state: ProcessState = ProcessState.RUNNING
     error: WeftError | None = None
     """Of a retired one: how its last process was lost."""
     ready: bool = False
     """Of a front: whether it answers requests."""
     heard: float = -math.inf
-    """When it said last that it lives."""
+    """When its last message came."""
 
 
 class ProcessTable:
@@ -106,7 +106,7 @@ class ProcessTable:
         return [self._next(name, entry, now) for name, entry in self._entries.items()]
 
     def lose(self, name: str, incarnation: int, error: WeftError, now: float) -> list[Action]:
-        """A process that should run is gone, or as good as gone: it is replaced, or its name is retired."""
+        """A process is gone or unusable: returns the actions that replace it, or retires its name."""
         entry = self.running(name, incarnation)
         if entry is None:
             return []
@@ -118,17 +118,20 @@ class ProcessTable:
             log.error("%d %ss died in %g minutes", self._budget.most + 1, self.role, WINDOW / 60)
         for other in self._entries.values() if self._together else (entry,):
             if other.state is ProcessState.RUNNING:
-                other.state, other.error = ProcessState.RETIRED, error
+                other.state = ProcessState.RETIRED
+                other.error = error
         return actions
 
     def end(self, name: str, incarnation: int) -> bool:
         """A process ended as it was told to. Whether that is news."""
         entry = self.running(name, incarnation)
         if entry is not None:
-            entry.state, entry.ready = ProcessState.ENDED, False
+            entry.state = ProcessState.ENDED
+            entry.ready = False
         return entry is not None
 
     def _next(self, name: str, entry: ProcessEntry, now: float) -> Start:
         entry.incarnation += 1
-        entry.ready, entry.heard = False, now
+        entry.ready = False
+        entry.heard = now
         return Start(self.role, name, entry.incarnation)

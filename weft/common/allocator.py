@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_M_ARENA_MAX = -8
 _MMAP_BYTES = 256 << 10
 _TRIM_BYTES = 8 << 20
 _ARENAS = 2

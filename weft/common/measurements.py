@@ -78,7 +78,8 @@ class Measurements(Generic[Row]):
 
         Raises ConfigError where that cannot be written.
         """
-        path, new = self.user_file(), {self.of(row) for row in rows}
+        path = self.user_file()
+        new = {self.of(row) for row in rows}
         try:
             kept = [row for row in self.read(path) if self.of(row) not in new]
         except (OSError, ValueError):

@@ -1,6 +1,6 @@
 """What the caches of a rank are made of: every tensor of every kind, described once.
 
-Sizing, allocation and whoever moves parts of caches between ranks read these descriptions: of a whole model's
+Sizing, allocation and transfers of caches between ranks read these descriptions: of a whole model's
 kinds what a group has in all, of those of ``sharding.local_spec`` what each of its ranks has.
 
     full, window    KV entries    [layer, block, kv, head, position, width]
@@ -67,7 +67,7 @@ def pool_tensors(cache: CacheSpec, block_size: int, num_blocks: int, dtype: str)
 
 
 def slot_tensors(cache: CacheSpec, num_slots: int, copies: int, dtype: str) -> tuple[TensorLayout, ...]:
-    """The memory of a recurrent state: ``copies`` of it for each slot, and for the last one, nobody's."""
+    """The memory of a recurrent state: ``copies`` of it for each slot, and for the spare slot."""
     first = (("layer", len(cache.layers)), ("slot", 1 + num_slots), ("copy", copies))
     return _parts(cache, first, dtype)
 

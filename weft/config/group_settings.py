@@ -66,7 +66,8 @@ def _flatten(value: Any, name: str, found: dict[str, str]) -> None:
 def compare(ours: Mapping[str, str], theirs: Mapping[str, str], us: str, them: str) -> None:
     """Raises ConfigError that names the first setting that differs, and both values."""
     for name in [*ours, *(name for name in theirs if name not in ours)]:
-        mine, other = ours.get(name), theirs.get(name)
+        mine = ours.get(name)
+        other = theirs.get(name)
         if mine == other:
             continue
         section, _, field = name.rpartition(".")

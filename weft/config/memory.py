@@ -63,7 +63,8 @@ def snapshot_stride(spec: ModelSpec, block_size: int, dtype: str) -> int:
     """
     states = [cache for cache in spec.caches if cache.kind == "state"]
     snapshot = sum(block_bytes(cache, block_size, dtype) for cache in states)
-    positions, unit = MIN_STRIDE, hit_unit(spec, block_size)
+    positions = MIN_STRIDE
+    unit = hit_unit(spec, block_size)
     entries = [cache for cache in spec.caches if cache.kind != "state" and not cache.window]
     if entries:
         kept = sum(block_bytes(cache, unit, dtype) for cache in entries)  # of one unit of positions
@@ -191,7 +192,8 @@ def pools_for(
     needs = _needs(spec, block_size, dtype, max_model_len, scheduler, copies, snapshots)
     if num_bytes < needs.fixed + needs.one:
         needs = _needs(spec, block_size, dtype, max_model_len, scheduler, copies, False)
-    usable, one = num_bytes - needs.fixed, needs.one
+    usable = num_bytes - needs.fixed
+    one = needs.one
     if usable < one:
         longest = longest_that_fits(
             spec, block_size, dtype, num_bytes, max_model_len, scheduler, copies=copies
@@ -249,7 +251,8 @@ def longest_that_fits(
     copies: int = 1,
 ) -> int:
     """The largest max_model_len up to ``most`` of which ``num_bytes`` hold one sequence; 0 if none does."""
-    low, high = 0, most
+    low = 0
+    high = most
     while low < high:
         middle = (low + high + 1) // 2
         if bytes_for(spec, block_size, dtype, 1, middle, scheduler, copies=copies) <= num_bytes:
@@ -269,7 +272,8 @@ def weight_bytes(
     With ``int8`` the matrices of layers, experts' included, take a byte an element; embedding, head and
     routers do not change.
     """
-    size, spec = DTYPE_BYTES[dtype], local_spec(spec, layout)
+    size = DTYPE_BYTES[dtype]
+    spec = local_spec(spec, layout)
     recurrent = len(spec.delta.layers) if spec.delta is not None else 0
     matrices = (spec.layers - recurrent) * _attention_elements(spec)
     matrices += recurrent * _delta_elements(spec)
@@ -278,7 +282,8 @@ def weight_bytes(
     if spec.moe is None:
         matrices += spec.layers * dense
     else:
-        moe, routing = spec.moe, len(spec.moe.layers)
+        moe = spec.moe
+        routing = len(spec.moe.layers)
         matrices += (spec.layers - routing) * dense
         experts = -(-(moe.experts + redundant) // layout.ranks) if layout.expert else moe.experts
         matrices += routing * 3 * spec.hidden * (experts * moe.intermediate + moe.shared)
@@ -309,7 +314,8 @@ def _delta_elements(spec: ModelSpec) -> int:
     delta = spec.delta
     if delta is None:
         return 0
-    key, value = delta.k_heads * delta.k_dim, delta.v_heads * delta.v_dim
+    key = delta.k_heads * delta.k_dim
+    value = delta.v_heads * delta.v_dim
     return spec.hidden * (2 * key + 3 * value + 2 * delta.v_heads) + delta.conv * (2 * key + value)
 
 

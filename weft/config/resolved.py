@@ -92,7 +92,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     faults: tuple[Fault, ...] = ()
     """Planted by tests; there is no flag for it."""
     accepted_names: tuple[str, ...] = ()
-    """Names that requests may use beside ``served_names``, and that nobody is shown."""
+    """Names that requests may use beside ``served_names``, and that are never listed."""
     domain: str = ""
     """Folder where the heads of a domain of several replicas meet, if they run on one host."""
     incarnation: int = 0

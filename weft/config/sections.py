@@ -176,7 +176,7 @@ class RunnerSection(_Section, frozen=True, kw_only=True):
     decode_graphs: Annotated[
         bool,
         Meta(
-            description="Replay decode steps where the model can: CUDA graphs on a GPU, recorded calls of "
+            description="Replay decode steps where the model can: CUDA graphs on a GPU, captured calls of "
             "the C++ operations on a CPU."
         ),
     ] = True

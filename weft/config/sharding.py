@@ -80,7 +80,9 @@ def local_spec(spec: ModelSpec, layout: Layout) -> ModelSpec:
     ranks = layout.tensor
     if ranks == 1:
         return spec
-    moe, delta, sparse = spec.moe, spec.delta, spec.sparse
+    moe = spec.moe
+    delta = spec.delta
+    sparse = spec.sparse
     if moe is not None and not layout.expert:
         moe = msgspec.structs.replace(moe, intermediate=moe.intermediate // ranks, shared=moe.shared // ranks)
     if delta is not None:

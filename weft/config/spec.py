@@ -253,10 +253,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def caches_of(self, layer: int) -> tuple[int, ...]:
         """Numbers of the cache kinds that ``layer`` belongs to. Raises KeyError when there are none."""
-        found = tuple(number for number, cache in enumerate(self.caches) if layer in cache.layers)
-        if not found:
+        result = tuple(number for number, cache in enumerate(self.caches) if layer in cache.layers)
+        if not result:
             raise KeyError(layer)
-        return found
+        return result
 
     @property
     def forms(self) -> tuple[str, ...]:

@@ -82,7 +82,8 @@ class LoadedModel:
 
     def runner(self, kv: KVConfig | None = None) -> Runner:
         """Preallocates everything a step needs, with the pools of ``kv``. Once."""
-        config, mesh = self.config, self.mesh
+        config = self.config
+        mesh = self.mesh
         meets = mesh is not None and mesh.connects
         device = device_of(config)
         return Runner(
@@ -116,7 +117,9 @@ def load(
     config: EngineConfig, *, progress: bool = True, poison: bool = False, mesh: Mesh | None = None
 ) -> LoadedModel:
     """The model's weights, or the share of them that ``mesh`` has. Raises as ``build_runner``."""
-    device, dtype, spec = device_of(config), DTYPES[config.dtype], config.spec
+    device = device_of(config)
+    dtype = DTYPES[config.dtype]
+    spec = config.spec
     local = local_spec(spec, config.parallel.layout)
     invariant = config.runner.deterministic
     backends = choose(
@@ -202,10 +205,11 @@ def fit_pools(config: EngineConfig, free: int, total: int, used: int = 0) -> KVC
 
     ``free``, ``total``: bytes of the device; ``used``: by this process. The share that
     --gpu-memory-utilization leaves to others, and a step's activations, stay free. Ranks that have the same
-    GPU have equal parts of the rest, whoever loads first. Raises ConfigError when one full context does not
-    fit.
+    GPU have equal parts of the rest, in any order of loading. Raises ConfigError when one full context does
+    not fit.
     """
-    cache, scheduler = config.cache, config.scheduler
+    cache = config.cache
+    scheduler = config.scheduler
     spec = local_spec(config.spec, config.parallel.layout)
     room = free - int(total * (1 - cache.gpu_memory_utilization))
     if config.parallel.layout.domain > 1 and config.parallel.collectives != "gloo":

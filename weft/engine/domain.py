@@ -18,14 +18,14 @@ from weft.scheduler.votes import Vote, most_drafts
 
 
 class Domain:
-    """Used from the thread that steps, or that forms the group; ``abort`` from any."""
+    """Used from the thread that steps or forms the group; ``abort`` from any thread."""
 
     def __init__(self, group: AgreementGroup) -> None:
         self._group = group
 
     @property
     def awake(self) -> bool:
-        """Whether the domain steps: then so must this replica, also without work of its own."""
+        """Whether the domain steps. If so, this replica must step, too, also without work of its own."""
         return self._group.awake
 
     @property
@@ -48,7 +48,8 @@ class Domain:
             raise GroupLost(None, f"another replica is gone or late ({error.message})") from error
         if not decision.launch:
             return None
-        builder, agreed = builder or idle(), decision.agreed
+        builder = builder or idle()
+        agreed = decision.agreed
         builder.agreed = agreed
         builder.micro_batches = 1 + agreed.overlap
         builder.rebalance = agreed.rebalance
@@ -59,7 +60,7 @@ class Domain:
         self._group.connect(store, epoch, timeout, wakeups)
 
     def abort(self) -> None:
-        """Ends the epoch's agreement: whoever waits in it loses its group."""
+        """Ends the epoch's agreement: a call of ``settle`` that waits raises GroupLost."""
         self._group.abort()
 
     def close(self) -> None:

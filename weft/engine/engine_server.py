@@ -34,10 +34,10 @@ REPORT_S = 60.0
 
 
 class EngineServer:
-    """The loop of a head. ``run`` returns when told to shut down, or when drained."""
+    """Serves one ``EngineCore`` to fronts. ``run`` returns when told to shut down, or when drained."""
 
     def __init__(self, core: EngineCore, endpoint: str | Listener) -> None:
-        """``endpoint``: where to listen, or what listens there already."""
+        """``endpoint``: the address to listen at, or a listener that exists already."""
         self._core = core
         self._listener = Listener(endpoint) if isinstance(endpoint, str) else endpoint
         self._socket = self._listener.socket
@@ -130,7 +130,7 @@ class EngineServer:
 def run_head(config: EngineConfig, listener: Listener, pipe: int | None = None) -> None:
     """Loads the model and serves it at ``listener`` until told to stop. The entry of the head process.
 
-    ``pipe``: the descriptor of the pipe to whoever keeps the workers.
+    ``pipe``: the descriptor of the pipe to the rank supervisor; None: this process starts its workers itself.
     """
     try:
         supervised = None if pipe is None else SupervisedRanks(Connection(pipe))

@@ -75,7 +75,8 @@ class _Faulty:
     """A ``RankRunner`` around another."""
 
     def __init__(self, runner: RankRunner, faults: Faults) -> None:
-        self._runner, self._faults = runner, faults
+        self._runner = runner
+        self._faults = faults
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)

@@ -1,7 +1,7 @@
 """A worker process once it is welcome: loads its share of the model, then works.
 
 It outlives its head: it keeps process and weights, and says hello to the next head, for as long as a rank may
-wait for its first welcome. Whoever keeps the process ends it when there will be no other.
+wait for its first welcome. The owner of the process ends it when no other head will come.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from weft.engine.fault_injection import Faults
 from weft.engine.start import mesh_host, take_threads
 from weft.engine.watch import RankWatch
 from weft.engine.worker import Worker
-from weft.group.membership import LOAD_S
 from weft.group.sizes import blocks_of, sized
+from weft.group.waits import LOAD_S
 from weft.parallel.control import HeadLink, RankChannel
 from weft.parallel.mesh import Mesh
 from weft.types import frames as f
@@ -29,9 +29,9 @@ from weft.types import frames as f
 log = get_logger(__name__)
 
 STUCK = 3
-"""Exit status of a rank that did not come out of an epoch that had ended."""
+"""Exit status of a rank that stayed too long in an epoch that had ended."""
 PATIENCE = 2.0
-"""Rank timeouts that it is given to."""
+"""Multiple of ``--rank-timeout`` that it gets to leave the epoch."""
 _TURN = 0.5
 """Seconds of one wait for a frame."""
 
@@ -124,11 +124,13 @@ def ask(
 
 
 class _Liveness:
-    """The watch of one head after the other, and what it is told, before there is a worker too."""
+    """Exchanges heartbeats with one head after the other, also before there is a worker."""
 
     def __init__(self, rank: int, head: str, rank_timeout: float) -> None:
-        """``head``: the incarnation of the first one."""
-        self._rank, self._head, self._timeout = rank, head, rank_timeout
+        """``head``: the incarnation of the first head."""
+        self._rank = rank
+        self._head = head
+        self._timeout = rank_timeout
         self._stuck_since: float | None = None
         self._worker: Worker | None = None
         self._watch: RankWatch | None = None
@@ -137,7 +139,8 @@ class _Liveness:
 
     def watch(self, link: HeadLink) -> None:
         """Shows the head of ``link`` from now on that this process runs."""
-        self.orphan, self._stuck_since = False, None
+        self.orphan = False
+        self._stuck_since = None
         if link.heartbeats is not None:
             self._watch = RankWatch(link.heartbeats, self._timeout, self.heartbeat, self.ended, self.orphaned)
             self._watch.start()
@@ -173,7 +176,7 @@ class _Liveness:
             self._stuck()
 
     def _stuck(self) -> None:
-        """A rank that stays too long in an epoch that is over ends its process: so somebody starts it anew,
+        """Ends this process when it stays too long in an epoch that has ended, so that it is started again,
         on whatever host it is.
         """
         if self._stuck_since is None:

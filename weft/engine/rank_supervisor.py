@@ -1,7 +1,7 @@
-"""Keeps the worker processes of a server's replicas: they outlive their heads, and never the server.
+"""Supervises the worker processes of a server's replicas. They outlive their heads, but not the server.
 
-A head says which ranks are to run and which to end (``weft.engine.supervised_ranks``); the next head of its
-replica finds those that still run. All of them end with this process, however it ends.
+A head asks for ranks to be started or killed (``weft.engine.supervised_ranks``). The next head of its replica
+finds the ranks that still run. All ranks end with this process, however it ends.
 """
 
 from __future__ import annotations
@@ -20,27 +20,29 @@ from weft.engine.ranks import RankProcesses, end_of
 log = get_logger(__name__)
 
 _TURN = 0.1
-"""Seconds between two looks at processes, and at most until a head is answered."""
+"""Seconds between two checks of the processes; a head waits at most this long for an answer."""
 
 
 class _Replica:
     """The workers of one replica. Used from the supervisor's thread."""
 
     def __init__(self, number: int, processes: RankProcesses) -> None:
-        self.number, self.processes = number, processes
+        self.number = number
+        self.processes = processes
         self.pipe: Connection | None = None
-        """To its present head."""
+        """The pipe to the replica's present head; None while there is none."""
         self._told: dict[int, None] = {}
-        """Processes whose end that head knows of."""
+        """Process ids whose end the present head knows of."""
 
     def follow(self, pipe: Connection) -> None:
-        """Another head: what the one before it still asks for is not read."""
+        """Takes over the pipe of a new head. Unread requests of the head before it are dropped."""
         if self.pipe is not None:
             self.pipe.close()
-        self.pipe, self._told = pipe, {}
+        self.pipe = pipe
+        self._told = {}
 
     def serve(self) -> None:
-        """Answers one request of the head, which is there."""
+        """Reads and answers one request, which must be in the pipe."""
         assert self.pipe is not None
         try:
             request = protocol.from_head.decode(self.pipe.recv_bytes(protocol.MOST_BYTES))
@@ -57,7 +59,7 @@ class _Replica:
             self._tell(protocol.RankEnded(request.rank, request.pid, -signal.SIGKILL))
 
     def look(self) -> None:
-        """Tells the head of processes that ended by themselves."""
+        """Sends the head RankEnded for processes that ended by themselves."""
         for rank, status in self.processes.ended():
             pid = self.processes.pid(rank)
             if pid not in self._told:
@@ -73,10 +75,12 @@ class _Replica:
 
 
 class RankSupervisor:
-    """One for a server. ``link`` and ``close`` may be called from any thread."""
+    """Supervises all worker processes of a server. ``link`` and ``close`` may be called from any
+    thread.
+    """
 
     def __init__(self, replicas: int, processes: Callable[[int], RankProcesses]) -> None:
-        """``processes(replica)``: where the workers of a replica are started."""
+        """``processes(replica)``: starts the workers of a replica."""
         self._replicas = [_Replica(number, processes(number)) for number in range(replicas)]
         self._new: dict[int, Connection] = {}
         self._lock = threading.Lock()
@@ -85,7 +89,7 @@ class RankSupervisor:
         self._thread.start()
 
     def link(self, replica: int) -> Connection:
-        """A new head's end of the pipe to here. Give it to its process, and close it in this one."""
+        """The head's end of a new pipe. Give it to the head's process, and close it in this one."""
         ours, theirs = Pipe()
         with self._lock:
             unseen, self._new[replica] = self._new.get(replica), ours
@@ -94,7 +98,7 @@ class RankSupervisor:
         return theirs
 
     def close(self, seconds: float) -> None:
-        """Gives all workers, which were told to stop, ``seconds`` to end, then kills them."""
+        """Waits ``seconds`` for all workers, which were told to stop, then kills the rest."""
         self._stop.set()
         self._thread.join(protocol.ANSWER_S)
         until = time.monotonic() + seconds
@@ -106,7 +110,8 @@ class RankSupervisor:
     def _run(self) -> None:
         while not self._stop.is_set():
             with self._lock:
-                new, self._new = self._new, {}
+                new = self._new
+                self._new = {}
             for number, pipe in new.items():
                 self._replicas[number].follow(pipe)
             ready = wait([replica.pipe for replica in self._replicas if replica.pipe is not None], _TURN)

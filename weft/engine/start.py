@@ -27,7 +27,8 @@ from weft.engine.group import GroupExecutor, Links, Share
 from weft.engine.ranks import RankProcesses, rank_address, ranks_of, threads_each
 from weft.engine.supervised_ranks import SupervisedRanks
 from weft.group.meeting import Meeting
-from weft.group.membership import HELLO_S, Membership
+from weft.group.membership import Membership
+from weft.group.waits import HELLO_S
 from weft.parallel.address import own_address, tcp
 from weft.parallel.agreement import AgreementGroup
 from weft.parallel.board import BoardClient, board_place
@@ -44,7 +45,7 @@ CLOSE_S = 5.0
 PORT_S = 30.0
 """Seconds that the port of ``--rdzv`` may be held by the head before this one, which was killed."""
 STORE_S = 30.0
-"""Seconds of whatever is done with the store that a first head hosts; those who join say their own."""
+"""Seconds for each operation on the store that the first head hosts; clients of it set their own."""
 
 
 def layout_of(config: EngineConfig) -> Layout:
@@ -59,7 +60,8 @@ def layout_of(config: EngineConfig) -> Layout:
 
 def take_threads(config: EngineConfig) -> None:
     """Gives this process the CPU threads of one rank, and says how many."""
-    cores, ranks = usable_cores(), config.parallel.ranks_here
+    cores = usable_cores()
+    ranks = config.parallel.ranks_here
     set_threads(config.runner.threads, threads_each(config, cores))
     log.info("CPU threads: %d (%d cores for %d ranks on this host)", torch.get_num_threads(), cores, ranks)
 
@@ -83,7 +85,8 @@ def start_executor(
     weights. Raises ConfigError for what cannot be served as configured, and GroupLost when a rank does not
     come up.
     """
-    layout, timeout = layout_of(config), config.parallel.rank_timeout
+    layout = layout_of(config)
+    timeout = config.parallel.rank_timeout
     take_threads(config)
     if layout.domain == 1:
         loaded = load(config, progress=progress)
@@ -135,7 +138,9 @@ def alone(kv: KVConfig, runner: Callable[[KVConfig], RankRunner]) -> GroupExecut
 
 
 def _folder(config: EngineConfig) -> Path:
-    """Of this head. One that is killed leaves it to whoever started it, in whose folder it is."""
+    """A folder for this head's sockets. If the head is killed, the process that started it removes the
+    folder.
+    """
     return Path(tempfile.mkdtemp(prefix="stores-", dir=config.domain)) if config.domain else private_folder()
 
 
@@ -148,16 +153,18 @@ def mesh_host(config: EngineConfig) -> str | None:
 
 def _channels(config: EngineConfig, folder: Path) -> tuple[ZmqHead, ZmqHead]:
     """(for frames, for heartbeats)."""
-    parallel, replica = config.parallel, config.replica
+    parallel = config.parallel
+    replica = config.replica
     if not replica_spans(parallel, replica):  # in a server's folder the next head will listen there, too
         ranks = rank_address(config) if config.domain else f"ipc://{folder}/ranks"
         return ZmqHead(ranks), ZmqHead(f"{ranks}.heartbeats")
     place, keys = board_place(parallel)
     where, port = meeting_place(parallel)
     host = own_address(where, port)
-    if not uses_board(parallel):  # the only head: everybody knows where it is
+    if not uses_board(parallel):  # the only head: its address is known
         return ZmqHead(rank_address(config), keys, PORT_S), ZmqHead(tcp(host, "*"), keys)
-    channel, heartbeats = ZmqHead(tcp(host, "*"), keys), ZmqHead(tcp(host, "*"), keys)
+    channel = ZmqHead(tcp(host, "*"), keys)
+    heartbeats = ZmqHead(tcp(host, "*"), keys)
     board = BoardClient(place, keys)
     try:
         board.tell(control_key(replica), channel.address.encode(), HELLO_S)
@@ -167,7 +174,7 @@ def _channels(config: EngineConfig, folder: Path) -> tuple[ZmqHead, ZmqHead]:
 
 
 def _stores(config: EngineConfig, folder: Path, host: str | None, resources: ExitStack) -> str:
-    """What the addresses of stores begin with at which epochs meet: empty where the first head hosts them.
+    """The prefix of the addresses of epochs' stores; empty where the first head hosts them.
 
     ``host``: see ``mesh_host``. Raises CommLost.
     """
@@ -184,7 +191,9 @@ def _stores(config: EngineConfig, folder: Path, host: str | None, resources: Exi
 def _domain(
     config: EngineConfig, layout: Layout, host: str | None, stores: str
 ) -> tuple[Domain | None, Meeting | None, Leases | None]:
-    """Where this replica meets the others, if there are any. Raises ConfigError."""
+    """The domain of this replica, its meeting and its leases, if there are other replicas. Raises
+    ConfigError.
+    """
     replica = config.replica
     if layout.domain == layout.tensor:
         return None, None, None

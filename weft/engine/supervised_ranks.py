@@ -1,13 +1,14 @@
-"""Worker processes that outlive their head: the server keeps them (``weft.engine.rank_supervisor``) for the
-next one.
+"""A head's side of the rank supervisor: worker processes that outlive their head and serve the next one.
 
-    head                        supervisor
-     │ StartRank(rank) ─────────────► │   sees that its process runs
-     │ ◄─────────── RankRuns(rank)  │   which process, and whether it ran before
-     │ EndRank(rank) ─────────────► │   ends it at once
-     │ ◄────────── RankEnded(rank)  │   and unasked, when one ended by itself
+The server's process runs the supervisor (``weft.engine.rank_supervisor``). Messages of the pipe between them:
 
-Each head has a pipe of its own, so nothing that one asked for, or was told, reaches the next.
+    head                     supervisor
+     │ StartRank(rank) ───────► │   starts the process, unless it runs
+     │ ◄─────── RankRuns(rank)  │   its process id, and whether it ran before
+     │ EndRank(rank) ─────────► │   kills the process
+     │ ◄────── RankEnded(rank)  │   also sent unasked, when a process ended by itself
+
+Each head has its own pipe: the next head does not see the messages of the one before.
 """
 
 from __future__ import annotations
@@ -24,40 +25,40 @@ from weft.common.errors import EngineDead
 from weft.engine.ranks import end_of
 
 ANSWER_S = 60.0
-"""Seconds in which the supervisor answers."""
+"""Seconds within which the supervisor must answer."""
 MOST_BYTES = 4096
-"""Of a message."""
+"""Size of a message at most."""
 
 
 class StartRank(msgspec.Struct, frozen=True, tag=True):
-    """Head to supervisor: the process of ``rank`` is to run."""
+    """Head to supervisor: start the process of ``rank``, unless it runs. Answered by RankRuns."""
 
     rank: int
 
 
 class EndRank(msgspec.Struct, frozen=True, tag=True):
-    """Head to supervisor: this process of ``rank`` is to end, stopped or not."""
+    """Head to supervisor: kill process ``pid`` of ``rank``. Answered by RankEnded."""
 
     rank: int
     pid: int
 
 
 class RankRuns(msgspec.Struct, frozen=True, tag=True):
-    """RankSupervisor to head."""
+    """Supervisor to head: the process of ``rank`` runs."""
 
     rank: int
     pid: int
     before: bool
-    """Whether it ran already."""
+    """Whether it ran before StartRank came."""
 
 
 class RankEnded(msgspec.Struct, frozen=True, tag=True):
-    """RankSupervisor to head."""
+    """Supervisor to head: a process ended, by itself or after EndRank."""
 
     rank: int
     pid: int
     status: int
-    """As ``subprocess`` has it: of a signal the negative number."""
+    """Exit status; for a signal its negative number."""
 
 
 _from_supervisor = msgspec.msgpack.Decoder(RankRuns | RankEnded)
@@ -66,7 +67,7 @@ encode = msgspec.msgpack.encode
 
 
 class SupervisedRanks:
-    """``Ranks`` of a head whose server keeps them. Thread-safe."""
+    """``Ranks`` of a head whose workers belong to the server's rank supervisor. Thread-safe."""
 
     outlive = True
 
@@ -80,21 +81,21 @@ class SupervisedRanks:
     def spawn(self, rank: int) -> bool:
         """See ``Ranks``. Raises EngineDead when the supervisor is gone or does not answer."""
         with self._lock:
-            made = self._ask(StartRank(rank), lambda got: isinstance(got, RankRuns) and got.rank == rank)
-            assert isinstance(made, RankRuns)
-            self._pids[rank] = made.pid
-            return made.before
+            answer = self._ask(StartRank(rank), lambda got: isinstance(got, RankRuns) and got.rank == rank)
+            assert isinstance(answer, RankRuns)
+            self._pids[rank] = answer.pid
+            return answer.before
 
     def keeps(self, rank: int) -> bool:
         """See ``Ranks``."""
         return rank in self._pids
 
     def pid(self, rank: int) -> int:
-        """Of the rank's process."""
+        """Process id of ``rank``."""
         return self._pids[rank]
 
     def dead(self) -> list[tuple[int, str]]:
-        """See ``Ranks``. Never waits for the supervisor; when that is gone, so is this head."""
+        """See ``Ranks``. Never waits for the supervisor; without a supervisor this head ends, too."""
         if not self._lock.acquire(blocking=False):  # the supervisor is being asked: look again later
             return []
         try:
@@ -113,7 +114,7 @@ class SupervisedRanks:
                 self._ask(EndRank(rank, pid), lambda got: isinstance(got, RankEnded) and got.pid == pid)
 
     def close(self, seconds: float) -> None:
-        """The ranks stay as they are."""
+        """Closes the pipe. The ranks go on running."""
         self._pipe.close()
 
     def _ask(
@@ -122,13 +123,13 @@ class SupervisedRanks:
         try:
             self._pipe.send_bytes(encode(request))
         except (OSError, ValueError) as error:
-            raise EngineDead("whoever keeps the ranks is gone") from error
+            raise EngineDead("the rank supervisor is gone") from error
         until = time.monotonic() + ANSWER_S
         while (left := until - time.monotonic()) > 0:
             got = self._receive(left)
             if got is not None and answers(got):
                 return got
-        raise EngineDead(f"whoever keeps the ranks did not answer within {ANSWER_S:g} s")
+        raise EngineDead(f"the rank supervisor did not answer within {ANSWER_S:g} s")
 
     def _receive(self, wait: float) -> RankRuns | RankEnded | None:
         """The supervisor's next message; None when none came within ``wait`` seconds."""
@@ -137,7 +138,7 @@ class SupervisedRanks:
                 return None
             got = _from_supervisor.decode(self._pipe.recv_bytes(MOST_BYTES))
         except (OSError, EOFError) as error:
-            raise EngineDead("whoever keeps the ranks is gone") from error
+            raise EngineDead("the rank supervisor is gone") from error
         if isinstance(got, RankEnded):
             self._ended[got.pid] = got.status
         return got

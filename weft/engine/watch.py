@@ -45,7 +45,7 @@ class _Thread:
             self.end()
 
     def _take_all(self) -> None:
-        """Takes what comes in an interval, and what lies there: it was sent in time, however late we look."""
+        """Takes the frames of one interval, and those that came before it: they were sent in time."""
         until = time.monotonic() + self._interval
         while (left := until - time.monotonic()) > 0 and not self._stop.is_set():
             self.take(left)
@@ -64,7 +64,7 @@ class _Thread:
 
 
 class HeadWatch(_Thread):
-    """The head's side: answers heartbeats. All that it was given is called in its thread."""
+    """The head's side: answers heartbeats. Callbacks run in its thread."""
 
     def __init__(
         self,
@@ -73,9 +73,13 @@ class HeadWatch(_Thread):
         heard: Callable[[RankHeartbeat], RankHeartbeat],
         looked: Callable[[], None],
     ) -> None:
-        """``heard(heartbeat)``: what to answer. ``looked``: all that had come were heard."""
+        """``heard(heartbeat)`` returns the answer. ``looked`` is called when all received heartbeats were
+        handled.
+        """
         super().__init__("weft-watch", rank_timeout)
-        self._channel, self._heard, self._looked = channel, heard, looked
+        self._channel = channel
+        self._heard = heard
+        self._looked = looked
 
     def work(self) -> None:
         self._take_all()
@@ -101,7 +105,7 @@ class HeadWatch(_Thread):
 
 
 class RankWatch(_Thread):
-    """A rank's side: hears from the head which epoch has ended, or that it is there no more."""
+    """A rank's side: learns which epoch has ended, or that the head is gone."""
 
     def __init__(
         self,
@@ -118,7 +122,9 @@ class RankWatch(_Thread):
         self._channel = channel
         self._liveness = Liveness(SILENT * rank_timeout)
         self._liveness.expect([0], time.monotonic())
-        self._heartbeat, self._ended, self._orphaned = heartbeat, ended, orphaned
+        self._heartbeat = heartbeat
+        self._ended = ended
+        self._orphaned = orphaned
         self._replaced = False
 
     def work(self) -> None:

@@ -35,11 +35,11 @@ _BUSY = 0.0005
 
 
 class GivenUp(EngineDead):
-    """The head will not have this rank, or no longer."""
+    """The head refused this rank, or gave it up."""
 
 
 class Worker:
-    """One rank. ``turn`` does one thing; ``run`` does until the end."""
+    """One rank. ``turn`` handles one frame or result; ``run`` calls it until the end."""
 
     def __init__(
         self,
@@ -53,8 +53,11 @@ class Worker:
     ) -> None:
         """``incarnation``: of the head at the other end of ``channel``."""
         self.rank = rank
-        self._runner, self._mesh, self._timeout = runner, mesh, rank_timeout
-        self._channel, self._incarnation = channel, incarnation
+        self._runner = runner
+        self._mesh = mesh
+        self._timeout = rank_timeout
+        self._channel = channel
+        self._incarnation = incarnation
         self._digest = SlotDigest(runner.kv.num_slots, len(runner.kv.pools))
         self._in_flight: deque[StepHandle] = deque()
         self._store: Any = None
@@ -85,7 +88,8 @@ class Worker:
     def join(self, channel: RankChannel, incarnation: str) -> None:
         """Works for another head from now on, which has welcomed this rank."""
         self._leave()
-        self._channel, self._incarnation = channel, incarnation
+        self._channel = channel
+        self._incarnation = incarnation
         self._orphan = self._served = False
         self._send(f.Loaded(rank=self.rank, blocks=blocks_of(self._runner.kv)))
 
@@ -114,7 +118,7 @@ class Worker:
         return f.RankHeartbeat(rank=self.rank, epoch=epoch, step=self.step, incarnation=self._incarnation)
 
     def ended(self, epoch: int) -> bool:
-        """Frees this rank of a collective that nobody will end. Whether it is still in that epoch."""
+        """Aborts a collective that cannot end. Returns whether this rank is still in that epoch."""
         late = self._running and epoch >= self.epoch
         if late:
             self._mesh.abort()
@@ -154,10 +158,12 @@ class Worker:
         self._leave()
         if frame.epoch <= self.epoch:
             raise EngineDead(f"epoch {frame.epoch} cannot follow epoch {self.epoch}")
-        self.epoch, self._next, self._served = frame.epoch, None, True
+        self.epoch = frame.epoch
+        self._next = None
+        self._served = True
         self._digest.clear()
         self._runner.reset()
-        self._running = True  # from here on whoever ends the epoch ends what follows, too
+        self._running = True  # from here on the end of the epoch ends what follows, too
         patience = COLLECTIVE * self._timeout
         if frame.store:
             self._store = join_store(frame.store, patience)

@@ -83,17 +83,17 @@ class ChatShape:
 
     def _choice(self, choice: Choice) -> r.ChatChoice:
         assert choice.finish_reason is not None
-        made = r.ChatChoice(
+        chat_choice = r.ChatChoice(
             index=choice.index,
             message=r.Message(role="assistant", content=choice.text),
             finish_reason=choice.finish_reason,
         )
         if choice.logprobs is not None:
             top = self._asked.top or 0
-            made.logprobs = chat_logprobs(self._tokenizer, choice.token_ids, choice.logprobs, top)
+            chat_choice.logprobs = chat_logprobs(self._tokenizer, choice.token_ids, choice.logprobs, top)
         if self._asked.return_token_ids:
-            made.token_ids = choice.token_ids
-        return made
+            chat_choice.token_ids = choice.token_ids
+        return chat_choice
 
     def _chunk(self, choices: list[r.ChatChunkChoice]) -> r.ChatChunk:
         return r.ChatChunk(

@@ -64,12 +64,16 @@ class CompletionShape:
                 chunks.append(self._answer([self._echo(delta.index)]))
         shown = delta.logprobs is not None or self._asked.return_token_ids
         if delta.text or delta.finish_reason or (shown and delta.token_ids):
-            made = r.CompletionChoice(index=delta.index, text=delta.text, finish_reason=delta.finish_reason)
+            completion_choice = r.CompletionChoice(
+                index=delta.index, text=delta.text, finish_reason=delta.finish_reason
+            )
             if delta.logprobs:
-                made.logprobs = self._logprobs(self._entries(delta.index, delta.token_ids, delta.logprobs))
+                completion_choice.logprobs = self._logprobs(
+                    self._entries(delta.index, delta.token_ids, delta.logprobs)
+                )
             if self._asked.return_token_ids:
-                made.token_ids = list(delta.token_ids)
-            chunks.append(self._answer([made]))
+                completion_choice.token_ids = list(delta.token_ids)
+            chunks.append(self._answer([completion_choice]))
         return chunks
 
     def closing(self, usage: r.Usage) -> list[r.Completion]:
@@ -95,26 +99,26 @@ class CompletionShape:
 
     def _choice(self, choice: Choice) -> r.CompletionChoice:
         prompt = self._generation.prompt_of(choice.index)
-        made = r.CompletionChoice(index=choice.index, text=prompt.text + choice.text)
-        made.finish_reason = choice.finish_reason
+        completion_choice = r.CompletionChoice(index=choice.index, text=prompt.text + choice.text)
+        completion_choice.finish_reason = choice.finish_reason
         if choice.logprobs is not None:
-            made.logprobs = self._logprobs(self._all_entries(choice))
+            completion_choice.logprobs = self._logprobs(self._all_entries(choice))
         if self._asked.prompt_logprobs:
-            made.prompt_logprobs = prompt_logprobs(self._first_of(choice.index).prompt_logprobs)
+            completion_choice.prompt_logprobs = prompt_logprobs(self._first_of(choice.index).prompt_logprobs)
         if self._asked.return_token_ids:
-            made.token_ids = choice.token_ids
-            made.prompt_token_ids = prompt.ids
-        return made
+            completion_choice.token_ids = choice.token_ids
+            completion_choice.prompt_token_ids = prompt.ids
+        return completion_choice
 
     def _echo(self, index: int) -> r.CompletionChoice:
         """The prompt's part of a choice: its text and logprobs with ``echo``, its ids where asked for."""
         prompt = self._generation.prompt_of(index)
-        made = r.CompletionChoice(index=index, text=prompt.text)
+        completion_choice = r.CompletionChoice(index=index, text=prompt.text)
         if self._asked.return_token_ids:
-            made.prompt_token_ids = prompt.ids
+            completion_choice.prompt_token_ids = prompt.ids
         if self._asked.echo and self._asked.top is not None:
-            made.logprobs = self._logprobs(self._prompt_entries(index))
-        return made
+            completion_choice.logprobs = self._logprobs(self._prompt_entries(index))
+        return completion_choice
 
     def _all_entries(self, choice: Choice) -> Iterator[_Entry]:
         if self._asked.echo:

@@ -47,7 +47,7 @@ TRIM_AFTER = 3.0
 
 
 class Front:
-    """Everything that lives as long as the process. Used from one event loop."""
+    """All objects that exist as long as the process. Used from one event loop."""
 
     def __init__(
         self,

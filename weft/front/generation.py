@@ -30,7 +30,7 @@ MAX_SUBMITTED = 128 << 20
 class Generation:
     """Choices of all prompts of one request. Choice ``i`` belongs to prompt ``i // n``.
 
-    Owns its sequences: whoever makes one calls ``close``, however the request ended. ``build`` runs in a
+    Owns its sequences. Its maker calls ``close``, however the request ended. ``build`` runs in a
     thread, everything else on the event loop.
     """
 
@@ -108,7 +108,8 @@ class Generation:
     def submit(self) -> None:
         """Sends the sequences to the engine. Raises WeftError; then none of them runs."""
         links = self._front.links
-        submits, self._submits = self._submits, []
+        submits = self._submits
+        self._submits = []
         if links.open_sequences + len(submits) > self._front.lifecycle.capacity:
             raise Overloaded("the server's queue is full; try again later")
         self._flow = links.submit(submits, self._times.event, self._hashes)
@@ -193,7 +194,7 @@ class Generation:
 
 
 async def probe(front: Front) -> None:
-    """Generates a token through every head that lives: what readiness means. Raises WeftError."""
+    """Generates a token through every live head, to prove readiness. Raises WeftError."""
     ids = [front.ids.mint() for _ in range(2 * len(front.links.instances))]
     submits = [
         Submit(

@@ -44,7 +44,8 @@ class ApiKeys:
         """
         if not self._digests:
             return True
-        scheme, key = b"bearer", x_api_key or b""
+        scheme = b"bearer"
+        key = x_api_key or b""
         if authorization is not None:
             scheme, _, key = authorization.partition(b" ")
         given = _digest(key.strip())
@@ -70,7 +71,7 @@ def error_answer(error: ErrorInfo, allow: str | None = None) -> Response:
     return Response(to_json(error_response(error)), error.http_status, headers, "application/json")
 
 
-class Gate:
+class AccessGate:
     """The outermost ASGI layer."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, metrics: Metrics) -> None:
@@ -137,7 +138,8 @@ def _as_routed(scope: Scope) -> Scope:
 
     The server drops the body of an answer to HEAD, by its own scope.
     """
-    path, method = scope["path"], scope["method"]
+    path = scope["path"]
+    method = scope["method"]
     if len(path) > 1:
         path = path.removesuffix("/")
     return {**scope, "path": path, "method": "GET" if method == "HEAD" else method}

@@ -169,7 +169,8 @@ async def _events(
     try:
         async with watched(receive, generation.flow):
             with Silence(generation.flow) as silence:
-                deltas, opened = first, False
+                deltas = first
+                opened = False
                 while True:
                     if deltas and not opened:
                         opened = True

@@ -28,23 +28,12 @@ from weft.group.roster import Member, Roster
 from weft.group.steps import Steps
 from weft.group.tries import Tries
 from weft.group.types import GroupLost
+from weft.group.waits import HELLO_S, LAG, LOAD_S, LOOK_MEETING_S, LOOK_S, late
 from weft.types import frames as f
 
 log = get_logger(__name__)
 
-HELLO_S = 120.0
-"""Seconds from starting a rank's process to its hello."""
-LOAD_S = 3600.0
-"""Seconds that ranks may take to load, and heads to come, as long as they show that they run."""
-LOOK_MEETING_S, LOOK_S = 0.02, 1.0
-"""Seconds between two looks at the leases of other heads: while they are waited for, and while steps run."""
-
 Phase = Literal["gathering", "meeting", "forming", "running", "lost", "ended"]
-
-
-def late(what: str, patience: float) -> str:
-    """Why a rank is lost that did not do ``what`` in so many seconds."""
-    return f"it did not {what} within {patience:g} s"
 
 
 class Membership:
@@ -64,10 +53,12 @@ class Membership:
         budget: RestartBudget | None = None,
         hello_s: float = HELLO_S,
         load_s: float = LOAD_S,
+        lag: int = LAG,
     ) -> None:
         """``rank``: this one. ``members``: the others, and whether they are on this host. ``settings``: which
         ranks must share. ``incarnation``: of this head, and ``heartbeats`` its address for them. ``stores``:
         what addresses of stores begin with; empty: nobody connects. ``meeting``: where there is a domain.
+        ``lag``: see ``counts``.
         """
         welcome = f.RankWelcome(heartbeats=heartbeats, incarnation=incarnation)
         self.rank, self._roster = rank, Roster(rank, members, settings, welcome)
@@ -79,6 +70,7 @@ class Membership:
         self.failed: WeftError | None = None
         """Why there will be no other epoch."""
         self.steps = Steps(rank, tuple(members), COLLECTIVE * rank_timeout)
+        self.lag = lag
         self.tries = Tries(budget)
         self._stores = stores
         self._timeout, self._hello_s, self._load_s = rank_timeout, hello_s, load_s
@@ -123,19 +115,24 @@ class Membership:
         return self._roster.pools
 
     @property
+    def own_stage(self) -> str:
+        """How far this rank is: ``started``, ``loading``, ``loaded`` or ``ready``."""
+        return self._own.stage
+
+    def counts(self, step: int) -> bool:
+        """Whether ``step`` commits: it has ended here and, but for the last ``lag`` steps, on all ranks."""
+        return self.steps.own >= step and self.steps.settled(step - self.lag)
+
+    @property
     def welcomed(self) -> bool:
         """Whether all ranks have said hello."""
         return all(member.peer is not None for member in self.members.values())
 
     def heartbeat(self) -> f.RankHeartbeat:
         """What ranks hear of this head."""
-        step, aborted = self.steps.own, self.aborted
+        step, incarnation = self.steps.own, self._roster.welcome.incarnation
         return f.RankHeartbeat(
-            rank=self.rank,
-            epoch=self.epoch,
-            step=step,
-            incarnation=self._roster.welcome.incarnation,
-            aborted=aborted,
+            rank=self.rank, epoch=self.epoch, step=step, incarnation=incarnation, aborted=self.aborted
         )
 
     def leases_due(self, now: float) -> bool:
@@ -160,9 +157,7 @@ class Membership:
             case t.Received(peer, frame):
                 self._frame(peer, frame)
             case t.Read(heartbeats=False):
-                if (
-                    self._now - self._read > COLLECTIVE * self._timeout / 2
-                ):  # it is this head that stood still
+                if self._now - self._read > COLLECTIVE * self._timeout / 2:  # this head stood still
                     self.steps.extend(self._now)
                 self._read = self._now
                 overdue = next((end for due, end in self._deadlines() if self._now >= due), None)
@@ -297,11 +292,11 @@ class Membership:
         if self.phase == "running" and self._meeting.moved_on(self.epoch, leases):
             self._lose(GroupLost(None, "another replica was started anew"))
         elif self.phase == "meeting":
-            found = self._meeting.look(leases)
-            if isinstance(found, t.Lease):
-                self._roster.actions.append(t.Renew(found))
-            elif found is not None:
-                self._connect(found)
+            answer = self._meeting.look(leases)
+            if isinstance(answer, t.Lease):
+                self._roster.actions.append(t.Renew(answer))
+            elif answer is not None:
+                self._connect(answer)
 
     def _advance_own(self, own: t.Own) -> None:
         self._own = own

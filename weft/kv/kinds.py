@@ -146,7 +146,8 @@ class FullKind:
         return self._blocks(upto) - self._first_read(num_hit) - self._held(hashes, num_hit)
 
     def acquire(self, slot: int, hashes: Sequence[bytes], num_hit: int, upto: int) -> list[Op]:
-        first, hits = self._first_read(num_hit), num_hit // self.block_size
+        first = self._first_read(num_hit)
+        hits = num_hit // self.block_size
         blocks = [NULL_BLOCK] * first + [self.pool.find(key) for key in self._keys(hashes, first, hits)]
         for block in blocks[first:]:  # all hits leave the LRU before anything can be evicted from it
             self.pool.share(block)
@@ -165,12 +166,14 @@ class FullKind:
         return [AppendBlocks(slot=slot, kind=self.number, blocks=column(new))]
 
     def short(self, slots: Sequence[int], upto: Sequence[int]) -> list[int]:
-        tables, size = self._tables, self.block_size
+        tables = self._tables
+        size = self.block_size
         each = zip(slots, upto, strict=True)
         return [max(0, -(-end // size) - len(tables[slot].blocks)) for slot, end in each]
 
     def grow(self, slots: Sequence[int], short: Sequence[int]) -> list[Op]:
-        tables, ops = self._tables, list[Op]()
+        tables = self._tables
+        ops = list[Op]()
         for have in range(max(short, default=0)):  # an op gives a slot one block
             named = [slot for slot, lacks in zip(slots, short, strict=True) if lacks > have]
             new = [self.pool.take() for _ in named]
@@ -183,7 +186,8 @@ class FullKind:
         return end
 
     def publish(self, slot: int, committed: int, hashes: Sequence[bytes]) -> None:
-        table, ratio = self._tables[slot], self._ratio
+        table = self._tables[slot]
+        ratio = self._ratio
         upto = min(committed // self.block_size, len(hashes) // ratio)
         if upto <= table.published:
             return
@@ -227,7 +231,8 @@ class FullKind:
         return 0
 
     def _held(self, hashes: Sequence[bytes], num_hit: int) -> int:
-        first, end = self._first_read(num_hit), num_hit // self.block_size
+        first = self._first_read(num_hit)
+        end = num_hit // self.block_size
         return self.pool.held(self._keys(hashes, first, end))
 
 

@@ -51,7 +51,7 @@ def start_front(setup: FrontSetup, link: socket.socket) -> subprocess.Popen[byte
     try:
         with front.stdin as stdin:
             stdin.write(msgspec.msgpack.encode(setup))
-    except BrokenPipeError:  # it died before it read its configuration; whoever watches it sees that
+    except BrokenPipeError:  # it died before it read its configuration; its owner sees its exit status
         pass
     return front
 

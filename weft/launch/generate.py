@@ -166,7 +166,8 @@ class GeneratedAnswer:
 
     def update(self, texts: list[str], finished: bool) -> None:
         """All text so far, one for each choice."""
-        self._texts, self._finished = texts, finished
+        self._texts = texts
+        self._finished = finished
         if self._shown:
             self._print()
 

@@ -1,6 +1,6 @@
 """Entry point of a head process: ``python -m weft.launch.head_main PARENT ENDPOINT LOG_LEVEL [PIPE]``.
 
-PIPE is the descriptor of a pipe to whoever keeps the head's workers; without it the head starts its own.
+PIPE is the descriptor of a pipe to the rank supervisor; without it the head starts its workers itself.
 
 Its EngineConfig comes on standard input, as msgpack. Ends with status 2 after a configuration error,
 and with 1 when it cannot go on.

@@ -59,7 +59,8 @@ def serve_host(config: EngineConfig, log_level: str) -> int:
         workers_on(parallel, parallel.node_rank),
         parallel.rdzv,
     )
-    client, folder = BoardClient(place, keys), private_folder()
+    client = BoardClient(place, keys)
+    folder = private_folder()
     made = _Host(config, client, folder, tcp(host, "*"), log_level)
     try:
         return until_stopped(made.run)
@@ -83,7 +84,10 @@ class _Host:
         self, config: EngineConfig, client: BoardClient, folder: Path, endpoint: str, log_level: str
     ) -> None:
         self._local = LocalHeads(config, folder, log_level)
-        self._config, self._client, self._endpoint, self._level = config, client, endpoint, log_level
+        self._config = config
+        self._client = client
+        self._endpoint = endpoint
+        self._level = log_level
         self._number = config.parallel.node_rank
         self._mine = heads_on(config.parallel, self._number)
         self._started: dict[int, int] = {}
@@ -193,7 +197,7 @@ class _Host:
         incarnation = self._started[replica]
         logger.error("head %d ended with status %d", replica, status)
         self._client.post(
-            b.ended_key(replica), msgspec.msgpack.encode(b.Ended(incarnation=incarnation, status=status))
+            b.ended_key(replica), msgspec.msgpack.encode(b.HeadEnded(incarnation=incarnation, status=status))
         )
 
     def _follow_ranks(self) -> None:

@@ -77,7 +77,9 @@ class HostRanks:
         self, processes: RankProcesses, mine: Sequence[int], rank_timeout: float, budget: RestartBudget
     ) -> None:
         """Starts them. ``budget``: of how often they may be started again."""
-        self._processes, self._timeout, self._budget = processes, rank_timeout, budget
+        self._processes = processes
+        self._timeout = rank_timeout
+        self._budget = budget
         self._stopped: dict[int, float] = {}
         self._alone: dict[int, tuple[float, float]] = {}
         """Of ranks that no head answered again and again: when the first of them began to wait, and the last

@@ -67,8 +67,8 @@ class Build:
     def op(self, name: str, *, wide: bool = False) -> Implementation:
         """How ``name`` is computed in this model. Raises ConfigError when nothing here can."""
         dtype = self.wide if wide else self.dtype
-        made = self.ops[name, dtype] = choose(name, dtype, self.device, invariant=self.invariant)
-        return made
+        result = self.ops[name, dtype] = choose(name, dtype, self.device, invariant=self.invariant)
+        return result
 
     def matrix_op(self, name: str, *, wide: bool = False) -> Implementation:
         """``op`` for a matrix that quantization applies to (wide ones are never quantized)."""
@@ -98,14 +98,14 @@ class Build:
         shard: what part of the global weight it is; by default all.
         """
         dtype = self.wide if wide else self.dtype
-        made = nn.Parameter(torch.empty(shape, dtype=dtype, device=self.device), requires_grad=False)
+        parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device=self.device), requires_grad=False)
         if shard is not None and not shard.whole:
             assert shape[shard.dim] >= shard.count
-            made.data.narrow(shard.dim, shard.count, shape[shard.dim] - shard.count).zero_()
-            mark(made, shard)
+            parameter.data.narrow(shard.dim, shard.count, shape[shard.dim] - shard.count).zero_()
+            mark(parameter, shard)
             if self.quantization != "none" and not wide and 0 < shard.dim == len(shape) - 1:
-                keep_largest(made, self.wide)
-        return made
+                keep_largest(parameter, self.wide)
+        return parameter
 
 
 class Layer(nn.Module):

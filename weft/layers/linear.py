@@ -36,8 +36,8 @@ class Linear(Packs):
         self._packed = self._give("weight", self._op)
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self._op.run(x, self._packed, self.bias)
-        return made
+        result: Tensor = self._op.run(x, self._packed, self.bias)
+        return result
 
 
 class RowLinear(Packs):
@@ -76,7 +76,8 @@ class Embedding(Packs):
         rows_of_all = -(-vocab_size // build.comm.size)
         self.weight = build.weight(rows_of_all, hidden, shard=self.shard)
         self._first = self.shard.spans[0][0]
-        matrix, rows = build.op("linear"), build.op("embedding")
+        matrix = build.op("linear")
+        rows = build.op("embedding")
         self._matrix = matrix if tied and rows.name == matrix.name else None
         self._rows = rows.run if self._matrix is not None else torch_ops.embedding
         self.table: Any = None
@@ -92,8 +93,8 @@ class Embedding(Packs):
 
     def forward(self, ids: Tensor) -> Tensor:
         if self.shard.whole:
-            made: Tensor = self._rows(ids, self.table)
-            return made
+            result: Tensor = self._rows(ids, self.table)
+            return result
         own = ids - self._first
         others = (own < 0) | (own >= self.shard.count)
         found: Tensor = self._rows(own.masked_fill_(others, 0), self.table)
@@ -110,7 +111,8 @@ class LMHead(Packs):
         super().__init__()
         self._tied_to = (embedding,) if tied else ()  # in a tuple: its parameters are not the head's
         self.weight = None if tied else build.weight(*embedding.weight.shape, shard=embedding.shard)
-        self._vocab_size, self._comm = embedding.shard.size, build.comm
+        self._vocab_size = embedding.shard.size
+        self._comm = build.comm
         self._op = build.op("linear")
         self._packed: object = None
 

@@ -32,8 +32,8 @@ class GateUp(Packs):
         self._packed = self._give("weight", self._op)
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self._op.run(x, self._packed, self.bias, self._activation)
-        return made
+        result: Tensor = self._op.run(x, self._packed, self.bias, self._activation)
+        return result
 
 
 class GatedMLP(FeedForward):

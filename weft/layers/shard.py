@@ -56,7 +56,8 @@ def picked(entries: Sequence[int], size: int) -> Shard:
 
 def joined(*parts: Shard) -> Shard:
     """Parts of parameters that lie one after another in one."""
-    spans, size = list[tuple[int, int]](), 0
+    spans = list[tuple[int, int]]()
+    size = 0
     for part in parts:
         spans += [(size + begin, size + end) for begin, end in part.spans if begin < end]
         size += part.size
@@ -81,8 +82,8 @@ def mark(parameter: torch.nn.Parameter, shard: Shard) -> None:
 
 def shard_of(parameter: torch.nn.Parameter) -> Shard | None:
     """What ``parameter`` holds; None for all of the global one."""
-    found: Shard | None = getattr(parameter, "shard", None)
-    return found
+    result: Shard | None = getattr(parameter, "shard", None)
+    return result
 
 
 def keep_largest(parameter: torch.nn.Parameter, dtype: torch.dtype) -> None:
@@ -95,14 +96,15 @@ def keep_largest(parameter: torch.nn.Parameter, dtype: torch.dtype) -> None:
 
 
 def largest_of(parameter: torch.nn.Parameter) -> torch.Tensor | None:
-    """[..., 1] for each row of ``parameter``; None where nobody wants to know."""
-    found: torch.Tensor | None = getattr(parameter, "largest", None)
-    return found
+    """[..., 1] for each row of ``parameter``; None where they are not noted."""
+    result: torch.Tensor | None = getattr(parameter, "largest", None)
+    return result
 
 
 def global_shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:
     """The shape of the parameter that ``parameter`` holds a part of."""
-    shape, shard = list(parameter.shape), shard_of(parameter)
+    shape = list(parameter.shape)
+    shard = shard_of(parameter)
     if shard is not None:
         shape[shard.dim] = shard.size
     return tuple(shape)

@@ -125,7 +125,8 @@ class Decoder(Model):
     ) -> Generator[Pending, None, Tensor]:
         shared = self.share(step, kv, backends)
         embedded = yield from self._embed(step.ids)
-        x, delta = self.enter(embedded), None
+        x = self.enter(embedded)
+        delta = None
         last = len(self.blocks) - 1
         for layer, (block, caches) in enumerate(zip(self.blocks, kv[: last + 1], strict=True)):
             assert isinstance(block, Block)

@@ -133,7 +133,7 @@ def _saved_layers(folder: Path, spec: ModelSpec) -> int:
 def fill(model: Model, weights: WeightMap, files: Sequence[Path], saved_layers: int, progress: bool) -> None:
     """Copies every published tensor into its part of a parameter. Checks all names before it copies any.
 
-    Quantized weights are made plain one by one (``weft.models.quantized``).
+    Quantized weights are dequantized one by one (``weft.models.quantized``).
     """
     quantized = model.spec.quantized
     sources = _check_names(weights, files, range(model.spec.layers, saved_layers), quantized is not None)
@@ -154,7 +154,8 @@ def _check_names(
 ) -> list[Source]:
     """What to load. Raises ConfigError for missing, unexpected or doubled names."""
     sources: dict[str, Source] = {}
-    unexpected, doubled = [], []
+    unexpected = []
+    doubled = []
     for path in files:
         with WeightFile(path) as file:
             names = file.names()

@@ -128,7 +128,9 @@ class RoutedMLP(FeedForward, Packs):
             mark(parameter, mine)
 
     def pack(self) -> None:
-        router, experts, shared = self.router, self.experts, self.shared
+        router = self.router
+        experts = self.experts
+        shared = self.shared
         weights = Routed(
             rule=self._rule,
             gate=self._gate,
@@ -156,7 +158,8 @@ class RoutedMLP(FeedForward, Packs):
                 held.gate_up = held.down = None  # type: ignore[assignment]
 
     def _divide(self, weights: Any) -> DividedExperts:
-        build, pieces = self._build, self._run()
+        build = self._build
+        pieces = self._run()
         size = rank_experts(pieces).answers(build.dtype, build.invariant).itemsize
         shape = ExchangeShape(self.router.weight.shape[1], self._rule.top_k, size, build.invariant)
         return DividedExperts(

@@ -18,7 +18,9 @@ class Chooser:
 
     def __init__(self, layout: Layout, setting: str, shape: ExchangeShape) -> None:
         """setting: as ``ParallelSection.moe_dispatch``; shape: of the layers."""
-        self._layout, self._setting, self._shape = layout, setting, shape
+        self._layout = layout
+        self._setting = setting
+        self._shape = shape
         self._known: dict[int, str] = {}
 
     @property
@@ -33,10 +35,10 @@ class Chooser:
         if self._setting != "auto":
             return self._setting
         doubling = min(max(0, tokens - 1).bit_length(), DOUBLINGS - 1)  # so that few are ever computed
-        made = self._known.get(doubling)
-        if made is None:
-            made = self._known[doubling] = self._fastest(1 << doubling)
-        return made
+        result = self._known.get(doubling)
+        if result is None:
+            result = self._known[doubling] = self._fastest(1 << doubling)
+        return result
 
     def votes(self) -> list[int]:
         """What ``auto`` would take, as numbers in ``FORMS``, for 1, 2, 4 .. tokens."""

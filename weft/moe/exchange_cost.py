@@ -87,7 +87,8 @@ def seconds(
 
 def exchanges(form: str, tokens: int, shape: ExchangeShape, layout: Layout) -> list[tuple[str, float]]:
     """(kind, bytes) of what a form does for one layer, for experts chosen at random; see ``dispatch``."""
-    ranks, tensor = layout.domain, layout.tensor
+    ranks = layout.domain
+    tensor = layout.tensor
     home = -(-tokens // tensor)
     answers = shape.top_k if shape.exact else 1
     hidden_bytes = shape.hidden * shape.element
@@ -99,10 +100,12 @@ def exchanges(form: str, tokens: int, shape: ExchangeShape, layout: Layout) -> l
         dense = tokens * 2 * shape.top_k * hidden_bytes
         return [("all_reduce", tokens * answer), ("copy", dense)]
     if form == "gather":
-        out, back = ("all_gather", ranks * home * row), ("reduce_scatter", ranks * home * answer)
+        out = ("all_gather", ranks * home * row)
+        back = ("reduce_scatter", ranks * home * answer)
         return [out, back, ("copy", dense), *last]
     if form == "low-latency":
-        out, back = ("all_to_all", ranks * home * row), ("all_to_all", ranks * home * answer)
+        out = ("all_to_all", ranks * home * row)
+        back = ("all_to_all", ranks * home * answer)
         return [out, back, ("copy", dense + ranks * home * row), *last]
     reached = ranks * (1 - (1 - 1 / ranks) ** shape.top_k)  # ranks that a row goes to, on average
     back_rows = shape.top_k if shape.exact else reached
@@ -121,6 +124,7 @@ def _at(times: dict[int, float], size: float) -> float:
     if size <= sizes[0] or len(sizes) == 1:
         return times[sizes[0]]
     above = next((i for i, known in enumerate(sizes) if known >= size), len(sizes) - 1)
-    low, high = sizes[above - 1], sizes[above]
+    low = sizes[above - 1]
+    high = sizes[above]
     slope = (times[high] - times[low]) / (high - low)
     return max(times[low] + slope * (size - low), 0.0)

@@ -23,7 +23,8 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tens
     exact = x.to(cos.dtype)
     first, second = (exact[..., ::2], exact[..., 1::2]) if interleaved else exact.chunk(2, dim=-1)
     shape = (cos.shape[0], *(1,) * (x.dim() - 2), cos.shape[1])
-    cos, sin = cos.view(shape), sin.view(shape)
+    cos = cos.view(shape)
+    sin = sin.view(shape)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
@@ -83,7 +84,8 @@ def _parts(
     interleaved: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of each token the queries' part and the latent, normalized, and the rotated key."""
-    lora, rope = weight.shape[0], 2 * cos.shape[1]
+    lora = weight.shape[0]
+    rope = 2 * cos.shape[1]
     q, latent, key = joined.split((joined.shape[1] - lora - rope, lora, rope), dim=1)
     if q_weight is not None:
         q = rms_norm(q, q_weight, eps)

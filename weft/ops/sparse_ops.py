@@ -18,7 +18,8 @@ def rotate_pairs_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     turned = x[..., x.shape[-1] - 2 * cos.shape[1] :]
     first, second = turned.to(cos.dtype).unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    cos = cos.unsqueeze(1)
+    sin = sin.unsqueeze(1)
     turned.copy_(torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2))
     return x
 

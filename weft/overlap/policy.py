@@ -154,7 +154,8 @@ class OverlapPolicy:
         if tried < FEW:
             return True
         if (tried < LATEST or kind.steps % NOW_AND_THEN == 0) and self.saves(plan) < LEAVE:
-            kind.pays, kind.steps = False, 0
+            kind.pays = False
+            kind.steps = 0
             kind.retry = min(2 * kind.retry, RETRY_LAST)
             return False
         if kind.steps >= kind.retry:  # it has paid for long
@@ -169,11 +170,13 @@ class OverlapPolicy:
             kind.steps = 0
         if self.saves(plan) < ENTER:
             return False
-        kind.pays, kind.steps = True, 0
+        kind.pays = True
+        kind.steps = 0
         return True
 
     def _kind(self, plan: PlannedRows) -> _Kind:
         """Of steps that are alike: powers of two of prompt tokens, decode rows and drafts."""
-        rows, tokens = plan.decode.rows, plan.decode.tokens
+        rows = plan.decode.rows
+        tokens = plan.decode.tokens
         key = (plan.prefill.tokens.bit_length(), rows.bit_length(), (tokens - rows).bit_length())
         return self._kinds.setdefault(key, _Kind())

@@ -87,8 +87,10 @@ def _places(prefill: Segment, want: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _micro_batches(plan: PlannedRows, decodes: int, rows: int, cut: int) -> MicroBatches:
-    prefill, decode = plan.prefill, plan.decode
-    first, second = _rows(prefill, 0, rows + int(cut > 0)), _rows(prefill, rows, prefill.rows)
+    prefill = plan.prefill
+    decode = plan.decode
+    first = _rows(prefill, 0, rows + int(cut > 0))
+    second = _rows(prefill, rows, prefill.rows)
     if cut:
         rest = int(prefill.count[rows]) - cut
         trailing = int(prefill.logits[rows])

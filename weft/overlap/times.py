@@ -53,7 +53,8 @@ class StepTimes:
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
     """The length of the union of ``spans``."""
-    total, reached = 0.0, float("-inf")
+    total = 0.0
+    reached = float("-inf")
     for began, ended in sorted(spans):
         total += max(ended - max(began, reached), 0.0)
         reached = max(reached, ended)

@@ -31,9 +31,9 @@ class AgreementGroup:
         self._epoch = -1
         self._launched = 0
         self._early: list[tuple[int, int]] = []
-        """Calls of an epoch that has not begun here."""
+        """Wake-ups of an epoch that has not begun here."""
         self.votes = 0
-        """How often was agreed."""
+        """Number of agreements."""
 
     def connect(self, store: Any, epoch: int, timeout: float, addresses: Sequence[str] = ()) -> None:
         """Forms the group of heads anew for ``epoch``, all asleep. All heads call it. Raises CommLost.
@@ -44,10 +44,12 @@ class AgreementGroup:
         self._comm.abort()
         self._wakeups.reach(addresses)
         self._comm.connect(store, epoch, timeout)
-        self._waves, self._epoch, self._launched = Waves(), epoch, 0
+        self._waves = Waves()
+        self._epoch = epoch
+        self._launched = 0
 
     def abort(self) -> None:
-        """Ends the group: whoever agrees gets CommLost. From any thread."""
+        """Ends the group: a waiting ``agree`` raises CommLost. From any thread."""
         self._comm.abort()
 
     @property
@@ -86,7 +88,8 @@ class AgreementGroup:
         self._wakeups.close()
 
     def _listen(self) -> None:
-        early, self._early = self._early, []
+        early = self._early
+        self._early = []
         for epoch, wave in [*early, *self._wakeups.received()]:
             if epoch == self._epoch:
                 self._waves.heard(wave)

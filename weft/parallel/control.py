@@ -98,7 +98,8 @@ class ZmqHead(HeadChannel):
     def __init__(self, endpoint: str, keys: CurveKeys | None = None, patience: float = 0.0) -> None:
         """``endpoint``: ``ipc://path`` in a folder that only this user can enter, or ``tcp://address:port``
         (port ``*`` takes a free one). Beyond loopback ``keys`` must be given: ranks without them are refused.
-        ``patience``: seconds for whoever holds the port of ``--rdzv`` to end; then it raises ConfigError.
+        ``patience``: seconds to wait for the port of ``--rdzv`` if another process has it; then it raises
+        ConfigError.
         """
         self._context = zmq.Context()
         self._doorman = admit_ranks(self._context, keys) if keys is not None else None
@@ -128,7 +129,7 @@ class ZmqHead(HeadChannel):
         parts = self._inbox.take(timeout)
         if parts is None:
             return None
-        # What is no pair comes from no rank of ours: an empty frame, which whoever decodes it refuses.
+        # Anything but a pair comes from no rank of ours: an empty frame, which the decoder refuses.
         return (parts[0], parts[1]) if len(parts) == 2 else (parts[0], b"")
 
     def close(self) -> None:

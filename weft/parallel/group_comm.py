@@ -57,15 +57,18 @@ class GroupComm(Comm):
         ranks, too, like all others; else as NCCL does.
         """
         self.name = name
-        self._host, self._share = host, share
-        self._gpu, self._ordered = gpu, ordered
+        self._host = host
+        self._share = share
+        self._gpu = gpu
+        self._ordered = ordered
         self._nccl: nccl.NcclGroup | None = None
         self._stage = HostStage(0.0)
-        self.rank, self.size = list(ranks).index(mine), len(ranks)
+        self.rank = list(ranks).index(mine)
+        self.size = len(ranks)
         self._launcher = launcher
         self._group: Any = None
         self._shared: shared.SharedRing | None = None
-        """Whoever uses it holds it: its memory is there until the last wait in it has ended."""
+        """Keep a reference while using it: its memory stays until the last wait in it has ended."""
         self._lock = threading.Lock()
 
     @property
@@ -91,7 +94,9 @@ class GroupComm(Comm):
                 group.abort()
             raise CommLost(f"the {self.name} group could not form: {_first_line(error)}") from error
         with self._lock:
-            self._group, self._shared, self._nccl = group, ring, fast
+            self._group = group
+            self._shared = ring
+            self._nccl = fast
             self._stage = HostStage(timeout)
         if self.rank == 0:
             log.info("ranks of %s meet over %s", self.name, self.link)
@@ -115,8 +120,10 @@ class GroupComm(Comm):
     def abort(self) -> None:
         """Ends the group: collectives in flight raise CommLost here and, as their peer is gone, elsewhere."""
         with self._lock:
-            group, self._group = self._group, None
-            ring, self._shared = self._shared, None
+            group = self._group
+            self._group = None
+            ring = self._shared
+            self._shared = None
             fast = self._nccl  # kept until it has ended: see ``settle``
         if fast is not None:
             fast.abort()
@@ -165,27 +172,28 @@ class GroupComm(Comm):
         if ring is not None:
             return self._guard(lambda: ring.gather(x))
         x = x.contiguous()
-        made = x.new_empty(self.size, *x.shape)
+        result = x.new_empty(self.size, *x.shape)
         fast = self._fast(x)
         if x.numel() and fast is not None:
-            self._guard(lambda: fast.gather(_bytes(made), _bytes(x)))
+            self._guard(lambda: fast.gather(_bytes(result), _bytes(x)))
         elif x.numel():
-            self._wait(lambda group: group._allgather_base(_bytes(made), _bytes(x)))
-        return made
+            self._wait(lambda group: group._allgather_base(_bytes(result), _bytes(x)))
+        return result
 
     def _exchange(self, x: Tensor, sends: list[int], receives: list[int]) -> Tensor:
         ring = self._ring(x)
         if ring is not None:
             return self._guard(lambda: ring.exchange(x, sends, receives))
         x = x.contiguous()
-        made = x.new_empty(sum(receives), *x.shape[1:])
-        flat_out, flat_in = _rows_of_bytes(made), _rows_of_bytes(x)
+        result = x.new_empty(sum(receives), *x.shape[1:])
+        flat_out = _rows_of_bytes(result)
+        flat_in = _rows_of_bytes(x)
         fast = self._fast(x)
         if fast is not None:
             self._guard(lambda: fast.exchange(flat_out, flat_in, receives, sends))
-            return made
+            return result
         self._wait(lambda group: group.alltoall_base(flat_out, flat_in, receives, sends))
-        return made
+        return result
 
     def _scatter(self, x: Tensor) -> Tensor:
         if not x.numel():

@@ -35,7 +35,7 @@ class HostStage:
             return x.contiguous().clone()
         host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
         host.copy_(x, non_blocking=True)
-        # x is read on the stream that its owner uses, so nobody gets its memory before the copy is over.
+        # x is read on the stream that its owner uses, so its memory is not reused before the copy is over.
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(x.device))
         self._wait(event)

@@ -1,7 +1,7 @@
-"""Heads on other hosts, as the host with the front sees them.
+"""Heads on other hosts, seen from the host with the front.
 
 It says on the board which incarnation each of them should be in, and the hosts that they belong to make it
-so: see ``weft.launch.host``. A host that is silent is waited for; its heads' links tell whoever needs them.
+so: see ``weft.launch.host``. A silent host is waited for; the links of its heads report the loss.
 """
 
 from __future__ import annotations
@@ -161,8 +161,11 @@ class RemoteHead:
         end: Callable[[int], None],
     ) -> None:
         """``refused``: whether it can never start. ``end(incarnation)`` has it ended."""
-        self._board, self._replica, self.incarnation = board, replica, incarnation
-        self._refused, self._end = refused, end
+        self._board = board
+        self._replica = replica
+        self.incarnation = incarnation
+        self._refused = refused
+        self._end = end
         self._address: str | None = None
 
     def endpoint(self) -> str | None:
@@ -178,7 +181,7 @@ class RemoteHead:
         data = self._board.get(b.ended_key(self._replica))
         if (
             data is not None
-            and (ended := msgspec.msgpack.decode(data, type=b.Ended)).incarnation == self.incarnation
+            and (ended := msgspec.msgpack.decode(data, type=b.HeadEnded)).incarnation == self.incarnation
         ):
             return ended.status
         # Its host was started anew and did as it had been told: that is another process.

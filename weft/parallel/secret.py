@@ -1,4 +1,4 @@
-"""Who may join a group across hosts: whoever knows its secret. CURVE keys are derived from it.
+"""Access to a group across hosts: processes that know its secret. CURVE keys are derived from the secret.
 
 The head knows the one public key that ranks have, and admits no other; a rank knows the head's. Neither key
 travels or lies in any file, so a stranger can neither join nor pose as the head, nor read what is sent.
@@ -70,7 +70,7 @@ def read_keys(file: str) -> CurveKeys:
 
 
 def admit_ranks(context: Any, keys: CurveKeys) -> ThreadAuthenticator:
-    """Has ``context`` refuse whoever has not the ranks' key. Stop it before the context ends."""
+    """Has ``context`` refuse peers without the ranks' key. Stop it before the context ends."""
 
     class Callback:
         def callback(self, domain: str, key: bytes) -> bool:

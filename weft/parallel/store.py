@@ -17,7 +17,9 @@ _FILE, _TCP = "file://", "tcp://"
 
 
 def host_store(host: str, timeout: float) -> tuple[Any, str]:
-    """A new store at a port of ``host``, and its address. Whoever hosts it keeps it. Raises CommLost."""
+    """A new store at a port of ``host``, and its address. The caller keeps a reference to it. Raises
+    CommLost.
+    """
     try:
         store = dist.TCPStore(host, 0, None, True, timedelta(seconds=timeout), wait_for_workers=False)
     except Exception as error:

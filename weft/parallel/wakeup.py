@@ -78,7 +78,8 @@ class WakeupSocket:
 
     def __init__(self, address: str, replica: int, keys: CurveKeys | None = None) -> None:
         """``address``: see ``ZmqHead``, as are ``keys``."""
-        self._replica, self._keys = replica, keys
+        self._replica = replica
+        self._keys = keys
         self._context = zmq.Context()
         self._doorman = admit_ranks(self._context, keys) if keys is not None else None
         self._mine = self._context.socket(zmq.PULL)

@@ -5,10 +5,10 @@
                  ├──────────────────┤
                  └─ Resumed ─ paused ◄─ Paused
 
-Whatever happens is an event, whatever is to be done an action: no clock, socket, thread or process is touched
-here, so a simulator runs this very class. An open sequence is parked, paused, or at one instance or more; it
+Input is events, output is actions (``weft.routing.events``). The class uses no clock, socket, thread or
+process, so the simulator runs it, too. An open sequence is parked, paused, or at one instance or more; it
 ends exactly once, with an event that has ``finish``. When an instance is lost its sequences go on at others,
-from the tokens that came so far. Where none lives they wait for one that is started anew, if any is.
+from the tokens that came so far. If no instance is alive, they wait for one that is being started, if any is.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LATE = "the engine failed and did not come back in time; try again later"
 
 
 class Fleet:
-    """Times are seconds of one monotonic clock, which never falls."""
+    """All instances behind one front. Times are seconds of one monotonic clock."""
 
     def __init__(
         self,
@@ -48,17 +48,17 @@ class Fleet:
         joining: bool = False,
     ) -> None:
         """``instances``: name -> domain; those of one domain work together or not at all, "" is none.
-        ``front``: the name of this front. ``joining``: others serve already, so it need not wait for all
-        instances, and one that is lost before it has been up is no reason to give up.
+        ``front``: the name of this front. ``joining``: other fronts serve already, so this one does not
+        wait for all instances, and goes on when one is lost before it was up.
         """
         self.table = InstanceTable(instances, patience, joining)
         self._joining = joining
         self.entries: dict[int, LedgerEntry] = {}
         """Open sequences."""
         self.failure: WeftError | None = None
-        """Set when no instance lives and none will come back."""
+        """Set when no instance is left and none will be started again."""
         self.late_events = 0
-        """Of sequences, or attempts, that nobody waits for any more."""
+        """Events of sequences or attempts that have ended already."""
         self.failovers = 0
         """Sequences that went on after an instance was lost."""
         self.pauses = 0
@@ -67,20 +67,22 @@ class Fleet:
         self._parked: dict[int, None] = {}
         """Open sequences that wait for an instance, in order."""
         self._paused: dict[int, None] = {}
-        """Open sequences that nobody reads."""
+        """Open sequences that their client does not read."""
         self._requests: dict[int, dict[int, None]] = {}
         """Request -> its open sequences: they share a prompt, and its blocks where they are together."""
         self._bereft: set[int] = set()
-        """Parked or paused sequences whose instance was lost."""
+        """Parked or paused sequences that lost their instance."""
         self._closing = False
         self._late = False
-        """Whether sequences have waited long enough for one, so that none should begin to."""
+        """Whether sequences have waited for an instance for longer than ``Patience.recovery``: new ones are
+        refused.
+        """
         self._now = -math.inf
         self._actions: list[e.Action] = []
         self._events: list[m.TokenEvent] = []
 
     def on(self, event: e.Event, now: float) -> list[e.Action]:
-        """What is to be done after ``event``, which happened at ``now``."""
+        """Takes in ``event``, which happened at ``now``; returns the actions to carry out, in order."""
         self._now, self._actions, self._events = now, [], []
         _HANDLERS[type(event)](self, event)
         self._late = self._late and self.table.unready_since < math.inf
@@ -310,7 +312,7 @@ class Fleet:
         instance = self.table.instances[event.instance]
         if instance.link >= 0:  # the end of the process before it may be told later, or never
             self._lose(instance, EngineDead("another process took its place"), replace=False)
-        self.table.expect(instance, event.link, self._now)
+        self.table.expect(instance, event.link, self._now, event.relinked)
 
     def _located(self, event: e.Located) -> None:
         if (instance := self._linked_to(event.instance, event.link)) is not None:

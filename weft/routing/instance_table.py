@@ -1,4 +1,4 @@
-"""The instances of a fleet, by name: which of them take sequences, and which were silent for too long."""
+"""The instances of a fleet by name: which take sequences, and which were silent for too long."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ LISTEN_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """Seconds."""
+    """How long a fleet waits for instances, in seconds."""
 
     engine: float = 120.0
-    """Without a word, or without progress, after which an instance counts as dead."""
+    """Without a message, or without progress, after which an instance counts as dead."""
     recovery: float = 120.0
-    """That sequences wait while no instance takes any and one is being started anew."""
+    """That sequences wait while no instance takes any, and one is being started again."""
     listen: float = LISTEN_S
-    """From when it is known where an instance will listen until it does, which it does first of all."""
+    """From the time that an instance's address is known until it listens, which is the first thing it does.
+    """
     load: float = 3600.0
-    """From an instance's start until it answers; it loads its model meanwhile."""
+    """From an instance's start until it answers; it loads its model in between."""
 
 
 class InstanceTable:
-    """States change here, and nowhere else. Times are seconds of one monotonic clock."""
+    """All instances. Only this class changes their states. Times are seconds of one monotonic clock."""
 
     def __init__(self, instances: Mapping[str, str], patience: Patience, joining: bool = False) -> None:
         """``instances``: name -> domain; those of one domain work together or not at all, "" is none.
@@ -45,26 +46,27 @@ class InstanceTable:
             name: Instance(name, domain, order) for order, (name, domain) in enumerate(instances.items())
         }
         self.complete = False
-        """Whether all instances have been up; for one that joins, whether any took sequences."""
+        """Whether all instances have been up; for a front that joins, whether any took sequences."""
         self.restarts = 0
-        """Processes that took another one's place."""
+        """Processes started in place of a lost one."""
         self.unready_since = math.inf
         """Since when no instance takes sequences; inf while one does, and before all have been up."""
-        self._patience, self._joining = patience, joining
+        self._patience = patience
+        self._joining = joining
 
     @property
     def alive(self) -> bool:
-        """Whether an instance lives."""
+        """Whether any instance is alive."""
         return self.complete and any(instance.alive for instance in self.instances.values())
 
     @property
     def whole(self) -> bool:
-        """Whether all instances live."""
+        """Whether all instances are alive."""
         return self.complete and all(instance.alive for instance in self.instances.values())
 
     @property
     def over(self) -> bool:
-        """Whether none is left, and none will come back."""
+        """Whether all instances are retired."""
         return all(instance.state is InstanceState.RETIRED for instance in self.instances.values())
 
     def takers(self) -> list[Instance]:
@@ -72,7 +74,7 @@ class InstanceTable:
         return [one for one in self._serving() if one.state is InstanceState.UP or not one.open]
 
     def deadline(self) -> float:
-        """When ``overdue`` will have something to say, if nothing is heard before; inf for never."""
+        """When ``overdue`` will change, if no message comes before; inf for never."""
         deadlines = [math.inf]
         for instance in self.instances.values():
             if instance.state is InstanceState.STARTING:
@@ -84,21 +86,25 @@ class InstanceTable:
         return min(deadlines)
 
     def overdue(self, now: float) -> list[tuple[Instance, WeftError]]:
-        """Those that count as dead, and why. Half-open ones that have shown that they live are up again."""
-        found: list[tuple[Instance, WeftError]] = []
+        """Instances that count as dead now, and why. Moves half-open instances that were healthy long enough
+        to up.
+        """
+        result: list[tuple[Instance, WeftError]] = []
         for instance in self.instances.values():
             why = instance.overdue(self._patience.engine, now) if instance.alive else None
             if why is not None:
-                found.append((instance, EngineDead(why)))
+                result.append((instance, EngineDead(why)))
             elif instance.state is InstanceState.STARTING and now >= instance.deadline:
                 lacks = "did not start in time" if instance.listens else "does not listen"
-                found.append((instance, EngineDead(f"the engine's process {lacks}")))
+                result.append((instance, EngineDead(f"the engine's process {lacks}")))
             elif instance.state is InstanceState.HALF_OPEN and now >= instance.since + HEALTHY_S:
                 self.prove(instance)
-        return found
+        return result
 
     def stall(self, seconds: float, now: float) -> None:
-        """This process stood still: what was not heard meanwhile may still lie there."""
+        """This process stood still for ``seconds``: extends deadlines, because messages of that time may be
+        unread.
+        """
         for instance in self.instances.values():
             instance.heard = min(now, instance.heard + seconds)
             instance.moved = min(now, instance.moved + seconds)
@@ -108,9 +114,9 @@ class InstanceTable:
 
     # -- states
 
-    def expect(self, instance: Instance, link: int, now: float) -> None:
-        """A process was started."""
-        self.restarts += instance.state is InstanceState.DOWN
+    def expect(self, instance: Instance, link: int, now: float, relinked: bool = False) -> None:
+        """A process was started; if ``relinked``, the one that was lost is tried over another link."""
+        self.restarts += instance.state is InstanceState.DOWN and not relinked
         instance.start(link, now + self._patience.load)
 
     def locate(self, instance: Instance, now: float) -> None:
@@ -119,7 +125,7 @@ class InstanceTable:
             instance.deadline = now + self._patience.listen
 
     def listen(self, instance: Instance, now: float) -> bool:
-        """A process listens. Whether that is news."""
+        """A process listens. Returns whether that is new."""
         if instance.state is not InstanceState.STARTING or instance.listens:
             return False
         instance.listens = True
@@ -127,7 +133,7 @@ class InstanceTable:
         return True
 
     def welcome(self, instance: Instance, welcome: m.Welcome, now: float) -> bool:
-        """A process answers. Whether it is up by that. Raises EngineDead for one that cannot be used."""
+        """A process answers. Returns whether it is up now. Raises EngineDead if it cannot be used."""
         version = m.common_version(welcome.versions)
         if version is None:
             low, high = welcome.versions
@@ -137,7 +143,8 @@ class InstanceTable:
             raise EngineDead("the engine was replaced")
         if instance.state is not InstanceState.STARTING:
             return False
-        instance.welcome, instance.version = welcome, version
+        instance.welcome = welcome
+        instance.version = version
         instance.since = instance.heard = instance.moved = now
         instance.state = InstanceState.HALF_OPEN if instance.deaths >= ROW else InstanceState.UP
         if self.complete:
@@ -148,18 +155,19 @@ class InstanceTable:
         return True
 
     def prove(self, instance: Instance) -> None:
-        """A sequence ended well there, or it was up for long: it is not one that dies again and again."""
+        """The instance is healthy: a sequence ended well there, or it was up for ``HEALTHY_S``."""
         if instance.state is InstanceState.HALF_OPEN:
-            instance.state, instance.deaths = InstanceState.UP, 0
+            instance.state = InstanceState.UP
+            instance.deaths = 0
 
     def drain(self, instance: Instance, now: float) -> None:
-        """It gets nothing new."""
+        """The instance gets no new sequences."""
         if instance.alive:
             instance.state = InstanceState.DRAINING
             self._changed(now)
 
     def lose(self, instance: Instance, now: float) -> bool:
-        """Its process is gone, or as good as gone. Whether that is news."""
+        """Its process is gone or unusable. Returns whether that is new."""
         if instance.state in (InstanceState.DOWN, InstanceState.RETIRED):
             return False
         healthy = instance.alive and now - instance.since >= HEALTHY_S
@@ -169,7 +177,7 @@ class InstanceTable:
         return True
 
     def retire(self, instance: Instance) -> None:
-        """No other process will take the place of the one that was lost."""
+        """No other process of the instance will be started."""
         instance.state = InstanceState.RETIRED
 
     def _serving(self) -> list[Instance]:

@@ -100,7 +100,8 @@ def row_buckets(most: int) -> list[int]:
 
 def context_buckets(most: int) -> list[int]:
     """2,048 and fourfold upwards; the last is ``most``, a sequence's greatest length."""
-    buckets, context = [], FIRST_CONTEXT
+    buckets = []
+    context = FIRST_CONTEXT
     while context < most:
         buckets.append(context)
         context *= 4
@@ -178,27 +179,31 @@ class DecodeGraphs:
         max_len: int,
         options: GraphOptions,
         launcher: Launcher | None = None,
-        keeper: Callable[[Tensor, Tensor, Tensor], None] | None = None,
+        hidden_sink: Callable[[Tensor, Tensor, Tensor], None] | None = None,
     ) -> None:
         """Captures everything, unless lazy: runs each bucket on spare rows.
 
-        ``max_len``: a sequence's greatest length. ``launcher``: of the model's collectives. ``keeper``:
-        called at the end of steps of one token a row, see ``Drafter.keeper``.
+        ``max_len``: a sequence's greatest length. ``launcher``: of the model's collectives. ``hidden_sink``:
+        called at the end of steps of one token a row, see ``Drafter.hidden_sink``.
         """
-        self.keeps = keeper is not None
+        self.keeps = hidden_sink is not None
         """Whether it is called."""
-        self._keeper = keeper
+        self._hidden_sink = hidden_sink
         self.replayed = 0
         """Steps that ran as a graph."""
         self.uncaptured = False
         """Whether a step like the last one will be replayed, which that was not."""
-        self._model, self._cache, self._backends, self._builder = model, cache, backends, builder
+        self._model = model
+        self._cache = cache
+        self._backends = backends
+        self._builder = builder
         exact = list(range(1, min(options.max_rows, MOST_EXACT) + 1))
         self._rows = exact if options.exact else row_buckets(options.max_rows)
         self._launcher = launcher or Launcher()
         self._contexts = context_buckets(max_len)
         self._options = options
-        most, device = self._rows[-1], model.device
+        most = self._rows[-1]
+        device = model.device
         self._spare = state.spare
         self._slots = torch.full((most,), state.spare, dtype=torch.int64, device=device)
         tokens = most * options.most_each
@@ -217,7 +222,8 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def _capture(self, options: GraphOptions) -> None:
-        began, before = time.monotonic(), _reserved(self._slots.device)
+        began = time.monotonic()
+        before = _reserved(self._slots.device)
         # The largest first: the others then fit in its memory.
         each = reversed(range(1, options.most_each + 1))
         micro_batches = (1, 2) if options.micro_batches else (1,)
@@ -236,8 +242,11 @@ class DecodeGraphs:
     def _closure(self, key: Key) -> Callable[[], None]:
         rows, each, context, micro_batches, padded = key
         tokens = slice(rows * each)
-        slots, logits, positions = self._slots[:rows], self._logits[tokens], self._positions[tokens]
-        hidden, ids = self._hidden[tokens], self._ids[tokens]
+        slots = self._slots[:rows]
+        logits = self._logits[tokens]
+        positions = self._positions[tokens]
+        hidden = self._hidden[tokens]
+        ids = self._ids[tokens]
         parts = slots.chunk(
             micro_batches
         )  # as with ``split``, rows by their number; those that fill up are last
@@ -256,8 +265,8 @@ class DecodeGraphs:
                 ids.copy_(torch.cat([step.ids for step in steps]))
             logits.copy_(drive(self._model.logits(made)))
             positions.copy_(torch.cat([step.positions for step in steps]))
-            if self._keeper is not None and each == 1:
-                self._keeper(slots, positions, made)
+            if self._hidden_sink is not None and each == 1:
+                self._hidden_sink(slots, positions, made)
 
         return run
 
@@ -275,7 +284,8 @@ class DecodeGraphs:
     def find(self, plan: StepPlan) -> Key | None:
         """The bucket that holds the plan's step; None when it must be launched op by op. Once a step."""
         self.uncaptured = False
-        rows, padded = plan.decode, 0 if plan.agreed is None else plan.agreed.padded_tokens
+        rows = plan.decode
+        padded = 0 if plan.agreed is None else plan.agreed.padded_tokens
         each = 1 if padded and not plan.rows else most_each(plan)  # without rows: other replicas have some
         if rows.rows > self._rows[-1] or not 1 <= each <= self._options.most_each:
             return None
@@ -305,7 +315,8 @@ class DecodeGraphs:
 
         Rows of fewer tokens than others are filled up; what is computed of the filling is nobody's.
         """
-        rows, each = plan.decode.rows, key.each
+        rows = plan.decode.rows
+        each = key.each
         staged = self._builder.stage_decode(plan, 0 if even(plan, each) else each, buffer)
         self._slots[:rows].copy_(staged[0])
         self._slots[rows : key.rows] = self._spare
@@ -351,7 +362,8 @@ class DecodeGraphs:
 
 def _bound(rows: int, each: int, context: int) -> Segment:
     """Rows of ``each`` tokens that end at ``context`` at most, as far as shapes depend on them."""
-    zero, count = column([0] * rows), column([each] * rows)
+    zero = column([0] * rows)
+    count = column([each] * rows)
     return Segment(slot=zero, gen=zero, start=column([context - each] * rows), count=count)
 
 

@@ -43,8 +43,12 @@ class MicroBatchedSteps:
         ring: StagingRing,
     ) -> None:
         """``ring``: two buffers for each step that may be in flight."""
-        self._model, self._cache, self._backends = model, cache, backends
-        self._builder, self._launcher, self._ring = builder, launcher, ring
+        self._model = model
+        self._cache = cache
+        self._backends = backends
+        self._builder = builder
+        self._launcher = launcher
+        self._ring = ring
         self._turns: list[tuple[int, float]] = []
 
     def hidden(
@@ -57,7 +61,8 @@ class MicroBatchedSteps:
         micro_batches = split(plan)
         if micro_batches is None:
             raise EngineDead(f"step {plan.step} is to be computed in micro-batches, and has none")
-        steps, exchange = [], exchange_of(plan, micro_batches)
+        steps = []
+        exchange = exchange_of(plan, micro_batches)
         for micro_batch, cut in ((micro_batches.first, 0), (micro_batches.second, micro_batches.cut)):
             buffers.append(self._ring.acquire())
             steps.append(self._builder.micro_batch(micro_batch, cut, exchange, buffers[-1]))

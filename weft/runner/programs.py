@@ -118,7 +118,8 @@ class _Signature:
 
 @functools.cache
 def _signature(op: torch._ops.OpOverload) -> _Signature:
-    arguments, returns = op._schema.arguments, op._schema.returns
+    arguments = op._schema.arguments
+    returns = op._schema.returns
     return _Signature(
         named=tuple((argument.name, argument.default_value) for argument in arguments),
         kinds=tuple(str(argument.type) for argument in arguments),
@@ -145,11 +146,11 @@ class _Code:
 
     def program(self) -> Any:
         """A ``Program`` of it."""
-        made: Any = torch.classes.weft_cpu.Program()
+        program: Any = torch.classes.weft_cpu.Program()
         for value in self.objects:
-            made.object(value)
-        made.load(list(self.operators), self.numbers, self.tensors, self.floats, self.strings)
-        return made
+            program.object(value)
+        program.load(list(self.operators), self.numbers, self.tensors, self.floats, self.strings)
+        return program
 
 
 class _Builder:
@@ -202,7 +203,8 @@ class _Builder:
         return found
 
     def _argument(self, call: _Call, kind: str, value: Any) -> None:
-        code, numbers = self._code, self._code.numbers
+        code = self._code
+        numbers = self._code.numbers
         if value is None:
             numbers.append(code.NONE)
         elif isinstance(value, Tensor):

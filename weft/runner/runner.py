@@ -136,8 +136,10 @@ class Runner:
         self.graphs: DecodeGraphs | None = None
         if graphs is not None:
             parts = (model, self._cache, backends, self._builder, self._state)
-            keeper = self.drafter.keeper() if self.drafter is not None and device.type == "cpu" else None
-            self.graphs = DecodeGraphs(*parts, kv.max_model_len, graphs, self._launcher, keeper)
+            hidden_sink = (
+                self.drafter.hidden_sink() if self.drafter is not None and device.type == "cpu" else None
+            )
+            self.graphs = DecodeGraphs(*parts, kv.max_model_len, graphs, self._launcher, hidden_sink)
 
     @property
     def cache(self) -> Sequence[LayerCache]:
@@ -188,7 +190,7 @@ class Runner:
         return result
 
     def reset(self) -> None:
-        """Forgets every tenant and every step in flight: slots are free, any step may be the next.
+        """Forgets every sequence and every step in flight: slots are free, any step may be the next.
 
         Weights and memory stay. Raises EngineDead when what was launched does not end.
         """
@@ -206,7 +208,8 @@ class Runner:
             self.graphs.forget()
         if self.drafter is not None:
             self.drafter.reset()
-        self._next_step, self._failed = None, False
+        self._next_step = None
+        self._failed = False
 
     def close(self) -> None:
         """Ends the device thread, the launcher's and the trace."""
@@ -222,9 +225,9 @@ class Runner:
         if self._failed:
             raise EngineDead("a step before it failed")
         self._failed = True
-        made = self._forward_whole(handle)
+        result = self._forward_whole(handle)
         self._failed = False
-        return made
+        return result
 
     @torch.inference_mode()
     def _forward_whole(self, handle: StepHandle) -> tuple[StepRows, Tensor]:
@@ -276,7 +279,8 @@ class Runner:
             handle.uncaptured = self.graphs.uncaptured
             return None
         rows, logits = self.graphs.run(key, plan, handle.buffer)
-        handle.hidden, handle.each = self.graphs.hidden(key, plan.rows), key.each
+        handle.hidden = self.graphs.hidden(key, plan.rows)
+        handle.each = key.each
         handle.uncaptured = self.graphs.uncaptured
         return rows, logits
 
@@ -289,7 +293,8 @@ class Runner:
         whole = self.drafter is not None and self.drafter.reads_hidden
         hidden, stretches = self._micro_batched.hidden(plan, handle.micro_batches, whole=whole)
         if whole:
-            handle.hidden, hidden = hidden, hidden[logits_index]
+            handle.hidden = hidden
+            hidden = hidden[logits_index]
         return rows, drive(self._model.logits(hidden)), stretches
 
     def _compute(self, plan: StepPlan, handle: StepHandle) -> tuple[StepRows, Tensor]:
@@ -306,15 +311,17 @@ class Runner:
         return batch, drive(self._model.logits(wanted))
 
     def _sample(self, handle: StepHandle) -> HostCopy:
-        failed, self._failed = self._failed, True
-        made = self._sample_whole(handle)
+        failed = self._failed
+        self._failed = True
+        result = self._sample_whole(handle)
         self._failed = failed
-        return made
+        return result
 
     @torch.inference_mode()
     def _sample_whole(self, handle: StepHandle) -> HostCopy:
         step, logits = handle.forwarded.result()
-        state, rows = self._state, step.sample_rows
+        state = self._state
+        rows = step.sample_rows
         output = self._sampler.sample(logits, rows, state.history, state.num_prompt)
         accepted = None if step.verify is None else accept(step.verify, output)
         state.history[rows.slot, rows.position] = output.tokens.to(state.history.dtype)
@@ -328,7 +335,7 @@ class Runner:
         """New drafts, which are in history when this returns."""
         state = self._state
         kept = handle.each == 1 and self.graphs is not None and self.graphs.keeps
-        if kept and drafter.rests(handle.plan):
+        if kept and drafter.is_idle(handle.plan):
             handle.hidden = None
             return None
         sampled = Sampled(

@@ -36,7 +36,8 @@ def _micros(seconds: float) -> int:
 
 def composition(plan: StepPlan) -> str:
     """What a step holds: ``prefill rows/tokens + decode rows/tokens``."""
-    prefill, decode = plan.prefill, plan.decode
+    prefill = plan.prefill
+    decode = plan.decode
     return f"{prefill.rows}/{prefill.tokens} + {decode.rows}/{decode.tokens}"
 
 

@@ -68,7 +68,9 @@ class ChunkPolicy:
 
     def _largest(self, start: int, low: int, high: int) -> int:
         """The largest count in ``low .. high`` that is predicted to fit, or ``low`` if none is."""
-        cost, shape, target = self._fitter.model, self._shape, self.target
+        cost = self._fitter.model
+        shape = self._shape
+        target = self.target
         if cost.predict(shape.with_chunk(start, high)) <= target:
             return high
         high -= 1

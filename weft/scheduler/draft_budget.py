@@ -53,19 +53,19 @@ class Account:
     """Seconds."""
     loss: float = 0.0
     """Seconds lost by drafts; never below 0."""
-    rested: float = 0.0
+    paused: float = 0.0
     """Of ``time``, what sums have not faded by yet."""
     expected: float = GUESS
     """Loss of a step with drafts, in plain steps; below 0 it gains."""
 
-    def rest(self, seconds: float) -> None:
+    def pause(self, seconds: float) -> None:
         """``spend`` without a loss, for the least time."""
         self.time += seconds
-        self.rested += seconds
+        self.paused += seconds
 
     def spend(self, seconds: float, lost: float = 0.0) -> None:
-        keep = 0.5 ** ((seconds + self.rested) / HALF_LIFE)
-        self.rested = 0.0
+        keep = 0.5 ** ((seconds + self.paused) / HALF_LIFE)
+        self.paused = 0.0
         self.time = keep * self.time + seconds
         self.loss = max(keep * self.loss + lost, 0.0)
 
@@ -122,7 +122,8 @@ class DraftBudget:
         ``uncaptured``: longer than others like it will. That is a loss all the same, but tells nothing of
         others.
         """
-        decode, lost = plan.decode, 0.0
+        decode = plan.decode
+        lost = 0.0
         rows = decode.rows
         if not rows or plan.prefill.rows:
             if plan.prefill.next_k.any() or has_drafts(plan):
@@ -143,10 +144,10 @@ class DraftBudget:
         account.spend(seconds, lost)
         self.all.spend(seconds, lost)
 
-    def rest(self, rows: int, seconds: float) -> None:
+    def pause(self, rows: int, seconds: float) -> None:
         """``step`` of ``rows`` without drafts, for the least time: no price is taken from it."""
-        self.all.rest(seconds)
-        self.of(rows).rest(seconds)
+        self.all.pause(seconds)
+        self.of(rows).pause(seconds)
 
     def allows(self, rows: int) -> bool:
         """Whether a step of ``rows`` may draft: as it is expected to go, no more is lost than may be."""

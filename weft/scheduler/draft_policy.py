@@ -47,8 +47,8 @@ LEARN_EVERY = 5
 """Steps of which one is learned from, while nothing changes. Nothing else comes every so many."""
 MAX_IN_FLIGHT = 4
 """Plans that may be under way, and more."""
-REST = 24
-"""Plans for which nothing is reckoned once there are no drafts: where they do not pay nor must the policy."""
+IDLE_STEPS = 24
+"""Plans without a new choice once drafts do not pay, so that the policy costs nothing then."""
 WORTH = 1.01
 """Expected tokens a second with drafts over those without from which on there are drafts."""
 
@@ -91,19 +91,21 @@ class DraftPolicy:
         """Drafts of every row of this plan; -1: as reckoned."""
         self._observed = 0
         """Steps that could have been learned from."""
-        self._rest = self._rested = 0
-        """Plans that need not ask, as nothing is drafted; and those that did not."""
+        self._idle_left = self._rested = 0
+        """Plans for which drafting stays idle; and idle plans so far."""
 
     def enter(self, slot: int) -> None:
-        """A new tenant."""
+        """``slot`` has a new sequence."""
         self._shares.enter(slot)
         self._columns.wanted[slot] = self._wants()
 
-    def resting(self) -> bool:
-        """Whether the next plan has no drafts anyway, and nothing is to choose. To be asked once a plan."""
-        if not self._rest:
+    def idle(self) -> bool:
+        """Whether drafting is idle for the next plan: it has no drafts, and nothing is chosen. Call it once a
+        plan.
+        """
+        if not self._idle_left:
             return False
-        self._rest -= 1
+        self._idle_left -= 1
         self._rested += 1
         self._forced = -1
         return True
@@ -120,7 +122,7 @@ class DraftPolicy:
         self._steps += 1
         if not self._opened(len(slots)):
             self._least = np.inf
-            self._rest = REST * (len(slots).bit_length() in self._tried)
+            self._idle_left = IDLE_STEPS * (len(slots).bit_length() in self._tried)
             return np.zeros(len(slots), np.int32)
         self._forced = self._trial(len(slots))
         if self._forced >= 0:
@@ -135,14 +137,16 @@ class DraftPolicy:
         if self._probing(drafting):
             chosen = np.maximum(chosen, np.minimum(most, 1))
             return chosen
-        self._rest = 0 if drafting else REST
+        self._idle_left = 0 if drafting else IDLE_STEPS
         return chosen
 
     def _keep(self, size: int, total: int) -> None:
         """Numbers were reckoned for batches of ``size``, in all ``total``."""
         alike = size == self._size and total == self._total > 0
         self._hold = min(2 * self._hold, LONGEST_HOLD) if alike else HOLD
-        self._next, self._size, self._total = self._steps + self._hold, size, total
+        self._next = self._steps + self._hold
+        self._size = size
+        self._total = total
 
     def first(self, room: int) -> int:
         """Drafts that a sequence proposes after its prompt."""
@@ -163,7 +167,8 @@ class DraftPolicy:
         self._accepted = int(accepted.sum())
         self._shares.see(slots, drafts, accepted, now=self._least == np.inf)
         if self._shares.rose:  # better than it was: look again soon
-            self._shares.rose, self._probe = False, FIRST_PROBE
+            self._shares.rose = False
+            self._probe = FIRST_PROBE
             if self._least == np.inf:
                 self._next = self._steps
 
@@ -171,18 +176,18 @@ class DraftPolicy:
         """``plan`` took ``seconds``. ``fit``: the cost model should learn from it; else it does already.
 
         ``uncaptured``: longer than later ones like it will, so the model learns nothing; a trial is made
-        again. While nothing is drafted, the model learns from one step in ``REST``.
+        again. While nothing is drafted, the model learns from one step in ``IDLE_STEPS``.
         """
         if not self.adaptive:
             return
-        if 0 < self._rest < REST - MAX_IN_FLIGHT:  # there were none in flight when the rest began
-            self.budget.rest(plan.decode.rows, seconds)
+        if 0 < self._idle_left < IDLE_STEPS - MAX_IN_FLIGHT:  # no drafts were in flight when the pause began
+            self.budget.pause(plan.decode.rows, seconds)
             return
         self.budget.step(plan, seconds, self._accepted, uncaptured)
         self._accepted = 0
         if uncaptured:
             self._repeat(plan)
-        elif not self._rest and (self.budget.settled or plan.prefill.rows or has_drafts(plan)):
+        elif not self._idle_left and (self.budget.settled or plan.prefill.rows or has_drafts(plan)):
             self._beside = plan
             self._observed += 1
             if fit and (self._hold == HOLD or self._forced >= 0 or self._observed % LEARN_EVERY == 0):
@@ -212,7 +217,8 @@ class DraftPolicy:
 
     def _trial(self, rows: int) -> int:
         """Drafts to try with that many rows; -1 when there is nothing to try now."""
-        tried, drafts = self._tried[rows.bit_length()], 0
+        tried = self._tried[rows.bit_length()]
+        drafts = 0
         if tried[0] >= TRIALS:
             if self._steps % PLAIN_EVERY >= PLAIN_EVERY - PLAIN_STEPS:
                 return 0
@@ -224,14 +230,17 @@ class DraftPolicy:
 
     def _probing(self, drafting: bool) -> bool:
         """Whether rows without drafts get one in this plan, to see what would become of it."""
-        if drafting:  # whoever has none tries one beside the others
-            self._idle, self._rested, self._probe = 0, 0, FIRST_PROBE
+        if drafting:  # rows without drafts try one beside the others
+            self._idle = 0
+            self._rested = 0
+            self._probe = FIRST_PROBE
             return self._steps % FIRST_PROBE == 0
         self._idle += 1 + self._rested
         self._rested = 0
         if self._idle < self._probe:
             return False
-        self._idle, self._probe = 0, min(2 * self._probe, LAST_PROBE)
+        self._idle = 0
+        self._probe = min(2 * self._probe, LAST_PROBE)
         return True
 
     def _best(self, slots: np.ndarray, starts: np.ndarray) -> np.ndarray:

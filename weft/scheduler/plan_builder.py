@@ -83,7 +83,7 @@ class PlanBuilder:
     """Rows of step ``step``, ``budget`` tokens of which are left to give. One row a sequence at most.
 
     A prefill row is an object. Decode rows are columns; what else is known of them is in the scheduler's
-    ``columns``, which nobody advances before the plan is sealed.
+    ``columns``, which do not advance before the plan is sealed.
     """
 
     def __init__(self, step: int, budget: int, columns: SlotColumns) -> None:
@@ -95,7 +95,7 @@ class PlanBuilder:
         """Prefill rows by sequence, in the order of the plan."""
         self.decodes = NO_ROWS
         self.lacking: tuple[int, int, int] | None = None
-        """Key of the oldest sequence that sits out for want of blocks: nobody younger may take any."""
+        """Key of the oldest sequence that sits out for lack of blocks: younger sequences may not take any."""
         self.preempted = False
         self.prefill = self.decode = EMPTY_SEGMENT
         """The rows as they will be in the plan, from ``close`` on."""
@@ -203,15 +203,11 @@ class PlanBuilder:
 def _prefill_segment(rows: list[Row]) -> Segment:
     if not rows:
         return EMPTY_SEGMENT
-    return Segment(
-        slot=column([row.run.slot for row in rows]),
-        gen=column([row.run.gen for row in rows]),
-        start=column([row.start for row in rows]),
-        count=column([row.count for row in rows]),
-        logits=column([row.logits for row in rows]),
-        sample=column([row.sample for row in rows]),
-        next_k=column([row.next_k for row in rows]),
-    )
+    each = [
+        (row.run.slot, row.run.gen, row.start, row.count, row.logits, row.sample, row.next_k) for row in rows
+    ]
+    slot, gen, start, count, logits, sample, next_k = column(list(zip(*each, strict=True)))
+    return Segment(slot=slot, gen=gen, start=start, count=count, logits=logits, sample=sample, next_k=next_k)
 
 
 def _without(op: Op, slot: int) -> Op | None:

@@ -15,9 +15,9 @@ MAX_STOPS = 4
 
 
 class SlotColumns:
-    """Arrays [slots]. Where nobody lives ``gen`` is 0, and the other entries are of whoever did.
+    """Arrays [slots]. In a free slot ``gen`` is 0, and the other entries are stale.
 
-    gen             int32: tenant of the slot, from 1
+    gen             int32: number of the sequence in the slot, from 1
     sequence        uint64: its id
     limit           int32: tokens at which it ends
     known           int32: ids that AllocSlot wrote
@@ -54,7 +54,7 @@ class SlotColumns:
         self.stops = np.full((num_slots, MAX_STOPS), -1, np.int32)
 
     def set_stops(self, slot: int, stop_ids: Iterable[int], quiet: bool) -> None:
-        """The ids that may end the tenant of ``slot``, and whether it has nothing else to tell."""
+        """The ids that may end the sequence in ``slot``, and whether nothing else of its result is needed."""
         stops = list(stop_ids)
         self.quiet[slot] = quiet and len(stops) <= MAX_STOPS
         self.stops[slot] = (stops + [-1] * MAX_STOPS)[:MAX_STOPS]

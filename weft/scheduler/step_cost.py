@@ -97,7 +97,8 @@ def pairs(start: int, count: int) -> int:
 
 def shape_of(plan: PlannedRows) -> StepShape:
     """The shape of a plan; where rows verify drafts, of its upper bounds."""
-    prefill, decode = plan.prefill, plan.decode
+    prefill = plan.prefill
+    decode = plan.decode
     passes = max(int(prefill.next_k.max(initial=0)), int(decode.next_k.max(initial=0)))
     return decode_shape(decode.start, decode.count)._replace(
         prefill_rows=prefill.rows,
@@ -111,7 +112,8 @@ def shape_of(plan: PlannedRows) -> StepShape:
 
 def decode_shape(start: np.ndarray, count: np.ndarray) -> StepShape:
     """The shape of decode rows alone: of ``count`` tokens each, from positions ``start``, integers [rows]."""
-    rows, tokens = len(start), int(count.sum())
+    rows = len(start)
+    tokens = int(count.sum())
     return StepShape(
         decode_rows=rows,
         decode_tokens=tokens,
@@ -122,13 +124,16 @@ def decode_shape(start: np.ndarray, count: np.ndarray) -> StepShape:
 
 def _seen(start: np.ndarray, count: np.ndarray) -> int:
     """(query, key) pairs of rows."""
-    first, tokens = start.astype("int64"), count.astype("int64")
+    first = start.astype("int64")
+    tokens = count.astype("int64")
     return int((tokens * first + tokens * (tokens + 1) // 2).sum())
 
 
 def features(shape: StepShape) -> list[float]:
     """The step's features, in the order of ``NAMES``."""
-    found, low, tokens = [1.0], 0, shape.tokens
+    found = [1.0]
+    low = 0
+    tokens = shape.tokens
     for knot in KNOTS:
         found.append(float(min(max(tokens - low, 0), knot - low)))
         low = knot
@@ -168,7 +173,8 @@ class CostModel:
 
     def token_seconds(self, tokens: np.ndarray) -> np.ndarray:
         """Seconds that merged tokens add, for each number of them: float64, of the shape of ``tokens``."""
-        total, low = np.zeros(tokens.shape), 0.0
+        total = np.zeros(tokens.shape)
+        low = 0.0
         for knot, slope in zip((*KNOTS, np.inf), self.coefficients[FIRST_SLOPE:], strict=False):
             total += slope * np.clip(tokens - low, 0.0, knot - low)
             low = knot

@@ -1,10 +1,9 @@
 """What the replicas of a domain agree on before every step. Pure: votes in, the same decision out everywhere.
 
-A replica votes about the step that it would launch. If any has one, all step: the others run a plan of no
-rows, so that collectives match. If none has, nobody does. If none has anything unfinished either, the domain
-sleeps, and the next request begins another wave: whoever gets it tells the others, whose last decision may be
-still on its way. Waves are numbered: a call for one that is over, or has begun, wakes nobody twice, and none
-is lost.
+A replica votes about the step that it would launch. If any replica has one, all of them step: the others run
+a plan without rows, so that collectives match. If no replica has a step or anything unfinished, the domain
+sleeps. The next request begins a new wave: the replica that gets it wakes the others, which may not have read
+the last decision yet. Waves are numbered, so a late wake-up for an old wave is ignored, and none is lost.
 
     replica 0   ... step, step, sleep ............... wave 2: step ...
     replica 1   ... step, step, sleep, request: begin(2), step ...
@@ -25,7 +24,7 @@ VERSION = 3
 
 
 class Vote(msgspec.Struct, frozen=True, kw_only=True):
-    """One replica's, about one step. Every field becomes an int64."""
+    """One replica's vote about one step. Every field becomes an int64."""
 
     version: int = VERSION
     epoch: int = 0
@@ -33,20 +32,19 @@ class Vote(msgspec.Struct, frozen=True, kw_only=True):
     """Steps launched in this epoch."""
     wave: int = 0
     unfinished: bool = False
-    """Whether sequences live or steps are in flight here."""
+    """Whether this replica has live sequences or steps in flight."""
     launch: bool = False
-    """Whether there is a plan here: of rows, or of ops alone."""
+    """Whether this replica has a plan: with rows, or with ops alone."""
     rows: int = 0
-    """Of the plan; 0 without one."""
+    """Rows of the plan; 0 without one."""
     tokens: int = 0
     overlap: bool = True
-    """Whether the plan, if there is one, splits into two micro-batches of which neither is empty, and should.
-    """
+    """Whether the plan should be split into two micro-batches, and can; true without a plan."""
     micro_batch_tokens: int = 0
-    """Tokens of the larger one."""
+    """Tokens of the larger micro-batch."""
     drafts: int = 0
     rebalance: bool = False
-    """Whether its time to move experts has come."""
+    """Whether it is this replica's time to move experts."""
 
 
 FIELDS = tuple(Vote.__struct_fields__)
@@ -59,7 +57,7 @@ def to_row(vote: Vote) -> np.ndarray:
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """What follows from the votes."""
+    """The decision that follows from all votes."""
 
     launch: bool
     """Every replica launches the step."""
@@ -109,12 +107,12 @@ class Waves:
 
     def __init__(self) -> None:
         self.wave = 0
-        """The present one, or the last."""
+        """Number of the present wave, or of the last one."""
         self.awake = False
         self._called = 0
 
     def begin(self) -> int | None:
-        """There is work here. The wave to call for, if the domain sleeps as far as is known here."""
+        """There is work here. Returns the wave to wake others for; None when the domain is awake already."""
         if self.awake:
             return None
         self.wave += 1
@@ -123,15 +121,17 @@ class Waves:
         return self.wave
 
     def heard(self, wave: int) -> None:
-        """Another replica called for ``wave``. Raises EngineDead when that cannot be."""
+        """Handles a wake-up for ``wave`` from another replica. Raises EngineDead for an impossible number."""
         if wave > self.wave + 1:
             raise EngineDead(f"wave {wave} was called for during wave {self.wave}")
         self._called = max(self._called, wave)
         if not self.awake and wave > self.wave:
-            self.wave, self.awake = wave, True
+            self.wave = wave
+            self.awake = True
 
     def sleep(self) -> None:
-        """The present wave is over; a call for the next one may have come already."""
+        """Ends the present wave, and begins the next one if a wake-up for it has come already."""
         self.awake = False
         if self._called > self.wave:
-            self.wave, self.awake = self._called, True
+            self.wave = self._called
+            self.awake = True

@@ -160,7 +160,7 @@ class Simulation:
 
     def _plan(self, now: float) -> StepPlan | None:
         """Nobody else has a share in it: one rank has no overlap, no domain and no experts to move."""
-        builder = self.scheduler.draft(now)
+        builder = self.scheduler.build(now)
         return None if builder is None else self.scheduler.seal(builder)
 
     def _launch(self, plan: StepPlan, began: float) -> None:

@@ -25,7 +25,7 @@ log = get_logger(__name__)
 Tensor = torch.Tensor
 
 
-class Steps(Protocol):
+class DraftSteps(Protocol):
     """Makes steps over rows of a drafter's own. ``runner.batch.BatchBuilder`` does."""
 
     def follow(
@@ -47,12 +47,14 @@ class Chain:
         model: Model,
         cache: Sequence[LayerCache],
         backends: Backends,
-        steps: Steps,
+        steps: DraftSteps,
         history: Tensor,
         vocab_size: int,
     ) -> None:
         """history: int32 [slots + 1, longest]."""
-        self._model, self._cache, self._backends = model, cache, backends
+        self._model = model
+        self._cache = cache
+        self._backends = backends
         self.steps = steps
         self.history = history
         self._vocab = vocab_size
@@ -153,7 +155,8 @@ class CapturedChains:
         """Steps."""
         self.uncaptured = False
         """Whether a step like the last one will be replayed, which that was not."""
-        self._chain, self._capturing = chain, capturing
+        self._chain = chain
+        self._capturing = capturing
         self._slots, self._starts, self._ends = torch.zeros(3, rows, dtype=torch.int64, device=device)
         self._hidden = torch.zeros(rows * capturing.most_each, hidden, dtype=dtype, device=device)
         self._drafts = torch.zeros(rows, capturing.most_each, dtype=torch.int64, device=device)
@@ -170,7 +173,8 @@ class CapturedChains:
     def propose(self, step: Sampled) -> Tensor | None:
         """int64 [rows, most ``next_k``], of all rows; None where there is no capture of such steps."""
         assert step.hidden is not None
-        rows, count = step.plan.rows, int(step.next_k.max())
+        rows = step.plan.rows
+        count = int(step.next_k.max())
         each, odd = divmod(len(step.hidden), rows)
         even = step.each or (step.plan.decode.count == each).all()
         if odd or not even:
@@ -233,10 +237,15 @@ class CapturedChains:
 
     def _closure(self, key: tuple[int, int, int, int]) -> Callable[[], None]:
         rows, each, count, context = key
-        slots, starts, ends = self._slots[:rows], self._starts[:rows], self._ends[:rows]
-        hidden, drafts = self._hidden[: rows * max(each, 1)], self._drafts[:rows, :count]
-        order, chain = self._order[:rows], self._chain
-        first, bounds = _rows(np.full(rows, context - each - count), each), np.full(rows, context - count)
+        slots = self._slots[:rows]
+        starts = self._starts[:rows]
+        ends = self._ends[:rows]
+        hidden = self._hidden[: rows * max(each, 1)]
+        drafts = self._drafts[:rows, :count]
+        order = self._order[:rows]
+        chain = self._chain
+        first = _rows(np.full(rows, context - each - count), each)
+        bounds = np.full(rows, context - count)
 
         def run() -> None:
             if not each:

@@ -29,7 +29,7 @@ from weft.attention.base import Backends, LayerCache, StepInput
 from weft.models.base import Model
 from weft.ops.upload import upload
 from weft.speculation.base import Drafter, Sampled
-from weft.speculation.chain import CapturedChains, CaptureOptions, Chain, Steps
+from weft.speculation.chain import CapturedChains, CaptureOptions, Chain, DraftSteps
 from weft.speculation.pending_hidden import PendingHidden, most_waiting
 from weft.types.plan import EMPTY_SEGMENT, AllocSlot, FreeSlot, Op, Segment, StepPlan, column
 
@@ -55,8 +55,8 @@ class _Rows:
 
     def begins(self) -> np.ndarray:
         """The first token of each in the drafter's step."""
-        made: np.ndarray = np.cumsum(self.counts) - self.counts
-        return made
+        result: np.ndarray = np.cumsum(self.counts) - self.counts
+        return result
 
 
 class MtpDrafter(Drafter):
@@ -69,7 +69,7 @@ class MtpDrafter(Drafter):
         model: Model,
         cache: Sequence[LayerCache],
         backends: Backends,
-        steps: Steps,
+        steps: DraftSteps,
         history: Tensor,
         vocab_size: int,
         block_size: int,
@@ -93,7 +93,7 @@ class MtpDrafter(Drafter):
         self.waiting = PendingHidden(slots, most, hidden, dtype, device)
         """Hidden states whose entries are still to be made."""
         self._verified = np.zeros(slots, bool)
-        """Whether the slot's last row had drafts: then nobody here knows where the next one starts."""
+        """Whether the slot's last row had drafts: then the host does not know where the next one starts."""
         self._any_verified = False
         """Whether one of ``_verified`` may be."""
         self._computed: Tensor | None = None
@@ -105,7 +105,7 @@ class MtpDrafter(Drafter):
         self.waiting.forget(slot)
         self._verified[slot] = False
 
-    def keeper(self) -> Callable[[Tensor, Tensor, Tensor], None]:
+    def hidden_sink(self) -> Callable[[Tensor, Tensor, Tensor], None]:
         self.waiting.make()
         return self.waiting.keep
 
@@ -126,7 +126,8 @@ class MtpDrafter(Drafter):
     def _settle(self, slots: np.ndarray) -> None:
         """Makes all entries of ``slots`` (int64 [rows]) that wait."""
         assert self._computed is not None
-        counts, ends = self.waiting.counts[slots], self.waiting.ends[slots]
+        counts = self.waiting.counts[slots]
+        ends = self.waiting.ends[slots]
         segment = Segment(slot=column(slots), start=column(ends - counts), count=column(counts))
         device = self._computed.device
         at, behind = upload(np.stack([slots, counts]), device)
@@ -144,7 +145,8 @@ class MtpDrafter(Drafter):
 
     def propose(self, step: Sampled) -> Tensor | None:
         """Where replicas agreed on the step, the module runs as often in each of them: it may communicate."""
-        agreed, begun = step.plan.agreed, self._chain.passes
+        agreed = step.plan.agreed
+        begun = self._chain.passes
         drafts = self._propose(step) if step.plan.rows else None
         if agreed is not None:
             for _ in range(begun + max(agreed.drafts, 1) - self._chain.passes):
@@ -152,10 +154,10 @@ class MtpDrafter(Drafter):
         return drafts
 
     def _propose(self, step: Sampled) -> Tensor | None:
-        assert step.hidden is not None, "hidden states that nobody kept"
+        assert step.hidden is not None, "the step kept no hidden states"
         self.uncaptured = False
         self._computed = step.num_computed
-        if len(step.hidden) == step.plan.rows and self._rests(step.plan):
+        if len(step.hidden) == step.plan.rows and self._is_idle(step.plan):
             if not step.kept:
                 self.waiting.keep(step.slots, step.starts, step.hidden)
             return None
@@ -172,18 +174,20 @@ class MtpDrafter(Drafter):
         hidden = self._first(step, made, wanted)
         if not len(wanted):
             return None
-        ends, slots = step.ends, step.slots
+        ends = step.ends
+        slots = step.slots
         if len(wanted) < len(step.next_k):
             at = upload(wanted, slots.device)
-            ends, slots = ends[at], slots[at]
+            ends = ends[at]
+            slots = slots[at]
         rest = hidden, slots, ends, step.bounds()[wanted], int(step.next_k.max())
         drafts = None if captured is None else captured.go_on(*rest)
         return self._chain.go_on(*rest) if drafts is None else drafts
 
-    def rests(self, plan: StepPlan) -> bool:
-        return plan.agreed is None and self._rests(plan)
+    def is_idle(self, plan: StepPlan) -> bool:
+        return plan.agreed is None and self._is_idle(plan)
 
-    def _rests(self, plan: StepPlan) -> bool:
+    def _is_idle(self, plan: StepPlan) -> bool:
         """Whether only the hidden states of all rows, of one token each, are to be kept; if so, notes that
         they wait."""
         decode = plan.decode
@@ -205,8 +209,10 @@ class MtpDrafter(Drafter):
 
     def _due(self, step: Sampled, drafting: bool) -> _Rows:
         """The rows whose entries are made now: all, if any drafts. Of others the hidden states are kept."""
-        prefill, decode = step.plan.prefill, step.plan.decode
-        both, first = (prefill, decode), prefill.rows
+        prefill = step.plan.prefill
+        decode = step.plan.decode
+        both = (prefill, decode)
+        first = prefill.rows
         slots = np.concatenate([s.slot for s in both])
         counts = np.concatenate([s.count for s in both]).astype(np.int64)
         ends = np.concatenate([s.start for s in both]) + counts
@@ -227,7 +233,8 @@ class MtpDrafter(Drafter):
     def _can_wait(self, waiting: np.ndarray, counts: np.ndarray, ends: np.ndarray, chunks: int) -> np.ndarray:
         """bool [rows]: whose entries need not be made now. Of rows, the first ``chunks`` of them of prompts:
         states that wait, tokens of the step, and where they end."""
-        most, after = self.waiting.most, waiting + counts
+        most = self.waiting.most
+        after = waiting + counts
         fits: np.ndarray = after < most
         if not self._defers:
             fits &= ends % self._block != 0
@@ -245,7 +252,8 @@ class MtpDrafter(Drafter):
     def _keep(self, step: Sampled, rows: np.ndarray, counts: np.ndarray) -> None:
         """Keeps the hidden states of ``rows`` of the plan, each of ``counts`` (int64 [all rows]) tokens."""
         assert step.hidden is not None
-        device, counts = step.slots.device, counts[rows]
+        device = step.slots.device
+        counts = counts[rows]
         within, source = _ranges(np.zeros(len(rows), np.int64), step.begins()[rows], counts)
         owner, place, source_ = upload(np.stack([np.repeat(rows, counts), within, source]), device)
         hidden = step.hidden if len(source) == len(step.hidden) else step.hidden[source_]

@@ -26,7 +26,9 @@ class PendingHidden:
         """Of each slot, how many wait."""
         self.ends = np.zeros(slots, np.int64)
         """Of slots where some do: the position behind the last one."""
-        self._shape, self._dtype, self._device = (slots * most, hidden), dtype, device
+        self._shape = (slots * most, hidden)
+        self._dtype = dtype
+        self._device = device
         self._states: Tensor | None = None
         """[slots * most, hidden], by slot and position modulo the most; see ``make``."""
         self.total = 0
@@ -85,8 +87,8 @@ class PendingHidden:
     def overdue(self, block: int) -> np.ndarray:
         """int64: the slots where those of a full block of ``block`` positions wait."""
         begins = self.ends - self.counts
-        made: np.ndarray = np.flatnonzero((self.counts > 0) & (self.ends // block > begins // block))
-        return made
+        result: np.ndarray = np.flatnonzero((self.counts > 0) & (self.ends // block > begins // block))
+        return result
 
 
 def most_waiting(block: int, position: int, defers: bool) -> int:

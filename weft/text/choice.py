@@ -229,7 +229,9 @@ class Choice:
         error: ErrorInfo | None = None,
         send_finish: bool = False,
     ) -> TextDelta:
-        self.finish_reason, self.stop_reason, self.error = reason, stop_reason, error
+        self.finish_reason = reason
+        self.stop_reason = stop_reason
+        self.error = error
         fresh.send_finish = send_finish
         return self._delta(fresh)
 

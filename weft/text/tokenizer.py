@@ -140,9 +140,9 @@ class Tokenizer:
             return self._pieces[token]
         except KeyError:
             text = self._public.id_to_token(token)
-            found = None if text is None else make_piece(self.form, text)
-            self._pieces[token] = found
-            return found
+            result = None if text is None else make_piece(self.form, text)
+            self._pieces[token] = result
+            return result
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes of one token as it stands inside a text; a special token's are its name."""

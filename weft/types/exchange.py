@@ -23,7 +23,7 @@ class Exchange(msgspec.Struct, frozen=True):
     form: str = ""
     """One of ``FORMS``; empty: the ranks' own rule, which is the same on all of them."""
     rows: int = 0
-    """At least the most tokens that a replica has in the step; 0: nobody agreed on it."""
+    """At least the most tokens that a replica has in the step; 0: replicas did not agree on it."""
 
 
 UNAGREED = Exchange()

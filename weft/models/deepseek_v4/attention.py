@@ -66,11 +66,14 @@ class DownLinear(Linear):
         self, inputs: int, before: int, dims: tuple[int, ...], overlap: int, after: int, build: Build
     ) -> None:
         super().__init__(inputs, before + 2 * overlap * sum(dims) + after, build)
-        self._before, self._dims, self._overlap = before, dims, overlap
+        self._before = before
+        self._dims = dims
+        self._overlap = overlap
 
     def pack(self) -> None:
         if self._overlap > 1:
-            rows, end = list[Tensor](), self._before
+            rows = list[Tensor]()
+            end = self._before
             parts = []  # of kv, then of gate: for each vector its parts
             for dim in self._dims * 2:
                 parts.append(torch.arange(end, end + self._overlap * dim).chunk(self._overlap))
@@ -116,8 +119,10 @@ class SparseAttention(Layer):
         assert sparse is not None
         self._type = kind = sparse.types[layer]
         self._kinds = spec.caches_of(layer)
-        heads, groups = build.part(spec.heads), build.part(sparse.o_groups)
-        self._heads, self._dim = heads.count, spec.head_dim
+        heads = build.part(spec.heads)
+        groups = build.part(sparse.o_groups)
+        self._heads = heads.count
+        self._dim = spec.head_dim
         chooses = kind == "chosen"
         dims = {"window": (), "chosen": (spec.head_dim, sparse.index_dim), "all": (spec.head_dim,)}[kind]
         overlap = overlap_of(kind)
@@ -139,7 +144,9 @@ class SparseAttention(Layer):
         self.out_low = GroupedLinear(groups, inputs, sparse.o_lora, build)
         self.out = RowLinear(groups.times(sparse.o_lora), spec.hidden, build)
         self._unit = torch.ones(spec.head_dim, dtype=build.dtype, device=build.device)
-        self._norm, self._eps, self._wide = build.op("rms_norm").run, spec.norm_eps, build.wide
+        self._norm = build.op("rms_norm").run
+        self._eps = spec.norm_eps
+        self._wide = build.wide
 
     def forward(
         self, x: Tensor, shared: SparseInput, caches: LayerCache, logits_indices: Tensor | None = None
@@ -156,7 +163,9 @@ class SparseAttention(Layer):
         self._write(entry, sources, shared.step, mine, caches)
         out = self._attend(q, index_q, index_weights.to(self._wide), shared, caches)
         if logits_indices is not None:
-            out, cos, sin = out[logits_indices], cos[logits_indices], sin[logits_indices]
+            out = out[logits_indices]
+            cos = cos[logits_indices]
+            sin = sin[logits_indices]
         partial: Tensor = self.out(self.out_low(rotate_pairs_(out, cos, -sin).flatten(1)))
         return partial
 
@@ -180,7 +189,8 @@ class SparseAttention(Layer):
     def _attend(
         self, q: Tensor, index_q: Tensor, index_weights: Tensor, shared: SparseInput, caches: LayerCache
     ) -> Tensor:
-        backend, mine = shared.backends["sparse"], shared.types[self._type]
+        backend = shared.backends["sparse"]
+        mine = shared.types[self._type]
         assert isinstance(backend, SparseBackend)
         out = torch.empty_like(q)
         for segment, plan in zip(shared.step.segments, mine.plans, strict=True):

@@ -49,7 +49,9 @@ class StreamsBlock(Block):
         one, out, mix = self.attention_streams(x)
         partial = self.attention(self.attention_norm(one), shared, caches, logits_indices)
         if logits_indices is not None:
-            x, out, mix = x[logits_indices], out[logits_indices], mix[logits_indices]
+            x = x[logits_indices]
+            out = out[logits_indices]
+            mix = mix[logits_indices]
         made = yield from reduced(self._comm, partial)
         x = self.attention_streams.add(x, made, out, mix)
         one, out, mix = self.feed_forward_streams(x)
@@ -87,7 +89,8 @@ class StreamsDecoder(Decoder):
             completed = None
             if reads.groups is not None:
                 sources = reads.groups - 1
-                block, overlap = caches[sources][0].shape[1], overlap_of(kind)
+                block = caches[sources][0].shape[1]
+                overlap = overlap_of(kind)
                 completed = completed_groups(
                     step, sources, reads.groups, reads.ratio, overlap, block, self._group_rope
                 )
@@ -105,13 +108,14 @@ class StreamsDecoder(Decoder):
         return embedded.unsqueeze(1).repeat(1, self.spec.hyper.streams, 1)
 
     def leave(self, x: Tensor, delta: Tensor | None) -> Tensor:
-        made: Tensor = self.norm(self.streams_head(x))
-        return made
+        result: Tensor = self.norm(self.streams_head(x))
+        return result
 
 
 def _reads(spec: ModelSpec, kind: str, layer: int) -> Reads:
     """What layers of the type of ``layer`` read: entries, and of (sources, groups) the groups."""
-    sparse, kinds = spec.sparse, spec.caches_of(layer)
+    sparse = spec.sparse
+    kinds = spec.caches_of(layer)
     assert sparse is not None
     groups = None if kind == "window" else kinds[2]
     return Reads(

@@ -223,7 +223,8 @@ def copy(
             "config.json",
             param="--model",
         )
-    size, where = 0, inside(placement.index, *index) if index else placement.index
+    size = 0
+    where = inside(placement.index, *index) if index else placement.index
     note_largest(parameter, where, values)
     for window in windows(parameter, where):
         target = parameter.data[window.target]

@@ -44,9 +44,10 @@ def read(
 ) -> tuple[str, Iterator[StoredPiece]]:
     """(format in words, the weight's pieces in ``dtype``, a wide one).
 
-    parts: by role. Stacked matrices (experts) come one by one, so that no more than one is ever unpacked;
-    those whose number is not ``wanted`` are left out. A plain weight comes as it is, in its own type; the
-    format is then "". Raises Lacks, and Misfit for parts that do not fit, the latter also while iterating.
+    parts: by role. Stacked matrices (experts) come one by one, so that no more than one is dequantized at a
+    time; those whose number is not ``wanted`` are left out. A plain weight comes as it is, in its own type;
+    the format is then "". Raises Lacks, and Misfit for parts that do not fit, the latter also while
+    iterating.
     """
     if spec is None or _is_plain(parts):
         return "", iter([StoredPiece((), parts[PLAIN])])
@@ -98,7 +99,8 @@ def _packed(parts: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[str, Itera
     values, scale = _need(parts, "packed", "scale")
     if values.dtype == torch.int32:
         (shape,) = _need(parts, "shape")
-        zeros, groups = parts.get("zeros"), parts.get("groups")
+        zeros = parts.get("zeros")
+        groups = parts.get("groups")
         made = packed.dequantize(values, scale, shape, dtype, zeros=zeros, groups=groups)
         return f"packed {32 * values.shape[1] // made.shape[1]} bits", _one(made)
     divisor = parts.get("divisor")

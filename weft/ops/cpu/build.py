@@ -90,7 +90,8 @@ def find() -> Path | None:
     made = {}
     for path in cache_folder().glob(f"{base_key()}-*/{LIBRARY}"):
         with contextlib.suppress(FileNotFoundError):  # another process tidies up
-            file, folder = path.stat(), path.parent.stat()
+            file = path.stat()
+            folder = path.parent.stat()
             if {file.st_uid, folder.st_uid} <= {0, os.geteuid()}:
                 made[path] = file.st_mtime
     return max(made, key=lambda path: made[path], default=None)

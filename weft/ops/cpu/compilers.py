@@ -93,8 +93,11 @@ def compile_files(
 
     Raises BuildError when one does not compile; the others are stopped then, as they are by any exception.
     """
-    say, began = report.say, time.monotonic()
-    waiting, running, done = deque(files), list[_Compiler](), 0
+    say = report.say
+    began = time.monotonic()
+    waiting = deque(files)
+    running = list[_Compiler]()
+    done = 0
     try:
         while waiting or running:
             while waiting and len(running) < processes:
