@@ -34,6 +34,8 @@ REFUSED: dict[str, Callable[[], object]] = {
     "pageable": lambda: torch.from_numpy(np.arange(3)).to(CUDA, non_blocking=True),
     "blocking": lambda: torch.arange(3).pin_memory().to(CUDA),
     "read": lambda: torch.empty(2).copy_(zeros(2), non_blocking=True),
+    "one element": lambda: zeros(2).__setitem__(0, 1.0),
+    "elements": lambda: zeros(2).__setitem__(upload(np.arange(2), CUDA), 1.0),
     "event": lambda: torch.cuda.Event().synchronize(),
 }
 
@@ -50,7 +52,8 @@ def test_work_without_waits_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     with rig.rehearsed(monkeypatch) as made, running(made):
         x = zeros(4, 8)
         index = upload(np.arange(3), CUDA)
-        x[0] = 1.0
+        x[0] = 1.0  # a row is filled; to set one element copies it
+        x[0, 0].fill_(2.0)
         x[index] = x[index] * torch.tensor(2.0)
         host = torch.empty(3, dtype=torch.int64, pin_memory=True).copy_(index, non_blocking=True)
         assert x[index].shape == (3, 8)
