@@ -1,0 +1,102 @@
+"""Digests of transferred bytes: 64 bits a span, made by the writer, checked by the receiver. Pure numpy.
+
+Words of 64 bits are summed up in blocks of 128, each with a key of its place in the block; sums are words
+of the next level, until one is left:
+
+    term(word, key) = (low(word) + low(key)) * (high(word) + high(key)) + word      sums in 32 bits, rest in
+    64 level(words)    = for each 128 words, sum of term(word i, key i) modulo 2^64
+    digest          = mix(last sum ^ seed)
+
+The seed is made of room, attempt, incarnation, destination and length, so a span that is right and arrives at
+another place, or in another attempt, has another digest. A flipped bit changes its block's sum always; any
+other change of a block is missed with a probability of about 2^-32 (NH: Black et al. 1999, "UMAC"). The
+keys are public: digests find what went wrong, they do not keep out who forges.
+
+``weft/ops/cpu/csrc/transfer.cpp`` computes the same bits at the speed of memory; this is the definition.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from weft.types.rooms import RoomKey
+
+WORDS = 128
+"""Of 64 bits in a block."""
+_MASK = (1 << 64) - 1
+_LOW = np.uint64(0xFFFFFFFF)
+_HALF = np.uint64(32)
+_AT_ONCE = 64 * WORDS  # words whose terms stay in a core's cache
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def mix(value: int) -> int:
+    """A bijection of 64 bits in which each bit depends on all (Steele et al. 2014, "SplitMix")."""
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+_KEYS = np.array([mix(_GOLDEN * (i + 1) & _MASK) for i in range(WORDS)], np.uint64)
+_KEYS_LOW, _KEYS_HIGH = _KEYS & _LOW, _KEYS >> _HALF
+
+
+def room_seed(key: RoomKey) -> int:
+    """What all digests of a room begin with."""
+    return mix(mix(mix(key.room) ^ key.attempt) ^ key.incarnation)
+
+
+def span_seeds(seed: int, region: int, offsets: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """uint64 [n]: the seeds of spans that go to ``offsets`` of the receiver's ``region``.
+
+    ``seed``: see ``room_seed``. offsets, lengths: int64 [n].
+    """
+    start = np.uint64(mix(seed ^ region))
+    return _mix(_mix(offsets.astype(np.uint64) ^ start) ^ lengths.astype(np.uint64))
+
+
+def digest(data: np.ndarray, seed: int) -> int:
+    """Of the bytes of ``data``, uint8 [n]."""
+    size = len(data)
+    words = np.zeros(-(-size // 8), np.uint64)
+    words.view(np.uint8)[:size] = data
+    while len(words) > 1 or size:
+        words, size = _level(words), 0
+    return mix((int(words[0]) if len(words) else 0) ^ seed)
+
+
+def digest_spans(memory: np.ndarray, spans: np.ndarray, seeds: np.ndarray) -> np.ndarray:
+    """uint64 [n]: the digest of each span. memory: uint8; spans: int64 [n, 2], offset and length."""
+    pairs = zip(spans.tolist(), seeds.tolist(), strict=True)
+    return np.array([digest(memory[at : at + size], seed) for (at, size), seed in pairs], np.uint64)
+
+
+def digest_bytes(data: bytes, seed: int) -> int:
+    """Of a message."""
+    return digest(np.frombuffer(data, np.uint8), seed)
+
+
+def _level(words: np.ndarray) -> np.ndarray:
+    whole = len(words) // WORDS * WORDS
+    sums = []
+    for at in range(0, whole, _AT_ONCE):
+        blocks = words[at : min(at + _AT_ONCE, whole)].reshape(-1, WORDS)
+        sums.append(_terms(blocks, WORDS).sum(axis=1, dtype=np.uint64))
+    if whole < len(words):
+        rest = words[whole:]
+        sums.append(_terms(rest, len(rest)).sum(dtype=np.uint64, keepdims=True))
+    return np.concatenate(sums) if sums else words
+
+
+def _terms(words: np.ndarray, count: int) -> np.ndarray:
+    low = ((words & _LOW) + _KEYS_LOW[:count]) & _LOW
+    high = ((words >> _HALF) + _KEYS_HIGH[:count]) & _LOW
+    terms: np.ndarray = low * high + words
+    return terms
+
+
+def _mix(values: np.ndarray) -> np.ndarray:
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: np.ndarray = values ^ (values >> np.uint64(31))
+    return mixed

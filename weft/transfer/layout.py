@@ -1,0 +1,213 @@
+"""The caches of a group as rooms describe them to each other: made of the configuration, compared, and
+addressed.
+
+A *region* is the memory of one tensor of one cache kind on one rank. Regions are numbered kind by kind,
+tensor by tensor, alike on all ranks of a group and in all groups that serve one model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from weft.common.errors import ConfigError
+from weft.config.cache_layout import ITEM_BYTES, TensorLayout
+from weft.config.resolved import KVConfig
+from weft.config.sharding import share, share_of_kv
+from weft.types.rooms import Blocks, GroupDims, KindDims, RoomMessageError, TensorDims
+
+_BEFORE_ENTRIES = ("layer", "block", "slot", "copy", "kv", "head")
+_MOST_BYTES = 1 << 50
+
+
+class Tensor(NamedTuple):
+    """How to address one tensor: strides in bytes; 0 where it has no such dim."""
+
+    layers: int
+    layer_stride: int
+    lines: int
+    """Blocks, or copies of slots."""
+    line_stride: int
+    kv: int
+    kv_stride: int
+    heads: int
+    """0 where it is not made of heads."""
+    head_stride: int
+    entries: int
+    """Of a block; 1 of a state."""
+    entry_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.layers * self.layer_stride
+
+
+class Place(NamedTuple):
+    """Where a sequence lies in one kind's pool, on every rank of a group."""
+
+    first: int
+    """Number of the first entry of its block table that ``ids`` has."""
+    ids: np.ndarray
+    """int64."""
+
+
+def group_dims(whole: KVConfig, local: KVConfig, ranks: int, dtype: str, snapshots: bool) -> GroupDims:
+    """What a group tells its peers. ``whole``: of the whole model; ``local``: of one of its ``ranks``.
+
+    ``snapshots``: states are received into (or sent from) snapshots, not the copies of slots.
+    """
+    kinds = []
+    for model, pool in zip(whole.pools, local.pools, strict=True):
+        cache = pool.cache
+        tensors = pool.tensors(dtype) if snapshots else local.tensors(pool, dtype)
+        kinds.append(
+            KindDims(
+                kind=cache.kind,
+                layers=cache.layers,
+                block_size=pool.block_size,
+                window=cache.window,
+                ratio=cache.ratio,
+                kv_heads=model.cache.kv_heads,
+                tensors=tuple(_dims(tensor) for tensor in tensors),
+            )
+        )
+    return GroupDims(ranks=ranks, kinds=tuple(kinds))
+
+
+def tensor_of(dims: TensorDims) -> Tensor:
+    """Raises RoomMessageError for dims that no cache of ours has."""
+    names = [name for name, _ in dims.dims]
+    sizes = dict(dims.dims)
+    item = ITEM_BYTES.get(dims.dtype)
+    if item is None or len(sizes) != len(names) or not names or names[0] != "layer":
+        raise RoomMessageError(f"tensor {dims.name!r}: not a cache's dims or dtype")
+    if math.prod(sizes.values()) * item > _MOST_BYTES or 0 in sizes.values():
+        raise RoomMessageError(f"tensor {dims.name!r}: sizes that cannot be")
+    strides, stride = dict[str, int](), item
+    for name, size in reversed(dims.dims):
+        strides[name] = stride
+        stride *= size
+    line = "block" if "block" in sizes else "copy"
+    lines = sizes.get("block", sizes.get("slot", 1) * sizes.get("copy", 1))
+    inner = [name for name in names if name not in _BEFORE_ENTRIES]
+    entry_bytes = item * math.prod(sizes[name] for name in inner if name != "position")
+    return Tensor(
+        layers=sizes["layer"],
+        layer_stride=strides["layer"],
+        lines=lines,
+        line_stride=strides.get(line, 0),
+        kv=sizes.get("kv", 1),
+        kv_stride=strides.get("kv", 0),
+        heads=sizes.get("head", 0),
+        head_stride=strides.get("head", 0),
+        entries=sizes.get("position", 1),
+        entry_bytes=entry_bytes,
+    )
+
+
+def tensors_of(dims: GroupDims) -> list[list[Tensor]]:
+    """For each kind its tensors. Raises RoomMessageError where they contradict the kind."""
+    found = [[tensor_of(tensor) for tensor in kind.tensors] for kind in dims.kinds]
+    for kind, tensors in zip(dims.kinds, found, strict=True):
+        if kind.block_size % kind.ratio:
+            raise RoomMessageError(f"a block of {kind.block_size} is no multiple of its ratio {kind.ratio}")
+        for tensor in tensors:
+            entries = 1 if kind.kind == "state" else kind.block_size // kind.ratio
+            if tensor.layers != len(kind.layers) or tensor.entries != entries:
+                raise RoomMessageError(f"a tensor of kind {kind.kind} has other layers or positions than it")
+            if tensor.heads and tensor.heads != heads_of(kind, tensor, 0, dims.ranks).size:
+                raise RoomMessageError(f"a tensor of kind {kind.kind} has not a rank's share of heads")
+    return found
+
+
+class Heads(NamedTuple):
+    """[begin, end) of the whole model's heads."""
+
+    begin: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        return self.end - self.begin
+
+
+def heads_of(kind: KindDims, tensor: Tensor, rank: int, ranks: int) -> Heads:
+    """Which heads ``rank`` has of a tensor that is made of them."""
+    if kind.kind == "state":
+        return Heads(*share(tensor.heads * ranks, rank, ranks))
+    return Heads(*share_of_kv(kind.kv_heads, rank, ranks))
+
+
+def compatible(one: GroupDims, other: GroupDims) -> str | None:
+    """Why caches of one group cannot become those of the other; None if they can."""
+    if len(one.kinds) != len(other.kinds):
+        return f"{len(one.kinds)} cache kinds here, {len(other.kinds)} there"
+    for number, (a, b) in enumerate(zip(one.kinds, other.kinds, strict=True)):
+        for field in ("kind", "layers", "window", "ratio", "kv_heads"):
+            here, there = getattr(a, field), getattr(b, field)
+            if here != there:
+                return f"cache kind {number}: {field} is {here} here and {there} there"
+        if [(t.name, t.dtype) for t in a.tensors] != [(t.name, t.dtype) for t in b.tensors]:
+            return f"cache kind {number}: other tensors or dtypes there"
+        for mine, theirs in zip(a.tensors, b.tensors, strict=True):
+            if _fixed(a, mine, one.ranks) != _fixed(b, theirs, other.ranks):
+                return f"cache kind {number}: tensor {mine.name!r} has other sizes there"
+    return None
+
+
+def placed(blocks: Sequence[Blocks], dims: GroupDims, start: int, num_positions: int) -> tuple[Place, ...]:
+    """Where a sequence lies, checked: positions ``start`` .. num_positions - 1 have blocks that exist.
+
+    Raises RoomMessageError.
+    """
+    if len(blocks) != len(dims.kinds):
+        raise RoomMessageError(f"blocks of {len(blocks)} kinds, of {len(dims.kinds)} needed")
+    places = []
+    for kind, tensors, given in zip(dims.kinds, tensors_of(dims), blocks, strict=True):
+        if len(given.ids) % 4:
+            raise RoomMessageError("block ids are not a whole number of int32")
+        ids = np.frombuffer(given.ids, "<i4").astype(np.int64)
+        lines = min((tensor.lines for tensor in tensors), default=0)
+        if len(ids) and (ids.min() < 0 or ids.max() >= lines):
+            raise RoomMessageError(f"a block of kind {kind.kind} is outside its pool of {lines}")
+        if kind.kind == "state":
+            if len(ids) != 1:
+                raise RoomMessageError("a state is in one place")
+        elif len(np.unique(ids[ids > 0])) != np.count_nonzero(ids):
+            raise RoomMessageError(f"a block of kind {kind.kind} is named twice")
+        elif num_positions > (given.first + len(ids)) * kind.block_size:
+            raise RoomMessageError(f"blocks of kind {kind.kind} end before position {num_positions}")
+        places.append(Place(given.first, ids))
+    return tuple(places)
+
+
+def blocks_of(table: Sequence[int] | np.ndarray, first: int = 0) -> Blocks:
+    """Entries of a block table, from number ``first`` on, as messages have them."""
+    return Blocks(first=first, ids=np.asarray(table, dtype="<i4").tobytes())
+
+
+def regions(dims: GroupDims) -> list[tuple[int, int]]:
+    """(kind, tensor) of each region."""
+    return [(kind, tensor) for kind, has in enumerate(dims.kinds) for tensor in range(len(has.tensors))]
+
+
+def _dims(tensor: TensorLayout) -> TensorDims:
+    return TensorDims(name=tensor.name, dims=tensor.dims, dtype=tensor.dtype)
+
+
+def _fixed(kind: KindDims, dims: TensorDims, ranks: int) -> tuple[object, ...]:
+    """What of a tensor does not depend on the group that has it."""
+    tensor = tensor_of(dims)
+    heads = tensor.heads * ranks if kind.kind == "state" else min(tensor.heads, 1)
+    return tensor.kv, heads, tensor.entry_bytes
+
+
+def check_shares(dims: GroupDims) -> None:
+    """Raises ConfigError when ``dims`` are not those of a group (of this process: a mistake of ours)."""
+    try:
+        tensors_of(dims)
+    except RoomMessageError as error:
+        raise ConfigError(f"the caches cannot be described to other groups: {error.message}") from error

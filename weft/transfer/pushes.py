@@ -1,0 +1,238 @@
+"""The sending side of one rank: what is pushed behind each layer, and how much is under way. Pure.
+
+Each peer has a window of bytes (a ring): what does not fit waits in this queue, never in a caller. So a
+receiver that does not read delays its own rooms and no others. Rooms of one peer take turns, write by
+write; the writes of a room keep their order.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from weft.common.errors import ErrorInfo
+from weft.transfer.leases import Lease, Ring
+from weft.transfer.spans import Part, SpanPlan, split
+from weft.types.rooms import Outcome, RoomKey
+
+
+class _Word(msgspec.Struct, frozen=True):
+    pass
+
+
+class Begin(_Word, frozen=True):
+    """The receiver is bound: to each of its ranks goes what its plan says."""
+
+    key: RoomKey
+    plans: Mapping[str, SpanPlan]
+    """Peer -> what it gets from this rank."""
+    end: int
+    """Positions of the sequence."""
+
+
+class Computed(_Word, frozen=True):
+    """The model's layer ``layer`` has positions ``begin`` .. end - 1 in its caches."""
+
+    key: RoomKey
+    layer: int
+    begin: int
+    end: int
+
+
+class Written(_Word, frozen=True):
+    """A write has ended: it was taken in, or it failed."""
+
+    key: RoomKey
+    peer: str
+    number: int
+    error: ErrorInfo | None
+
+
+class Stopped(_Word, frozen=True):
+    """The head says that the room is over."""
+
+    key: RoomKey
+
+
+Event = Begin | Computed | Written | Stopped
+
+
+class Write(_Word, frozen=True):
+    """Sends bytes to a peer. Answered with ``Written``."""
+
+    key: RoomKey
+    peer: str
+    number: int
+    parts: tuple[Part, ...]
+
+
+class Report(_Word, frozen=True):
+    """Tells this rank's head how the room stands here."""
+
+    key: RoomKey
+    outcome: Outcome
+    error: ErrorInfo | None = None
+
+
+Action = Write | Report
+
+WRITE_BYTES = 1 << 20
+"""Of one write at most: what others wait for, and what stays in a core's cache between two passes."""
+WINDOW_BYTES = 16 << 20
+"""Under way to one peer at most."""
+_MOST_SPANS = 4096
+"""Of one write."""
+
+
+class _Room:
+    def __init__(self, begin: Begin, missing: Sequence[tuple[int, int]]) -> None:
+        self.plans, self.end = begin.plans, begin.end
+        self.missing = set(missing)
+        """(kind, number) of layers of which the last positions have not been computed."""
+        self.queued: dict[str, deque[tuple[Part, ...]]] = {peer: deque() for peer in begin.plans}
+        self.under_way: dict[tuple[str, int], Lease] = {}
+        self.numbers = dict.fromkeys(begin.plans, 0)
+        self.started = self.over = False
+
+    @property
+    def idle(self) -> bool:
+        return not self.missing and not self.under_way and not any(self.queued.values())
+
+
+class Pushes:
+    """Of one rank, used from one thread. ``layers``: for each cache kind the model's layers that have it."""
+
+    def __init__(
+        self, layers: Sequence[Sequence[int]], write_bytes: int = WRITE_BYTES, window: int = WINDOW_BYTES
+    ) -> None:
+        self._of_layer: dict[int, list[tuple[int, int]]] = {}
+        for kind, has in enumerate(layers):
+            for number, layer in enumerate(has):
+                self._of_layer.setdefault(layer, []).append((kind, number))
+        self._write_bytes, self._window = min(write_bytes, window), window
+        self._rooms: OrderedDict[RoomKey, _Room] = OrderedDict()
+        self._early: dict[RoomKey, list[Computed]] = {}
+        self._rings: dict[str, Ring] = {}
+
+    def __len__(self) -> int:
+        return len(self._rooms) + len(self._early)
+
+    @property
+    def under_way(self) -> int:
+        """Bytes that were sent and not answered, to all peers."""
+        return sum(ring.used for ring in self._rings.values())
+
+    def on(self, event: Event) -> list[Action]:
+        """What is to be done, in this order. Time plays no part."""
+        match event:
+            case Begin():
+                return self._begin(event)
+            case Computed():
+                return self._computed(event)
+            case Written():
+                return self._written(event)
+            case Stopped(key):
+                self._early.pop(key, None)
+                room = self._rooms.pop(key, None)
+                return [] if room is None else self._release(room)
+
+    def _begin(self, event: Begin) -> list[Action]:
+        if event.key in self._rooms:
+            return []
+        everything = [pair for pairs in self._of_layer.values() for pair in pairs]
+        room = self._rooms[event.key] = _Room(event, everything)
+        for computed in self._early.pop(event.key, []):
+            self._queue(room, computed)
+        return self._turn(event.plans) + self._report(event.key, room)
+
+    def _computed(self, event: Computed) -> list[Action]:
+        room = self._rooms.get(event.key)
+        if room is None:
+            self._early.setdefault(event.key, []).append(event)
+            return []
+        self._queue(room, event)
+        return self._turn(room.plans) + self._report(event.key, room)
+
+    def _queue(self, room: _Room, event: Computed) -> None:
+        last = event.end >= room.end
+        for kind, number in self._of_layer.get(event.layer, []):
+            for peer, plan in room.plans.items():
+                parts = plan.entries(kind, number, event.begin, event.end)
+                if last and (kind, number) in room.missing:
+                    parts = parts + plan.state(kind, number)
+                room.queued[peer] += packed(parts, self._write_bytes)
+            if last:
+                room.missing.discard((kind, number))
+
+    def _written(self, event: Written) -> list[Action]:
+        room = self._rooms.get(event.key)
+        lease = None if room is None else room.under_way.pop((event.peer, event.number), None)
+        if room is None or lease is None:
+            return []
+        self._rings[event.peer].give_back(lease)
+        actions = list[Action]()
+        if event.error is not None and not room.over:
+            room.over = True
+            for queue in room.queued.values():
+                queue.clear()
+            actions.append(Report(event.key, Outcome.failed, event.error))
+        return [*actions, *self._turn([event.peer]), *self._report(event.key, room)]
+
+    def _release(self, room: _Room) -> list[Action]:
+        for (peer, _), lease in room.under_way.items():
+            self._rings[peer].give_back(lease)
+        return self._turn({peer for peer, _ in room.under_way})
+
+    def _turn(self, peers: Sequence[str] | set[str] | Mapping[str, object]) -> list[Action]:
+        """Sends to each of ``peers`` as much as its window has room for."""
+        actions = list[Action]()
+        for peer in sorted(peers):
+            ring = self._rings.setdefault(peer, Ring(self._window))
+            waiting = deque(key for key, room in self._rooms.items() if room.queued.get(peer))
+            while waiting:
+                key = waiting.popleft()
+                room = self._rooms[key]
+                parts = room.queued[peer][0]
+                lease = ring.take(sum(part.nbytes for part in parts), key)
+                if lease is None:
+                    break
+                room.queued[peer].popleft()
+                number, room.numbers[peer] = room.numbers[peer], room.numbers[peer] + 1
+                room.under_way[peer, number] = lease
+                if not room.started:
+                    room.started = True
+                    actions.append(Report(key, Outcome.pending))
+                actions.append(Write(key, peer, number, parts))
+                self._rooms.move_to_end(key)
+                if room.queued[peer]:
+                    waiting.append(key)
+        return actions
+
+    def _report(self, key: RoomKey, room: _Room) -> list[Action]:
+        if room.over or not room.idle:
+            return []
+        room.over = True
+        return [Report(key, Outcome.done)]
+
+
+def packed(parts: Sequence[Part], most: int) -> list[tuple[Part, ...]]:
+    """The same spans in order, in groups of at most ``most`` bytes; longer spans are cut."""
+    groups, group, room, left = list[tuple[Part, ...]](), list[Part](), most, _MOST_SPANS
+    for part in parts:
+        spans = split(part.spans, most)
+        while len(spans):
+            ends = np.cumsum(spans[:, 2])
+            count = min(int(np.searchsorted(ends, room, side="right")), left)
+            if count:
+                group.append(part._replace(spans=spans[:count]))
+                room, left = room - int(ends[count - 1]), left - count
+                spans = spans[count:]
+            if len(spans):
+                groups.append(tuple(group))
+                group, room, left = [], most, _MOST_SPANS
+    if group:
+        groups.append(tuple(group))
+    return [group for group in groups if group]

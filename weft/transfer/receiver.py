@@ -1,0 +1,146 @@
+"""The rooms of a head whose group decodes: it reserves blocks for an offer, and takes bytes in. Pure."""
+
+from __future__ import annotations
+
+from weft.common.errors import ErrorInfo, WeftError
+from weft.transfer import words as w
+from weft.transfer.rooms import FenceBy, Patience, Room, Rooms
+from weft.transfer.sender import TransferRefused, check_bound, intact
+from weft.transfer.tombstones import Parking
+from weft.types import rooms as r
+from weft.types.rooms import GroupDims, Outcome, Peer, RoomKey, State
+
+PARKED_BYTES = 64 << 20
+"""Of offers whose Submit has not come yet."""
+LATER_S = 1.0
+"""Seconds that a sender is asked to wait while that is full."""
+
+
+class ReceivingRooms(Rooms):
+    """``on`` and ``next_due`` are all there is to call, from one thread."""
+
+    def __init__(
+        self,
+        dims: GroupDims,
+        fence: FenceBy = "copy",
+        patience: Patience = Patience(),
+        parked_bytes: int = PARKED_BYTES,
+    ) -> None:
+        """``dims``: this group's caches."""
+        super().__init__(dims.ranks, fence, patience)
+        self._dims = dims
+        self._early: Parking[tuple[Peer, r.Admitted]] = Parking(parked_bytes, patience.bind)
+        self._asked: set[RoomKey] = set()
+        """Rooms about which the scheduler has been asked, and has not answered."""
+
+    def on(self, event: w.ReceiverEvent, now: float) -> list[w.Action]:
+        """What is to be done, in this order, when ``event`` happens."""
+        match event:
+            case w.Reserve(message):
+                return self._reserve(message, now)
+            case w.Postpone(key, seconds):
+                return self._postpone(key, seconds)
+            case w.Refuse(key, error):
+                return self._refuse(key, error, now)
+            case w.Tick():
+                self._early.expire(now)
+                return self._tick(now)
+            case _:
+                return self._common(event, now)
+
+    def next_due(self) -> float | None:
+        both = (super().next_due(), self._early.next_due())
+        return min([at for at in both if at is not None], default=None)
+
+    @property
+    def parked(self) -> int:
+        """Rooms of which something came before their Submit."""
+        return len(self._early)
+
+    def _needs_peer(self, room: Room) -> bool:
+        return room.was_bound and self._fence != "copy"  # then senders write to this side's memory
+
+    def _opened(self, room: Room, now: float) -> list[w.Action]:
+        actions: list[w.Action] = []
+        for peer, message in self._early.flush(room.key):
+            if peer == room.peer and room.state is State.new:
+                actions += self._admitted(room, message, now)
+        return actions
+
+    def _heard_early(self, peer: Peer, message: r.RoomMessage, now: float) -> list[w.Action]:
+        if not isinstance(message, r.Admitted):
+            return super()._heard_early(peer, message, now)
+        self._early.flush(message.key)  # of one that is repeated the last is kept
+        if self._early.park(message.key, (peer, message), len(r.encode(message)), now):
+            return []
+        return [w.Send(peer, r.Later(key=message.key, seconds=LATER_S))]
+
+    def _heard_of(self, room: Room, message: r.RoomMessage, now: float) -> list[w.Action]:
+        match message:
+            case r.Admitted() if room.state is State.new:
+                return self._admitted(room, message, now)
+            case r.Admitted() if room.bound is not None and room.state < State.failing:
+                return [w.Send(room.peer, room.bound)]
+            case r.Metadata() if State.new < room.state < State.failing and room.metadata is None:
+                if not intact(message):
+                    error = TransferRefused("the first tokens of a sequence arrived with a wrong digest")
+                    return self._fail(room, error.info(), now)
+                room.metadata = message
+                return self._progressed(room, now)
+            case r.Admitted() | r.Metadata():
+                return []
+        self.strays += 1
+        return []
+
+    def _admitted(self, room: Room, message: r.Admitted, now: float) -> list[w.Action]:
+        if room.key in self._asked:
+            return []
+        room.offer = message
+        self._asked.add(room.key)
+        return [w.Tell(r.RoomWanted(room.key, message))]
+
+    def _reserve(self, message: r.Bound, now: float) -> list[w.Action]:
+        key = message.key
+        room = self._rooms.get(key)
+        if room is None or key not in self._asked or room.offer is None or room.state is not State.new:
+            return [w.Tell(r.RoomFreed(key))]  # it has ended meanwhile: nobody was told of this memory
+        self._asked.discard(key)
+        try:
+            check_bound(room.offer, message)
+        except WeftError as error:
+            return self._refuse_room(room, error.info(), now)
+        room.bound = message
+        room.move(State.bound)
+        return [w.Expect(key, room.offer, message), w.Send(room.peer, message)]
+
+    def _postpone(self, key: RoomKey, seconds: float) -> list[w.Action]:
+        room = self._rooms.get(key)
+        if room is None or key not in self._asked:
+            return []
+        self._asked.discard(key)
+        return [w.Send(room.peer, r.Later(key=key, seconds=seconds))]
+
+    def _refuse(self, key: RoomKey, error: ErrorInfo, now: float) -> list[w.Action]:
+        room = self._rooms.get(key)
+        if room is None or key not in self._asked or room.state is not State.new:
+            return []
+        return self._refuse_room(room, error, now)
+
+    def _refuse_room(self, room: Room, error: ErrorInfo, now: float) -> list[w.Action]:
+        refused = r.Refused(key=room.key, error=error)
+        room.peer_stopped = True  # it was given nothing to touch
+        actions = self._fail(room, error, now, answer=refused)
+        return [w.Send(room.peer, refused), *actions]
+
+    def _progressed(self, room: Room, now: float) -> list[w.Action]:
+        if room.outcomes.all is not Outcome.done or room.metadata is None:
+            return []
+        landed = r.Landed(key=room.key)
+        room.move(State.done)
+        self._end(room, landed, now)
+        told = r.RoomLanded(room.key, room.metadata.first)
+        return [w.Stop(room.key), w.Tell(told), w.Send(room.peer, landed)]
+
+    def _end(self, room: Room, answer: r.RoomMessage, now: float) -> None:
+        self._asked.discard(room.key)
+        super()._end(room, answer, now)

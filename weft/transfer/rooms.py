@@ -1,0 +1,332 @@
+"""What both sides of rooms have in common: how a room fails, is fenced, and is remembered. Pure.
+
+    new ──► bound ──► active ──► done            RoomLanded, once
+      ╰──────┴─────────┴──► failing ──► fenced   RoomFailed at once, RoomFreed when it is fenced
+
+A room that fails stops this group's ranks and tells the other side at once. Its memory is given back when
+everybody who could touch it has said that he does not, or cannot: this group's ranks (``RankStopped``, or
+their process has ended), and the peer, where it has a part in that (``Fenced``, its death, or its access
+revoked). No clock gives memory back. A message is repeated until something answers it, so it may be lost,
+and whatever answers twice changes nothing, so it may be repeated.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from weft.common.errors import DeadlineExceeded, ErrorInfo, Unavailable
+from weft.transfer import words as w
+from weft.transfer.outcomes import Outcomes
+from weft.transfer.tombstones import Tombstones
+from weft.types import rooms as r
+from weft.types.rooms import Outcome, Peer, RoomKey, State
+
+FenceBy = Literal["copy", "connection", "rekey"]
+"""What ends a transport's writes: receivers copy themselves; closed connections; revoked registrations."""
+
+
+class Patience(NamedTuple):
+    """Seconds."""
+
+    retry: float = 1.0
+    """Between repetitions of a message."""
+    bind: float = 60.0
+    """From the first offer until a receiver is bound."""
+    fence: float = 10.0
+    """Until a peer that does not answer a fence is to be revoked."""
+    remember: float = 900.0
+    """How long an ended room is known: longer than any deadline."""
+
+
+class Room:
+    """One room on one side."""
+
+    def __init__(self, key: RoomKey, peer: Peer, deadline: float, ranks: int) -> None:
+        self.key, self.peer, self.deadline = key, peer, deadline
+        self.state = State.new
+        self.was_bound = False
+        self.outcomes = Outcomes(ranks)
+        self.running = set(range(ranks))
+        """Ranks of this group that have not stopped."""
+        self.peer_stopped = False
+        self.revoke_at: float | None = None
+        self.say: r.RoomMessage | None = None
+        """What is repeated until it is answered."""
+        self.say_at = 0.0
+        self.answer: r.RoomMessage | None = None
+        """Of a room that fails: to what still comes."""
+        self.peer_asked = False
+        """Whether the peer waits to hear that this side has stopped."""
+        self.bind_by: float | None = None
+        self.offer: r.Admitted | None = None
+        self.bound: r.Bound | None = None
+        self.metadata: r.Metadata | None = None
+
+    def move(self, state: State) -> None:
+        """Raises AssertionError for a move that there is not."""
+        assert state > self.state, f"{self.state.name} -> {state.name}"
+        assert not self.state.ended, f"{self.state.name} -> {state.name}"
+        self.state = state
+        self.was_bound |= state in (State.bound, State.active)
+
+
+class Ended(NamedTuple):
+    """What is left of a room."""
+
+    state: State
+    answer: r.RoomMessage
+    """To whatever still comes, but for a fence."""
+
+
+class _Notice(NamedTuple):
+    peer: Peer
+    message: r.Fence
+    due: float
+    until: float
+
+
+class Rooms:
+    """The rooms of one head, on one side."""
+
+    def __init__(self, ranks: int, fence: FenceBy = "copy", patience: Patience = Patience()) -> None:
+        self._ranks, self._fence, self._patience = ranks, fence, patience
+        self._rooms: dict[RoomKey, Room] = {}
+        self._ended: Tombstones[Ended] = Tombstones(patience.remember)
+        self._notices: dict[RoomKey, _Notice] = {}
+        self.strays = 0
+        """Messages dropped: of peers that have no part in the room, or that cannot be right."""
+
+    def __len__(self) -> int:
+        """Rooms that have not ended."""
+        return len(self._rooms)
+
+    def state(self, key: RoomKey) -> State | None:
+        """Of a room that is known here."""
+        room = self._rooms.get(key)
+        if room is not None:
+            return room.state
+        ended = self._ended.get(key)
+        return None if ended is None else ended.state
+
+    @property
+    def remembered(self) -> int:
+        """Ended rooms that are not forgotten yet."""
+        return len(self._ended)
+
+    def next_due(self) -> float | None:
+        """When the next ``Tick`` does something; None: never, as things stand."""
+        due: list[float | None] = [notice.due for notice in self._notices.values()]
+        for room in self._rooms.values():
+            due.append(room.revoke_at)
+            if room.state < State.failing:
+                due += [room.deadline, room.bind_by, None if room.say is None else room.say_at]
+        due.append(self._ended.next_due())
+        return min([at for at in due if at is not None], default=None)
+
+    # ---- what the two sides add
+
+    def _needs_peer(self, room: Room) -> bool:
+        """Whether the peer may touch this side's memory of a room."""
+        raise NotImplementedError
+
+    def _opened(self, room: Room, now: float) -> list[w.Action]:
+        """A room is new."""
+        return []
+
+    def _progressed(self, room: Room, now: float) -> list[w.Action]:
+        """A rank reported, and none has failed."""
+        return []
+
+    def _heard_of(self, room: Room, message: r.RoomMessage, now: float) -> list[w.Action]:
+        """A message from the peer of a room that has not ended, and is no fence."""
+        raise NotImplementedError
+
+    def _heard_early(self, peer: Peer, message: r.RoomMessage, now: float) -> list[w.Action]:
+        """A message of a room that is not known."""
+        return [w.Send(peer, r.Fenced(key=message.key))]
+
+    # ---- events of both sides
+
+    def _common(self, event: w.Common, now: float) -> list[w.Action]:
+        match event:
+            case w.Open():
+                return self._open(event, now)
+            case w.Heard():
+                return self._heard(event, now)
+            case w.RankReport():
+                return self._rank_report(event, now)
+            case w.RankStopped(key, rank):
+                return self._rank_stopped(key, rank, now)
+            case w.RankGone(rank):
+                return self._rank_gone(rank, now)
+            case w.PeerLost(peer):
+                return self._peer_lost(peer, now)
+            case w.Revoked(key):
+                return self._peer_stopped(key, now)
+            case w.Cancel(key, error):
+                room = self._rooms.get(key)
+                return [] if room is None else self._fail(room, error, now)
+            case w.Tick():
+                return self._tick(now)
+
+    def _heard(self, event: w.Heard, now: float) -> list[w.Action]:
+        key, message = event.message.key, event.message
+        room = self._rooms.get(key)
+        if room is not None and room.peer != event.peer:
+            self.strays += 1
+            return []
+        if isinstance(message, r.Fence):
+            return self._fenced_by_peer(event.peer, message, now)
+        if isinstance(message, r.Fenced):
+            return self._peer_stopped(key, now)
+        if room is not None:
+            return self._heard_of(room, message, now)
+        ended = self._ended.get(key)
+        if ended is not None:
+            return [w.Send(event.peer, ended.answer)]
+        return self._heard_early(event.peer, message, now)
+
+    def _open(self, event: w.Open, now: float) -> list[w.Action]:
+        if event.key in self._rooms:
+            return []
+        if (ended := self._ended.get(event.key)) is not None:
+            if ended.state is not State.fenced:
+                return []
+            answer = ended.answer
+            error = answer.error if isinstance(answer, r.Fence | r.Refused) else _gone()
+            return [w.Tell(r.RoomFailed(event.key, error)), w.Tell(r.RoomFreed(event.key))]
+        room = self._rooms[event.key] = Room(event.key, event.peer, event.deadline, self._ranks)
+        return self._opened(room, now)
+
+    def _tick(self, now: float) -> list[w.Action]:
+        actions: list[w.Action] = []
+        for room in list(self._rooms.values()):
+            if room.revoke_at is not None and room.revoke_at <= now:
+                room.revoke_at = None
+                actions.append(w.Revoke(room.key, room.peer))
+            if room.state >= State.failing:
+                continue
+            if room.deadline <= now:
+                error = DeadlineExceeded("the transfer of a sequence's cache took too long")
+                actions += self._fail(room, error.info(), now)
+            elif room.bind_by is not None and room.bind_by <= now:
+                actions += self._fail(room, Unavailable("no room to decode was found in time").info(), now)
+            elif room.say is not None and room.say_at <= now:
+                actions += self._say(room, room.say, now)
+        for key, notice in list(self._notices.items()):
+            if notice.until <= now:
+                del self._notices[key]
+            elif notice.due <= now:
+                self._notices[key] = notice._replace(due=now + self._patience.retry)
+                actions.append(w.Send(notice.peer, notice.message))
+        self._ended.expire(now)
+        return actions
+
+    def _rank_report(self, event: w.RankReport, now: float) -> list[w.Action]:
+        room = self._rooms.get(event.key)
+        if room is None or room.state not in (State.bound, State.active):
+            return []
+        if room.outcomes.take(event.rank, event.outcome, event.error) is Outcome.failed:
+            return self._fail(room, room.outcomes.error or _gone(), now)
+        if room.state is State.bound:
+            room.move(State.active)
+        return self._progressed(room, now)
+
+    def _rank_stopped(self, key: RoomKey, rank: int, now: float) -> list[w.Action]:
+        room = self._rooms.get(key)
+        if room is None or room.state is not State.failing or rank not in room.running:
+            return []
+        room.running.discard(rank)
+        return self._settle(room, now)
+
+    def _rank_gone(self, rank: int, now: float) -> list[w.Action]:
+        actions: list[w.Action] = []
+        for room in list(self._rooms.values()):
+            if room.was_bound and room.state is not State.failing:
+                lost = Unavailable("a process that moved the sequence's cache was lost")
+                actions += self._fail(room, lost.info(), now)
+            if room.key in self._rooms:
+                actions += self._rank_stopped(room.key, rank, now)
+        return actions
+
+    def _peer_lost(self, peer: Peer, now: float) -> list[w.Action]:
+        actions: list[w.Action] = []
+        for key in [key for key, notice in self._notices.items() if notice.peer == peer]:
+            del self._notices[key]
+        for room in [room for room in self._rooms.values() if room.peer == peer]:
+            room.peer_stopped = True
+            actions += self._fail(room, Unavailable("the other end of the transfer was lost").info(), now)
+        return actions
+
+    def _peer_stopped(self, key: RoomKey, now: float) -> list[w.Action]:
+        """``Fenced`` came, or its access was revoked."""
+        self._notices.pop(key, None)
+        room = self._rooms.get(key)
+        if room is None:
+            return []
+        room.peer_stopped = True
+        return self._fail(room, Unavailable("the other end of the transfer has ended it").info(), now)
+
+    def _fenced_by_peer(self, peer: Peer, fence: r.Fence, now: float) -> list[w.Action]:
+        room = self._rooms.get(fence.key)
+        if room is not None:
+            room.peer_asked = True
+            return self._fail(room, fence.error, now)
+        # What comes later of a room that is not known here finds that it has ended.
+        self._ended.add(fence.key, Ended(State.fenced, fence), now)
+        return [w.Send(peer, r.Fenced(key=fence.key))]
+
+    # ---- how a room ends
+
+    def _fail(
+        self, room: Room, error: ErrorInfo, now: float, answer: r.RoomMessage | None = None
+    ) -> list[w.Action]:
+        """The room fails, unless it does already; its memory is given back when it is fenced.
+
+        ``answer``: to what still comes, if not a fence.
+        """
+        actions: list[w.Action] = []
+        if room.state < State.failing:
+            fence = r.Fence(key=room.key, error=error)
+            room.say, room.answer = None, answer or fence
+            actions.append(w.Tell(r.RoomFailed(room.key, error)))
+            actions.append(w.Stop(room.key))
+            if not room.was_bound:  # ranks know at most what they have computed of it
+                room.running.clear()
+            room.move(State.failing)
+            if not room.peer_stopped:
+                actions.append(w.Send(room.peer, fence))
+                due, until = now + self._patience.retry, now + self._patience.remember
+                self._notices[room.key] = _Notice(room.peer, fence, due, until)
+                if self._needs_peer(room):
+                    room.revoke_at = now + self._patience.fence
+        return actions + self._settle(room, now)
+
+    def _settle(self, room: Room, now: float) -> list[w.Action]:
+        """Goes on with a failing room as far as what is known allows."""
+        actions: list[w.Action] = []
+        if room.running:
+            return actions
+        if room.peer_asked:
+            room.peer_asked = False
+            actions.append(w.Send(room.peer, r.Fenced(key=room.key)))
+        if room.peer_stopped or not self._needs_peer(room):
+            room.move(State.fenced)
+            assert room.answer is not None
+            self._end(room, room.answer, now)
+            actions.append(w.Tell(r.RoomFreed(room.key)))
+        return actions
+
+    def _end(self, room: Room, answer: r.RoomMessage, now: float) -> None:
+        """The room is over. ``answer``: to what still comes."""
+        del self._rooms[room.key]
+        self._ended.add(room.key, Ended(room.state, answer), now)
+
+    def _say(self, room: Room, message: r.RoomMessage, now: float) -> list[w.Action]:
+        """Sends ``message``, and again until it is answered."""
+        room.say, room.say_at = message, now + self._patience.retry
+        return [w.Send(room.peer, message)]
+
+
+def _gone() -> ErrorInfo:
+    return Unavailable("the transfer has ended").info()

@@ -1,0 +1,127 @@
+"""The rooms of a head whose group prefills: it offers, pushes, keeps its blocks until they land. Pure."""
+
+from __future__ import annotations
+
+import msgspec
+
+from weft.common.errors import ErrorInfo, WeftError
+from weft.transfer import words as w
+from weft.transfer.digests import digest_bytes, room_seed
+from weft.transfer.layout import compatible, placed
+from weft.transfer.rooms import FenceBy, Patience, Room, Rooms
+from weft.types import rooms as r
+from weft.types.rooms import State
+
+
+class TransferRefused(WeftError):
+    """The other end of a transfer can have no part in it, as it says itself or as its answer shows."""
+
+    code, blame = "transfer_refused", "peer"
+
+
+class SendingRooms(Rooms):
+    """``on`` and ``next_due`` are all there is to call, from one thread."""
+
+    def __init__(
+        self,
+        ranks: int,
+        fence: FenceBy = "copy",
+        patience: Patience = Patience(),
+        incarnation: int | None = None,
+    ) -> None:
+        """``incarnation``: of this process; rooms that were minted for another one fail at once."""
+        super().__init__(ranks, fence, patience)
+        self._incarnation = incarnation
+
+    def on(self, event: w.SenderEvent, now: float) -> list[w.Action]:
+        """What is to be done, in this order, when ``event`` happens."""
+        match event:
+            case w.Open(key) if self._incarnation not in (None, key.incarnation):
+                error = TransferRefused("the transfer was meant for another start of this process").info()
+                return [w.Tell(r.RoomFailed(key, error)), w.Tell(r.RoomFreed(key))]
+            case w.Offer(message):
+                return self._offer(message, now)
+            case w.Finished(message):
+                return self._finished(message, now)
+            case _:
+                return self._common(event, now)
+
+    def _needs_peer(self, room: Room) -> bool:
+        return room.was_bound and self._fence == "copy"  # then receivers read this side's memory
+
+    def _offer(self, message: r.Admitted, now: float) -> list[w.Action]:
+        room = self._rooms.get(message.key)
+        if room is None or room.offer is not None or room.state is not State.new:
+            return []
+        room.offer, room.bind_by = message, now + self._patience.bind
+        return self._say(room, message, now)
+
+    def _finished(self, message: r.Metadata, now: float) -> list[w.Action]:
+        room = self._rooms.get(message.key)
+        if room is None or room.metadata is not None or room.state >= State.failing:
+            return []
+        room.metadata = sealed(message)
+        return [] if room.state is State.new else self._say(room, room.metadata, now)
+
+    def _heard_of(self, room: Room, message: r.RoomMessage, now: float) -> list[w.Action]:
+        match message:
+            case r.Bound() if room.state is State.new and room.offer is not None:
+                return self._bind(room, room.offer, message, now)
+            case r.Later(seconds=seconds) if room.state is State.new and room.offer is not None:
+                room.say_at = now + max(seconds, self._patience.retry)
+                return []
+            case r.Refused(error=error) if room.state is State.new:
+                room.peer_stopped = True  # nothing was bound there
+                return self._fail(room, error, now)
+            case r.Landed() if room.metadata is not None and State.new < room.state < State.failing:
+                room.move(State.done)
+                self._end(room, r.Fenced(key=room.key), now)
+                return [w.Stop(room.key), w.Tell(r.RoomLanded(room.key))]
+            case r.Admitted() | r.Metadata() | r.Landed():
+                self.strays += 1
+        return []
+
+    def _bind(self, room: Room, offer: r.Admitted, bound: r.Bound, now: float) -> list[w.Action]:
+        try:
+            check_bound(offer, bound)
+        except WeftError as error:
+            return self._fail(room, error.info(), now)
+        room.move(State.bound)
+        room.bind_by = room.say = None
+        actions: list[w.Action] = [
+            w.Push(room.key, offer, bound),
+            w.Tell(r.RoomBound(room.key, bound.start)),
+        ]
+        return actions if room.metadata is None else actions + self._say(room, room.metadata, now)
+
+
+def check_bound(offer: r.Admitted, bound: r.Bound) -> None:
+    """Raises TransferRefused, or RoomMessageError, for an answer that does not fit the offer."""
+    why = compatible(offer.dims, bound.dims)
+    if why is not None:
+        raise TransferRefused(f"the caches of the two groups differ: {why}")
+    if bound.start > offer.num_prompt:
+        raise TransferRefused("the receiver has more of the prompt than there is")
+    if len(bound.endpoints) != bound.dims.ranks:
+        raise TransferRefused(f"{len(bound.endpoints)} endpoints of {bound.dims.ranks} ranks")
+    placed(bound.blocks, bound.dims, bound.start, offer.num_prompt)
+
+
+def sealed(message: r.Metadata) -> r.Metadata:
+    """``message`` with its digest."""
+    return msgspec.structs.replace(message, digest=_digest(message))
+
+
+def intact(message: r.Metadata) -> bool:
+    """Whether the digest is that of the message."""
+    return message.digest == _digest(message)
+
+
+def not_needed() -> ErrorInfo:
+    """To cancel a room with whose sequence ended at its first token: no failure for anybody."""
+    return ErrorInfo(code="room_not_needed", message="the sequence ended with its prefill", blame="client")
+
+
+def _digest(message: r.Metadata) -> int:
+    bare = r.encode(msgspec.structs.replace(message, digest=0))
+    return digest_bytes(bare, room_seed(message.key))

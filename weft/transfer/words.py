@@ -1,0 +1,169 @@
+"""Events and actions of ``SendingRooms`` and ``ReceivingRooms``."""
+
+from __future__ import annotations
+
+import msgspec
+
+from weft.common.errors import ErrorInfo
+from weft.types import rooms as r
+from weft.types.rooms import Outcome, Peer, RoomKey
+
+
+class _Word(msgspec.Struct, frozen=True):
+    pass
+
+
+# ---- events
+
+
+class Open(_Word, frozen=True):
+    """A Submit came that names a room. ``peer``: the head at its other end; ``deadline``: of the room."""
+
+    key: RoomKey
+    peer: Peer
+    deadline: float
+
+
+class Heard(_Word, frozen=True):
+    """A message came from the head of another group."""
+
+    peer: Peer
+    message: r.RoomMessage
+
+
+class PeerLost(_Word, frozen=True):
+    """A process has ended: its owner says so, or another start of it has answered, and its connections are
+    closed.
+
+    To be given for nothing less: silence proves nothing.
+    """
+
+    peer: Peer
+
+
+class Revoked(_Word, frozen=True):
+    """``Revoke`` was carried out: the other end of this room cannot reach this side's memory any more."""
+
+    key: RoomKey
+
+
+class RankReport(_Word, frozen=True):
+    """A rank of this group says how its part of a room stands; ``pending``: its first bytes moved."""
+
+    key: RoomKey
+    rank: int
+    outcome: Outcome
+    error: ErrorInfo | None = None
+
+
+class RankStopped(_Word, frozen=True):
+    """A rank of this group carried out ``Stop``: it touches nothing of the room any more."""
+
+    key: RoomKey
+    rank: int
+
+
+class RankGone(_Word, frozen=True):
+    """The process of a rank of this group has ended, and with it whatever it moved."""
+
+    rank: int
+
+
+class Cancel(_Word, frozen=True):
+    """This side needs the room no longer, or cannot go on: its client left, its sequence ended, it drains."""
+
+    key: RoomKey
+    error: ErrorInfo
+
+
+class Tick(_Word, frozen=True):
+    """Time has passed; see ``next_due``."""
+
+
+class Offer(_Word, frozen=True):
+    """Sender: the scheduler has admitted the sequence."""
+
+    message: r.Admitted
+
+
+class Finished(_Word, frozen=True):
+    """Sender: the whole prompt is computed, and the first tokens are sampled."""
+
+    message: r.Metadata
+
+
+class Reserve(_Word, frozen=True):
+    """Receiver, answer to ``RoomWanted``: blocks are reserved, where the message says."""
+
+    message: r.Bound
+
+
+class Postpone(_Word, frozen=True):
+    """Receiver, answer to ``RoomWanted``: there is no room now."""
+
+    key: RoomKey
+    seconds: float
+
+
+class Refuse(_Word, frozen=True):
+    """Receiver, answer to ``RoomWanted``: this will never work."""
+
+    key: RoomKey
+    error: ErrorInfo
+
+
+Common = Open | Heard | PeerLost | Revoked | RankReport | RankStopped | RankGone | Cancel | Tick
+SenderEvent = Common | Offer | Finished
+ReceiverEvent = Common | Reserve | Postpone | Refuse
+
+
+# ---- actions
+
+
+class Send(_Word, frozen=True):
+    """Sends a message to the head of another group, if there is a connection; it will be said again."""
+
+    peer: Peer
+    message: r.RoomMessage
+
+
+class Push(_Word, frozen=True):
+    """Sender: every rank may push what is computed of the room, and what will be, to where ``bound`` says."""
+
+    key: RoomKey
+    offer: r.Admitted
+    bound: r.Bound
+
+
+class Expect(_Word, frozen=True):
+    """Receiver: every rank is to take in the room's bytes, and to report."""
+
+    key: RoomKey
+    offer: r.Admitted
+    bound: r.Bound
+
+
+class Stop(_Word, frozen=True):
+    """Every rank forgets the room and touches nothing of it any more; answered with ``RankStopped``."""
+
+    key: RoomKey
+
+
+class Tell(_Word, frozen=True):
+    """For the scheduler."""
+
+    event: r.RoomEvent
+
+
+class Revoke(_Word, frozen=True):
+    """The other end does not answer a fence. End its process, or its access to this side's memory.
+
+    Answered with ``PeerLost`` or ``Revoked``, whenever that is proven; nothing waits for it but this room's
+    memory.
+    """
+
+    key: RoomKey
+    peer: Peer
+
+
+Action = Send | Push | Expect | Stop | Tell | Revoke

@@ -1,0 +1,75 @@
+"""What moves bytes between ranks of groups, as one contract; loopback, shared memory and TCP keep it.
+
+A transport does no more than move: which bytes of which room, and whether they may be written, is decided by
+``weft.transfer`` (``Pushes``, ``Arrivals``), which ``RankTransfer`` runs beside it on one thread.
+
+    sender's rank                                    receiver's rank
+    write(peer, write) ── spans and their digests ──► poll() -> Incoming
+                                                     take(incoming): copies, checks the digests, before it
+                                                     returns
+    poll() -> Written ◄──── taken in, or why not ──── answer(incoming, error)
+
+Where a receiver copies itself (``fence`` is "copy"), no peer can write its memory. A one-sided engine writes
+there: its ``write`` starts the engine's own transfer and sends the digests when that has ended; ``take``
+checks them in place; and its ``fence`` says what makes sure that no write of a peer is under way any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from weft.common.errors import ErrorInfo, WeftError
+from weft.transfer.arrivals import Incoming
+from weft.transfer.pushes import Write, Written
+from weft.transfer.rooms import FenceBy
+from weft.types.rooms import Endpoint, RoomKey
+
+
+class TransferCorrupt(WeftError):
+    """Bytes arrived that are not those that were sent."""
+
+    code, blame, retryable, http_status = "transfer_corrupt", "engine", True, 503
+
+
+class Transport(Protocol):
+    """Used from one thread, but for ``wake``. Only ``poll`` waits, and never beyond its time."""
+
+    name: str
+    fence: FenceBy
+    write_bytes: int
+    """Of one write, at most: what other rooms wait for."""
+    endpoint: Endpoint
+    """Where peers reach this rank."""
+
+    def register(self, regions: Sequence[torch.Tensor]) -> None:
+        """This rank's memory, uint8 [bytes] each, numbered as in ``weft.transfer.layout``; once, for life."""
+
+    def connect(self, peer: Endpoint, deadline: float) -> str:
+        """The name by which ``write`` knows a receiver's rank. Connects when it is first written to.
+
+        ``deadline``: seconds that connecting may take.
+        """
+
+    def write(self, write: Write) -> None:
+        """Sends the spans of ``write``. Its end comes out of ``poll`` as ``Written``, once."""
+
+    def poll(self, seconds: float) -> list[Incoming | Written]:
+        """What has come, and which writes have ended; waits up to ``seconds`` for the first."""
+
+    def take(self, incoming: Incoming) -> ErrorInfo | None:
+        """Writes the bytes to this rank's regions, and says whether they are what was sent."""
+
+    def answer(self, incoming: Incoming, error: ErrorInfo | None) -> None:
+        """Tells the writer how its write ended. ``incoming`` is not needed any more."""
+
+    def cancel(self, key: RoomKey) -> None:
+        """Reads this rank's memory for no write of a room any more."""
+
+    def wake(self) -> None:
+        """From any thread: ``poll`` returns."""
+
+    def close(self) -> None:
+        """Gives back everything. Writes that are under way end without a word."""

@@ -1,0 +1,210 @@
+"""One socket that never waits: frames go out of a queue, and come in whole. For a thread that selects."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import socket
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+import torch
+
+from weft.transports import frames as f
+from weft.types.rooms import RoomKey
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+_MOST_VECTORS = 512
+"""Pieces in one call; the system's limit is 1,024."""
+_READ = 64 << 10
+MOST_FDS = 253
+"""Descriptors that one message can carry."""
+
+
+class Got(NamedTuple):
+    """A frame that came."""
+
+    frame: f.Frame
+    payload: torch.Tensor | None
+    """uint8, of its own memory."""
+
+
+class _Outgoing:
+    """A frame on its way. It gets its number when its first byte goes out, so it may be dropped before."""
+
+    __slots__ = ("fds", "frame", "payload", "pieces", "room", "sent")
+
+    def __init__(
+        self, frame: f.Frame, payload: Sequence[memoryview], room: RoomKey | None, fds: Sequence[int]
+    ) -> None:
+        self.frame, self.room, self.fds = frame, room, list(fds)
+        self.payload = sum(len(piece) for piece in payload)
+        self.pieces = deque(payload)
+        self.sent = False
+
+
+class Connection:
+    """A non-blocking socket. Raises OSError when the other end is gone, BadFrame for what it sent."""
+
+    def __init__(self, sock: socket.socket, buffer: Callable[[int], torch.Tensor], takes_fds: bool) -> None:
+        """``buffer(bytes)`` gives memory for a payload."""
+        self.sock = sock
+        self.out_key = self.in_key = f.NO_KEY
+        self.fds: list[int] = []
+        """Descriptors that came, and nobody has taken."""
+        self._buffer, self._takes_fds = buffer, takes_fds
+        self._queue: deque[_Outgoing] = deque()
+        self._sent = self._received = 0
+        self._in = bytearray()
+        self._header: tuple[int, int, bytes] | None = None
+        self._payload: torch.Tensor | None = None
+        self._filled = 0
+
+    @property
+    def wants_to_write(self) -> bool:
+        return bool(self._queue)
+
+    def send(
+        self,
+        frame: f.Frame,
+        payload: Sequence[memoryview] = (),
+        room: RoomKey | None = None,
+        fds: Sequence[int] = (),
+    ) -> None:
+        """Queues a frame with the bytes of ``payload``, which belong to ``room`` until they are out."""
+        self._queue.append(_Outgoing(frame, payload, room, fds))
+
+    def cancel(self, room: RoomKey) -> None:
+        """Reads no memory of ``room`` any more. A frame that is out in part goes on with zeros."""
+        self._queue = deque(out for out in self._queue if out.sent or out.room != room)
+        if self._queue and self._queue[0].room == room:
+            first = self._queue[0]
+            first.pieces = deque([memoryview(bytes(sum(len(piece) for piece in first.pieces)))])
+
+    def flush(self) -> None:
+        """Sends what goes out without waiting."""
+        while self._queue:
+            first = self._queue[0]
+            if not first.sent:
+                head = f.pack(first.frame, self._sent, self.out_key, first.payload)
+                self._sent += 1
+                first.pieces.appendleft(memoryview(head))
+                first.sent = True
+            if not self._send_some(first):
+                return
+            if not first.pieces:
+                self._queue.popleft()
+
+    def _send_some(self, out: _Outgoing) -> bool:
+        vector = [out.pieces[at] for at in range(min(len(out.pieces), _MOST_VECTORS))]
+        extra = []
+        if out.fds:
+            extra = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", out.fds))]
+        try:
+            sent = self.sock.sendmsg(vector, extra)
+        except (BlockingIOError, InterruptedError):
+            return False
+        out.fds = []
+        while sent or (out.pieces and not len(out.pieces[0])):
+            piece = out.pieces[0]
+            if sent < len(piece):
+                out.pieces[0] = piece[sent:]
+                break
+            sent -= len(piece)
+            out.pieces.popleft()
+        return True
+
+    def receive(self, most: int) -> list[Got]:
+        """Frames that have come, as far as can be read without waiting, of about ``most`` bytes."""
+        got, read = list[Got](), 0
+        while read < most:
+            try:
+                count = self._fill() if self._payload is not None else self._read()
+            except (BlockingIOError, InterruptedError):
+                break
+            if not count:
+                raise ConnectionResetError("the other end has closed the connection")
+            read += count
+            self._collect(got)
+        return got
+
+    def _read(self) -> int:
+        if not self._takes_fds:
+            data = self.sock.recv(self._next_read())
+        else:
+            data, ancillary, flags, _ = self.sock.recvmsg(
+                self._next_read(), socket.CMSG_LEN(MOST_FDS * array.array("i").itemsize)
+            )
+            for level, kind, content in ancillary:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    fds = array.array("i")
+                    fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
+                    self.fds += fds
+            if flags & socket.MSG_CTRUNC or len(self.fds) > MOST_FDS:
+                raise f.BadFrame("a peer sent more descriptors than it may")
+        self._in += data
+        return len(data)
+
+    def _next_read(self) -> int:
+        """Not more than what is known to be no payload, which goes to memory of its own."""
+        if self._header is None:
+            return max(f.HEADER.size - len(self._in), 1) if not self._takes_fds else _READ
+        body, payload, _ = self._header
+        return max(body - len(self._in), 1) if payload else _READ
+
+    def _fill(self) -> int:
+        assert self._payload is not None
+        view = memory_of(self._payload)[self._filled :]
+        count = self.sock.recv_into(view)
+        self._filled += count
+        return count
+
+    def _collect(self, got: list[Got]) -> None:
+        while True:
+            if self._header is None:
+                if len(self._in) < f.HEADER.size:
+                    return
+                body, payload, mac = f.HEADER.unpack_from(self._in)
+                f.check_sizes(body, payload)
+                del self._in[: f.HEADER.size]
+                self._header = body, payload, mac
+            body, payload, mac = self._header
+            if payload and self._payload is not None and self._filled < payload:
+                return
+            if len(self._in) < body:
+                return
+            if payload and self._payload is None:
+                self._begin_payload(body, payload)
+                if self._filled < payload:
+                    return
+            frame = f.unpack(bytes(self._in[:body]), mac, self._received, self.in_key, payload)
+            got.append(Got(frame, self._payload))
+            del self._in[:body]
+            self._received += 1
+            self._header, self._payload, self._filled = None, None, 0
+
+    def _begin_payload(self, body: int, payload: int) -> None:
+        self._payload = self._buffer(payload)
+        already = bytes(self._in[body : body + payload])
+        self._filled = len(already)
+        if already:
+            self._payload[: len(already)] = torch.frombuffer(bytearray(already), dtype=torch.uint8)
+            del self._in[body : body + len(already)]
+
+    def close(self) -> None:
+        """Closes the socket and what descriptors came."""
+        for fd in self.fds:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        self.fds = []
+        self._queue.clear()
+        self.sock.close()
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a uint8 tensor on the CPU."""
+    return memoryview(cast("Buffer", tensor.numpy()))

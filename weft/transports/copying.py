@@ -1,0 +1,56 @@
+"""Copies and digests of spans: in C++ where the extension is built, else in numpy. Neither holds Python's
+lock.
+
+(numpy lets it go in copies of more than a few hundred elements, and takes it again between two spans.)
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from weft.ops import cpu
+from weft.transfer import digests
+
+Tensor = torch.Tensor
+
+
+def digest_spans(memory: Tensor, spans: np.ndarray, seeds: np.ndarray) -> np.ndarray:
+    """uint64 [n]: see ``digests.digest_spans``. memory: uint8 [bytes], on the CPU; seeds: uint64 [n].
+
+    Raises IndexError for a span that leaves the memory.
+    """
+    _check(memory, spans[:, 0], spans[:, 1])
+    if not cpu.load():
+        return digests.digest_spans(memory.numpy(), spans, seeds)
+    made = torch.ops.weft_cpu.digest_spans.default(memory, _int64(spans), _int64(seeds))
+    return made.numpy().view(np.uint64)
+
+
+def copy_spans(source: Tensor, target: Tensor, spans: np.ndarray, seeds: np.ndarray) -> np.ndarray:
+    """Copies, and digests what was copied: uint64 [n].
+
+    source, target: uint8 [bytes], on the CPU. spans: int64 [n, 3], from, to and length. Raises IndexError
+    for a span that leaves its memory, before anything is written.
+    """
+    _check(source, spans[:, 0], spans[:, 2])
+    _check(target, spans[:, 1], spans[:, 2])
+    if cpu.load():
+        made = torch.ops.weft_cpu.copy_spans.default(source, target, _int64(spans), _int64(seeds))
+        return made.numpy().view(np.uint64)
+    reads, writes = source.numpy(), target.numpy()
+    for begin, to, size in spans.tolist():
+        writes[to : to + size] = reads[begin : begin + size]
+    return digests.digest_spans(writes, np.ascontiguousarray(spans[:, 1:]), seeds)
+
+
+def _int64(array: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array).view(np.int64))
+
+
+def _check(memory: Tensor, offsets: np.ndarray, lengths: np.ndarray) -> None:
+    size = memory.numel()
+    if len(offsets) and (
+        offsets.min() < 0 or lengths.min() < 0 or lengths.max() > size or (offsets > size - lengths).any()
+    ):
+        raise IndexError(f"a span leaves its memory of {size} bytes")

@@ -1,0 +1,196 @@
+"""A network inside one process, on any clock, with whatever faults a test or a simulation asks for.
+
+It can be of either kind: a receiver that copies, or one-sided writes into the receiver's memory, which land
+when they land, whoever has that memory by then (``Faults.late``).
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from weft.common.errors import ErrorInfo, Unavailable
+from weft.transfer.arrivals import Incoming
+from weft.transfer.digests import digest_spans, room_seed, span_seeds
+from weft.transfer.pushes import WRITE_BYTES, Write, Written
+from weft.transfer.rooms import FenceBy
+from weft.transports.base import TransferCorrupt
+from weft.types.rooms import Endpoint, RoomKey
+
+
+class Faults(NamedTuple):
+    """Probabilities for each write or answer, and seconds."""
+
+    delay: float = 0.001
+    """Up to so long each takes; where they differ, they overtake each other."""
+    lost: float = 0.0
+    repeated: float = 0.0
+    flipped: float = 0.0
+    """One bit of the bytes changes on the way."""
+    swapped: float = 0.0
+    """Bytes of the first span of each part and of another as long, if there is one, change places."""
+    moved: float = 0.0
+    """Spans land one row of bytes beside their place."""
+    late: float = 0.0
+    """The write takes ``late_s`` longer."""
+    late_s: float = 10.0
+
+
+class _Carried(NamedTuple):
+    """What a write is on its way."""
+
+    peer: str
+    memory: list[torch.Tensor]
+    spans: list[tuple[int, np.ndarray]]
+    """(region there, int64 [n, 3])."""
+    digests: np.ndarray
+    damage: str
+    landed: list[bool]
+    """Of a one-sided write: whether its bytes are there."""
+
+
+class LoopbackNetwork:
+    """All transports of one test. ``now``: any clock."""
+
+    def __init__(self, now: Callable[[], float], seed: int = 0, faults: Faults = Faults()) -> None:
+        self.now, self.faults = now, faults
+        self.rng = random.Random(seed)
+        self.transports: dict[str, LoopbackTransport] = {}
+        self._under_way: list[tuple[float, int, str, Incoming | Written]] = []
+        self._count = 0
+
+    def send(self, to: str, what: Incoming | Written) -> None:
+        """``what`` arrives at the transport ``to``, some time, or never, or twice."""
+        faults, draw = self.faults, self.rng.random
+        if draw() < faults.lost:
+            return
+        for _ in range(1 + (draw() < faults.repeated)):
+            delay = draw() * faults.delay + (faults.late_s if draw() < faults.late else 0.0)
+            self._count += 1
+            heapq.heappush(self._under_way, (self.now() + delay, self._count, to, what))
+
+    def next_due(self) -> float | None:
+        return self._under_way[0][0] if self._under_way else None
+
+    def arrived(self) -> None:
+        """Hands over what is due. One-sided bytes land now, whoever has the memory."""
+        while self._under_way and self._under_way[0][0] <= self.now():
+            _, _, to, what = heapq.heappop(self._under_way)
+            transport = self.transports.get(to)
+            if transport is None:
+                continue
+            if transport.fence != "copy" and isinstance(what, Incoming):
+                if not self.connected(what.content.peer, to):
+                    continue
+                transport.land(what)
+            transport.came.append(what)
+
+    def connected(self, one: str, other: str) -> bool:
+        """Whether neither has cut the other off."""
+        return other not in self.transports[one].cut and one not in self.transports[other].cut
+
+
+class LoopbackTransport:
+    """See ``base.Transport``."""
+
+    name = "loopback"
+    write_bytes = WRITE_BYTES
+
+    def __init__(
+        self, network: LoopbackNetwork, address: str, incarnation: int = 0, fence: FenceBy = "copy"
+    ) -> None:
+        self._network, self.fence = network, fence
+        self.endpoint = Endpoint(self.name, address, incarnation)
+        self.came: list[Incoming | Written] = []
+        self.cut = set[str]()
+        """Peers whose writes no longer reach this memory: a closed connection, a revoked key."""
+        self._regions: list[torch.Tensor] = []
+        self._cancelled = set[RoomKey]()
+        network.transports[address] = self
+
+    def register(self, regions: Sequence[torch.Tensor]) -> None:
+        self._regions = list(regions)
+
+    def connect(self, peer: Endpoint, deadline: float) -> str:
+        return peer.address
+
+    def write(self, write: Write) -> None:
+        if write.peer not in self._network.transports:
+            lost = Unavailable("the connection to a rank of the other group broke").info()
+            self.came.append(Written(write.key, write.peer, write.number, lost))
+            return
+        seed, digests = room_seed(write.key), list[np.ndarray]()
+        for part in write.parts:
+            seeds = span_seeds(seed, part.target, part.spans[:, 1], part.spans[:, 2])
+            digests.append(digest_spans(self._regions[part.source].numpy(), part.spans[:, ::2], seeds))
+        faults, draw, damage = self._network.faults, self._network.rng.random, ""
+        for name in ("flipped", "swapped", "moved"):
+            if draw() < getattr(faults, name):
+                damage = name
+        carried = _Carried(
+            self.endpoint.address,
+            [self._regions[part.source] for part in write.parts],
+            [(part.target, part.spans) for part in write.parts],
+            np.concatenate(digests),
+            damage,
+            [False],
+        )
+        targets = tuple((part.target, np.ascontiguousarray(part.spans[:, 1:])) for part in write.parts)
+        held = sum(part.nbytes for part in write.parts)
+        name = self.endpoint.address
+        self._network.send(write.peer, Incoming(write.key, name, write.number, targets, held, carried))
+
+    def poll(self, seconds: float) -> list[Incoming | Written]:
+        self._network.arrived()
+        came, self.came = self.came, []
+        return came
+
+    def take(self, incoming: Incoming) -> ErrorInfo | None:
+        if self.fence == "copy":
+            self.land(incoming)
+        carried: _Carried = incoming.content
+        seed, done = room_seed(incoming.key), 0
+        for region, spans in carried.spans:
+            seeds = span_seeds(seed, region, spans[:, 1], spans[:, 2])
+            made = digest_spans(self._regions[region].numpy(), spans[:, 1:], seeds)
+            if (made != carried.digests[done : done + len(spans)]).any():
+                return TransferCorrupt("bytes of a transferred cache arrived with a wrong digest").info()
+            done += len(spans)
+        return None
+
+    def land(self, incoming: Incoming) -> None:
+        """Writes the bytes, as they are in the sender's memory now, and as the way has changed them."""
+        carried: _Carried = incoming.content
+        for number, (memory, (region, spans)) in enumerate(zip(carried.memory, carried.spans, strict=True)):
+            source, target = memory.numpy(), self._regions[region].numpy()
+            froms = spans[:, 0].copy()
+            if carried.damage == "swapped":
+                alike = np.flatnonzero(spans[:, 2] == spans[0, 2])[[0, -1]]
+                froms[alike] = froms[alike[::-1]]
+            shift = int(spans[0, 2]) if carried.damage == "moved" and not number else 0
+            for begin, to, size in zip(
+                froms.tolist(), spans[:, 1].tolist(), spans[:, 2].tolist(), strict=True
+            ):
+                end = min(to + shift + size, len(target))
+                target[end - size : end] = source[begin : begin + size]
+            if carried.damage == "flipped" and not number:
+                bit = self._network.rng.randrange(8 * int(spans[0, 2]))
+                target[spans[0, 1] + bit // 8] ^= 1 << bit % 8
+
+    def answer(self, incoming: Incoming, error: ErrorInfo | None) -> None:
+        written = Written(incoming.key, self.endpoint.address, incoming.number, error)
+        self._network.send(incoming.source, written)
+
+    def cancel(self, key: RoomKey) -> None:
+        self._cancelled.add(key)
+
+    def wake(self) -> None:
+        return
+
+    def close(self) -> None:
+        self._network.transports.pop(self.endpoint.address, None)

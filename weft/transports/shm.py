@@ -1,0 +1,95 @@
+"""Ranks on one host: the receiver maps the sender's caches, read-only, and copies out of them itself.
+
+The sender copies nothing; it says which spans are ready. Its regions are ``SharedMemory``, whose
+descriptors it passes over a Unix socket when it connects. Only processes of the same user are heard.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from weft.common.errors import ConfigError, EngineDead
+from weft.transports import frames as f
+from weft.transports.connection import MOST_FDS, Got
+from weft.transports.memory import SharedMemory, map_read_only
+from weft.transports.sockets import Link, SocketTransport, Source, check_inside
+
+
+class ShmTransport(SocketTransport):
+    """Listens at a socket in ``folder``, which only this user may enter."""
+
+    name = "shm"
+    write_bytes = 4 << 20
+
+    def __init__(self, folder: str, rank: int, incarnation: int) -> None:
+        """Raises ConfigError when the socket cannot be made."""
+        self._path = os.path.join(folder, f"t{rank}-{incarnation & 0xFFFFFF:x}")
+        self._shared: list[SharedMemory] = []
+        super().__init__(incarnation)
+
+    def share(self, regions: Sequence[SharedMemory]) -> None:
+        """``register`` of a rank that sends: peers map these. Raises EngineDead for too many regions."""
+        if len(regions) > MOST_FDS:
+            raise EngineDead(f"{len(regions)} regions of caches, of at most {MOST_FDS} that can be shared")
+        self._shared = list(regions)
+        self.register([region.tensor for region in regions])
+
+    def close(self) -> None:
+        super().close()
+        if os.path.exists(self._path):
+            os.unlink(self._path)
+
+    def _listen(self) -> tuple[socket.socket, str]:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.bind(self._path)
+            os.chmod(self._path, 0o600)
+            sock.listen(128)
+        except OSError as error:
+            sock.close()
+            raise ConfigError(f"no socket for transfers can be made ({error.strerror})") from error
+        return sock, self._path
+
+    def _socket(self, address: str) -> tuple[socket.socket, object]:
+        return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), address
+
+    def _admit(self, sock: socket.socket) -> None:
+        _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if uid not in (0, os.geteuid()):
+            raise f.BadFrame("a process of another user")
+
+    def _hello(self, link: Link, wanted: int) -> None:
+        sizes = tuple(region.nbytes for region in self._shared)
+        hello = f.Hello(f.VERSION, self.name, self.incarnation, wanted, regions=sizes)
+        link.connection.send(hello, fds=[region.fd for region in self._shared])
+
+    def _met(self, link: Link, hello: f.Hello) -> None:
+        if not link.writer:
+            fds, link.connection.fds = link.connection.fds, []
+            try:
+                if len(fds) != len(hello.regions):
+                    raise f.BadFrame("not one descriptor a region")
+                pairs = zip(fds, hello.regions, strict=True)
+                link.regions = tuple(map_read_only(fd, size) for fd, size in pairs)
+            finally:
+                for fd in fds:
+                    os.close(fd)
+        super()._met(link, hello)
+
+    def _sources(self, link: Link, parts: Sequence[tuple[f.Spans, np.ndarray]], got: Got) -> Source:
+        memory = list[torch.Tensor]()
+        for part, spans in parts:
+            if part.source >= len(link.regions):
+                raise f.BadFrame("a write names a region that its sender has not shown")
+            memory.append(link.regions[part.source])
+            check_inside(spans[:, 0], spans[:, 2], memory[-1].numel())
+        return Source(tuple(memory), tuple((part.target, spans) for part, spans in parts), np.empty(0))
+
+    def _held_bytes(self, frame: f.WriteFrame, got: Got) -> int:
+        return 1024 + sum(len(part.spans) for part in frame.parts)

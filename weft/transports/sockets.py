@@ -1,0 +1,410 @@
+"""What shared memory and TCP have in common: connections between ranks, their hand-shake, writes and answers.
+
+    writer                            receiver
+      Hello(wanted incarnation) ───►    refused if another start of this rank is meant, or another version
+      ◄─── Hello(own incarnation)
+      (with a secret) Proof ───►        nothing else is read before it
+      WriteFrame ... ───►
+      ◄─── AnswerFrame ...
+
+A connection that breaks ends every write that was not answered on it. What a stranger sends ends its
+connection and nothing else, and costs a bounded amount of memory and, if it says nothing, of time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from weft.common.errors import ErrorInfo, Unavailable, WeftError
+from weft.common.log import get_logger
+from weft.transfer.arrivals import Incoming
+from weft.transfer.digests import room_seed, span_seeds
+from weft.transfer.pushes import WRITE_BYTES, Write, Written
+from weft.transfer.rooms import FenceBy
+from weft.transports import frames as f
+from weft.transports.base import TransferCorrupt
+from weft.transports.connection import Connection, Got
+from weft.transports.copying import copy_spans, digest_spans
+from weft.types.rooms import Endpoint, RoomKey
+
+log = get_logger(__name__)
+
+HELLO_S = 10.0
+"""Seconds within which a peer says who it is."""
+MOST_PEERS = 1024
+BUFFER = WRITE_BYTES
+"""Bytes of a payload's memory."""
+_FREE = 4
+_AT_ONCE = 2 << 20
+"""Bytes read of a connection before others have their turn."""
+
+
+class Source(NamedTuple):
+    """What a write's bytes are read from: ``content`` of an ``Incoming``."""
+
+    memory: tuple[torch.Tensor, ...]
+    """For each part."""
+    parts: tuple[tuple[int, np.ndarray], ...]
+    """(region here, int64 [n, 3])."""
+    digests: np.ndarray
+
+
+class Link:
+    """One connection, of which this rank is the writer (it connected) or the receiver (it accepted)."""
+
+    def __init__(self, name: str, connection: Connection, writer: bool, until: float) -> None:
+        self.name, self.connection, self.writer = name, connection, writer
+        self.until: float | None = until
+        """By when the hand-shake must be over; None when it is."""
+        self.said_hello = False
+        self.nonce = b""
+        self.regions: tuple[torch.Tensor, ...] = ()
+        """Of a receiver: the writer's memory, where it shows it."""
+        self.waiting: list[Write] = []
+        """For the end of the hand-shake."""
+        self.unanswered: dict[tuple[RoomKey, int], None] = {}
+
+
+class SocketTransport:
+    """The part that is the same; see ``base.Transport`` for what its methods promise."""
+
+    name = ""
+    fence: FenceBy = "copy"
+    write_bytes = WRITE_BYTES
+
+    def __init__(self, incarnation: int) -> None:
+        self.incarnation = incarnation
+        self._listener, address = self._listen()
+        self._listener.setblocking(False)
+        self.endpoint = Endpoint(self.name, address, incarnation)
+        self._selector = selectors.DefaultSelector()
+        self._bell, self._rung = socket.socketpair()
+        for sock in (self._bell, self._rung):
+            sock.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ, None)
+        self._selector.register(self._rung, selectors.EVENT_READ, None)
+        self._regions: list[torch.Tensor] = []
+        self._peers: dict[str, tuple[Endpoint, float]] = {}
+        self._links: dict[str, Link] = {}
+        self._accepted = 0
+        self._events: list[Incoming | Written] = []
+        self._free: list[torch.Tensor] = []
+        self._answered: dict[str, Link] = {}
+        """Links with answers that have not been sent."""
+        self.refused = 0
+        """Connections that ended because of what came."""
+        self.corrupt = 0
+        """Writes whose digests were wrong."""
+
+    # ---- what each kind of socket adds
+
+    def _listen(self) -> tuple[socket.socket, str]:
+        raise NotImplementedError
+
+    def _socket(self, address: str) -> tuple[socket.socket, object]:
+        """A socket, and what to connect it to."""
+        raise NotImplementedError
+
+    def _admit(self, sock: socket.socket) -> None:
+        """Raises BadFrame for a peer that may not connect."""
+
+    def _hello(self, link: Link, wanted: int) -> None:
+        """Says hello as a writer."""
+        link.connection.send(f.Hello(f.VERSION, self.name, self.incarnation, wanted))
+
+    def _met(self, link: Link, hello: f.Hello) -> None:
+        """The other end has said hello, and it is as it should be: goes on with the hand-shake."""
+        if not link.writer:
+            link.connection.send(f.Hello(f.VERSION, self.name, self.incarnation, 0))
+        self._open(link)
+
+    def _proven(self, link: Link) -> None:
+        """The other end has sent a ``Proof``."""
+        raise f.BadFrame("a proof came that nobody asked for")
+
+    def _payload(self, write: Write) -> list[memoryview]:
+        return []
+
+    def _sources(self, link: Link, parts: Sequence[tuple[f.Spans, np.ndarray]], got: Got) -> Source:
+        """Raises BadFrame unless the spans lie in what the writer shows or has sent."""
+        raise NotImplementedError
+
+    def _held_bytes(self, frame: f.WriteFrame, got: Got) -> int:
+        raise NotImplementedError
+
+    # ---- Transport
+
+    def register(self, regions: Sequence[torch.Tensor]) -> None:
+        self._regions = list(regions)
+
+    def connect(self, peer: Endpoint, deadline: float) -> str:
+        name = f"{peer.transport}:{peer.address}#{peer.incarnation}"
+        self._peers[name] = peer, deadline
+        return name
+
+    def write(self, write: Write) -> None:
+        link = self._links.get(write.peer)
+        try:
+            link = link or self._dial(write.peer)
+            if link.until is not None:
+                link.waiting.append(write)
+                return
+            self._send_write(link, write)
+        except (OSError, WeftError) as error:
+            self._lost(link, error)
+            if link is None:
+                self._events.append(Written(write.key, write.peer, write.number, _info(error)))
+
+    def poll(self, seconds: float) -> list[Incoming | Written]:
+        for link in self._answered.values():
+            self._flush(link)
+        self._answered.clear()
+        timeout = 0.0 if self._events else max(0.0, min(seconds, self._patience()))
+        for key, mask in self._selector.select(timeout):
+            if key.fileobj is self._listener:
+                self._accept()
+            elif key.fileobj is self._rung:
+                with contextlib.suppress(BlockingIOError):
+                    self._rung.recv(4096)
+            else:
+                self._serve(key.data, mask)
+        self._expire()
+        events, self._events = self._events, []
+        return events
+
+    def take(self, incoming: Incoming) -> ErrorInfo | None:
+        source: Source = incoming.content
+        seed, done = room_seed(incoming.key), 0
+        for memory, (region, spans) in zip(source.memory, source.parts, strict=True):
+            seeds = span_seeds(seed, region, spans[:, 1], spans[:, 2])
+            made = copy_spans(memory, self._regions[region], spans, seeds)
+            wrong = np.flatnonzero(made != source.digests[done : done + len(spans)])
+            done += len(spans)
+            if len(wrong):
+                self.corrupt += 1
+                log.error(
+                    "transfer %d/%d: %d of %d spans from %s to %s, region %d, have wrong digests",
+                    incoming.key.room,
+                    incoming.key.attempt,
+                    len(wrong),
+                    len(spans),
+                    incoming.source,
+                    self.endpoint.address,
+                    region,
+                )
+                return TransferCorrupt("bytes of a transferred cache arrived with a wrong digest").info()
+        return None
+
+    def answer(self, incoming: Incoming, error: ErrorInfo | None) -> None:
+        self._give_back(incoming)
+        link = self._links.get(incoming.source)
+        if link is None:
+            return
+        link.connection.send(f.AnswerFrame(incoming.key, incoming.number, error))
+        self._answered[link.name] = link  # answers of one turn go out together
+
+    def cancel(self, key: RoomKey) -> None:
+        for link in self._links.values():
+            link.connection.cancel(key)
+            link.waiting = [write for write in link.waiting if write.key != key]
+            for known in [known for known in link.unanswered if known[0] == key]:
+                del link.unanswered[known]
+
+    def wake(self) -> None:
+        with contextlib.suppress(BlockingIOError, OSError):
+            self._bell.send(b"!")
+
+    def close(self) -> None:
+        for link in self._links.values():
+            link.connection.close()
+        self._links.clear()
+        self._selector.close()
+        for sock in (self._listener, self._bell, self._rung):
+            sock.close()
+
+    # ---- connections
+
+    def _dial(self, peer: str) -> Link:
+        if peer not in self._peers:
+            raise Unavailable("a write names a peer that was never connected")
+        endpoint, deadline = self._peers[peer]
+        sock, address = self._socket(endpoint.address)
+        sock.setblocking(False)
+        link = Link(peer, self._connection(sock), True, time.monotonic() + deadline)
+        try:
+            sock.connect(address)  # type: ignore[arg-type]
+        except BlockingIOError:
+            pass
+        except OSError:
+            sock.close()
+            raise
+        self._links[peer] = link
+        self._hello(link, endpoint.incarnation)
+        self._selector.register(sock, selectors.EVENT_READ | selectors.EVENT_WRITE, link)
+        return link
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:
+            return
+        try:
+            self._admit(sock)
+            if len(self._links) >= MOST_PEERS:
+                raise f.BadFrame("there are too many connections")
+        except (OSError, WeftError) as error:
+            self.refused += 1
+            log.warning("a connection for transfers was refused: %s", error)
+            sock.close()
+            return
+        sock.setblocking(False)
+        self._accepted += 1
+        name = f"accepted#{self._accepted}"
+        link = self._links[name] = Link(name, self._connection(sock), False, time.monotonic() + HELLO_S)
+        self._selector.register(sock, selectors.EVENT_READ, link)
+
+    def _connection(self, sock: socket.socket) -> Connection:
+        return Connection(sock, self._buffer, self.name == "shm")
+
+    def _buffer(self, size: int) -> torch.Tensor:
+        """Memory for a payload. It is used again: fresh memory costs more than what is copied through it."""
+        whole = self._free.pop() if size <= BUFFER and self._free else None
+        if whole is None:
+            whole = torch.empty(max(size, BUFFER), dtype=torch.uint8)
+        return whole[:size]
+
+    def _give_back(self, incoming: Incoming) -> None:
+        for payload in incoming.content.memory[:1] if self.name == "tcp" else ():
+            if len(self._free) < _FREE and payload._base is not None and payload._base.numel() == BUFFER:
+                self._free.append(payload._base)
+
+    def _serve(self, link: Link, mask: int) -> None:
+        try:
+            if mask & selectors.EVENT_WRITE:
+                link.connection.flush()
+            if mask & selectors.EVENT_READ:
+                for got in link.connection.receive(_AT_ONCE):
+                    self._got(link, got)
+            self._watch(link)
+        except (OSError, WeftError) as error:
+            self._lost(link, error)
+
+    def _flush(self, link: Link) -> None:
+        if self._links.get(link.name) is not link:
+            return
+        try:
+            link.connection.flush()
+            self._watch(link)
+        except (OSError, WeftError) as error:
+            self._lost(link, error)
+
+    def _watch(self, link: Link) -> None:
+        mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.connection.wants_to_write else 0)
+        if self._links.get(link.name) is link and self._selector.get_key(link.connection.sock).events != mask:
+            self._selector.modify(link.connection.sock, mask, link)
+
+    def _lost(self, link: Link | None, error: Exception) -> None:
+        """The connection has ended, or is ended because of what came."""
+        if link is None or self._links.get(link.name) is not link:
+            return
+        if isinstance(error, WeftError):
+            self.refused += 1
+            log.warning("a connection for transfers was closed: %s", error)
+        del self._links[link.name]
+        self._selector.unregister(link.connection.sock)
+        link.connection.close()
+        for key, number in [*link.unanswered, *((write.key, write.number) for write in link.waiting)]:
+            self._events.append(Written(key, link.name, number, _info(error)))
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        for link in list(self._links.values()):
+            if link.until is not None and link.until <= now:
+                self._lost(link, Unavailable("a peer did not say who it is in time"))
+
+    def _patience(self) -> float:
+        due = [link.until for link in self._links.values() if link.until is not None]
+        return max(0.0, min(due) - time.monotonic()) if due else 3600.0
+
+    # ---- frames
+
+    def _got(self, link: Link, got: Got) -> None:
+        match got.frame:
+            case f.Hello() if not link.said_hello:
+                self._check_hello(link, got.frame)
+                link.said_hello = True
+                self._met(link, got.frame)
+            case f.Proof() if link.said_hello and not link.writer and link.until is not None:
+                self._proven(link)
+            case f.WriteFrame() if not link.writer and link.until is None:
+                self._got_write(link, got.frame, got)
+            case f.AnswerFrame(key, number, error) if link.writer and link.until is None:
+                if (key, number) in link.unanswered:
+                    del link.unanswered[key, number]
+                    self._events.append(Written(key, link.name, number, error))
+            case _:
+                raise f.BadFrame(f"a {type(got.frame).__name__} came out of turn")
+
+    def _check_hello(self, link: Link, hello: f.Hello) -> None:
+        if hello.version != f.VERSION or hello.transport != self.name:
+            theirs = f"version {hello.version} of {hello.transport}"
+            raise f.BadFrame(f"a peer speaks {theirs}, this rank version {f.VERSION} of {self.name}")
+        if not link.writer and hello.wanted != self.incarnation:
+            raise f.BadFrame("a peer means another start of this rank")
+        if link.writer and hello.incarnation != self._peers[link.name][0].incarnation:
+            raise f.BadFrame("another start of a rank answers")
+
+    def _open(self, link: Link) -> None:
+        """The hand-shake is over."""
+        link.until = None
+        waiting, link.waiting = link.waiting, []
+        for write in waiting:
+            self._send_write(link, write)
+
+    def _send_write(self, link: Link, write: Write) -> None:
+        seed, parts, digests = room_seed(write.key), list[f.Spans](), list[np.ndarray]()
+        for part in write.parts:
+            targets = part.spans[:, 1]
+            seeds = span_seeds(seed, part.target, targets, part.spans[:, 2])
+            digests.append(digest_spans(self._regions[part.source], part.spans[:, ::2], seeds))
+            parts.append(f.Spans(part.source, part.target, part.spans.astype("<i8").tobytes()))
+        made = np.concatenate(digests).astype("<u8").tobytes() if digests else b""
+        link.unanswered[write.key, write.number] = None
+        frame = f.WriteFrame(write.key, write.number, tuple(parts), made)
+        link.connection.send(frame, self._payload(write), write.key)
+        self._flush(link)
+
+    def _got_write(self, link: Link, frame: f.WriteFrame, got: Got) -> None:
+        parts = [(part, f.spans_of(part)) for part in frame.parts]
+        spans = sum(len(each) for _, each in parts)
+        for part, each in parts:
+            if part.target >= len(self._regions):
+                raise f.BadFrame("a write names a region that there is not")
+            check_inside(each[:, 1], each[:, 2], self._regions[part.target].numel())
+        digests = f.digests_of(frame, spans)
+        source = self._sources(link, parts, got)._replace(digests=digests)
+        targets = tuple((part.target, np.ascontiguousarray(each[:, 1:])) for part, each in parts)
+        held = self._held_bytes(frame, got)
+        self._events.append(Incoming(frame.key, link.name, frame.number, targets, held, source))
+
+
+def check_inside(offsets: np.ndarray, lengths: np.ndarray, size: int) -> None:
+    """Raises BadFrame unless all spans lie in ``size`` bytes."""
+    if len(offsets) and (
+        lengths.min() < 1 or lengths.max() > size or offsets.min() < 0 or (offsets > size - lengths).any()
+    ):
+        raise f.BadFrame("a write names bytes outside a registered region")
+
+
+def _info(error: Exception) -> ErrorInfo:
+    if isinstance(error, WeftError):
+        return error.info()
+    return Unavailable("the connection to a rank of the other group broke").info()

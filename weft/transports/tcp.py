@@ -1,0 +1,99 @@
+"""Ranks on several hosts: bytes go over TCP into the receiver's memory, which copies them where they belong.
+
+Only who knows the secret is heard: see ``weft.transports.secret``. A write's bytes are read from the
+sender's caches as they go out, and pass on the other side through a buffer of one write.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+
+import numpy as np
+
+from weft.common.errors import ConfigError
+from weft.transfer.pushes import Write
+from weft.transports import frames as f
+from weft.transports.connection import Got, memory_of
+from weft.transports.secret import NONCE_BYTES, check_secret, keys, new_nonce
+from weft.transports.sockets import Link, SocketTransport, Source
+
+
+class TcpTransport(SocketTransport):
+    """Listens at a port of ``host`` that the system chooses."""
+
+    name = "tcp"
+
+    def __init__(self, host: str, incarnation: int, secret: bytes) -> None:
+        """Raises ConfigError for a short secret, or an address that cannot be listened at."""
+        check_secret(secret)
+        self._host, self._secret = host, secret
+        super().__init__(incarnation)
+
+    def _listen(self) -> tuple[socket.socket, str]:
+        try:
+            family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+            sock = socket.create_server((self._host, 0), family=family, backlog=128)
+        except OSError as error:
+            raise ConfigError(f"transfers cannot listen at {self._host} ({error.strerror})") from error
+        _configure(sock)
+        host, port = sock.getsockname()[:2]
+        return sock, f"{host}|{port}"
+
+    def _socket(self, address: str) -> tuple[socket.socket, object]:
+        host, _, port = address.rpartition("|")
+        sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        _configure(sock)
+        return sock, (host, int(port))
+
+    def _hello(self, link: Link, wanted: int) -> None:
+        link.nonce = new_nonce()
+        link.connection.send(f.Hello(f.VERSION, self.name, self.incarnation, wanted, link.nonce))
+
+    def _met(self, link: Link, hello: f.Hello) -> None:
+        if len(hello.nonce) != NONCE_BYTES:
+            raise f.BadFrame("a peer says hello without a nonce")
+        if link.writer:
+            writer, receiver = keys(self._secret, link.nonce, hello.nonce)
+            link.connection.out_key, link.connection.in_key = writer, receiver
+            link.connection.send(f.Proof())
+            self._open(link)
+            return
+        nonce = new_nonce()
+        link.connection.send(f.Hello(f.VERSION, self.name, self.incarnation, 0, nonce))
+        self._flush(link)  # the last frame without a key
+        writer, receiver = keys(self._secret, hello.nonce, nonce)
+        link.connection.in_key, link.connection.out_key = writer, receiver
+
+    def _proven(self, link: Link) -> None:
+        self._open(link)
+
+    def _payload(self, write: Write) -> list[memoryview]:
+        pieces = list[memoryview]()
+        for part in write.parts:
+            memory = memory_of(self._regions[part.source])
+            pieces += [memory[begin : begin + size] for begin, _, size in part.spans.tolist()]
+        return pieces
+
+    def _sources(self, link: Link, parts: Sequence[tuple[f.Spans, np.ndarray]], got: Got) -> Source:
+        lengths = np.concatenate([spans[:, 2] for _, spans in parts]) if parts else np.empty(0, np.int64)
+        size = 0 if got.payload is None else got.payload.numel()
+        if int(lengths.sum()) != size:
+            raise f.BadFrame("a write's payload is not as long as its spans")
+        if got.payload is None:
+            return Source((), (), np.empty(0))
+        begins, done, moved = np.cumsum(lengths) - lengths, 0, list[tuple[int, np.ndarray]]()
+        for part, spans in parts:
+            here = spans.copy()
+            here[:, 0] = begins[done : done + len(spans)]
+            done += len(spans)
+            moved.append((part.target, here))
+        return Source((got.payload,) * len(parts), tuple(moved), np.empty(0))
+
+    def _held_bytes(self, frame: f.WriteFrame, got: Got) -> int:
+        return 1024 + (0 if got.payload is None else got.payload.numel())
+
+
+def _configure(sock: socket.socket) -> None:
+    """Buffers are left to the system: a size that is asked for ends its own tuning, and may be smaller."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,0 +1,224 @@
+"""A rank's part in transfers: one thread that runs ``Pushes`` and ``Arrivals`` over a transport.
+
+    step loop      begin, computed (behind each layer), expect, stop: they queue and return
+    this thread    plans, digests, writes; reads, checks, copies; waits in ``poll`` alone
+    tell(...)      reports for this rank's head, called on this thread: it must not wait
+
+Whatever one room does to this thread ends that room alone.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import NamedTuple
+
+from weft.common.errors import EngineDead, ErrorInfo, WeftError
+from weft.common.log import get_logger
+from weft.transfer import arrivals as a
+from weft.transfer import pushes as p
+from weft.transfer.coverage import Coverage
+from weft.transfer.layout import placed
+from weft.transfer.spans import Side, SpanPlan, arriving
+from weft.transfer.words import RankReport, RankStopped
+from weft.transports.base import Transport
+from weft.types.rooms import Admitted, Blocks, Bound, GroupDims, Outcome, RoomKey
+
+log = get_logger(__name__)
+
+CONNECT_S = 10.0
+_IDLE_S = 1.0
+_END_S = 5.0
+
+
+class Began(NamedTuple):
+    """Of a sender."""
+
+    offer: Admitted
+    bound: Bound
+    blocks: tuple[Blocks, ...]
+    """Where the sequence lies in this group's own caches."""
+
+
+class Expecting(NamedTuple):
+    """Of a receiver."""
+
+    offer: Admitted
+    bound: Bound
+
+
+class Ending(NamedTuple):
+    key: RoomKey
+
+
+_Command = Began | Expecting | Ending | p.Computed | None
+
+
+class RankTransfer:
+    """Made and closed by the rank's process; its methods may be called from any thread."""
+
+    def __init__(
+        self,
+        rank: int,
+        dims: GroupDims,
+        transport: Transport,
+        tell: Callable[[RankReport | RankStopped], None],
+        *,
+        start: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``dims``: of this rank's group. Without ``start`` there is no thread: call ``turn``."""
+        self._rank, self._dims, self._transport, self._tell = rank, dims, transport, tell
+        self._clock = clock
+        self.pushes = p.Pushes([kind.layers for kind in dims.kinds], transport.write_bytes)
+        self.arrivals = a.Arrivals()
+        self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._done = False
+        self._thread = threading.Thread(target=self._run, name=f"weft-transfer-{rank}", daemon=True)
+        if start:
+            self._thread.start()
+
+    # ---- from other threads
+
+    def begin(self, offer: Admitted, bound: Bound, blocks: tuple[Blocks, ...]) -> None:
+        """Carries out ``Push``: what is computed of the room is pushed, and what will be."""
+        self._put(Began(offer, bound, blocks))
+
+    def computed(self, key: RoomKey, layer: int, begin: int, end: int) -> None:
+        """The model's layer has positions ``begin`` .. end - 1 in its caches, and the state after them."""
+        self._put(p.Computed(key, layer, begin, end))
+
+    def expect(self, offer: Admitted, bound: Bound) -> None:
+        """Carries out ``Expect``: the room's bytes are taken in."""
+        self._put(Expecting(offer, bound))
+
+    def stop(self, key: RoomKey) -> None:
+        """Carries out ``Stop``; answered with ``RankStopped`` when nothing here touches the room's memory."""
+        self._put(Ending(key))
+
+    def close(self) -> None:
+        """Ends the thread, and the transport with it. Raises EngineDead when that takes too long."""
+        self._put(None)
+        if self._thread.is_alive():
+            self._thread.join(_END_S)
+            if self._thread.is_alive():
+                raise EngineDead("the thread that moves caches between groups does not end")
+
+    def _put(self, command: _Command) -> None:
+        self._commands.put(command)
+        self._transport.wake()
+
+    # ---- on the thread
+
+    def _run(self) -> None:
+        try:
+            while not self._done:
+                self.turn(_IDLE_S)
+        finally:
+            self._transport.close()
+
+    def turn(self, seconds: float) -> None:
+        """Does what there is to do, waiting up to ``seconds`` for it."""
+        while not self._done:
+            try:
+                command = self._commands.get_nowait()
+            except queue.Empty:
+                break
+            self._take_command(command)
+        if self._done:
+            return
+        due = self.arrivals.next_due()
+        if due is not None:
+            seconds = max(0.0, min(seconds, due - self._clock()))
+        for event in self._transport.poll(seconds):
+            self._guard(event.key, partial(self._moved, event))
+        self._arrive(a.Tick())
+
+    def _moved(self, event: a.Incoming | p.Written) -> None:
+        if isinstance(event, p.Written):
+            self._push(self.pushes.on(event))
+        else:
+            self._arrive(event)
+
+    def _take_command(self, command: _Command) -> None:
+        match command:
+            case None:
+                self._done = True
+            case Began(offer):
+                self._guard(offer.key, lambda: self._begin(command))
+            case Expecting(offer):
+                self._guard(offer.key, lambda: self._expect(command))
+            case Ending(key):
+                self._stop(key)
+            case p.Computed(key):
+                self._guard(key, lambda: self._push(self.pushes.on(command)))
+
+    def _guard(self, key: RoomKey, work: Callable[[], None]) -> None:
+        """Does ``work`` of a room; if that fails, the room does, and nothing else."""
+        try:
+            work()
+        except Exception as error:
+            if not isinstance(error, WeftError):
+                log.exception("transfer %d/%d failed on rank %d", key.room, key.attempt, self._rank)
+            self._report(key, Outcome.failed, _info(error))
+
+    def _begin(self, began: Began) -> None:
+        offer, bound = began.offer, began.bound
+        own = Side(self._dims, placed(began.blocks, self._dims, bound.start, offer.num_prompt))
+        there = Side(bound.dims, placed(bound.blocks, bound.dims, bound.start, offer.num_prompt))
+        plans = {}
+        for to, endpoint in enumerate(bound.endpoints):
+            plan = SpanPlan(own, self._rank, there, to, bound.start, offer.num_prompt)
+            plans[self._transport.connect(endpoint, CONNECT_S)] = plan
+        self._push(self.pushes.on(p.Begin(offer.key, plans, offer.num_prompt)))
+
+    def _expect(self, expecting: Expecting) -> None:
+        offer, bound = expecting.offer, expecting.bound
+        here = Side(self._dims, placed(bound.blocks, self._dims, bound.start, offer.num_prompt))
+        expected = arriving(here, self._rank, offer.dims, bound.start, offer.num_prompt)
+        self._arrive(a.Expected(offer.key, Coverage(expected)))
+
+    def _stop(self, key: RoomKey) -> None:
+        """Copies run on this thread, so none is under way now, and no other will begin."""
+        self._transport.cancel(key)
+        self._push(self.pushes.on(p.Stopped(key)))
+        self._arrive(a.Stopped(key))
+        self._tell(RankStopped(key, self._rank))
+
+    def _push(self, actions: Iterable[p.Action]) -> None:
+        for action in actions:
+            if isinstance(action, p.Report):
+                self._report(action.key, action.outcome, action.error)
+            else:
+                self._transport.write(action)
+
+    def _arrive(self, event: a.Event) -> None:
+        for action in self.arrivals.on(event, self._clock()):
+            match action:
+                case a.Copy(write):
+                    self._arrive(a.Copied(write, self._take(write)))
+                case a.Answer(write, error):
+                    self._transport.answer(write, error)
+                case a.Report(key, outcome, error):
+                    self._report(key, outcome, error)
+
+    def _take(self, write: a.Incoming) -> ErrorInfo | None:
+        try:
+            return self._transport.take(write)
+        except Exception as error:
+            log.exception(
+                "a write of transfer %d/%d could not be taken in", write.key.room, write.key.attempt
+            )
+            return _info(error)
+
+    def _report(self, key: RoomKey, outcome: Outcome, error: ErrorInfo | None) -> None:
+        self._tell(RankReport(key, self._rank, outcome, error))
+
+
+def _info(error: Exception) -> ErrorInfo:
+    if isinstance(error, WeftError):
+        return error.info()
+    return EngineDead("a rank failed to move a sequence's cache").info()
