@@ -41,6 +41,8 @@ Tensor = torch.Tensor
 aten = torch.ops.aten
 
 _MOVES = (aten.to, aten.pin_memory)
+_COPIES_NUMBERS = (aten.index_put_, aten.index_put, aten._index_put_impl_)
+"""Other operators take a number of the host with the launch."""
 _FACTS = {torch.ops.prim.device.default, aten.is_pinned.default, aten.record_stream.default}
 COMPUTE = "compute"
 """The name of the stream that is current at first."""
@@ -259,8 +261,8 @@ class Rehearsal(TorchDispatchMode):
 
     def _up(self, to: FakeTensor, source: Tensor, free: bool) -> Tensor:
         pinned = self.memory.piece(source, HOST).pinned
-        if (source.dim() == 0 and not pinned and to.numel() == 1) or source.numel() == 0:
-            pinned = free = True  # goes with the launch, or nowhere
+        if source.numel() == 0:
+            pinned = free = True
         if not (pinned and free):
             self.wait("a copy from pageable memory" if not pinned else "a copy that is not non_blocking")
         if self.capture is not None:
@@ -305,6 +307,8 @@ class Rehearsal(TorchDispatchMode):
             if tensor.dim() and not reads_shape(func):
                 shape = tuple(tensor.shape)
                 raise OnHost(f"{func} on the device is given a tensor of shape {shape} on the host")
+            if func.overloadpacket in _COPIES_NUMBERS:
+                self.wait("a number is copied to the device")
             given, named = mapped(self._as_fake, (args, kwargs))
         name = label_of(func)
         self.operators.add(name)

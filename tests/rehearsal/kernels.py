@@ -308,7 +308,10 @@ class StandIn:
 
     def _remember(self, made: Rehearsal, bound: dict[str, Any], options: dict[str, int]) -> None:
         """Notes which of its compiled forms the launch asks for, as Triton tells them apart."""
-        fixed = getattr(self._kernel, "kwargs", {}).get("do_not_specialize") or ()
+        options_of = getattr(
+            self._kernel, "kwargs", vars(self._kernel)
+        )  # the interpreter's, or the compiler's
+        fixed = options_of.get("do_not_specialize") or ()
         key: list[Any] = [tuple(options.items())]
         for argument, value in bound.items():
             if isinstance(value, Tensor):

@@ -103,8 +103,9 @@ class SlotState:
         self._live[op.slot], self._gen[op.slot] = True, op.gen
         self._entries[:, op.slot] = 0
         self.history[op.slot, :known] = self._upload(op.token_ids)
-        self.num_computed[op.slot] = op.num_cached
-        self.num_prompt[op.slot] = op.num_prompt
+        # Not ``x[slot] = number``: a GPU copies that from pageable memory, and the host waits for it.
+        self.num_computed[op.slot].fill_(op.num_cached)
+        self.num_prompt[op.slot].fill_(op.num_prompt)
         for table in self.tables:  # what a row is filled up with goes to the null block, not to a stranger's
             table[op.slot] = 0
 

@@ -112,7 +112,7 @@ class States:
             rows = slot * kind.copies + self._live[slot] - behind
             kind.copy(list(zip(kind.slots, kind.snapshots, strict=True)), block, rows)
         else:
-            self._live[slot] = 0
+            self._live.index_fill_(0, slot, 0)  # a number by index would be copied, and waited for
             kind.copy(list(zip(kind.snapshots, kind.slots, strict=True)), slot * kind.copies, block)
 
 
