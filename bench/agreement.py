@@ -15,15 +15,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from weft.parallel.agreement import AgreementGroup, LocalBell
+from weft.parallel.agreement import AgreementGroup
 from weft.parallel.store import join_store
-from weft.scheduler.agreement import Vote
+from weft.parallel.wakeup import LocalWakeups
+from weft.scheduler.votes import Vote
 
 
 def head(number: int, heads: int, votes: int, store: str, results: Any) -> None:
     """Votes, as a head does between two steps; puts (wall seconds of each, process seconds of each)."""
     torch.set_num_threads(1)
-    group = AgreementGroup(number, heads, LocalBell(heads).of(number))
+    group = AgreementGroup(number, heads, LocalWakeups(heads).of(number))
     group.connect(join_store(store, 60), 0, 60)
     walls = []
     cpu = time.process_time()

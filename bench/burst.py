@@ -2,7 +2,7 @@
 
 python -m bench.burst --model spool-mla --json burst.json
 
-Two engines of the same ranks, one with --max-num-seqs 1, one with as many as ``--seats``; rounds over them
+Two engines of the same ranks, one with --max-num-seqs 1, one with as many as ``--slots``; rounds over them
 are interleaved. All requests of a burst come at once; times are from then, to the first token and the last.
 """
 
@@ -77,13 +77,13 @@ COLUMNS = ("ttft_p50", "ttft_worst", "latency_p50", "latency_worst", "tokens_per
 
 
 def table(found: dict[str, dict[str, dict[str, float]]]) -> str:
-    """One line for each burst and number of seats."""
-    lines = [f"{'burst':>6}{'seats':>7}" + "".join(f"{name:>19}" for name in COLUMNS)]
-    for size, by_seats in found.items():
-        for seats, values in by_seats.items():
+    """One line for each burst and number of sequence slots."""
+    lines = [f"{'burst':>6}{'slots':>7}" + "".join(f"{name:>19}" for name in COLUMNS)]
+    for size, by_slots in found.items():
+        for slots, values in by_slots.items():
             cells = "".join(f"{values[name]:19.3f}" for name in COLUMNS)
-            lines.append(f"{size:>6}{seats:>7}{cells}")
-        one, many = by_seats.values()
+            lines.append(f"{size:>6}{slots:>7}{cells}")
+        one, many = by_slots.values()
         lines.append(
             f"{'':6} worst first token {one['ttft_worst'] / many['ttft_worst']:.1f}x better, worst latency "
             f"{one['latency_worst'] / many['latency_worst']:.2f}x, tokens a second "
@@ -98,14 +98,14 @@ def main() -> None:
     )
     model_flags(parser)
     parser.add_argument("--ranks", type=int, default=2, help="ranks that share the experts")
-    parser.add_argument("--seats", type=int, default=4, help="--max-num-seqs of the second engine")
+    parser.add_argument("--slots", type=int, default=4, help="--max-num-seqs of the second engine")
     parser.add_argument("--bursts", type=int, nargs="+", default=[4, 8], help="requests that come at once")
     parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=80, help="tokens of each answer")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write the numbers here")
     args = parser.parse_args()
-    seats = (1, args.seats)
+    slots = (1, args.slots)
     cores = {
         number: engine(
             args.model,
@@ -114,10 +114,10 @@ def main() -> None:
             tensor_parallel_size=args.ranks,
             enable_expert_parallel=True,
         )
-        for number in seats
+        for number in slots
     }
     rng, base = random.Random(args.seed), 0
-    runs: dict[tuple[int, int], list[Burst]] = {(size, s): [] for size in args.bursts for s in seats}
+    runs: dict[tuple[int, int], list[Burst]] = {(size, s): [] for size in args.bursts for s in slots}
     try:
         for turn in range(args.rounds + 1):
             for size, number in runs:
@@ -128,7 +128,7 @@ def main() -> None:
     finally:
         for core in cores.values():
             core.close()
-    found = {str(size): {str(s): summary(runs[size, s]) for s in seats} for size in args.bursts}
+    found = {str(size): {str(s): summary(runs[size, s]) for s in slots} for size in args.bursts}
     print(f"{args.model}, {args.ranks} ranks, {args.tokens} tokens each; medians of {args.rounds} rounds")
     print(table(found))
     if args.json:

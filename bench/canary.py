@@ -27,8 +27,8 @@ import msgspec
 
 from bench import record
 from bench.hostile import ATTACKS
-from weft.bench.memory import tree
 from weft.bench.process import ServerProcess
+from weft.bench.process_memory import tree
 
 INTERVAL = 0.1
 SETTLE = 5.0

@@ -26,7 +26,7 @@ import torch
 
 from bench.machine import commit, describe
 from weft.parallel.comm import Pending
-from weft.parallel.group import GroupComm, Launcher
+from weft.parallel.group_comm import GroupComm, Launcher
 from weft.parallel.store import join_store
 
 SIZES = (4, 4096, 65536, 1 << 20)

@@ -2,7 +2,7 @@
 
 python -m bench.control_overhead --ranks 4 --rows 64
 
-Everything is real (scheduler, frames, digests, zmq over ipc, beats, workers in processes of their own)
+Everything is real (scheduler, frames, digests, zmq over ipc, heartbeats, workers in processes of their own)
 but the model. With ``--runner tables`` a rank keeps its slot table and does nothing else: what is left is the
 control of a group, and must stay under 1.5 ms a step. With ``--runner whole`` ranks stage, sample and write
 results as ever, around a model whose logits lie there already; the same with one rank alone is printed beside
@@ -29,7 +29,7 @@ import torch
 
 from bench.machine import commit, describe
 from weft.common.folder import private_folder
-from weft.config.group import shared_settings
+from weft.config.group_settings import shared_settings
 from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig, KVConfig
 from weft.config.sections import Config, ModelSection, RunnerSection, SchedulerSection
@@ -172,8 +172,10 @@ def work(args: argparse.Namespace) -> None:
     welcome = say_hello(channel, config, args.rank)
     meter = make_runner(config, args)
     tables: Any = meter
-    worker = Worker(args.rank, tables, Mesh(), channel, rank_timeout=TIMEOUT, life=welcome.life)
-    watch = RankWatch(ZmqRank(welcome.beats, args.rank), TIMEOUT, worker.beat, worker.ended, worker.orphaned)
+    worker = Worker(args.rank, tables, Mesh(), channel, rank_timeout=TIMEOUT, incarnation=welcome.incarnation)
+    watch = RankWatch(
+        ZmqRank(welcome.heartbeats, args.rank), TIMEOUT, worker.heartbeat, worker.ended, worker.orphaned
+    )
     watch.start()
     channel.send(f.encode(f.Loaded(rank=args.rank, blocks=blocks_of(config.kv))))
     worker.run()
@@ -185,7 +187,7 @@ def work(args: argparse.Namespace) -> None:
 def measure(config: EngineConfig, args: argparse.Namespace, ranks: int) -> tuple[float, float, float]:
     """(head, one worker, wall) milliseconds of a step."""
     folder = private_folder()
-    channel, beats = ZmqHead(f"ipc://{folder}/ranks"), ZmqHead(f"ipc://{folder}/beats")
+    channel, heartbeats = ZmqHead(f"ipc://{folder}/ranks"), ZmqHead(f"ipc://{folder}/heartbeats")
     outs = {rank: folder / f"{rank}.json" for rank in range(1, ranks)}
     workers = []
     for rank, out in outs.items():
@@ -200,7 +202,7 @@ def measure(config: EngineConfig, args: argparse.Namespace, ranks: int) -> tuple
         meter = make_runner(config, args)
         tables: Any = meter
         if ranks > 1:
-            executor = group(config, tables, channel, beats, list(outs))
+            executor = group(config, tables, channel, heartbeats, list(outs))
         else:
             executor = alone(config.kv, lambda kv: tables)
         wall = drive(config, args, executor)
@@ -218,7 +220,7 @@ def group(
     config: EngineConfig,
     runner: RankRunner | Any,
     channel: ZmqHead,
-    beats: ZmqHead,
+    heartbeats: ZmqHead,
     ranks: list[int],
 ) -> GroupExecutor:
     """The group, formed."""
@@ -228,10 +230,10 @@ def group(
         settings=shared_settings(config),
         rank_timeout=TIMEOUT,
         incarnation="head",
-        heartbeats=beats.address,
+        heartbeats=heartbeats.address,
         hello_s=600.0,
     )
-    links = Links(channel=channel, heartbeats=beats)
+    links = Links(channel=channel, heartbeats=heartbeats)
     return GroupExecutor(membership, lambda: Share(config.kv, lambda kv: runner), links, rank_timeout=TIMEOUT)
 
 

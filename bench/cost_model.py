@@ -18,8 +18,8 @@ from tqdm import tqdm
 from bench.load import engine, model_flags, request
 from weft.engine.core import EngineCore
 from weft.scheduler.chunk import ChunkPolicy
-from weft.scheduler.cost import CostModel, StepShape, shape_of
 from weft.scheduler.fit import CostFitter
+from weft.scheduler.step_cost import CostModel, StepShape, shape_of
 from weft.types.plan import StepPlan
 
 Steps = list[tuple[StepShape, float]]
@@ -53,12 +53,12 @@ def measure(core: EngineCore, steps: int, longest: int, rng: random.Random) -> S
     """Runs ``steps`` steps of varied composition: waves of prompts, and decodes of all contexts."""
     core.scheduler.planner.chunks = explorer = Explorer(rng, longest)
     context, vocabulary = core.welcome(0).max_model_len, core.config.spec.vocab_size
-    seats, number = core.config.scheduler.max_num_seqs, 0
+    slots, number = core.config.scheduler.max_num_seqs, 0
     with tqdm(total=steps, desc="measuring", unit="step") as bar:
         while len(explorer.steps) < steps:
             stats = core.stats()
             if not stats.waiting and (not stats.running or rng.random() < 0.03):
-                for _ in range(int(max(seats - stats.running, 1) ** rng.random())):
+                for _ in range(int(max(slots - stats.running, 1) ** rng.random())):
                     prompt = min(int(context ** rng.uniform(0.3, 1.0)), context - 2)
                     tokens = min(int(150 ** rng.random()), context - prompt)
                     core.submit(request(number, prompt, tokens, vocabulary, rng))

@@ -17,7 +17,7 @@ from pathlib import Path
 from weft.bench import dispatch
 from weft.bench.moe_table import machine
 from weft.moe.choice import Chooser
-from weft.moe.cost import Shape
+from weft.moe.exchange_cost import ExchangeShape
 from weft.types.exchange import FORMS
 from weft.types.layout import Layout
 
@@ -40,7 +40,7 @@ def rows() -> Iterator[str]:
     yield "|---" * (4 + len(FORMS)) + "|"
     for name, size in SIZES.items():
         for where, layout in LAYOUTS.items():
-            chooser = Chooser(layout, "auto", Shape(size[2], size[1], 4))
+            chooser = Chooser(layout, "auto", ExchangeShape(size[2], size[1], 4))
             for tokens, found in zip(TOKENS, dispatch.layers(layout, size, TOKENS), strict=True):
                 best, taken = min(found.values()), chooser.form(tokens)
                 cells = [f"{found[form]:.1f}" if form in found else "" for form in FORMS]

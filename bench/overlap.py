@@ -1,12 +1,13 @@
-"""What computing steps in halves gains: off, prefill, all and auto, on ranks with links that are slowed down.
+"""What computing steps in micro-batches gains: off, prefill, all and auto, on ranks with links that are
+slowed down.
 
 python -m bench.overlap --json bench/results/overlap.json --markdown bench/results/overlap.md
 
 Ranks are processes on this machine's CPU that meet over gloo; each of their collectives ends ``--delays``
 milliseconds late (WEFT_LINK_DELAY_MS), so that there is something to hide. For each delay one group is
-started, and rounds over modes and concurrencies are interleaved: the head decides on halves, so modes share
-the group. ``auto`` keeps what it learns from round to round. Ratios are to ``off`` of the same round, medians
-over rounds.
+started, and rounds over modes and concurrencies are interleaved: the head decides on micro-batches, so modes
+share the group. ``auto`` keeps what it learns from round to round. Ratios are to ``off`` of the same round,
+medians over rounds.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Run:
     tokens: int
     """Output tokens."""
     steps: int
-    halved: int
+    overlapped: int
     communication: float
     hidden: float
 
@@ -127,15 +128,16 @@ def lines(delay: float, found: dict[int, dict[str, list[Run]]]) -> list[str]:
             made.append(
                 f"| {delay:g} | {size} | {mode} | {median([one.tokens / one.seconds for one in runs]):.1f} "
                 f"| {median(ratios):.3f} ({min(ratios):.2f} to {max(ratios):.2f}) "
-                f"| {median([one.halved for one in runs]):.0f} of {median([one.steps for one in runs]):.0f} "
+                f"| {median([one.overlapped for one in runs]):.0f} "
+                f"of {median([one.steps for one in runs]):.0f} "
                 f"| {median([one.communication for one in runs]):.2f} | {waits:.2f} | {hidden:.0%} |"
             )
     return made
 
 
 HEADER = [
-    "| delay ms | requests | overlap | output tokens/s | times off, by round (range) | steps in halves "
-    "| communication s | waited s | hidden |",
+    "| delay ms | requests | overlap | output tokens/s | times off, by round (range) "
+    "| steps in micro-batches | communication s | waited s | hidden |",
     "|---:|---:|---|---:|---|---:|---:|---:|---:|",
 ]
 

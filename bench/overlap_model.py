@@ -1,13 +1,13 @@
-"""What computing steps in halves gains, in virtual time: where compute and links take known times.
+"""What computing steps in micro-batches gains, in virtual time: where compute and links take known times.
 
 python -m bench.overlap_model --markdown bench/results/overlap-model.md
 
 The real scheduler, split, ``interleave`` and policy on the simulator's clock. A step is that of a model of
 ``--layers`` layers whose attention and feed-forward take ``--fixed`` microseconds each (reading weights,
 launching) and ``--token`` for each token, then a collective that is there ``--delays`` milliseconds (and
-``--row`` microseconds a token) later. Halves pay ``--fixed`` twice, and compute takes nothing from links: a
-GPU is like that, two processes on two cores are not. ``bench.overlap`` computes in earnest. The numbers are
-the same on every machine.
+``--row`` microseconds a token) later. Micro-batches pay ``--fixed`` twice, and compute takes nothing from
+links: a GPU is like that, two processes on two cores are not. ``bench.overlap`` computes in earnest. The
+numbers are the same on every machine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from weft.overlap.split import split
 from weft.overlap.times import StepTimes
 from weft.parallel.comm import Pending
 from weft.parallel.launcher import Flight
-from weft.scheduler.cost import PRIOR
+from weft.scheduler.step_cost import PRIOR
 from weft.sim.device import FakeDevice
 from weft.sim.engine import Simulation
 from weft.sim.workload import Arrival
@@ -51,28 +51,28 @@ class Link(Pending):
 
 
 class Overlapped(FakeDevice):
-    """A device whose steps are generators in virtual time, in halves where ``policy`` says so."""
+    """A device whose steps are generators in virtual time, in micro-batches where ``policy`` says so."""
 
     def __init__(self, args: argparse.Namespace, delay: float, policy: OverlapPolicy) -> None:
         super().__init__(PRIOR, vocabulary=1024)
         self._args, self._delay, self._policy = args, delay, policy
         self.now = self.waited = self.under_way = 0.0
-        self.halved = self.steps = 0
+        self.overlapped = self.steps = 0
         self._flights: list[Flight] = []
 
     def launch(self, plan: StepPlan, now: float) -> float:
         self.now = now
-        halves = split(plan) if self._policy.wants(plan) else None
-        if halves is None:
+        micro_batches = split(plan) if self._policy.wants(plan) else None
+        if micro_batches is None:
             drive(self._model(plan.tokens))
         else:
-            interleave(self._model(halves.first.tokens), self._model(halves.second.tokens))
-        number = 1 if halves is None else 2
-        times = StepTimes(halves=number, seconds=self.now - now, flights=self._flights)
+            interleave(self._model(micro_batches.first.tokens), self._model(micro_batches.second.tokens))
+        number = 1 if micro_batches is None else 2
+        times = StepTimes(micro_batches=number, seconds=self.now - now, flights=self._flights)
         self._flights = []
         self._policy.observe(plan, times)
         self.steps += 1
-        self.halved += number > 1
+        self.overlapped += number > 1
         self.waited += times.waited
         self.under_way += times.communication
         return self.now
@@ -111,7 +111,7 @@ def run(args: argparse.Namespace, delay: float, size: int, mode: str) -> tuple[f
 
 
 HEADER = [
-    "| delay ms | requests | overlap | output tokens/s | times off | steps in halves | waited s "
+    "| delay ms | requests | overlap | output tokens/s | times off | steps in micro-batches | waited s "
     "| communication hidden |",
     "|---:|---:|---|---:|---:|---:|---:|---:|",
 ]
@@ -128,7 +128,7 @@ def lines(args: argparse.Namespace, delay: float) -> list[str]:
             hidden = 1.0 - device.waited / device.under_way if device.under_way else 0.0
             made.append(
                 f"| {delay:g} | {size} | {mode} | {size * args.waves * args.tokens / seconds:.1f} "
-                f"| {off / seconds:.3f} | {device.halved} of {device.steps} | {device.waited:.2f} "
+                f"| {off / seconds:.3f} | {device.overlapped} of {device.steps} | {device.waited:.2f} "
                 f"| {hidden:.0%} |"
             )
     return made
@@ -139,7 +139,7 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--fixed", type=float, default=2000.0, help="microseconds of a layer's half")
+    parser.add_argument("--fixed", type=float, default=2000.0, help="microseconds of a layer's micro-batch")
     parser.add_argument("--token", type=float, default=40.0, help="microseconds of a token in it")
     parser.add_argument("--row", type=float, default=2.0, help="microseconds of a token on the link")
     parser.add_argument("--delays", type=float, nargs="+", default=[0.0, 1.0, 5.0], help="milliseconds")

@@ -95,8 +95,18 @@ def keywords(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def weft(name: str, arguments: str, setting: Setting) -> Row:
-    """Weft of this repository, in this interpreter's environment, with more flags of ``weft serve``."""
+    """Weft in this interpreter's environment, with more flags of ``weft serve``.
+
+    It is that of this repository, or with ``--tree PATH`` among the flags that of another working tree.
+    """
     words = shlex.split(arguments)
+    source = ROOT
+    if "--tree" in words:
+        index = words.index("--tree")
+        source = Path(*words[index + 1 : index + 2]).resolve()
+        del words[index : index + 2]
+        if not (source / "weft").is_dir():
+            raise Missing(f"--tree {source} is no working tree of Weft")
     serve = (
         *(sys.executable, "-m", "weft", "serve", str(setting.model), "--port", "{port}"),
         *("--dtype", setting.dtype, "--threads", str(setting.threads)),
@@ -105,7 +115,7 @@ def weft(name: str, arguments: str, setting: Setting) -> Row:
         *("--engine-timeout", "86400", "--no-enable-prefix-caching", *words),
     )
     driver = (sys.executable, str(PEERS / "drive_weft.py"))
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
+    path = os.pathsep.join(filter(None, (str(source), os.environ.get("PYTHONPATH", ""))))
     return Row(name=name, driver=driver, environment={"PYTHONPATH": path}, args=keywords(words), server=serve)
 
 

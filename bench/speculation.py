@@ -70,10 +70,10 @@ class Engine:
         assert core is not None
         observe = core.scheduler.observe
 
-        def listening(plan: StepPlan, seconds: float, cold: bool = False) -> None:
+        def listening(plan: StepPlan, seconds: float, uncaptured: bool = False) -> None:
             if self._now is not None:
                 self._note(self._now, plan, seconds)
-            observe(plan, seconds, cold)
+            observe(plan, seconds, uncaptured)
 
         core.scheduler.observe = listening  # type: ignore[method-assign]
 
@@ -181,7 +181,7 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--warm-up", type=int, default=0, help="rounds before, in which steps are recorded and costs learned"
+        "--warm-up", type=int, default=0, help="rounds before, in which steps are captured and costs learned"
     )
     parser.add_argument("--max-tokens", type=int, default=200)
     parser.add_argument("--max-model-len", type=int, default=1024)

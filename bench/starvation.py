@@ -93,7 +93,7 @@ class Run:
 
 
 def run(args: argparse.Namespace, seed: int, **settings: Any) -> Row:
-    """One row of the table. The engine has seats for all decodes and as many prompts."""
+    """One row of the table. The engine has slots for all decodes and as many prompts."""
     core = engine(
         args.model,
         args.threads,

@@ -28,9 +28,9 @@ _HOME = {
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'weft' has no attribute {name!r}")
-    found = getattr(importlib.import_module(_HOME[name]), name)
-    globals()[name] = found
-    return found
+    result = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = result
+    return result
 
 
 def __dir__() -> list[str]:

@@ -124,7 +124,7 @@ def test_refusals_are_raised(settings: dict[str, Any]) -> None:
         await anext(stream)
         with pytest.raises(InvalidRequest, match="request_id"):
             await collect(engine.generate("Tom", GREEDY, request_id="r"))
-        assert len(engine._requests) == 1, "the first tenant stays"
+        assert len(engine._requests) == 1, "the first sequence stays"
         await stream.aclose()  # type: ignore[attr-defined]
         await idle(engine)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +15,8 @@ from weft import LLM, RequestOutput, SamplingParams
 from weft.common.errors import ConfigError, ContextLength, EngineDead, InvalidRequest
 from weft.engine.core import EngineCore
 from weft.runner.runner import Runner
-from weft.types.messages import Submit
+from weft.scheduler import Scheduler
+from weft.types.messages import Submit, TokenEvent
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS: list[Any] = [
@@ -223,6 +226,57 @@ def test_a_dead_engine_says_so_for_good(settings: dict[str, Any], monkeypatch: p
 
 def _broken(core: EngineCore) -> None:
     raise RuntimeError("device lost")
+
+
+class _Late:
+    """A source that says once, after a while, that what all sequences awaited is there; or never."""
+
+    sockets: tuple[Any, ...] = ()
+
+    def __init__(self, after: float) -> None:
+        self.at = time.monotonic() + after
+        self.takes = 0
+
+    def take(self, scheduler: Scheduler) -> list[TokenEvent]:
+        self.takes += 1
+        if time.monotonic() >= self.at:
+            for sequence in list(scheduler._awaited):
+                scheduler.arrived(sequence)
+        return []
+
+
+@pytest.fixture
+def awaiting(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], _Late]:
+    """Makes every sequence await something that comes ``after`` seconds, for ``patience`` seconds at most."""
+    core = llm._core
+    assert isinstance(core, EngineCore)
+    add = core.scheduler.add
+
+    def set_up(after: float, patience: float) -> _Late:
+        source = _Late(after)
+        monkeypatch.setattr(core, "sources", [source])
+        late = lambda one, now: add(one, now, awaits=True, until=now + patience)  # noqa: E731
+        monkeypatch.setattr(core.scheduler, "add", late)
+        return source
+
+    return set_up
+
+
+def test_what_all_sequences_await_is_waited_for(llm: LLM, awaiting: Callable[[float, float], _Late]) -> None:
+    undisturbed = [output.outputs for output in run(llm, PROMPTS)]
+    source = awaiting(0.4, 30.0)
+    assert [output.outputs for output in run(llm, PROMPTS)] == undisturbed
+    assert source.takes < 60, "the loop sleeps while it waits"
+
+
+def test_what_is_awaited_in_vain_fails_at_its_deadline(
+    llm: LLM, awaiting: Callable[[float, float], _Late]
+) -> None:
+    awaiting(1e9, 0.3)
+    began = time.monotonic()
+    for output in run(llm, PROMPTS):
+        assert output.outputs[0].finish_reason == "error"
+    assert 0.3 <= time.monotonic() - began < 10.0
 
 
 def test_an_interrupt_leaves_the_engine_usable(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -347,7 +347,7 @@ def test_only_the_rows_own_copies_are_written(each: bool) -> None:
 
 
 @pytest.mark.usefixtures("extension")
-def test_a_new_tenant_starts_from_zeros() -> None:
+def test_a_new_sequence_starts_from_zeros() -> None:
     for backend in backends_for(CPU_SHAPES[0]):
         scene = Scene(CPU_SHAPES[0], torch.float32, [20])
         first = scene.whole(backend)

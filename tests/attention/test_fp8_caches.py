@@ -32,7 +32,7 @@ BACKENDS: dict[str, type[AttentionBackend]] = {"torch": TorchAttention, "invaria
 
 
 class Scene:
-    """A cache of random lines in blocks of random order, NaN in every other line, and queries for it."""
+    """A cache of random entries in blocks of random order, NaN in every other entry, and queries for it."""
 
     def __init__(self, dtype: torch.dtype, block: int, window: int, dim: int = 32) -> None:
         rng, kv_heads, heads = random.Random(0), 2, 6
@@ -45,8 +45,8 @@ class Scene:
             table[row, : widths[row]] = torch.tensor([ids.pop() for _ in range(widths[row])])
             low = max(0, start - window + 1) if window else 0
             for p in range(low, start + count):
-                lines = torch.randn(2, kv_heads, dim, dtype=torch.float64) * 10.0 ** rng.uniform(-1, 1)
-                plain[table[row, p // block], :, :, p % block] = lines.to(dtype)
+                entries = torch.randn(2, kv_heads, dim, dtype=torch.float64) * 10.0 ** rng.uniform(-1, 1)
+                plain[table[row, p // block], :, :, p % block] = entries.to(dtype)
         self.values, self.scales = kv_fp8.quantize(plain)
         self.plain = kv_fp8.dequantize(self.values, self.scales, dtype)
         unwritten = plain.isnan().any(-1)
@@ -179,7 +179,7 @@ def test_latent_cpu(form: Form, dtype: torch.dtype, window: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.usefixtures("extension")
 def test_cpu_reads_every_code_under_every_scale(dtype: torch.dtype) -> None:
-    """A row that sees one key gets its value: here all codes but NaN, in two lines of 128."""
+    """A row that sees one key gets its value: here all codes but NaN, in two entries of 128."""
     powers = [-126, -120, -111, -110, -30, 0, 9, 110, 111, 118]
     codes = torch.arange(256, dtype=torch.uint8)
     codes[[0x7F, 0xFF]] = 0  # NaN

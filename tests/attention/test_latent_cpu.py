@@ -24,7 +24,7 @@ FORMS: tuple[Form, Form] = ("expanded", "absorbed")
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 4e-6}
 #: First tokens, decodes at edges of tiles (64) and splits (512), chunks across both.
 ROWS = [(0, 1), (0, 70), (1200, 3), (5, 140), (639, 1), (64, 64), (63, 1), (511, 2), (1023, 1)]
-#: The same, for large lines.
+#: The same, for large entries.
 FEW_ROWS = [(0, 1), (60, 70), (639, 1), (511, 2)]
 #: Engines of csrc/attend_tile.h for bf16: the machine's own, float products, ATen's (conftest.py).
 ENGINES = (0, 1, 3)

@@ -1,4 +1,4 @@
-"""Sparse attention, the choice of groups, and groups' lines, against each written out token by token."""
+"""Sparse attention, the choice of groups, and groups' entries, against each written out token by token."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _segment(rows: list[tuple[int, int]], tables: tuple[Tensor, ...], bound: int
 
 
 class Scene:
-    """Rows over a cache of lines and one of groups, all else in both NaN."""
+    """Rows over a cache of entries and one of groups, all else in both NaN."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Scene:
         torch.manual_seed(0)
         self.rows, self.values = rows, values
         self.reads = Reads(
-            lines=0 if window else None,
+            entries=0 if window else None,
             window=window,
             groups=1 if ratio else None,
             ratio=ratio or 1,
@@ -78,21 +78,21 @@ class Scene:
         tables = []
         longest = max((start + count + bound for start, count in rows), default=0)
         for size in sizes:
-            entries = -(-longest // size)
-            order = random.Random(0).sample(range(1, len(rows) * entries + 1), len(rows) * entries)
-            tables.append(torch.tensor(order, dtype=torch.int64).view(len(rows), entries))
+            columns = -(-longest // size)
+            order = random.Random(0).sample(range(1, len(rows) * columns + 1), len(rows) * columns)
+            tables.append(torch.tensor(order, dtype=torch.int64).view(len(rows), columns))
         blocks = [1 + table.numel() for table in tables]
         self.caches = {
             0: (torch.full((blocks[0], block, DIM), torch.nan, dtype=dtype),),
             1: (torch.full((blocks[1], per_block, width), torch.nan, dtype=dtype),),
         }
-        self.lines, self.groups = [], []
+        self.entries, self.groups = [], []
         for row, (start, count) in enumerate(rows):
             end = start + count
-            self.lines.append(torch.randn(end, DIM, dtype=torch.float64).to(dtype))
+            self.entries.append(torch.randn(end, DIM, dtype=torch.float64).to(dtype))
             self.groups.append(torch.randn(end // self.reads.ratio, width, dtype=torch.float64).to(dtype))
             for p in range(max(0, start - window + 1), end):
-                self.caches[0][0][tables[0][row, p // block], p % block] = self.lines[row][p]
+                self.caches[0][0][tables[0][row, p // block], p % block] = self.entries[row][p]
             for g in range(end // self.reads.ratio if ratio else 0):
                 place = tables[1][row, g // per_block]
                 self.caches[1][0][place, g % per_block] = self.groups[row][g]
@@ -138,8 +138,8 @@ class Scene:
         made = torch.empty(len(self.q), HEADS, self.values, dtype=torch.float64)
         for token, (row, p) in enumerate(self.tokens()):
             keys = []
-            if self.reads.lines is not None:
-                keys += [self.lines[row][i] for i in range(max(0, p - self.reads.window + 1), p + 1)]
+            if self.reads.entries is not None:
+                keys += [self.entries[row][i] for i in range(max(0, p - self.reads.window + 1), p + 1)]
             keys += [self.groups[row][g, :DIM] for g in self.chosen(token, row, p)]
             for head in range(HEADS):
                 scores = [float(self.q[token, head].double() @ key.double()) * 0.4 for key in keys]
@@ -247,7 +247,7 @@ def test_ties_go_to_the_lowest_group(limit: int, monkeypatch: pytest.MonkeyPatch
     assert sorted(selected[6].tolist()) == [-1, -1, 0]
 
 
-# --- groups' lines ---
+# --- groups' entries ---
 
 
 class Groups:
@@ -262,21 +262,21 @@ class Groups:
         self.compressor.pack()
         self.rope = Rope(RopeSpec(dim=4, theta=100.0), build)
         self.dims, self.ratio, self.overlap, self.block = dims, ratio, overlap, 5
-        self.lines = torch.randn(total, overlap * 2 * sum(dims), dtype=torch.float64)
+        self.entries = torch.randn(total, overlap * 2 * sum(dims), dtype=torch.float64)
         self.per_block = 2
         tables = []
         for size in (self.block, ratio * self.per_block):
-            entries = -(-total // size)
-            tables.append(torch.tensor([random.Random(2).sample(range(1, entries + 1), entries)]))
+            columns = -(-total // size)
+            tables.append(torch.tensor([random.Random(2).sample(range(1, columns + 1), columns)]))
         self.tables = tuple(tables)
         self.sources = torch.full(
-            (1 + tables[0].numel(), self.block, self.lines.shape[1]), torch.nan
+            (1 + tables[0].numel(), self.block, self.entries.shape[1]), torch.nan
         ).double()
         self.groups = torch.full((1 + tables[1].numel(), self.per_block, sum(dims)), torch.nan).double()
 
-    def step(self, start: int, lines: Tensor, bound: int = 0) -> None:
-        """Computes positions ``start`` .. with these source lines."""
-        count = len(lines)
+    def step(self, start: int, entries: Tensor, bound: int = 0) -> None:
+        """Computes positions ``start`` .. with these source entries."""
+        count = len(entries)
         segment = _segment([(start, count)], self.tables, bound)
         positions = torch.arange(start, start + count)
         writes = []
@@ -286,7 +286,7 @@ class Groups:
             segments=(segment, _segment([], self.tables)), writes=tuple(writes), positions=positions
         )
         assert set(vars(step)) <= set(StepInput.__slots__)
-        self.sources.view(-1, self.lines.shape[1])[writes[0]] = lines
+        self.sources.view(-1, self.entries.shape[1])[writes[0]] = entries
         completed = completed_groups(step, 0, 1, self.ratio, self.overlap, self.block, self.rope)
         if completed is None:
             assert (start + count) // self.ratio == start // self.ratio
@@ -295,7 +295,7 @@ class Groups:
 
     def found(self, count: int) -> Tensor:
         places = [(self.tables[1][0, g // self.per_block], g % self.per_block) for g in range(count)]
-        return torch.stack([self.groups[block, line] for block, line in places])
+        return torch.stack([self.groups[block, entry] for block, entry in places])
 
     def expected(self, count: int) -> Tensor:
         """Channel by channel."""
@@ -303,7 +303,7 @@ class Groups:
         begins = np.cumsum([0, *self.dims])
         whole = sum(self.dims)
         for g in range(count):
-            line = []
+            entry = []
             for number, dim in enumerate(self.dims):
                 bias = self.compressor.biases[number]
                 vector = torch.zeros(dim, dtype=torch.float64)
@@ -313,8 +313,8 @@ class Groups:
                         begin = (g - (self.overlap - 1 - part)) * self.ratio
                         for i in range(self.ratio if begin >= 0 else 0):
                             at = part * 2 * whole + int(begins[number]) + c
-                            kvs.append(self.lines[begin + i, at])
-                            gates.append(self.lines[begin + i, at + whole] + bias[i, part * dim + c])
+                            kvs.append(self.entries[begin + i, at])
+                            gates.append(self.entries[begin + i, at + whole] + bias[i, part * dim + c])
                     vector[c] = torch.stack(gates).softmax(0) @ torch.stack(kvs)
                 vector = vector / (vector.square().mean() + 1e-6).sqrt() * self.compressor.norms[number]
                 for pair in range(2):
@@ -323,8 +323,8 @@ class Groups:
                     x, y = vector[at].clone(), vector[at + 1].clone()
                     vector[at] = x * angle.cos() - y * angle.sin()
                     vector[at + 1] = y * angle.cos() + x * angle.sin()
-                line.append(vector)
-            made.append(torch.cat(line))
+                entry.append(vector)
+            made.append(torch.cat(entry))
         return torch.stack(made)
 
 
@@ -337,7 +337,7 @@ def test_groups_of_chunks(dims: tuple[int, ...], ratio: int, overlap: int, chunk
     """Also where the host believes in a longer context than there is."""
     row = Groups(dims, ratio, overlap, 50)
     for start in range(0, 50, chunk):
-        row.step(start, row.lines[start : start + chunk], bound=min(3, 50 - min(50, start + chunk)))
+        row.step(start, row.entries[start : start + chunk], bound=min(3, 50 - min(50, start + chunk)))
     count = 50 // ratio
     assert torch.allclose(row.found(count), row.expected(count), **EXACT)
     rest = row.groups.view(-1, sum(dims)).isnan().all(1).sum()
@@ -351,9 +351,9 @@ def test_groups_that_drafts_closed_are_replaced(dims: tuple[int, ...], ratio: in
     while at < 40:
         n = min(rng.randint(1, 6), 40 - at)
         right = rng.randint(1, n)
-        lines = row.lines[at : at + n].clone()
-        lines[right:] = torch.randn_like(lines[right:])
-        row.step(at, lines)
+        entries = row.entries[at : at + n].clone()
+        entries[right:] = torch.randn_like(entries[right:])
+        row.step(at, entries)
         at += right
     count = 40 // ratio
     assert torch.allclose(row.found(count), row.expected(count), **EXACT)

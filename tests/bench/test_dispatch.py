@@ -10,35 +10,35 @@ from click.testing import CliRunner
 
 from weft.bench import dispatch as run
 from weft.launch.bench import bench
-from weft.moe import cost
+from weft.moe import exchange_cost
 from weft.types.layout import Layout
 
 
 @pytest.fixture(autouse=True)
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("WEFT_OPS_CACHE", str(tmp_path / "cache"))
-    cost.table.cache_clear()
+    exchange_cost.table.cache_clear()
     yield
-    cost.table.cache_clear()
+    exchange_cost.table.cache_clear()
 
 
 def test_what_was_measured_is_used() -> None:
     made = CliRunner().invoke(bench, ["dispatch", "--ranks", "2"], standalone_mode=False)
     assert made.exit_code == 0, made.exception
     assert "2 ranks, all_to_all" in made.output
-    assert str(cost.MEASUREMENTS.user_file()) in made.output
-    (row,) = cost.table()
+    assert str(exchange_cost.MEASUREMENTS.user_file()) in made.output
+    (row,) = exchange_cost.table()
     assert row.link in ("gloo", "shared memory")
     assert row.ranks == 2
-    assert set(row.times) == set(cost.KINDS)
+    assert set(row.times) == set(exchange_cost.KINDS)
     assert all(tuple(by) == run.BYTES for by in row.times.values())
 
 
 def test_other_numbers_of_ranks_stay_in_the_table() -> None:
-    times = {kind: {1024: 1.0} for kind in cost.KINDS}
-    cost.MEASUREMENTS.save([cost.Measured("gloo", "a machine", 4, times)])
-    cost.MEASUREMENTS.save([cost.Measured("gloo", "a machine", 2, times)])
-    assert {row.ranks for row in cost.table()} == {2, 4}
+    times = {kind: {1024: 1.0} for kind in exchange_cost.KINDS}
+    exchange_cost.MEASUREMENTS.save([exchange_cost.MeasuredExchange("gloo", "a machine", 4, times)])
+    exchange_cost.MEASUREMENTS.save([exchange_cost.MeasuredExchange("gloo", "a machine", 2, times)])
+    assert {row.ranks for row in exchange_cost.table()} == {2, 4}
 
 
 @pytest.mark.grid

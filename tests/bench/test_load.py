@@ -17,19 +17,25 @@ import pytest
 from tests.support.slowness import deadline
 from weft.bench import plots, report, serving, sweep
 from weft.bench.load import Limits
-from weft.bench.schedule import Lengths, Planned
-from weft.bench.serving import Asked
+from weft.bench.schedule import LengthRange, Planned
+from weft.bench.serving import RunSettings
 from weft.bench.workloads import WORKLOADS, prompts
 from weft.common.errors import ConfigError, WeftError
 from weft.launch import main as cli
 
 
-def asked(fake: Any, requests: int | None = 8, concurrency: int | None = 4, **more: Any) -> Asked:
+def asked(fake: Any, requests: int | None = 8, concurrency: int | None = 4, **more: Any) -> RunSettings:
     bounds = {"duration": None, "request_timeout": 10.0, **more.pop("limits", {})}
-    return Asked(
+    return RunSettings(
         url=fake.url,
         limits=Limits(concurrency=concurrency, requests=requests, **bounds),
-        **{"warmup": 0, "progress": False, "input_len": Lengths(8, 8), "output_len": Lengths(5, 5), **more},
+        **{
+            "warmup": 0,
+            "progress": False,
+            "input_len": LengthRange(8, 8),
+            "output_len": LengthRange(5, 5),
+            **more,
+        },
     )
 
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from weft.bench import schedule, stats, sweep
 from weft.bench.client import random_words
-from weft.bench.records import Record, read_stream
-from weft.bench.schedule import Lengths, Planned
+from weft.bench.records import RequestRecord, read_stream
+from weft.bench.schedule import LengthRange, Planned
 from weft.bench.workloads import WORKLOADS, prompts, safe_range
 from weft.common.errors import ConfigError
 
@@ -61,19 +61,19 @@ def test_arrivals_have_the_rate_and_the_spread(burstiness: float) -> None:
 
 def test_a_plan_is_a_function_of_its_seed() -> None:
     def plan(seed: int) -> list[Planned]:
-        made = schedule.random_plan(Lengths(10, 20), Lengths(3, 3), 5.0, 1.0, seed)
+        made = schedule.random_plan(LengthRange(10, 20), LengthRange(3, 3), 5.0, 1.0, seed)
         return list(itertools.islice(made, 200))
 
     assert plan(1) == plan(1) != plan(2)
     assert {one.input_len for one in plan(1)} == set(range(10, 21))
     assert {one.output_len for one in plan(1)} == {3}
-    closed = next(schedule.random_plan(Lengths(4, 4), Lengths(3, 3), None, 1.0, 0))
+    closed = next(schedule.random_plan(LengthRange(4, 4), LengthRange(3, 3), None, 1.0, 0))
     assert closed == Planned(None, 4, 3)
 
 
 def test_lengths_are_read() -> None:
-    assert schedule.parse_lengths("512", "--input-len") == Lengths(512, 512)
-    assert schedule.parse_lengths("128:1024", "--input-len") == Lengths(128, 1024)
+    assert schedule.parse_lengths("512", "--input-len") == LengthRange(512, 512)
+    assert schedule.parse_lengths("128:1024", "--input-len") == LengthRange(128, 1024)
     for text in ("", "0", "9:3", "a", "1:2:3", "-1"):
         with pytest.raises(ConfigError, match="--input-len"):
             schedule.parse_lengths(text, "--input-len")
@@ -87,7 +87,7 @@ def test_a_trace_is_read_by_time(tmp_path: Path) -> None:
     ]
     path = tmp_path / "trace.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
-    assert schedule.read_trace(path, 2.0, Lengths(9, 9)) == [
+    assert schedule.read_trace(path, 2.0, LengthRange(9, 9)) == [
         Planned(0.5, 5, 9, text="hello"),
         Planned(1.0, 5, 6),
         Planned(2.0, 3, 1, ids=[1, 2, 3]),
@@ -109,7 +109,7 @@ def test_a_wrong_trace_names_its_line(tmp_path: Path, line: str) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text('{"at": 0, "input_len": 1}\n' + line + "\n")
     with pytest.raises(ConfigError, match="line 2"):
-        schedule.read_trace(path, 1.0, Lengths(1, 1))
+        schedule.read_trace(path, 1.0, LengthRange(1, 1))
 
 
 def test_workloads_are_what_peers_are_measured_with() -> None:
@@ -162,8 +162,8 @@ USAGE = b'data: {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens
 DONE = b"data: [DONE]"
 
 
-def read(*lines: tuple[float, bytes]) -> Record:
-    record = Record(number=0, planned=None, sent=1.0)
+def read(*lines: tuple[float, bytes]) -> RequestRecord:
+    record = RequestRecord(number=0, planned=None, sent=1.0)
     read_stream(record, lines)
     return record
 

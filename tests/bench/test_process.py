@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.slowness import deadline
-from weft.bench.memory import Peak, Process, Sample, sample, tree
 from weft.bench.process import ServerFailed, ServerProcess
+from weft.bench.process_memory import Peak, ProcessMemory, Sample, sample, tree
 from weft.common.errors import ConfigError
 
 #: Starts a child in a session of its own that ignores SIGTERM, holds 64 MiB, and answers on the port.
@@ -40,7 +40,7 @@ def stubborn(folder: Path) -> ServerProcess:
     return ServerProcess([sys.executable, "-c", STUBBORN, "{port}", str(folder / "child")])
 
 
-def lives(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     return bool(tree(pid)) and tree(pid)[0].is_alive()
 
 
@@ -53,11 +53,11 @@ def test_it_is_timed_measured_and_ended_with_its_whole_tree(tmp_path: Path) -> N
         time.sleep(0.5)
         assert 64 << 20 <= server.peak_memory() <= server.peak_rss() < 300 << 20
         child = int((tmp_path / "child").read_text())
-        assert lives(child)
+        assert is_alive(child)
         began = time.monotonic()
         assert server.stop(0.5) == -signal.SIGKILL
         assert time.monotonic() - began < 10
-    assert not lives(child)
+    assert not is_alive(child)
     assert server.stop() == -signal.SIGKILL, "again, without effect"
 
 
@@ -71,11 +71,11 @@ def test_it_ends_when_whoever_started_it_is_killed(tmp_path: Path) -> None:
     assert owner.stdout is not None
     with owner.stdout as lines:
         server = int(lines.readline())
-        assert lives(server)
+        assert is_alive(server)
         owner.kill()
         owner.wait(20)
     until = time.monotonic() + deadline(20)
-    while lives(server):
+    while is_alive(server):
         assert time.monotonic() < until, "the server outlived its owner"
         time.sleep(0.05)
 
@@ -103,7 +103,7 @@ def test_a_command_that_cannot_run_is_named() -> None:
 def test_a_later_process_of_the_same_id_is_not_killed() -> None:
     me = tree(os.getpid())[0]
     assert me.is_alive()
-    other = Process(me.pid, me.started - 1)
+    other = ProcessMemory(me.pid, me.started - 1)
     assert not other.is_alive()
     other.kill()
 

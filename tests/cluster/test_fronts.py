@@ -20,8 +20,8 @@ import openai
 import pytest
 
 from tests.front.conftest import Running
-from tests.support.processes import lives, serving_process, with_role
-from weft.cluster.registry import Reader, Record
+from tests.support.processes import is_alive, serving_process, with_role
+from weft.cluster.process_registry import ProcessRecord, RegistryReader
 
 PROMPT = "abcdefgh"
 LENGTH = 400
@@ -79,11 +79,11 @@ def whole() -> str:
     return (PROMPT * LENGTH)[:LENGTH]
 
 
-def heads(server: Running) -> list[Record]:
+def heads(server: Running) -> list[ProcessRecord]:
     """As the registry says."""
     (pid, *_) = fronts(server)
     for path in Path("/tmp").glob("weft-*/registry"):
-        reader = Reader(path.parent)
+        reader = RegistryReader(path.parent)
         if any(record.pid == pid for record in reader.read().of("front")):
             return reader.read().of("head")
     raise AssertionError("no registry names the front")
@@ -98,7 +98,7 @@ def ask_again(server: Running) -> str:
 
 def test_both_serve_and_one_dies(start_fake: Any) -> None:
     """The other's 400 tokens come; the one that died comes back; its clients get their tokens elsewhere."""
-    server = start_fake(fronts=2, lives=3)
+    server = start_fake(fronts=2, restarts=3)
     one, other = fronts(server)
     with stream_at(server, {one}) as stays, stream_at(server, {other}) as breaks:
         stays.read(10)
@@ -147,8 +147,8 @@ def test_a_signal_drains_both(start_fake: Any) -> None:
         assert first.read() == whole()
         assert second.read() == whole()
     assert server.process.wait(PATIENCE) == 0
-    assert not lives(one)
-    assert not lives(other)
+    assert not is_alive(one)
+    assert not is_alive(other)
 
 
 def test_a_second_signal_cuts(start_fake: Any, script: Any) -> None:
@@ -161,13 +161,13 @@ def test_a_second_signal_cuts(start_fake: Any, script: Any) -> None:
         assert server.process.poll() is None
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(PATIENCE) == 130
-    assert not any(map(lives, pids))
+    assert not any(map(is_alive, pids))
 
 
 @pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGSTOP], ids=lambda d: d.name)
 def test_a_head_dies_once_for_all_fronts(start_fake: Any, death: signal.Signals) -> None:
     """Both fronts' streams go on. One that is stopped is noticed by fronts only, and replaced once."""
-    server = start_fake(fronts=2, lives=3, engine_timeout=5.0)
+    server = start_fake(fronts=2, restarts=3, engine_timeout=5.0)
     one, other = fronts(server)
     with stream_at(server, {one}) as first, stream_at(server, {other}) as second:
         first.read(10)
@@ -180,12 +180,12 @@ def test_a_head_dies_once_for_all_fronts(start_fake: Any, death: signal.Signals)
     time.sleep(1.0)  # for reports that come late
     assert [record.incarnation for record in heads(server)] == [2]
     assert fronts(server) == [one, other]
-    assert not lives(head.pid)
+    assert not is_alive(head.pid)
     assert server.stop(seconds=PATIENCE) == 0
 
 
 def test_the_server_ends_when_no_head_is_left(start_fake: Any, script: Any) -> None:
-    server = start_fake(fronts=2, lives=0)
+    server = start_fake(fronts=2, restarts=0)
     pids = fronts(server)
     with stream_at(server, set(pids), seed=script.HANG_AFTER) as stream:
         stream.read(3)
@@ -195,7 +195,7 @@ def test_the_server_ends_when_no_head_is_left(start_fake: Any, script: Any) -> N
         with pytest.raises(AssertionError, match="engine_dead"):
             stream.read()
     assert server.process.wait(PATIENCE) == 1
-    assert not any(map(lives, pids))
+    assert not any(map(is_alive, pids))
 
 
 def test_a_front_that_cannot_start_ends_the_server_with_its_status(start_fake: Any) -> None:

@@ -17,8 +17,8 @@ import pytest
 
 from tests.cluster.test_fronts import PATIENCE, fronts, stream_at
 from tests.front.fake_server import FakeHeads, engine_config, write_tokenizer
-from tests.support.processes import children, lives, with_role
-from weft.cluster import channel, registry
+from tests.support.processes import children, is_alive, with_role
+from weft.cluster import channel, process_registry
 from weft.common.folder import private_folder
 from weft.config.sections import FrontSection
 from weft.front.server import bind
@@ -62,7 +62,7 @@ def test_whatever_is_killed_nothing_is_lost(start_weft: Any, tensor: int) -> Non
     assert len(left) == 2 + tensor
     server.process.kill()
     server.process.wait()
-    server.wait(lambda: not any(map(lives, left)), 60)
+    server.wait(lambda: not any(map(is_alive, left)), 60)
 
 
 def test_a_front_that_drains_leaves_the_heads_to_the_other(tmp_path: Path) -> None:
@@ -76,10 +76,10 @@ def test_a_front_that_drains_leaves_the_heads_to_the_other(tmp_path: Path) -> No
     try:
         address = heads.start("0", 1)
         assert isinstance(address.endpoint, str)
-        record = registry.Record(
+        record = process_registry.ProcessRecord(
             role="head", name="0", incarnation=1, state="running", endpoint=address.endpoint
         )
-        registry.write(folder, registry.Registry((record,)))
+        process_registry.write(folder, process_registry.ProcessRegistry((record,)))
         with bind("127.0.0.1", 0, listens=False) as reserved:
             reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             section = FrontSection(port=reserved.getsockname()[1])
@@ -117,7 +117,7 @@ def until_ready(link: socket.socket) -> bool:
         heard = channel.hear(link)
         if heard is None:
             return False
-        if any(isinstance(message, channel.Ready) for message in heard):
+        if any(isinstance(message, channel.FrontReady) for message in heard):
             return True
         time.sleep(0.05)
     return False

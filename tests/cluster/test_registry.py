@@ -7,29 +7,36 @@ import stat
 from pathlib import Path
 
 from weft.cluster import channel
-from weft.cluster.registry import NAME, Reader, Record, Registry, RegistryOwner, write
+from weft.cluster.process_registry import (
+    NAME,
+    ProcessRecord,
+    ProcessRegistry,
+    RegistryOwner,
+    RegistryReader,
+    write,
+)
 from weft.common.errors import EngineDead, WeftError
 from weft.engine.heads import group_folder
 from weft.links.link import Address
 
 
-def head(incarnation: int, state: str = "running", endpoint: str | None = "ipc:///x") -> Record:
+def head(incarnation: int, state: str = "running", endpoint: str | None = "ipc:///x") -> ProcessRecord:
     error = EngineDead("it died").info() if state == "retired" else None
-    return Record(
+    return ProcessRecord(
         role="head", name="0", incarnation=incarnation, state=state, endpoint=endpoint, pid=1, error=error
     )
 
 
 def test_it_is_replaced_as_a_whole_and_only_its_owner_reads_it(tmp_path: Path) -> None:
-    reader = Reader(tmp_path)
-    assert reader.read() == Registry()
-    first = Registry((head(1), Record(role="front", name="0", incarnation=3, state="running")))
+    reader = RegistryReader(tmp_path)
+    assert reader.read() == ProcessRegistry()
+    first = ProcessRegistry((head(1), ProcessRecord(role="front", name="0", incarnation=3, state="running")))
     write(tmp_path, first)
     assert stat.S_IMODE((tmp_path / NAME).stat().st_mode) == 0o600
     assert reader.read() == first
     assert reader.read() is reader.read()
     assert [record.incarnation for record in first.of("front")] == [3]
-    write(tmp_path, Registry((head(2),)))
+    write(tmp_path, ProcessRegistry((head(2),)))
     assert reader.read().of("head") == [head(2)]
     (tmp_path / NAME).unlink()  # the server ends
     assert reader.read().of("head") == [head(2)]
@@ -37,21 +44,23 @@ def test_it_is_replaced_as_a_whole_and_only_its_owner_reads_it(tmp_path: Path) -
 
 def test_what_a_front_sees_of_heads(tmp_path: Path) -> None:
     lost: list[tuple[str, int]] = []
-    owner = RegistryOwner(Reader(tmp_path), lambda name, incarnation, _: lost.append((name, incarnation)))
-    write(tmp_path, Registry((head(1, endpoint=None),)))
+    owner = RegistryOwner(
+        RegistryReader(tmp_path), lambda name, incarnation, _: lost.append((name, incarnation))
+    )
+    write(tmp_path, ProcessRegistry((head(1, endpoint=None),)))
     address = owner.present()["0"]
     assert isinstance(address, Address)
     assert callable(address.endpoint)
     assert address.endpoint() is None
-    write(tmp_path, Registry((head(1),)))
+    write(tmp_path, ProcessRegistry((head(1),)))
     assert address.endpoint() == "ipc:///x"
     owner.replace("0", 1, EngineDead("gone"))
     assert lost == [("0", 1)]
-    write(tmp_path, Registry((head(2, "draining"),)))
+    write(tmp_path, ProcessRegistry((head(2, "draining"),)))
     address = owner.present()["0"]
     assert isinstance(address, Address)
     assert (address.incarnation, address.draining) == (2, True)
-    write(tmp_path, Registry((head(2, "retired"),)))
+    write(tmp_path, ProcessRegistry((head(2, "retired"),)))
     error = owner.present()["0"]
     assert isinstance(error, WeftError)
     assert error.message == "it died"
@@ -78,8 +87,8 @@ def test_a_front_and_its_supervisor_hear_each_other() -> None:
             while told != ["drain", "stop"]:
                 await asyncio.sleep(0.01)
         heard = channel.hear(ours)
-        lost = channel.Lost("0", 7, EngineDead("gone").info())
-        assert heard == [channel.Alive(), channel.Ready(), lost]
+        lost = channel.HeadLost("0", 7, EngineDead("gone").info())
+        assert heard == [channel.FrontAlive(), channel.FrontReady(), lost]
         ours.close()
         async with asyncio.timeout(30):
             while told != ["drain", "stop", "stop"]:  # the supervisor is gone

@@ -7,8 +7,8 @@ import signal
 import pytest
 
 from weft.cluster import supervisor as s
-from weft.cluster.supervisor import Phase, Supervisor
-from weft.cluster.table import WINDOW, Kill, ProcessTable, Start, State
+from weft.cluster.supervisor import ServerPhase, Supervisor
+from weft.cluster.table import WINDOW, Kill, ProcessState, ProcessTable, Start
 from weft.common.errors import EngineDead
 
 GONE = EngineDead("the process ended")
@@ -31,7 +31,7 @@ def serving(heads: int = 1, fronts: int = 2, restarts: int = 5, together: bool =
     """One whose fronts are ready."""
     made = started(heads, fronts, restarts, together)
     for number in range(fronts):
-        actions = made.on(s.Ready(str(number), 1), 1.0)
+        actions = made.on(s.FrontIsReady(str(number), 1), 1.0)
         assert actions == ([s.Announce()] if number == fronts - 1 else [])
     return made
 
@@ -43,84 +43,92 @@ def test_heads_start_before_fronts_and_have_numbers() -> None:
 
 @pytest.mark.parametrize("role", ["head", "front"])
 def test_nothing_is_tried_twice_at_the_first_start(role: str) -> None:
-    assert started().on(s.Ended(role, "0", 1, 1), 1.0) == [s.Exit(1)]
-    assert started().on(s.Ended(role, "0", 1, -9), 1.0) == [s.Exit(1)]
-    assert started().on(s.Ended(role, "0", 1, 2), 1.0) == [s.Exit(2)]
+    assert started().on(s.ProcessEnded(role, "0", 1, 1), 1.0) == [s.Exit(1)]
+    assert started().on(s.ProcessEnded(role, "0", 1, -9), 1.0) == [s.Exit(1)]
+    assert started().on(s.ProcessEnded(role, "0", 1, 2), 1.0) == [s.Exit(2)]
 
 
 def test_a_head_that_all_report_is_replaced_once() -> None:
     made = serving()
-    assert made.on(s.Lost("0", 1, GONE), 2.0) == [Kill("head", "0", 1), Start("head", "0", 2)]
-    assert made.on(s.Lost("0", 1, GONE), 2.1) == []
-    assert made.on(s.Ended("head", "0", 1, -9), 2.2) == []
-    assert made.on(s.Lost("0", 2, GONE), 3.0) == [Kill("head", "0", 2), Start("head", "0", 3)]
+    assert made.on(s.FrontLostHead("0", 1, GONE), 2.0) == [Kill("head", "0", 1), Start("head", "0", 2)]
+    assert made.on(s.FrontLostHead("0", 1, GONE), 2.1) == []
+    assert made.on(s.ProcessEnded("head", "0", 1, -9), 2.2) == []
+    assert made.on(s.FrontLostHead("0", 2, GONE), 3.0) == [Kill("head", "0", 2), Start("head", "0", 3)]
 
 
 def test_a_front_that_ends_is_started_again_and_the_server_is_announced_once() -> None:
     made = serving()
-    assert made.on(s.Ended("front", "1", 1, -9), 2.0) == [Kill("front", "1", 1), Start("front", "1", 2)]
-    assert made.on(s.Ready("1", 2), 3.0) == []
-    assert made.on(s.Ready("1", 1), 3.0) == []
+    assert made.on(s.ProcessEnded("front", "1", 1, -9), 2.0) == [
+        Kill("front", "1", 1),
+        Start("front", "1", 2),
+    ]
+    assert made.on(s.FrontIsReady("1", 2), 3.0) == []
+    assert made.on(s.FrontIsReady("1", 1), 3.0) == []
     # Without a signal an end in order is none, either.
-    assert made.on(s.Ended("front", "0", 1, 0), 4.0) == [Kill("front", "0", 1), Start("front", "0", 2)]
+    assert made.on(s.ProcessEnded("front", "0", 1, 0), 4.0) == [Kill("front", "0", 1), Start("front", "0", 2)]
 
 
 def test_fronts_and_heads_have_budgets_of_their_own() -> None:
     made = serving(restarts=1)
-    assert Start("front", "0", 2) in made.on(s.Ended("front", "0", 1, 1), 2.0)
-    assert Start("head", "0", 2) in made.on(s.Ended("head", "0", 1, 1), 2.0)
-    assert made.on(s.Ended("front", "0", 2, 1), 3.0) == [Kill("front", "0", 2)]
-    assert made.phase is Phase.SERVING
-    assert made.on(s.Ended("front", "1", 1, 1), 4.0) == [Kill("front", "1", 1), s.Exit(1)]
+    assert Start("front", "0", 2) in made.on(s.ProcessEnded("front", "0", 1, 1), 2.0)
+    assert Start("head", "0", 2) in made.on(s.ProcessEnded("head", "0", 1, 1), 2.0)
+    assert made.on(s.ProcessEnded("front", "0", 2, 1), 3.0) == [Kill("front", "0", 2)]
+    assert made.phase is ServerPhase.SERVING
+    assert made.on(s.ProcessEnded("front", "1", 1, 1), 4.0) == [Kill("front", "1", 1), s.Exit(1)]
     assert made.on(s.Signalled(signal.SIGTERM), 5.0) == []
 
 
 def test_without_a_head_fronts_end_by_themselves_and_then_the_server() -> None:
     made = serving(restarts=0)
-    assert made.on(s.Ended("head", "0", 1, -9), 2.0) == [Kill("head", "0", 1)]
+    assert made.on(s.ProcessEnded("head", "0", 1, -9), 2.0) == [Kill("head", "0", 1)]
     assert made.heads.over
-    assert made.on(s.Ended("front", "0", 1, 1), 3.0) == []
-    assert made.on(s.Ended("front", "1", 1, 1), 3.0) == [s.Exit(1)]
+    assert made.on(s.ProcessEnded("front", "0", 1, 1), 3.0) == []
+    assert made.on(s.ProcessEnded("front", "1", 1, 1), 3.0) == [s.Exit(1)]
 
 
 def test_of_heads_that_need_each_other_none_is_left_alone() -> None:
     made = serving(heads=2, restarts=0, together=True)
-    made.on(s.Ended("head", "0", 1, -9), 2.0)
-    assert [entry.state for entry in made.heads.entries.values()] == [State.RETIRED] * 2
+    made.on(s.ProcessEnded("head", "0", 1, -9), 2.0)
+    assert [entry.state for entry in made.heads.entries.values()] == [ProcessState.RETIRED] * 2
     alone = serving(heads=2, restarts=0)
-    alone.on(s.Ended("head", "0", 1, -9), 2.0)
-    assert [entry.state for entry in alone.heads.entries.values()] == [State.RETIRED, State.RUNNING]
+    alone.on(s.ProcessEnded("head", "0", 1, -9), 2.0)
+    assert [entry.state for entry in alone.heads.entries.values()] == [
+        ProcessState.RETIRED,
+        ProcessState.RUNNING,
+    ]
 
 
 def test_a_signal_drains_and_a_second_one_cuts() -> None:
     made = serving()
     assert made.on(s.Signalled(signal.SIGHUP), 2.0) == [s.Tell("0", "drain"), s.Tell("1", "drain")]
     assert made.on(s.Signalled(signal.SIGHUP), 2.1) == []
-    assert made.on(s.Ended("front", "0", 1, 0), 3.0) == []
-    assert made.on(s.Ended("front", "0", 1, 0), 3.1) == []
-    assert Start("head", "0", 2) in made.on(s.Lost("0", 1, GONE), 3.5)  # for the streams that are left
+    assert made.on(s.ProcessEnded("front", "0", 1, 0), 3.0) == []
+    assert made.on(s.ProcessEnded("front", "0", 1, 0), 3.1) == []
+    assert Start("head", "0", 2) in made.on(
+        s.FrontLostHead("0", 1, GONE), 3.5
+    )  # for the streams that are left
     assert made.on(s.Signalled(signal.SIGTERM), 4.0) == [s.Tell("1", "stop")]
     assert made.on(s.Signalled(signal.SIGTERM), 4.0) == []
-    assert made.on(s.Ended("front", "1", 1, 130), 5.0) == [s.Exit(130)]
+    assert made.on(s.ProcessEnded("front", "1", 1, 130), 5.0) == [s.Exit(130)]
 
 
 def test_a_drain_ends_with_the_last_front() -> None:
     made = serving()
     made.on(s.Signalled(signal.SIGTERM), 2.0)
-    made.on(s.Ended("front", "0", 1, 0), 3.0)
-    assert made.on(s.Ended("front", "1", 1, 0), 3.0) == [s.Exit(0)]
+    made.on(s.ProcessEnded("front", "0", 1, 0), 3.0)
+    assert made.on(s.ProcessEnded("front", "1", 1, 0), 3.0) == [s.Exit(0)]
     failed = serving()
     failed.on(s.Signalled(signal.SIGTERM), 2.0)
-    failed.on(s.Ended("front", "0", 1, -9), 3.0)
-    assert failed.on(s.Ended("front", "1", 1, 0), 3.0) == [s.Exit(1)]
+    failed.on(s.ProcessEnded("front", "0", 1, -9), 3.0)
+    assert failed.on(s.ProcessEnded("front", "1", 1, 0), 3.0) == [s.Exit(1)]
 
 
 def test_a_front_that_is_not_ready_again_has_nothing_to_drain() -> None:
     made = serving()
-    made.on(s.Ended("front", "0", 1, -9), 2.0)
+    made.on(s.ProcessEnded("front", "0", 1, -9), 2.0)
     assert made.on(s.Signalled(signal.SIGTERM), 2.5) == [s.Tell("0", "stop"), s.Tell("1", "drain")]
-    made.on(s.Ended("front", "0", 2, 1), 3.0)
-    assert made.on(s.Ended("front", "1", 1, 0), 3.0) == [s.Exit(0)]
+    made.on(s.ProcessEnded("front", "0", 2, 1), 3.0)
+    assert made.on(s.ProcessEnded("front", "1", 1, 0), 3.0) == [s.Exit(0)]
 
 
 def test_fronts_that_do_not_end_are_not_waited_for() -> None:
@@ -145,7 +153,7 @@ def ticks(made: Supervisor, begin: float, end: float, alive: str = "") -> list[s
     while now < end:
         actions += made.on(s.Tick(), now)
         if alive:
-            made.on(s.Alive(alive, 1), now)
+            made.on(s.FrontIsAlive(alive, 1), now)
         now += 0.5
     return actions
 

@@ -13,7 +13,7 @@ from weft.common.errors import ConfigError
 from weft.config import devices
 from weft.config.flags import from_keywords
 from weft.config.gpus import gpu_environment, head_rank
-from weft.config.group import compare, shared_settings
+from weft.config.group_settings import compare, shared_settings
 from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig
 

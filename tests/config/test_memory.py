@@ -7,7 +7,7 @@ import pytest
 from tests.support.specs import model_spec
 from weft.common.errors import ConfigError
 from weft.config import memory
-from weft.config.layout import block_bytes
+from weft.config.cache_layout import block_bytes
 from weft.config.sections import SchedulerSection
 from weft.config.spec import CacheSpec, ModelSpec, StatePart
 
@@ -79,8 +79,8 @@ def test_states_of_the_slots_come_off_first() -> None:
 def test_snapshots_get_a_share_that_is_never_the_larger() -> None:
     model = spec(FULL, STATE)
     for length in (256, 4096, 65536):
-        lines, snapshots = memory.pools_for(model, 64, "bfloat16", 512 * MIB, length, SCHEDULER)
-        full = lines.num_blocks * block_bytes(FULL, 64, "bfloat16")
+        entries, snapshots = memory.pools_for(model, 64, "bfloat16", 512 * MIB, length, SCHEDULER)
+        full = entries.num_blocks * block_bytes(FULL, 64, "bfloat16")
         states = (snapshots.num_blocks - memory.MIN_SNAPSHOTS) * ONE_STATE
         assert states <= full
         assert states > 0.1 * full

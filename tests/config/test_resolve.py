@@ -14,10 +14,10 @@ import pytest
 from tests.support.specs import model_spec
 from weft.common.errors import ConfigError
 from weft.config import devices, memory
+from weft.config.cache_layout import block_bytes
 from weft.config.families import load_spec
 from weft.config.flags import from_keywords
-from weft.config.group import shared_settings
-from weft.config.layout import block_bytes
+from weft.config.group_settings import shared_settings
 from weft.config.names import accepted_names, served_names
 from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig

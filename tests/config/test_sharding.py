@@ -73,10 +73,10 @@ def test_a_rank_has_its_share_of_every_cache() -> None:
         ),
         form="delta",
     )
-    lines = CacheSpec(kind="full", layers=(0,), kv_heads=2, head_dim=64)
+    entries = CacheSpec(kind="full", layers=(0,), kv_heads=2, head_dim=64)
     latent = CacheSpec(kind="latent", layers=(0,), width=40)
     delta = DeltaSpec(layers=(1,), k_heads=4, v_heads=8, k_dim=16, v_dim=8, conv=4)
-    spec = model_spec(heads=8, intermediate=16, caches=(lines, latent, state), delta=delta)
+    spec = model_spec(heads=8, intermediate=16, caches=(entries, latent, state), delta=delta)
     local = local_spec(spec, Layout(tensor=4))
     assert [cache.kv_heads for cache in local.caches] == [1, 0, 0]
     assert local.caches[1] == latent

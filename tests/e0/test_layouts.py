@@ -103,7 +103,7 @@ def engaged(case: dict[str, Any], layout: Layout, replicas: list[Any]) -> None:
     stats = [replica.stats for replica in replicas]
     assert max(replica.deepest for replica in replicas) == case["depth"]
     if case["overlap"] != "off":
-        assert sum(replica.halved for replica in replicas)
+        assert sum(replica.overlapped for replica in replicas)
     if case["drafts"]:
         assert sum(sum(one.drafts) for one in stats)
     if case["policy"] == "mixed":

@@ -147,7 +147,7 @@ class Whim(DraftPolicy):
         super().__init__(most, False, scheduler._state.columns, CostFitter())
         self._whim = np.random.default_rng(3)
 
-    def resting(self) -> bool:
+    def idle(self) -> bool:
         return bool(self._whim.random() < 0.15)
 
     def choose(self, slots: np.ndarray, starts: np.ndarray, room: np.ndarray) -> np.ndarray:
@@ -237,8 +237,8 @@ def check(case: dict[str, Any], reference: Reference) -> None:
             assert any(key[1] > 1 for key in runner.graphs._replays)
     if case["replayed"] and case["drafter"] == "mtp":
         assert isinstance(runner.drafter, MtpDrafter)
-        assert runner.drafter.recorded is not None
-        assert runner.drafter.recorded.replayed > 0 or case["number"] == "whim"
+        assert runner.drafter.captured is not None
+        assert runner.drafter.captured.replayed > 0 or case["number"] == "whim"
     assert sum(stats.drafts) > sum(stats.drafts_accepted)
     # What this random model says never repeats itself.
     assert sum(stats.drafts_accepted) > 0 or (case["drafter"], case["model"]) == ("ngram", "qwen3_next")

@@ -25,7 +25,7 @@ from weft.config.sections import (
 )
 from weft.config.sharding import local_spec
 from weft.config.spec import CacheSpec
-from weft.engine.build import recorder
+from weft.engine.build import capturer
 from weft.engine.core import EngineCore
 from weft.engine.start import alone
 from weft.layers.build import ExpertOptions
@@ -286,7 +286,7 @@ def make_engine(
     )
     options = None
     if replay and obstacle(model, backends) is None:
-        options = GraphOptions(max_rows=max_num_seqs, capture=recorder(model), lazy=True, most_each=kv.copies)
+        options = GraphOptions(max_rows=max_num_seqs, capture=capturer(model), lazy=True, most_each=kv.copies)
     runner = Witness(
         model,
         backends,

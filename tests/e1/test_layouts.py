@@ -1,8 +1,8 @@
 """E1 over layouts: at fixed parallel sizes, logits are bitwise equal whatever is computed beside a sequence.
 
 The reference of every sequence is that sequence alone on the same ranks: its whole prompt in one step, no
-halves, no cache. What is compared with it: batches in chunks, with preemption, prefix hits, two steps in
-flight and steps in halves.
+micro-batches, no cache. What is compared with it: batches in chunks, with preemption, prefix hits, two steps
+in flight and steps in micro-batches.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """E1 with speculation: logits of verified positions are bitwise those of one token at a time.
 
 The C++ operations by default for a dense model, under --deterministic for latent attention; and the torch
-fall-back. Verify steps and drafting are recorded and replayed, or launched op by op.
+fall-back. Verify steps and drafting are captured and replayed, or launched op by op.
 """
 
 from __future__ import annotations

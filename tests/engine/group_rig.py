@@ -85,12 +85,12 @@ class TableRunner:
     def table(self) -> dict[int, tuple[Any, ...]]:
         """Everything that is kept of each live slot."""
         made: dict[int, tuple[Any, ...]] = {}
-        for slot, tenant in sorted(self.fake.tenants.items()):
+        for slot, occupant in sorted(self.fake.in_slot.items()):
             entries = self.state._entries[:, slot].tolist()
             blocks = [t[slot, :n].tolist() for t, n in zip(self.state.tables, entries, strict=True)]
             assert self.state._live[slot]
-            kept = (tenant.history, tenant.num_computed, tenant.tables, tenant.live, tenant.op.seed)
-            made[slot] = (int(self.state._gen[slot]), tenant.gen, entries, blocks, *kept)
+            kept = (occupant.history, occupant.num_computed, occupant.tables, occupant.live, occupant.op.seed)
+            made[slot] = (int(self.state._gen[slot]), occupant.gen, entries, blocks, *kept)
         assert int(self.state._live.sum()) == len(made)
         return made
 
@@ -123,11 +123,11 @@ class Ranks:
         self.runners = {rank: TableRunner(kv, self.commits) for rank in range(workers + 1)}
         self.workers: dict[int, Worker] = {}
         self.right = 0.7
-        self.lives = dict.fromkeys(range(1, workers + 1), 0)
+        self.incarnations = dict.fromkeys(range(1, workers + 1), 0)
         self.heads = 0
         self.books: Any = None
         """Of processes of ranks, where somebody keeps them."""
-        for rank in self.lives:
+        for rank in self.incarnations:
             self.start(rank)
 
     def up(self) -> None:
@@ -135,7 +135,7 @@ class Ranks:
         self.heads += 1
         membership = Membership(
             0,
-            dict.fromkeys(self.lives, self.books is not None),
+            dict.fromkeys(self.incarnations, self.books is not None),
             settings=SETTINGS,
             rank_timeout=TIMEOUT,
             incarnation=f"head {self.heads}",
@@ -165,12 +165,12 @@ class Ranks:
         self.net = Loopback(self.clock)
         self.runners[0] = TableRunner(self.kv, self.commits, FakeRunner(self.kv, right=self.right))
         for rank, worker in self.workers.items():
-            self.lives[rank] += 1
+            self.incarnations[rank] += 1
             self.start(rank, worker=worker)
 
     def peer(self, rank: int) -> bytes:
         """The rank's incarnation that runs."""
-        return b"%d.%d" % (rank, self.lives[rank])
+        return b"%d.%d" % (rank, self.incarnations[rank])
 
     def start(
         self,
@@ -206,16 +206,16 @@ class Ranks:
             answer = f.decode_to_rank(data)
             runner = self.runners[rank]
             if isinstance(answer, f.RankWelcome) and old is None:
-                heads.append(answer.life)
+                heads.append(answer.incarnation)
                 blocks = self.rooms.get(rank, blocks_of(self.kv))
                 channel.send(f.encode(f.Loaded(rank=rank, blocks=blocks)))
                 return True
             if isinstance(answer, f.RankWelcome) and old is not None:
-                old.join(channel, answer.life)
+                old.join(channel, answer.incarnation)
                 made = old
             elif isinstance(answer, f.Pools):
                 runner.kv = sized(self.kv, answer.blocks)
-                made = Worker(rank, runner, Mesh(), channel, rank_timeout=TIMEOUT, life=heads[0])
+                made = Worker(rank, runner, Mesh(), channel, rank_timeout=TIMEOUT, incarnation=heads[0])
             else:
                 return True
             self.workers[rank] = state["worker"] = made
@@ -228,7 +228,7 @@ class Ranks:
         """Kills the rank's process and starts another, as empty as any."""
         self.kill(rank)
         self.runners[rank] = TableRunner(self.kv, self.commits, FakeRunner(self.kv, right=self.right))
-        self.lives[rank] += 1
+        self.incarnations[rank] += 1
         self.start(rank)
 
     def kill(self, rank: int) -> None:
@@ -244,7 +244,7 @@ class Ranks:
         """No table has diverged."""
         self.settle()
         expected = self.runners[0].table()
-        for rank in self.lives:
+        for rank in self.incarnations:
             assert self.runners[rank].table() == expected, f"the table of rank {rank} differs"
 
 

@@ -12,13 +12,13 @@ from tests.support.checkpoints import make_checkpoint
 from weft.attention.base import Backends
 from weft.attention.triton_backend import TritonAttention
 from weft.common.errors import ConfigError
+from weft.config.cache_layout import block_bytes
 from weft.config.flags import from_keywords
-from weft.config.layout import block_bytes
 from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig
 from weft.config.sharding import local_spec
 from weft.engine.build import LATER, build_runner, fit_pools, graph_options
-from weft.parallel.group import GroupComm
+from weft.parallel.group_comm import GroupComm
 from weft.parallel.launcher import Launcher
 from weft.parallel.mesh import Mesh
 from weft.types.layout import Layout
@@ -31,10 +31,10 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
 
 
 def test_pools_take_what_weights_activations_and_others_leave(config: EngineConfig) -> None:
-    half = fit_pools(config, 8 << 30, 10 << 30).pools[0].num_blocks
+    smaller = fit_pools(config, 8 << 30, 10 << 30).pools[0].num_blocks
     whole = fit_pools(config, 10 << 30, 10 << 30).pools[0].num_blocks
     block = block_bytes(config.spec.caches[0], 8, config.dtype)
-    assert (whole - half) * block == pytest.approx(2 << 30, rel=0.01)
+    assert (whole - smaller) * block == pytest.approx(2 << 30, rel=0.01)
     assert whole * block < 9 << 30
 
 
@@ -68,11 +68,11 @@ def test_where_ranks_meet_over_nccl_graphs_wait_for_the_group(
     backends = Backends([TritonAttention()])
     alone = graph_options(cuda, model, backends, False)
     assert alone is not None
-    assert (alone.lazy, alone.halves, alone.exact) == (False, False, False)
+    assert (alone.lazy, alone.micro_batches, alone.exact) == (False, False, False)
     model.mesh = Mesh(layout=Layout(tensor=2), nccl=True)
     ranks = graph_options(cuda, model, backends, False)
     assert ranks is not None
-    assert (ranks.lazy, ranks.halves, ranks.exact) == (True, True, False)
+    assert (ranks.lazy, ranks.micro_batches, ranks.exact) == (True, True, False)
     model.mesh = Mesh(layout=Layout(tensor=2))
     assert graph_options(cuda, model, backends, False) is None
 

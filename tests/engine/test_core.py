@@ -335,5 +335,5 @@ def test_what_runs_is_what_is_in_flight(folder: Path) -> None:
     engine.close()
     assert len(committed) == len(runner.plans) > 4
     assert all(ours is theirs for ours, theirs in zip(committed, runner.plans, strict=True))
-    assert {plan.halves for plan in committed} == {1, 2}
+    assert {plan.micro_batches for plan in committed} == {1, 2}
     assert engine.balance.asked == sum(Rebalance() in plan.ops for plan in committed) > 0

@@ -85,8 +85,8 @@ def test_two_ranks_on_one_gpu_over_gloo_answer_as_one(
     group = Run(config_of(folder, **shared), submits(), late=1)
     compare(alone, group, dtype)
     assert group.runner.graphs is None, "nothing may be captured that goes through the host"
-    halves = Run(config_of(folder, **shared, overlap="all"), submits(), late=1)
-    compare(alone, halves, dtype)
+    micro_batches = Run(config_of(folder, **shared, overlap="all"), submits(), late=1)
+    compare(alone, micro_batches, dtype)
 
 
 def test_two_ranks_on_one_gpu_are_refused_unless_asked_for(

@@ -24,7 +24,7 @@ from weft.group.meeting import Meeting
 from weft.group.membership import Membership
 from weft.group.types import GroupLost
 from weft.parallel.control import ZmqHead, ZmqRank
-from weft.parallel.group import CommLost
+from weft.parallel.group_comm import CommLost
 from weft.parallel.leases import FolderLeases
 from weft.parallel.loopback import LinkFault, lose, repeat
 from weft.parallel.mesh import Mesh
@@ -144,14 +144,14 @@ def test_a_plan_of_ops_alone_is_carried_out_by_both_ranks() -> None:
 def test_settings_that_differ_are_refused_by_name_with_both_values() -> None:
     ranks = Ranks(kv_config())
     ranks.kill(2)
-    ranks.lives[2] += 1
+    ranks.incarnations[2] += 1
     ranks.start(2, settings={**SETTINGS, "scheduler.max_num_seqs": "16"})
     with pytest.raises(ConfigError, match=r"max_num_seqs \(--max-num-seqs\).*head has 8.*rank 2 has 16"):
         ranks.up()
     for more, match in (({}, "dtype"), ({**SETTINGS, "new": "1"}, "new.*no such setting.*rank 3 has 1")):
         ranks = Ranks(kv_config())
         ranks.kill(3)
-        ranks.lives[3] += 1
+        ranks.incarnations[3] += 1
         ranks.start(3, settings=more or {"scheduler.max_num_seqs": "8"})
         with pytest.raises(ConfigError, match=match):
             ranks.up()
@@ -160,7 +160,7 @@ def test_settings_that_differ_are_refused_by_name_with_both_values() -> None:
 def test_another_version_is_refused_and_both_are_named() -> None:
     ranks = Ranks(kv_config())
     ranks.kill(1)
-    ranks.lives[1] += 1
+    ranks.incarnations[1] += 1
     ranks.start(1, version=f.VERSION + 4)
     with pytest.raises(ConfigError, match=rf"version {f.VERSION + 4} .* version {f.VERSION}"):
         ranks.up()
@@ -318,7 +318,7 @@ def test_a_rank_that_was_started_anew_behind_our_back_ends_the_epoch() -> None:
     load(rig)
     rig.step()
     rig.ranks.runners[1] = TableRunner(rig.kv, rig.ranks.commits)
-    rig.ranks.lives[1] += 1
+    rig.ranks.incarnations[1] += 1
     rig.ranks.start(1)
     with pytest.raises(GroupLost, match=r"rank 1 .* started anew"):
         rig.drain()
@@ -349,7 +349,7 @@ def test_a_worker_that_is_back_is_not_replaced() -> None:
     load(rig)
     rig.step()
     rig.ranks.kill(1)  # the connection alone
-    rig.ranks.lives[1] += 1
+    rig.ranks.incarnations[1] += 1
     rig.ranks.start(1, worker=rig.ranks.workers[1])
     with pytest.raises(GroupLost, match="rank 1 had lost its head") as lost:
         rig.drain()
@@ -362,7 +362,7 @@ def test_a_worker_that_is_back_is_not_replaced() -> None:
 def test_a_hello_that_comes_twice_changes_nothing() -> None:
     rig = make_rig(up=False)
     ranks = rig.ranks
-    for rank in ranks.lives:
+    for rank in ranks.incarnations:
         hello = f.RankHello(version=f.VERSION, release="test", rank=rank, pid=1, epoch=-1, settings=SETTINGS)
         ranks.net.put(ranks.peer(rank), False, f.encode(hello))
     ranks.up()
@@ -466,7 +466,7 @@ def test_a_plan_that_contradicts_the_table_is_never_sent() -> None:
     rig.step()
     rig.ranks.settle()
     sent = rig.ranks.net.sent(rig.ranks.peer(1), True)
-    with pytest.raises(EngineDead, match=r"does not live|free|tenant"):
+    with pytest.raises(EngineDead, match=r"is not in it|free|sequence"):
         rig.ranks.head.forward(StepPlan(step=1, ops=(FreeSlot(slot=11, gen=1),)))
     assert rig.ranks.net.sent(rig.ranks.peer(1), True) == sent
 
@@ -491,7 +491,7 @@ def test_finish_error_cancel_preemption_and_drain_all_travel_in_frames() -> None
     assert stats.preemptions > 0
     assert stats.row_errors == 1
     assert {told.finish for told in rig.told.values()} == {"abort", "error", "length"}
-    rig.submit(submit(50, [1, 2, 3], max_tokens=1))  # the plan that names the last tenants' ends
+    rig.submit(submit(50, [1, 2, 3], max_tokens=1))  # the plan that names the last sequences' ends
     finish(rig)
 
 
@@ -559,20 +559,20 @@ def test_a_group_can_be_closed_while_it_is_formed(tmp_path: Path) -> None:
 
 def test_a_rank_notices_that_another_head_answers() -> None:
     """The next head listens where the one before it did, so there need be no silence."""
-    life, gone = ["a"], threading.Event()
-    heard: list[f.Beat] = []
+    incarnation, gone = ["a"], threading.Event()
+    heard: list[f.RankHeartbeat] = []
 
-    def answer(heartbeat: f.Beat) -> f.Beat:
+    def answer(heartbeat: f.RankHeartbeat) -> f.RankHeartbeat:
         heard.append(heartbeat)
-        return f.Beat(rank=0, epoch=3, step=0, life=life[0])
+        return f.RankHeartbeat(rank=0, epoch=3, step=0, incarnation=incarnation[0])
 
     folder = private_folder()
-    heads = ZmqHead(f"ipc://{folder}/beats")
+    heads = ZmqHead(f"ipc://{folder}/heartbeats")
     head = HeadWatch(heads, 20.0, answer, lambda: None)
     rank = RankWatch(
         ZmqRank(heads.address, 1),
         20.0,
-        lambda: f.Beat(rank=1, epoch=3, step=0, life="a"),
+        lambda: f.RankHeartbeat(rank=1, epoch=3, step=0, incarnation="a"),
         lambda epoch: None,
         gone.set,
     )
@@ -580,7 +580,7 @@ def test_a_rank_notices_that_another_head_answers() -> None:
         head.start()
         rank.start()
         assert not gone.wait(0.7)
-        life[0] = "b"
+        incarnation[0] = "b"
         assert gone.wait(8.0)
         assert {heartbeat.rank for heartbeat in heard} == {1}
     finally:

@@ -102,7 +102,7 @@ def swap_slots(plan: StepPlan, rng: random.Random) -> StepPlan | None:
 
 
 def stale_slot(plan: StepPlan, rng: random.Random) -> StepPlan | None:
-    """A tenant that has left stays."""
+    """A sequence that has left stays."""
     frees = [op for op in plan.ops if isinstance(op, FreeSlot)]
     if not frees:
         return None
@@ -111,7 +111,7 @@ def stale_slot(plan: StepPlan, rng: random.Random) -> StepPlan | None:
 
 
 def stale_generation(plan: StepPlan, rng: random.Random) -> StepPlan | None:
-    """A row is meant for the tenant before."""
+    """A row is meant for the sequence before."""
     rows = plan.decode
     if not rows.rows:
         return None

@@ -216,11 +216,11 @@ def test_a_head_waits_for_the_port_of_the_one_before_it(tmp_path: Path) -> None:
     hosts = {"nnodes": 2, "rdzv": f"127.0.0.1:{port}", "group_secret": str(tmp_path / "secret")}
     late = threading.Timer(0.5, dying.close)
     late.start()
-    channel, beats = start._channels(config_of(tensor_parallel_size=2, **hosts), tmp_path)
+    channel, heartbeats = start._channels(config_of(tensor_parallel_size=2, **hosts), tmp_path)
     late.join()
     assert channel.address == f"tcp://127.0.0.1:{port}"
     channel.close()
-    beats.close()
+    heartbeats.close()
 
 
 @pytest.mark.grid

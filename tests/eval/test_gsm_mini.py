@@ -75,7 +75,9 @@ def test_every_word_of_the_test_set_occurs_in_training(train: list[Problem]) -> 
 
 
 def test_every_group_of_templates_has_both_sides() -> None:
-    groups = [value for value in vars(gsm_templates).values() if isinstance(value, gsm_templates.Group)]
+    groups = [
+        value for value in vars(gsm_templates).values() if isinstance(value, gsm_templates.TemplateGroup)
+    ]
     assert len(groups) > 30
     for group in groups:
         assert len(group.train) >= 6, group.name

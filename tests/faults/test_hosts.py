@@ -19,7 +19,7 @@ from tests.support.slowness import deadline
 from weft import LLM, SamplingParams
 from weft.common.errors import ConfigError
 from weft.config import hosts as over
-from weft.config.group import compare, shared_settings
+from weft.config.group_settings import compare, shared_settings
 from weft.config.sections import ParallelSection
 from weft.launch.host import LISTEN_S
 

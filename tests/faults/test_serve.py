@@ -20,7 +20,7 @@ import pytest
 
 from tests.faults.rig import Plan, fallen
 from tests.front.conftest import Running, Servers, events, servers  # noqa: F401  (a fixture)
-from tests.support.processes import children, lives
+from tests.support.processes import children, is_alive
 from tests.support.slowness import deadline
 from weft.group.tries import MOST
 
@@ -45,7 +45,7 @@ def check_end(server: Running, number: signal.Signals, folder: Path) -> None:
     """The server ends by this signal, with all that it started, and in order it leaves no file."""
     children = processes_of(server.process.pid)
     assert server.stop(number, seconds=30) == (0 if number == signal.SIGTERM else -number)
-    server.wait(lambda: not any(map(lives, children)), 10)
+    server.wait(lambda: not any(map(is_alive, children)), 10)
     assert number == KILL or not list(folder.iterdir())
 
 
@@ -189,7 +189,7 @@ def test_a_worker_that_stops_with_its_head(outlive: Outlive, shared: bool) -> No
     stopped: list[int] = []
     domain = {"data_parallel_size": 2, "enable_expert_parallel": True} if shared else {}
     outlive([], strike=strike, stay=[3] if shared else [], heads=1, tensor_parallel_size=2, **domain)
-    assert not lives(stopped[0])
+    assert not is_alive(stopped[0])
 
 
 @pytest.mark.grid

@@ -133,7 +133,7 @@ class FakeHead:
         self.steps = 0
         self.stuck = False
         self.stop = False
-        self.beat = 0.0
+        self.heartbeat_sent = 0.0
 
     def run(self) -> None:
         while not self.stop:
@@ -141,8 +141,8 @@ class FakeHead:
                 front, body = self.socket.recv_multipart()
                 self.take(front, m.decode_to_head(body))
             self.step()
-            if time.monotonic() - self.beat > 0.05:
-                self.beat = time.monotonic()
+            if time.monotonic() - self.heartbeat_sent > 0.05:
+                self.heartbeat_sent = time.monotonic()
                 for front in self.fronts:
                     self.send(front, self.heartbeat())
             if self.live:

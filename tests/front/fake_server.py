@@ -138,13 +138,13 @@ def main(folder: Path, fields: dict[str, Any]) -> int:
     config = engine_config(folder, fields)
     with tempfile.TemporaryDirectory(prefix="weft-") as private:
         loaded = fields.pop("loaded", [])
-        count, lives = fields.pop("heads", 1), fields.pop("lives", 0)
+        count, restarts = fields.pop("heads", 1), fields.pop("restarts", 0)
         heads = FakeHeads(private, count, loaded, together)
-        front = msgspec.convert({"port": 0, "engine_restarts": lives, **fields}, FrontSection)
+        front = msgspec.convert({"port": 0, "engine_restarts": restarts, **fields}, FrontSection)
         try:
             if front.fronts > 1:
                 return run_fronts(config, front, heads, Path(private))  # type: ignore[arg-type]
-            owner = HeadOwner(heads.names, heads, lives, together=together)
+            owner = HeadOwner(heads.names, heads, restarts, together=together)
             owner.start()
             return serve(config, front, owner)
         finally:

@@ -18,7 +18,7 @@ from weft.cluster.owner import HeadOwner
 from weft.common.errors import EngineDead
 from weft.links.link import Address
 from weft.links.links import Links
-from weft.routing.roster import Patience
+from weft.routing.instance_table import Patience
 
 
 def text_of(answer: Any) -> str:
@@ -60,9 +60,9 @@ def test_choices_of_one_prompt_go_to_one_head(start_fake: Any, script: Any) -> N
         server.wait(lambda: sorted(by_head(server, "num_requests_running").values()) == [1.0, 1.0], 20)
 
 
-@pytest.mark.parametrize("lives", [0, 1])
-def test_streams_go_on_at_another_head(start_fake: Any, script: Any, sse: Any, lives: int) -> None:
-    server = start_fake(heads=2, lives=lives)
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_streams_go_on_at_another_head(start_fake: Any, script: Any, sse: Any, restarts: int) -> None:
+    server = start_fake(heads=2, restarts=restarts)
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         others = [pool.submit(server.complete, "abcdefg", max_tokens=300) for _ in range(4)]
         fields = {"prompt": "xyz", "seed": script.DIE_ONCE, "max_tokens": 50, "logprobs": 1}
@@ -73,7 +73,7 @@ def test_streams_go_on_at_another_head(start_fake: Any, script: Any, sse: Any, l
         assert sum(len(e["choices"][0]["logprobs"]["tokens"]) for e in events[:-1]) == 50
         assert {text_of(other.result(deadline(60))) for other in others} == {("abcdefg" * 43)[:300]}
     assert server.metric("front_failovers_total") >= 1
-    if lives:
+    if restarts:
         server.wait(lambda: server.http.get("/health").json() == {"status": "alive"}, 20)
         assert sorted(by_head(server, "engine_up").values()) == [1.0, 1.0]
     else:
@@ -86,7 +86,7 @@ def test_streams_go_on_at_another_head(start_fake: Any, script: Any, sse: Any, l
 
 def test_a_head_that_returns_is_no_longer_taken_to_have_prefixes(start_fake: Any, script: Any) -> None:
     """Its cache is empty: a prompt that it once had goes to whoever was chosen least often."""
-    server = start_fake(heads=2, lives=1)
+    server = start_fake(heads=2, restarts=1)
     fields = {"prompt": "abcd" * 50, "max_tokens": 9, "seed": script.HANG_AFTER}
 
     def home() -> dict[str, float]:
@@ -105,7 +105,7 @@ def test_a_head_that_returns_is_no_longer_taken_to_have_prefixes(start_fake: Any
 
 
 def test_a_lone_head_that_returns_goes_on_with_its_streams(start_fake: Any, script: Any) -> None:
-    server = start_fake(lives=1)
+    server = start_fake(restarts=1)
     made = server.complete("xyz", seed=script.DIE_ONCE, max_tokens=20, n=2)
     assert made.status_code == 200, made.text
     assert [choice["text"] for choice in made.json()["choices"]] == [("xyz" * 7)[:20]] * 2
@@ -114,7 +114,7 @@ def test_a_lone_head_that_returns_goes_on_with_its_streams(start_fake: Any, scri
 
 def test_a_request_that_kills_every_head_ends(start_fake: Any, script: Any) -> None:
     """It gets its error before it has killed more heads than a sequence may lose; the last of them lives."""
-    server = start_fake(heads=3, lives=2)
+    server = start_fake(heads=3, restarts=2)
     made = server.complete("xyz", seed=script.DIE, max_tokens=9)
     assert made.status_code == 500
     assert "lost" in json.dumps(made.json())
@@ -143,7 +143,7 @@ def test_health_while_a_head_is_started_again(
     """It stays 200, for nobody outside should restart a server that recovers by itself."""
     loaded = tmp_path / "loaded"
     loaded.touch()
-    server = start_fake(heads=heads, together=together, lives=1, loaded=[str(loaded)])
+    server = start_fake(heads=heads, together=together, restarts=1, loaded=[str(loaded)])
     loaded.unlink()  # the next head loads until it is there again
     os.kill(children(server)[0], signal.SIGKILL)
     server.wait(lambda: sum(by_head(server, "engine_up").values()) == heads - 1, 20)
@@ -155,19 +155,19 @@ def test_health_while_a_head_is_started_again(
     assert text_of(server.complete("abc", max_tokens=5)) == "abcab"
 
 
-@pytest.mark.parametrize("lives", [0, 1])
-def test_heads_that_need_each_other(start_fake: Any, script: Any, sse: Any, lives: int) -> None:
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_heads_that_need_each_other(start_fake: Any, script: Any, sse: Any, restarts: int) -> None:
     """Sequences wait until all are there; where one is lost for good, all are, and everybody hears of it."""
-    server = start_fake(heads=2, lives=lives, together=True)
+    server = start_fake(heads=2, restarts=restarts, together=True)
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         other = pool.submit(
-            server.complete, "abcdefg", seed=0 if lives else script.HANG_AFTER, max_tokens=300
+            server.complete, "abcdefg", seed=0 if restarts else script.HANG_AFTER, max_tokens=300
         )
         server.wait(lambda: server.metric("num_requests_running") == 1, 20)
         fields = {"prompt": "xyz", "seed": script.DIE_ONCE, "max_tokens": 50}
         with server.stream("/v1/completions", **fields) as answer:
             events = sse(answer)
-        if lives:
+        if restarts:
             assert "".join(e["choices"][0]["text"] for e in events[:-1]) == ("xyz" * 17)[:50]
             assert text_of(other.result(deadline(60))) == ("abcdefg" * 43)[:300]
             assert server.metric("front_failovers_total") == 1

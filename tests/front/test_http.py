@@ -20,7 +20,7 @@ import pytest
 from tests.support.slowness import deadline
 from weft.bench.process import free_port
 from weft.front.metrics import describe
-from weft.front.middleware import Keys
+from weft.front.middleware import ApiKeys
 from weft.front.protocol import ChatRequest, CompletionRequest
 
 ROOT = Path(__file__).parent.parent.parent
@@ -225,13 +225,13 @@ def test_a_key_on_every_route(locked: Any) -> None:
 
 
 def test_keys() -> None:
-    assert Keys([]).allow(None)
-    keys = Keys(["a", "b"])
+    assert ApiKeys([]).allow(None)
+    keys = ApiKeys(["a", "b"])
     assert keys.allow(b"bearer b")
     assert keys.allow(b"Bearer  a ")
     for wrong in (None, b"", b"Bearer", b"Bearer ", b"Bearer c", b"a", b"Bearer ab", b"Token a"):
         assert not keys.allow(wrong)
-    assert Keys([]).allow(b"Basic x", b"y")
+    assert ApiKeys([]).allow(b"Basic x", b"y")
     assert keys.allow(None, b" b ")
     assert keys.allow(b"Bearer a", b"wrong")
     for authorization, x_api_key in ((b"", b"a"), (b"Bearer c", b"a"), (None, b""), (None, b"Bearer a")):

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from tests.support.slowness import deadline
-from weft.bench.records import Record, read_stream
+from weft.bench.records import RequestRecord, read_stream
 
 COMMENT = ": keep-alive"
 OFTEN = {"weft.front.streaming.KEEP_ALIVE": 0.1}
@@ -81,6 +81,6 @@ def test_clients_skip_comments(server: Any, script: Any) -> None:
     # Tokens that come together are one event, so the server's own count is asked for.
     with server.stream("/v1/completions", stream_options={"include_usage": True}, **asked) as answer:
         lines = [(time.monotonic(), line.encode()) for line in answer.iter_lines()]
-    record = Record(number=0, planned=None, sent=lines[0][0])
+    record = RequestRecord(number=0, planned=None, sent=lines[0][0])
     read_stream(record, lines)
     assert (record.outcome, record.output_tokens) == ("ok", 6)

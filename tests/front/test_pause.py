@@ -25,7 +25,7 @@ from weft.common.errors import Unavailable, WeftError
 from weft.links.flow import Flow
 from weft.links.link import Address
 from weft.links.links import Links
-from weft.routing.roster import Patience
+from weft.routing.instance_table import Patience
 from weft.types import messages as m
 from weft.types.sampling import TokenParams
 
@@ -36,10 +36,10 @@ PROMPT = [10, 20, 30]
 class Rig:
     """A front's link to fake heads, which are processes."""
 
-    def __init__(self, folder: Path, count: int, lives: int) -> None:
+    def __init__(self, folder: Path, count: int, restarts: int) -> None:
         self._folder = folder
         self.processes: list[subprocess.Popen[bytes]] = []
-        owner = HeadOwner([str(number) for number in range(count)], self, lives)
+        owner = HeadOwner([str(number) for number in range(count)], self, restarts)
         owner.start()
         self.links = Links(owner, Patience(engine=10.0))
 
@@ -81,8 +81,8 @@ class Rig:
 
 
 @contextlib.asynccontextmanager
-async def rig(folder: Path, count: int = 1, lives: int = 0) -> AsyncIterator[Rig]:
-    made = Rig(folder, count, lives)
+async def rig(folder: Path, count: int = 1, restarts: int = 0) -> AsyncIterator[Rig]:
+    made = Rig(folder, count, restarts)
     try:
         await made.links.start()
         yield made
@@ -202,7 +202,7 @@ def test_many_pauses_are_no_losses_and_heads_may_die_meanwhile(tmp_path: Path) -
         read.check()
         assert rig.links.failovers == 0
 
-    run(tmp_path, test, count=2, lives=3)
+    run(tmp_path, test, count=2, restarts=3)
 
 
 def test_a_flow_that_waits_for_a_head_can_be_paused(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_a_flow_that_waits_for_a_head_can_be_paused(tmp_path: Path) -> None:
         await read.all()
         read.check()
 
-    run(tmp_path, test, lives=1)
+    run(tmp_path, test, restarts=1)
 
 
 def test_a_paused_flow_ends_with_the_last_head(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import weft
 from weft.common.errors import ContextLength, InvalidRequest
 from weft.front import reading
-from weft.front.read_worker import Answer, answer_to, decode_answer, payload_of
+from weft.front.read_worker import ReadAnswer, answer_to, decode_answer, payload_of
 from weft.front.reading import Job, Reader
 from weft.text import tokenizer as tokenizers
 from weft.text.model import TextModel
@@ -42,7 +42,7 @@ def test_a_process_reads_what_a_thread_reads(reader: Reader) -> None:
     body = json.dumps({"model": "m", "prompt": ["Tom has", "Ann"], "bad_words": ["12"], **fields}).encode()
     answer = answer_to(reader, b"".join(payload_of("completions", [body[:9], body[9:]])))
     sent = reading.msgspec.msgpack.encode(answer)
-    assert decode_answer(sent) == answer == Answer(job=reader.completions(body))
+    assert decode_answer(sent) == answer == ReadAnswer(job=reader.completions(body))
     refused = answer_to(reader, b"".join(payload_of("chat", [b"[]"])))
     assert refused.error is not None
     assert refused.error.http_status == 400

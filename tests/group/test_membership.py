@@ -11,9 +11,10 @@ from weft.common.restarts import RestartBudget
 from weft.group import types as t
 from weft.group.liveness import Liveness
 from weft.group.meeting import Meeting
-from weft.group.membership import HELLO_S, Membership
+from weft.group.membership import Membership
 from weft.group.tries import TRIES
 from weft.group.types import GroupLost
+from weft.group.waits import HELLO_S
 from weft.types import frames as f
 
 SETTINGS = {"dtype": '"float64"'}
@@ -261,8 +262,8 @@ def test_a_rank_that_does_not_come_to_the_next_head_is_started_again() -> None:
 def test_who_is_silent_is_lost() -> None:
     rig = Rig()
     rig.run()
-    heard = t.Received(b"", f.Beat(rank=1, epoch=0, step=0, life="head"))
-    stale = t.Received(b"", f.Beat(rank=2, epoch=0, step=0, life="another"))
+    heard = t.Received(b"", f.RankHeartbeat(rank=1, epoch=0, step=0, incarnation="head"))
+    stale = t.Received(b"", f.RankHeartbeat(rank=2, epoch=0, step=0, incarnation="another"))
     while rig.now < 7.0 and rig.group.lost is None:
         rig.feed(heard, stale, t.Read(heartbeats=True), after=0.5)
     assert rig.group.lost is not None
@@ -270,19 +271,19 @@ def test_who_is_silent_is_lost() -> None:
 
 
 def test_heads_meet_before_an_epoch_and_notice_who_moved_on() -> None:
-    rig = Rig(meeting=Meeting(0, "file:///stores", "bell0", "a"))
+    rig = Rig(meeting=Meeting(0, "file:///stores", "wakeup0", "a"))
     assert kinds(rig.gather()) == ["Pools", "Pools"]
     assert rig.group.phase == "meeting"
     assert rig.group.leases_due(rig.now)
-    other = t.Lease("b", 7, begun=False, bell="bell1")
+    other = t.Lease("b", 7, begun=False, wakeup="wakeup1")
     (proposed,) = rig.feed(t.LeasesRead((None, other)))
     assert isinstance(proposed, t.Renew)
     assert proposed.lease.epoch == 7
     connect = rig.feed(t.LeasesRead((proposed.lease, other)))[-1]
     assert isinstance(connect, t.Connect)
-    assert (connect.epoch, connect.bells) == (7, ("bell0", "bell1"))
+    assert (connect.epoch, connect.wakeups) == (7, ("wakeup0", "wakeup1"))
     (begun,) = rig.form()
-    assert begun == t.Renew(t.Lease("a", 7, True, "bell0", "file:///stores"))
+    assert begun == t.Renew(t.Lease("a", 7, True, "wakeup0", "file:///stores"))
     rig.feed(t.LeasesRead((begun.lease, other)))
     assert rig.group.lost is None
     rig.feed(t.LeasesRead((begun.lease, t.Lease("c", 0, begun=False))))

@@ -107,7 +107,7 @@ def test_a_difference_shows_at_every_later_step() -> None:
         assert digest(BASE, *later[:upto]) != digest(spoiled, *later[:upto])
 
 
-def test_a_tenant_that_left_leaves_no_trace() -> None:
+def test_a_sequence_that_left_leaves_no_trace() -> None:
     gone = [BASE, plan(FreeSlot(slot=1, gen=1), step=1)]
     alone = [plan(alloc(0), blocks(0, [3]), decode=rows([0])), plan(step=1)]
     assert digest(*gone) == digest(*alone)
@@ -124,7 +124,7 @@ def test_occupied_slots_can_be_allocated_only_when_freed_in_the_same_plan() -> N
     kept = SlotDigest(SLOTS, KINDS)
     kept.take(BASE)
     kept.take(plan(FreeSlot(slot=0, gen=1), alloc(0, gen=2), step=1, prefill=rows([0], gen=2)))
-    with pytest.raises(EngineDead, match="slot 1 is allocated while generation 1 lives"):
+    with pytest.raises(EngineDead, match="slot 1 is allocated while generation 1 is in it"):
         kept.take(plan(alloc(1, gen=2), FreeSlot(slot=1, gen=1), step=2))
 
 

@@ -163,7 +163,7 @@ def test_a_reset_leaves_holds_and_nothing_else() -> None:
 
 def test_only_who_has_a_block_holds_it_and_gives_it_back_once() -> None:
     pool = BlockPool(1)
-    with pytest.raises(EngineDead, match="nobody has"):
+    with pytest.raises(EngineDead, match="has no references"):
         pool.hold(1)
     block = pool.take()
     pool.hold(block)

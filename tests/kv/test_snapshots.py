@@ -22,7 +22,7 @@ def pool(blocks: int = 4, unit: int = BLOCK, stride: int = 0) -> PoolSpec:
     return PoolSpec(cache=cache, block_size=unit, num_blocks=blocks, stride=stride)
 
 
-def lines(
+def entries(
     kind: str = "full", blocks: int = 40, window: int = 0, block: int = BLOCK, ratio: int = 1
 ) -> PoolSpec:
     cache = CacheSpec(kind=kind, layers=(1,), width=4, window=window, ratio=ratio)  # type: ignore[arg-type]
@@ -142,7 +142,7 @@ def test_of_a_sequence_that_decodes_only_the_newest_is_kept() -> None:
         kind.committed(step)
     assert [kind.has(key) for key in hashes[:4]] == [True, False, False, True]
     kind.release(0, 3)  # the next turn of the chat may come
-    saved(kind, 0, hashes[4], 4, keep=False)  # another tenant of the slot
+    saved(kind, 0, hashes[4], 4, keep=False)  # another sequence of the slot
     kind.committed(4)
     assert [kind.has(key) for key in hashes[3:5]] == [True, True]
 
@@ -189,8 +189,10 @@ def test_a_step_that_went_wrong_leaves_no_snapshot() -> None:
 
 
 def test_every_kind_agrees_on_a_hit() -> None:
-    """Full lines, sliding ones, compressed ones and states: each loses something else."""
-    caches = make(lines(), lines("latent", window=6), lines("compressed", block=12, ratio=6), pool(unit=12))
+    """Full entries, sliding ones, compressed ones and states: each loses something else."""
+    caches = make(
+        entries(), entries("latent", window=6), entries("compressed", block=12, ratio=6), pool(unit=12)
+    )
     assert caches.unit == 12
     full, sliding, compressed, states = caches.kinds
     assert isinstance(states, StateKind)
@@ -232,7 +234,7 @@ def test_a_model_of_states_alone() -> None:
 
 
 def test_two_state_kinds_are_saved_together_or_not_at_all() -> None:
-    caches = make(lines(), pool(blocks=2), pool(blocks=1))
+    caches = make(entries(), pool(blocks=2), pool(blocks=1))
     hashes = hashes_of(20)
     ops: list[Op] = caches.save(0, hashes[0], 1, True, 0) or []
     assert ops == [SaveState(slot=0, kind=kind, block=1, back=1) for kind in (1, 2)]
@@ -244,9 +246,9 @@ def test_two_state_kinds_are_saved_together_or_not_at_all() -> None:
 
 def test_no_marks_where_there_is_nothing_to_gain() -> None:
     hashes = hashes_of(20)
-    assert make(lines()).marks(hashes, 20, 0) is None
-    assert make(lines(), pool(blocks=0)).marks(hashes, 20, 0) is None
-    assert make(lines(), pool()).marks([], 20, 0) is None
+    assert make(entries()).marks(hashes, 20, 0) is None
+    assert make(entries(), pool(blocks=0)).marks(hashes, 20, 0) is None
+    assert make(entries(), pool()).marks([], 20, 0) is None
 
 
 # ---- where

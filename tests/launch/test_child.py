@@ -12,11 +12,13 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.support.slowness import deadline
 from weft.common import signals
 from weft.common.folder import private_folder
+from weft.config.sections import FrontSection
 from weft.engine import heads
 
 
@@ -111,3 +113,16 @@ def test_a_head_that_does_not_end_is_killed() -> None:
     assert heads.close_head(head, 0.2) == -signal.SIGKILL
     head = subprocess.Popen([sys.executable, "-c", "raise SystemExit(7)"])
     assert heads.close_head(head, 30) == 7
+
+
+@pytest.mark.parametrize("cut", [0, 1, 40])
+def test_a_child_whose_parent_ended_as_it_wrote_the_settings_says_nothing(cut: int) -> None:
+    """The parent was told to stop just then; a traceback in the log would look like a defect."""
+    settings = msgspec.msgpack.encode(FrontSection())
+    code = "from weft.config.sections import FrontSection\nfrom weft.launch import child\n"
+    code += "print(child.read_setup(FrontSection).port)"
+    command = [sys.executable, "-c", code]
+    made = subprocess.run(command, input=settings[:cut], capture_output=True, timeout=60, check=False)
+    assert (made.returncode, made.stdout, made.stderr) == (1, b"", b"")
+    whole = subprocess.run(command, input=settings, capture_output=True, timeout=60, check=False)
+    assert (whole.returncode, whole.stdout) == (0, b"8000\n")

@@ -28,11 +28,11 @@ class Sleepers:
     """In place of heads: processes that live and do nothing, as those that were stopped."""
 
     def __init__(self, *_: object) -> None:
-        self.lives: list[int] = []
+        self.incarnations: list[int] = []
         self.made: list[subprocess.Popen[bytes]] = []
 
-    def start(self, replica: int, endpoint: str, life: int) -> subprocess.Popen[bytes]:
-        self.lives.append(life)
+    def start(self, replica: int, endpoint: str, incarnation: int) -> subprocess.Popen[bytes]:
+        self.incarnations.append(incarnation)
         self.made.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]))
         return self.made[-1]
 
@@ -51,16 +51,16 @@ class Rig:
         self.heads: Any = self.host._local
         self.board.post(b.answer_key(1, self.host._mark), b"")
 
-    def want(self, life: int) -> None:
-        self.board.post(b.wanted_key(1), msgspec.msgpack.encode(life))
+    def want(self, incarnation: int) -> None:
+        self.board.post(b.wanted_key(1), msgspec.msgpack.encode(incarnation))
 
-    def listens(self, life: int) -> None:
-        said = b.Listening(life=life, address="tcp://127.0.0.1:1")
+    def listens(self, incarnation: int) -> None:
+        said = b.Listening(incarnation=incarnation, address="tcp://127.0.0.1:1")
         self.board.post(b.head_key(1), msgspec.msgpack.encode(said))
 
-    def ended(self) -> b.Ended | None:
+    def ended(self) -> b.HeadEnded | None:
         data = self.board.get(b.ended_key(1))
-        return None if data is None else msgspec.msgpack.decode(data, type=b.Ended)
+        return None if data is None else msgspec.msgpack.decode(data, type=b.HeadEnded)
 
     def turn(self) -> None:
         if self.client.look(1.0):
@@ -91,17 +91,17 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
 
 
 def test_a_head_that_never_listens_is_ended_and_told_of(rig: Rig) -> None:
-    """What an earlier life said is nothing to it."""
+    """What an earlier incarnation said is nothing to it."""
     rig.listens(6)
     rig.want(7)
     rig.until(lambda: rig.heads.made)
     rig.until(rig.ended)
-    assert rig.ended() == b.Ended(life=7, status=-9)
+    assert rig.ended() == b.HeadEnded(incarnation=7, status=-9)
     assert rig.heads.made[0].poll() == -9
     rig.turn()
-    assert rig.heads.lives == [7], "it is for the front to want another life"
+    assert rig.heads.incarnations == [7], "it is for the front to want another incarnation"
     rig.want(8)
-    rig.until(lambda: rig.heads.lives == [7, 8])
+    rig.until(lambda: rig.heads.incarnations == [7, 8])
     assert rig.heads.made[1].poll() is None
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from weft.common.restarts import RestartBudget
 from weft.launch import node
-from weft.launch.node import AWAY_S, Ranks
+from weft.launch.node import AWAY_S, HostRanks
 from weft.launch.rank_main import NO_HEAD, WELCOME_S
 
 
@@ -43,7 +43,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_many_ranks_wait_an_hour_for_a_head(now: list[float]) -> None:
     """Each of eight ends every two minutes, since nobody answers: that is nobody's failure."""
     made: Any = Processes()
-    ranks = Ranks(made, range(8, 16), 10.0, RestartBudget(3, 600.0))
+    ranks = HostRanks(made, range(8, 16), 10.0, RestartBudget(3, 600.0))
     while now[0] < AWAY_S - WELCOME_S:
         now[0] += WELCOME_S
         made.ends = [(rank, NO_HEAD) for rank in range(8, 16)]
@@ -55,7 +55,7 @@ def test_many_ranks_wait_an_hour_for_a_head(now: list[float]) -> None:
 
 def test_a_head_in_between_begins_the_hour_anew(now: list[float]) -> None:
     made: Any = Processes()
-    ranks = Ranks(made, [1], 10.0, RestartBudget(0, 600.0))
+    ranks = HostRanks(made, [1], 10.0, RestartBudget(0, 600.0))
     for _ in range(50):
         now[0] += 10 * WELCOME_S
         made.ends = [(1, NO_HEAD)]

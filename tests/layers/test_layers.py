@@ -15,9 +15,9 @@ from weft.config.families.facts import Facts
 from weft.config.families.rope import rope_spec
 from weft.config.spec import RopeSpec
 from weft.layers.build import Build
-from weft.layers.held import whole
 from weft.layers.linear import RowLinear
 from weft.layers.rope import Rope, attention_factor, inverse_frequencies
+from weft.layers.shard import whole
 from weft.ops import registry, torch_ops
 from weft.parallel.comm import Comm, LocalComm, Pending, reduced
 from weft.parallel.mesh import Mesh

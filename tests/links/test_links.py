@@ -15,8 +15,8 @@ from weft.common.folder import private_folder
 from weft.links.flow import Flow
 from weft.links.link import Address
 from weft.links.links import Links
-from weft.routing.instances import State
-from weft.routing.roster import Patience
+from weft.routing.instance_table import Patience
+from weft.routing.instances import InstanceState
 from weft.types import messages as m
 from weft.types.sampling import TokenParams
 
@@ -93,7 +93,7 @@ async def read(flow: Flow, tokens: list[int], until: int = LENGTH) -> None:
             tokens += event.token_ids
 
 
-def state(links: Links, name: str) -> State:
+def state(links: Links, name: str) -> InstanceState:
     return next(one.state for one in links.instances if one.name == name)
 
 
@@ -125,7 +125,7 @@ def test_one_that_drains_gets_nothing_new() -> None:
         await read(first, tokens, 5)
         (there,) = (one.name for one in links.instances if one.open)
         owner.change(there, draining=True)
-        await until(lambda: state(links, there) is State.DRAINING)
+        await until(lambda: state(links, there) is InstanceState.DRAINING)
         others = [submit(links, 2 + number) for number in range(4)]
         assert [len(one.open) for one in links.instances if one.name == there] == [1]
         await read(first, tokens)
@@ -176,7 +176,7 @@ def test_an_error_of_the_owner_stops_nothing_else() -> None:
         (lost,) = {name for name, _ in owner.lost}
         owner.fails = False
         owner.start(lost, 2)
-        await until(lambda: state(links, lost) is State.UP)
+        await until(lambda: state(links, lost) is InstanceState.UP)
 
     with_links(2, work)
 
@@ -195,6 +195,7 @@ def test_a_front_that_stood_still_links_once_more_before_it_reports_a_loss() -> 
         await read(flow, tokens)
         assert tokens == (PROMPT * LENGTH)[:LENGTH]
         assert owner.lost == []
+        assert links.restarts == 0
         links._links["0"]._broken_at = asyncio.get_running_loop().time() - 10
         await until(lambda: owner.lost == [("0", 1)])
 

@@ -70,7 +70,7 @@ def test_rows_do_not_depend_on_each_other(name: str, checkpoints: Any, paged: An
 def test_logits_are_near_those_of_the_plain_cache(
     name: str, dtype: torch.dtype, checkpoints: Any, paged: Any
 ) -> None:
-    """But not the same: lines of the cache are rounded."""
+    """But not the same: entries of the cache are rounded."""
     logits, dtypes = [], []
     for kv_cache_dtype in ("auto", "fp8"):
         harness = paged(_model(checkpoints(name), dtype, kv_cache_dtype))
@@ -89,7 +89,7 @@ def test_logits_are_near_those_of_the_plain_cache(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_float32_equals_float64(name: str, checkpoints: Any, paged: Any) -> None:
-    """The same lines, but for values that rounding puts on the other side of a tie."""
+    """The same entries, but for values that rounding puts on the other side of a tie."""
     logits = []
     for dtype in (torch.float64, torch.float32):
         harness = paged(_model(checkpoints(name), dtype))

@@ -18,8 +18,8 @@ from weft.common.errors import ConfigError
 from weft.config import sharding
 from weft.config.families import load_spec
 from weft.layers.build import Build
-from weft.layers.held import cut, held_by, largest_of
-from weft.layers.linear import Embedding, Head
+from weft.layers.linear import Embedding, LMHead
+from weft.layers.shard import cut, largest_of, shard_of
 from weft.models.base import Model
 from weft.models.loader import load_model
 from weft.models.registry import WEIGHTS
@@ -139,7 +139,7 @@ def test_each_rank_reads_its_slices_alone(
     for name, size in whole.items():
         place = placements[name]
         each = [found[name] for found, _ in ranks]
-        if held_by(parameters[place.parameter]) is None or "kv_a_proj" in name:
+        if shard_of(parameters[place.parameter]) is None or "kv_a_proj" in name:
             assert each == [size, size], name
         elif "embed" in name or "lm_head" in name:  # 131 rows
             assert sum(each) == size
@@ -216,8 +216,8 @@ def test_a_vocabulary_smaller_than_its_shares() -> None:
     def work(mesh: Mesh) -> tuple[Tensor, Tensor]:
         build = Build(dtype=torch.float64, device=CPU, mesh=mesh)
         embedding = Embedding(5, 3, build, tied=True)
-        head = Head(embedding, build, tied=True)
-        embedding.weight.data[: embedding.held.count] = cut(table, embedding.held)
+        head = LMHead(embedding, build, tied=True)
+        embedding.weight.data[: embedding.shard.count] = cut(table, embedding.shard)
         embedding.pack()
         head.pack()
         return drive(reduced(build.comm, embedding(ids))), drive(head.steps(table))
@@ -228,13 +228,13 @@ def test_a_vocabulary_smaller_than_its_shares() -> None:
 
 
 @pytest.mark.skipif(not cpu.load(), reason="the C++ operations are not built")
-def test_which_steps_that_meet_are_recorded(checkpoints: Any) -> None:
+def test_which_steps_that_meet_are_captured(checkpoints: Any) -> None:
     """On a CPU all of them; on a GPU those of ranks with one plan. Replicas of a domain have a plan each, and
     agree on what travels."""
 
     def why(mesh: Mesh) -> str | None:
         model = checkpoints("deepseek-v3-sixteens").load(mesh=mesh)
-        assert model.records(1)
+        assert model.capturable(1)
         return obstacle(model, choose("cpu", model.spec, torch.float32, CPU, 16))
 
     checkpoints("deepseek-v3-sixteens")

@@ -7,43 +7,45 @@ from pathlib import Path
 
 import pytest
 
-from weft.moe import cost
+from weft.moe import exchange_cost
 from weft.moe.choice import MOST_PADDED, Chooser
-from weft.moe.cost import KINDS, Measured, Shape, exchanges, seconds
+from weft.moe.exchange_cost import KINDS, ExchangeShape, MeasuredExchange, exchanges, seconds
 from weft.types.exchange import UNAGREED, Exchange
 from weft.types.layout import Layout
 
 ALONE, WIDE = Layout(tensor=4, expert=True), Layout(tensor=2, data=2, expert=True)
-SHAPE = Shape(1024, 8, 2)
+SHAPE = ExchangeShape(1024, 8, 2)
 
 
-def measured(latency: float, per_byte: float) -> Measured:
+def measured(latency: float, per_byte: float) -> MeasuredExchange:
     times = {kind: {0: latency, 1_000_000: latency + 1e6 * per_byte} for kind in KINDS}
-    return Measured("gloo", "a machine", 4, times)
+    return MeasuredExchange("gloo", "a machine", 4, times)
 
 
 @pytest.fixture
 def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
     monkeypatch.setenv("WEFT_OPS_CACHE", str(tmp_path))
-    cost.table.cache_clear()
+    exchange_cost.table.cache_clear()
 
-    def write(*rows: Measured) -> None:
-        cost.MEASUREMENTS.user_file().write_text(json.dumps(cost.MEASUREMENTS.as_json(rows)))
-        cost.table.cache_clear()
+    def write(*rows: MeasuredExchange) -> None:
+        exchange_cost.MEASUREMENTS.user_file().write_text(
+            json.dumps(exchange_cost.MEASUREMENTS.as_json(rows))
+        )
+        exchange_cost.table.cache_clear()
 
     yield write
-    cost.table.cache_clear()
+    exchange_cost.table.cache_clear()
 
 
 def test_the_packaged_table_is_there(table) -> None:  # type: ignore[no-untyped-def]
-    assert {row.ranks for row in cost.table()} >= {2, 4}
-    assert all(row.machine for row in cost.table())
+    assert {row.ranks for row in exchange_cost.table()} >= {2, 4}
+    assert all(row.machine for row in exchange_cost.table())
 
 
 def test_latency_decides_for_few_tokens_and_bytes_for_many(table) -> None:  # type: ignore[no-untyped-def]
     table(measured(100.0, 0.001))
     assert Chooser(ALONE, "auto", SHAPE).form(1) == "reduce"
-    wide = Chooser(WIDE, "auto", Shape(1024, 1, 2))
+    wide = Chooser(WIDE, "auto", ExchangeShape(1024, 1, 2))
     assert wide.form(1) in ("gather", "low-latency")
     assert wide.form(512) == "throughput"
     assert all(wide.form(tokens) != "reduce" for tokens in (1, 8, 64, 4096))
@@ -87,6 +89,6 @@ def test_costs_grow_with_tokens_and_without_a_table() -> None:
     "text", ["[]", "{}", '{"version": 2, "measured": []}', "{", '{"version": 1, "measured": [1]}']
 )
 def test_files_that_are_no_table_are_left_out(text: str, table) -> None:  # type: ignore[no-untyped-def]
-    cost.MEASUREMENTS.user_file().write_text(text)
-    cost.table.cache_clear()
-    assert {row.ranks for row in cost.table()} >= {2, 4}
+    exchange_cost.MEASUREMENTS.user_file().write_text(text)
+    exchange_cost.table.cache_clear()
+    assert {row.ranks for row in exchange_cost.table()} >= {2, 4}

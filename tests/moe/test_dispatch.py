@@ -15,7 +15,7 @@ from tests.support.routed import routed, tokens
 from tests.support.slowness import deadline
 from weft.common.errors import EngineDead
 from weft.moe.choice import Chooser
-from weft.moe.cost import Shape
+from weft.moe.exchange_cost import ExchangeShape
 from weft.moe.parallel import DividedExperts, slice_of
 from weft.moe.placement import Placement, in_order
 from weft.ops import moe
@@ -24,7 +24,7 @@ from weft.ops.moe import Routed
 from weft.ops.torch_ops import Int8Weight
 from weft.overlap.drive import drive
 from weft.parallel.comm import Pending
-from weft.parallel.group import GroupComm, Launcher
+from weft.parallel.group_comm import GroupComm, Launcher
 from weft.parallel.mesh import Mesh
 from weft.types.exchange import Exchange
 from weft.types.layout import Layout
@@ -73,7 +73,7 @@ def divided(
 ) -> DividedExperts:
     experts, hidden = weights.router.shape
     placement = placement or in_order(experts, mesh.ep.size)
-    shape = Shape(hidden, weights.rule.top_k, 8, exact)
+    shape = ExchangeShape(hidden, weights.rule.top_k, 8, exact)
     mine = local(weights, placement, mesh.rank)
     return DividedExperts(
         mesh,

@@ -1,6 +1,7 @@
 """Engines in lock-step: every rank of a replica has a scheduler of its own, and all make the same plans.
 
-So there is nothing between them but collectives; who decides on halves is the first rank, as a head would.
+So there is nothing between them but collectives; who decides on micro-batches is the first rank, as a head
+would.
 """
 
 from __future__ import annotations
@@ -86,13 +87,13 @@ class Ran:
         return {sequence: answer.tokens for sequence, answer in sorted(self.answers.items())}
 
     @property
-    def halved(self) -> int:
-        return sum(plan.halves > 1 for plan in self.plans)
+    def overlapped(self) -> int:
+        return sum(plan.micro_batches > 1 for plan in self.plans)
 
     @property
     def cut(self) -> int:
-        """Steps in halves in which a prompt was cut."""
-        return sum(plan.halves > 1 and (split(plan) or (0, 0, 0))[2] > 0 for plan in self.plans)
+        """Steps in micro-batches in which a prompt was cut."""
+        return sum(plan.micro_batches > 1 and (split(plan) or (0, 0, 0))[2] > 0 for plan in self.plans)
 
 
 _LOADING = threading.Lock()

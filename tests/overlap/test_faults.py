@@ -1,4 +1,4 @@
-"""What a failing, slow or silent rank does to a step in halves (C5, C13).
+"""What a failing, slow or silent rank does to a step in micro-batches (C5, C13).
 
 The rank that fails aborts its groups, as a group's executor and worker do; here that is the test's work.
 """
@@ -24,7 +24,7 @@ from tests.support.ranks import on_ranks
 from tests.support.slowness import deadline
 from weft.models.decoder import Decoder
 from weft.overlap.policy import OverlapPolicy
-from weft.parallel.group import CommLost
+from weft.parallel.group_comm import CommLost
 from weft.parallel.mesh import Mesh
 from weft.types.layout import Layout
 from weft.types.messages import Submit
@@ -44,7 +44,9 @@ def submits() -> list[list[Submit]]:
 
 
 def breaks(model: Decoder, where: str, call: int) -> Callable[[], None]:
-    """Has ``model`` raise at the ``call``-th time that it comes to ``where``; half 0 comes there first."""
+    """Has ``model`` raise at the ``call``-th time that it comes to ``where``; micro-batch 0 comes there
+    first.
+    """
     found: Any = {
         "before": model.embedding,
         "between": model.blocks[1].attention,
@@ -66,13 +68,13 @@ def breaks(model: Decoder, where: str, call: int) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("where", ["before", "between", "in the middle of a layer", "after", "in the head"])
-@pytest.mark.parametrize("call", [1, 2, 5], ids=["first half", "second half", "later step"])
+@pytest.mark.parametrize("call", [1, 2, 5], ids=["first micro-batch", "second micro-batch", "later step"])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_rank_that_raises_ends_the_step_everywhere(folder: Path, where: str, call: int, depth: int) -> None:
     """On the rank the exception itself; on the others CommLost, at once and not at the group's time-out.
     Then all form anew with the same weights, and the same requests give the same tokens."""
     if where == "in the head" and call == 2:
-        call = 3  # it is computed once for both halves
+        call = 3  # it is computed once for both micro-batches
     gathered, formed = threading.Barrier(2), threading.Barrier(2)
     decisions = [Decisions(), Decisions()]
 
@@ -99,7 +101,7 @@ def test_a_rank_that_raises_ends_the_step_everywhere(folder: Path, where: str, c
         engine, runner = make_e0_engine(folder, model=model, launcher=mesh.launcher, depth=depth)
         engine.overlap = Decided("all", mesh.rank, decisions[1])
         answers = run(engine, submits())
-        assert any(plan.halves > 1 for plan in runner.plans)
+        assert any(plan.micro_batches > 1 for plan in runner.plans)
         engine.close()
         return failed, took, {number: answer.tokens for number, answer in answers.items()}
 
@@ -160,4 +162,4 @@ def test_a_slow_rank_is_waited_for(folder: Path, slow: int) -> None:
     engine, _ = make_e0_engine(folder)
     want = {number: answer.tokens for number, answer in run(engine, submits()).items()}
     assert [one.tokens for one in ran] == [want, want]
-    assert ran[0].halved
+    assert ran[0].overlapped

@@ -22,7 +22,9 @@ class Named(Pending):
         self.log.append(f"take {self.name}")
 
 
-def half(name: str, points: int, log: list[str], fails: int | None = None) -> Generator[Pending, None, str]:
+def micro_batch(
+    name: str, points: int, log: list[str], fails: int | None = None
+) -> Generator[Pending, None, str]:
     try:
         for point in range(points):
             if fails == point:
@@ -40,7 +42,7 @@ def half(name: str, points: int, log: list[str], fails: int | None = None) -> Ge
 def test_strict_alternation() -> None:
     log: list[str] = []
     turns: list[int] = []
-    assert interleave(half("a", 2, log), half("b", 2, log), turns.append) == ("a", "b")
+    assert interleave(micro_batch("a", 2, log), micro_batch("b", 2, log), turns.append) == ("a", "b")
     assert turns == [0, 1, 0, 1, 0, 1]
     assert log == [
         "launch a0",
@@ -58,7 +60,7 @@ def test_strict_alternation() -> None:
 
 def test_without_communication_one_runs_after_the_other() -> None:
     log: list[str] = []
-    assert interleave(half("a", 0, log), half("b", 0, log)) == ("a", "b")
+    assert interleave(micro_batch("a", 0, log), micro_batch("b", 0, log)) == ("a", "b")
     assert log == ["end a", "end b"]
 
 
@@ -66,19 +68,19 @@ def test_without_communication_one_runs_after_the_other() -> None:
 @pytest.mark.parametrize("point", [0, 1, 2, 3])
 def test_a_failure_passes_through_and_ends_both(who: str, point: int) -> None:
     log: list[str] = []
-    halves = [half(name, 3, log, point if name == who else None) for name in ("a", "b")]
+    micro_batches = [micro_batch(name, 3, log, point if name == who else None) for name in ("a", "b")]
     with pytest.raises(ValueError, match=f"{who} at {point}"):
-        interleave(*halves)
+        interleave(*micro_batches)
     started = [name for name in ("a", "b") if f"end {name}" in log]
     assert started == (["a"] if (who, point) == ("a", 0) else ["a", "b"])
-    for one in halves:
+    for one in micro_batches:
         with pytest.raises(StopIteration):
             next(one)
 
 
 @pytest.mark.parametrize(("first", "second"), [(2, 3), (3, 2), (0, 1), (1, 0)])
-def test_halves_that_communicate_unequally_are_refused(first: int, second: int) -> None:
+def test_micro_batches_that_communicate_unequally_are_refused(first: int, second: int) -> None:
     log: list[str] = []
     with pytest.raises(EngineDead, match="equally often"):
-        interleave(half("a", first, log), half("b", second, log))
+        interleave(micro_batch("a", first, log), micro_batch("b", second, log))
     assert sorted(entry for entry in log if entry.startswith("end")) == ["end a", "end b"]

@@ -1,4 +1,4 @@
-"""Which steps run in halves, on made-up times."""
+"""Which steps run in micro-batches, on made-up times."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from tests.overlap.test_split import decode, prompt, segment
 from weft.config.sections import ParallelSection
-from weft.overlap.cost import Line
+from weft.overlap.overlap_cost import LinkFit
 from weft.overlap.policy import FEW, OverlapPolicy, mode_of
 from weft.overlap.split import split
 from weft.overlap.times import StepTimes, Stretch, covered
@@ -54,7 +54,7 @@ def test_modes(mode: str, wanted: list[StepPlan]) -> None:
 
 
 def decide(policy: OverlapPolicy, plan: StepPlan) -> StepPlan:
-    return msgspec.structs.replace(plan, halves=1 + policy.wants(plan))
+    return msgspec.structs.replace(plan, micro_batches=1 + policy.wants(plan))
 
 
 def times(plan: StepPlan, compute: float, link: float, waited: float) -> StepTimes:
@@ -62,12 +62,15 @@ def times(plan: StepPlan, compute: float, link: float, waited: float) -> StepTim
     flight = Flight(0, 0.0, 0.0, link, waited)
     seconds = compute + waited
     return StepTimes(
-        halves=plan.halves, seconds=seconds, stretches=[Stretch(0, 0.0, seconds)], flights=[flight]
+        micro_batches=plan.micro_batches,
+        seconds=seconds,
+        stretches=[Stretch(0, 0.0, seconds)],
+        flights=[flight],
     )
 
 
 class Machine:
-    """What steps take: compute by tokens, halves with ``toll`` more of it; a link of ``link`` seconds."""
+    """Times of steps: compute by tokens, ``toll`` more of it in micro-batches; a link of ``link`` seconds."""
 
     def __init__(
         self, fixed: float, token: float, link: float, toll: float = 0.0, noise: float = 0.0
@@ -77,11 +80,11 @@ class Machine:
 
     def run(self, plan: StepPlan) -> StepTimes:
         shake = 1.0 + self.noise * self._random.uniform(-1.0, 1.0)
-        if plan.halves == 1:
+        if plan.micro_batches == 1:
             return times(plan, shake * self.compute(plan), self.link, self.link)
-        halves = split(plan)
-        assert halves is not None
-        parts = [self.compute(half) * (1 + self.toll) for half in halves[:2]]
+        micro_batches = split(plan)
+        assert micro_batches is not None
+        parts = [self.compute(micro_batch) * (1 + self.toll) for micro_batch in micro_batches[:2]]
         took = max(sum(parts), max(parts) + self.link)
         return times(plan, shake * sum(parts), self.link, took - sum(parts))
 
@@ -90,48 +93,48 @@ class Machine:
 
 
 def many(policy: OverlapPolicy, plan: StepPlan, machine: Machine, steps: int) -> tuple[int, float]:
-    """(steps in halves, seconds of all)."""
-    halved, seconds = 0, 0.0
+    """(steps in micro-batches, seconds of all)."""
+    overlapped, seconds = 0, 0.0
     for _ in range(steps):
         decided = decide(policy, plan)
         made = machine.run(decided)
         policy.observe(decided, made)
-        halved += decided.halves > 1
+        overlapped += decided.micro_batches > 1
         seconds += made.seconds
-    return halved, seconds
+    return overlapped, seconds
 
 
-def test_auto_takes_halves_where_they_hide_communication() -> None:
-    halved, _ = many(OverlapPolicy("auto"), PROMPTS, Machine(1e-3, 1e-4, 20e-3), 400)
-    assert halved > 350
+def test_auto_takes_micro_batches_where_they_hide_communication() -> None:
+    overlapped, _ = many(OverlapPolicy("auto"), PROMPTS, Machine(1e-3, 1e-4, 20e-3), 400)
+    assert overlapped > 350
 
 
 def test_auto_stays_whole_where_there_is_nothing_to_hide() -> None:
-    halved, _ = many(OverlapPolicy("auto"), PROMPTS, Machine(1e-3, 1e-4, 1e-4), 400)
-    assert halved == 0
+    overlapped, _ = many(OverlapPolicy("auto"), PROMPTS, Machine(1e-3, 1e-4, 1e-4), 400)
+    assert overlapped == 0
 
 
 def test_no_more_is_expected_than_there_is_communication() -> None:
-    """Steps of a kind take longer than the model says: that is no reason to expect less of its halves."""
+    """A kind of step takes longer than predicted: that is no reason to expect less of its micro-batches."""
     policy = OverlapPolicy("auto")
     for count in range(1, 40):
         others = StepPlan(step=1, prefill=segment([prompt(0, 8 * count)]))
         policy.observe(others, Machine(1e-3, 1e-4, 1e-4).run(others))
-    halved, _ = many(policy, PROMPTS, Machine(1e-3, 1.5e-4, 1e-4), 400)
-    assert halved == 0
+    overlapped, _ = many(policy, PROMPTS, Machine(1e-3, 1.5e-4, 1e-4), 400)
+    assert overlapped == 0
 
 
-def test_auto_stays_whole_where_halves_read_all_weights_twice() -> None:
-    """A decode step of few rows is all fixed cost: two halves are two steps."""
-    halved, _ = many(OverlapPolicy("auto"), DECODES, Machine(10e-3, 1e-6, 8e-3), 400)
-    assert halved == 0
+def test_auto_stays_whole_where_micro_batches_read_all_weights_twice() -> None:
+    """A decode step of few rows is all fixed cost: two micro-batches are two steps."""
+    overlapped, _ = many(OverlapPolicy("auto"), DECODES, Machine(10e-3, 1e-6, 8e-3), 400)
+    assert overlapped == 0
 
 
 def test_auto_gives_up_what_does_not_pay_after_all() -> None:
     """The model says it pays; threads that take cores from each other say no."""
     machine = Machine(1e-3, 1e-4, 20e-3, toll=1.0)
-    halved, seconds = many(OverlapPolicy("auto"), PROMPTS, machine, 3000)
-    assert FEW <= halved <= 5 * FEW
+    overlapped, seconds = many(OverlapPolicy("auto"), PROMPTS, machine, 3000)
+    assert FEW <= overlapped <= 5 * FEW
     off = 3000 * machine.run(PROMPTS).seconds
     assert seconds <= 1.02 * off
 
@@ -167,7 +170,7 @@ def test_decisions_do_not_flutter() -> None:
     for _ in range(1000):
         plan = decide(policy, PROMPTS)
         policy.observe(plan, machine.run(plan))
-        decided.append(plan.halves)
+        decided.append(plan.micro_batches)
     changes = sum(a != b for a, b in itertools.pairwise(decided))
     assert changes < 120
 
@@ -182,7 +185,7 @@ def test_a_replica_that_may_not_split_counts_as_whole() -> None:
 
 
 def test_lines_are_fitted_by_relative_error() -> None:
-    line = Line()
+    line = LinkFit()
     assert line.predict(10) == 0.0
     for tokens in (1, 10, 100, 1000, 1000, 1000):
         line.observe(tokens, 2e-3 + 1e-5 * tokens)
@@ -195,5 +198,5 @@ def test_time_under_way_counts_once() -> None:
     assert covered([(0.0, 1.0), (2.0, 3.0)]) == 2.0
     assert covered([(2.0, 5.0), (0.0, 3.0), (4.0, 4.5)]) == 5.0
     flights = [Flight(0, 0.0, 0.0, 4.0, 1.0), Flight(1, 1.0, 1.0, 5.0, 0.5)]
-    made = StepTimes(halves=2, seconds=6.0, flights=flights)
+    made = StepTimes(micro_batches=2, seconds=6.0, flights=flights)
     assert (made.communication, made.waited, made.hidden, made.compute) == (5.0, 1.5, 3.5, 4.5)

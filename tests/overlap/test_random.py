@@ -1,4 +1,4 @@
-"""C13: a thousand random steps in halves against the same steps on one rank without overlap."""
+"""C13: a thousand random steps in micro-batches against the same steps on one rank without overlap."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ def test_random_steps(tmp_path: Path, steps: int) -> None:
         engine, runner = make_engine(folder, model=model, launcher=mesh.launcher, **SETTINGS)
         engine.overlap = Decided("all", mesh.rank, decisions)
         made = drive_randomly(engine, steps)
-        halved = sum(plan.halves > 1 for plan in runner.plans)
+        overlapped = sum(plan.micro_batches > 1 for plan in runner.plans)
         engine.close()
-        return made, len(runner.plans), halved, engine.stats().preemptions
+        return made, len(runner.plans), overlapped, engine.stats().preemptions
 
-    for made, number, halved, preemptions in on_ranks(Layout(tensor=2), work, timeout=deadline(120)):
+    for made, number, overlapped, preemptions in on_ranks(Layout(tensor=2), work, timeout=deadline(120)):
         assert {n: (a.tokens, a.ends) for n, a in made.items()} == {
             n: (a.tokens, a.ends) for n, a in want.items()
         }
         assert number == len(alone.plans) >= steps
-        assert halved > steps // 2
+        assert overlapped > steps // 2
         assert preemptions

@@ -1,4 +1,4 @@
-"""Replicas that share experts: halves are agreed, and each has its own, or two empty ones (C2, C13)."""
+"""Replicas that share experts agree on micro-batches; each has its own, or two empty ones (C2, C13)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from tests.support.ranks import on_ranks
 from tests.support.slowness import deadline
 from weft.engine.domain import Domain
 from weft.overlap.policy import OverlapPolicy
-from weft.parallel.agreement import AgreementGroup, LocalBell
+from weft.parallel.agreement import AgreementGroup
 from weft.parallel.mesh import Mesh
+from weft.parallel.wakeup import LocalWakeups
 from weft.types.layout import Layout
 from weft.types.messages import Submit
 from weft.types.plan import StepPlan
@@ -52,7 +53,7 @@ LOADS = {
 
 def serve(folder: Path, load: str, mode: str, form: str) -> list[tuple[dict[int, list[int]], list[StepPlan]]]:
     """By replica: tokens of each request, and the plans."""
-    bells, submits = LocalBell(2), LOADS[load]
+    wakeups, submits = LocalWakeups(2), LOADS[load]
     left, lock = [sum(map(len, submits))], threading.Lock()
 
     def work(mesh: Mesh) -> tuple[dict[int, list[int]], list[StepPlan]]:
@@ -60,7 +61,7 @@ def serve(folder: Path, load: str, mode: str, form: str) -> list[tuple[dict[int,
         model = rank_model(folder, mesh, dispatch=form)
         engine, runner = make_engine(folder, model=model, launcher=mesh.launcher)
         engine.overlap = OverlapPolicy(mode)
-        group = AgreementGroup(mesh.rank, 2, bells.of(mesh.rank))
+        group = AgreementGroup(mesh.rank, 2, wakeups.of(mesh.rank))
         group.connect(STORE[0], 0, DEADLINE)
         engine.domain = Domain(group)
         tokens: dict[int, list[int]] = {}
@@ -98,16 +99,16 @@ def test_tokens_are_those_of_one_rank(folder: Path, load: str, mode: str, form: 
     engine, _ = make_engine(folder)
     want = {n: a.tokens for n, a in run(engine, [[*LOADS[load][0], *LOADS[load][1]]]).items()}
     assert {**made[0][0], **made[1][0]} == want
-    halves = [[plan.halves for plan in plans] for _, plans in made]
-    assert halves[0] == halves[1], "agreed"
+    micro_batches = [[plan.micro_batches for plan in plans] for _, plans in made]
+    assert micro_batches[0] == micro_batches[1], "agreed"
     first = made[0][1][0], made[1][1][0]
     if mode == "off":
-        assert set(halves[0]) == {1}
+        assert set(micro_batches[0]) == {1}
     elif load == "one that cannot split":
         # Unless one of them came a step late: then the other was alone, and split.
-        assert halves[0][0] == 1 or not all(plan.rows for plan in first)
+        assert micro_batches[0][0] == 1 or not all(plan.rows for plan in first)
     elif load == "one idle":
-        assert 2 in halves[0]
+        assert 2 in micro_batches[0]
         assert not any(plan.rows for plan in made[1][1])
     else:
-        assert 2 in halves[0]
+        assert 2 in micro_batches[0]

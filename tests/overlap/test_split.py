@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.overlap.split import LEAST, Halves, split, splits
+from weft.overlap.split import LEAST, MicroBatches, split, splits
 from weft.types.plan import AllocSlot, Segment, StepPlan, column
 from weft.types.sampling import TokenParams
 
@@ -72,22 +72,22 @@ def trailing(segment: Segment, name: str) -> list[tuple[int, int]]:
     return found
 
 
-def check(plan: StepPlan, halves: Halves) -> None:
-    first, second, cut = halves
+def check(plan: StepPlan, micro_batches: MicroBatches) -> None:
+    first, second, cut = micro_batches
     for part in ("prefill", "decode"):
         whole, one, two = (getattr(p, part) for p in (plan, first, second))
         assert tokens(one) + tokens(two) == tokens(whole), "every token once, in order"
         for name in ("logits", "sample"):
             assert trailing(one, name) + trailing(two, name) == trailing(whole, name)
-        for half in (one, two):
-            assert (half.count >= 1).all()
-            assert (half.sample <= half.logits).all()
-            assert (half.logits <= half.count).all()
-            assert all(getattr(half, name).dtype == np.int32 for name in COLUMNS)
-            assert not any(getattr(half, name).flags.writeable for name in COLUMNS)
+        for micro_batch in (one, two):
+            assert (micro_batch.count >= 1).all()
+            assert (micro_batch.sample <= micro_batch.logits).all()
+            assert (micro_batch.logits <= micro_batch.count).all()
+            assert all(getattr(micro_batch, name).dtype == np.int32 for name in COLUMNS)
+            assert not any(getattr(micro_batch, name).flags.writeable for name in COLUMNS)
         assert one.next_k.sum() + two.next_k.sum() == whole.next_k.sum()
-    assert first.rows, "no half is empty"
-    assert second.rows, "no half is empty"
+    assert first.rows, "no micro-batch is empty"
+    assert second.rows, "no micro-batch is empty"
     assert first.decode.rows + second.decode.rows == plan.decode.rows, "decode rows are never cut"
     assert first.prefill.rows + second.prefill.rows == plan.prefill.rows + bool(cut)
     if cut:
@@ -96,69 +96,69 @@ def check(plan: StepPlan, halves: Halves) -> None:
         assert second.prefill.count[0] >= LEAST
         assert first.prefill.sample[-1] == first.prefill.next_k[-1] == 0
     assert first.ops == second.ops == (), "ops are carried out once, before both"
-    assert (first.step, first.halves, second.step, second.halves) == (3, 1, 3, 1)
+    assert (first.step, first.micro_batches, second.step, second.micro_batches) == (3, 1, 3, 1)
 
 
 @settings(max_examples=300, deadline=None)
 @given(plans())
-def test_halves_cover_the_plan_once_in_order(plan: StepPlan) -> None:
+def test_micro_batches_cover_the_plan_once_in_order(plan: StepPlan) -> None:
     before = msgspec.structs.asdict(plan)
-    halves = split(plan)
+    micro_batches = split(plan)
     assert msgspec.structs.asdict(plan) == before, "plans are never changed"
-    assert splits(plan) == (halves is not None)
+    assert splits(plan) == (micro_batches is not None)
     if not plan.rows:
-        assert halves is not None
-        assert halves.first.rows == halves.second.rows == halves.cut == 0
-    elif halves is None:
+        assert micro_batches is not None
+        assert micro_batches.first.rows == micro_batches.second.rows == micro_batches.cut == 0
+    elif micro_batches is None:
         assert plan.rows == 1
         assert plan.decode.rows or plan.tokens < 2 * LEAST
     else:
-        check(plan, halves)
+        check(plan, micro_batches)
         again = split(plan)
         assert again is not None
-        assert again.cut == halves.cut
-        assert tokens(again.first.prefill) == tokens(halves.first.prefill)
+        assert again.cut == micro_batches.cut
+        assert tokens(again.first.prefill) == tokens(micro_batches.first.prefill)
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=5), st.integers(0, 9))
-def test_halves_balance(prompts: list[int], decodes: int) -> None:
+def test_micro_batches_balance(prompts: list[int], decodes: int) -> None:
     """No worse than half of the longest row that cannot be cut apart."""
     plan = StepPlan(
         step=3,
         prefill=segment([prompt(i, count) for i, count in enumerate(prompts)]),
         decode=segment([decode(50 + i) for i in range(decodes)]),
     )
-    halves = split(plan)
-    if halves is None:
+    micro_batches = split(plan)
+    if micro_batches is None:
         return
     whole = max([count for count in prompts if count < 2 * LEAST], default=1)
-    assert abs(halves.first.tokens - halves.second.tokens) <= max(whole, 2 * LEAST)
+    assert abs(micro_batches.first.tokens - micro_batches.second.tokens) <= max(whole, 2 * LEAST)
 
 
 def test_decode_rows_go_by_number() -> None:
     rows = [decode(i, drafts=3 if i < 2 else 0) for i in range(6)]
-    halves = split(StepPlan(step=3, decode=segment(rows)))
-    assert halves is not None
-    assert (halves.first.decode.rows, halves.second.decode.rows) == (3, 3)
+    micro_batches = split(StepPlan(step=3, decode=segment(rows)))
+    assert micro_batches is not None
+    assert (micro_batches.first.decode.rows, micro_batches.second.decode.rows) == (3, 3)
 
 
 def test_a_long_prompt_beside_short_ones_is_cut() -> None:
     plan = StepPlan(step=3, prefill=segment([prompt(0, 10), prompt(1, 200, logits=150), prompt(2, 10)]))
-    halves = split(plan)
-    assert halves is not None
-    check(plan, halves)
-    assert halves.first.tokens == halves.second.tokens == 110
-    assert halves.cut == 100
-    # Logits of the last 150 of 200 positions: 50 in the first half.
-    assert halves.first.prefill.logits.tolist() == [1, 50]
-    assert halves.second.prefill.logits.tolist() == [100, 1]
+    micro_batches = split(plan)
+    assert micro_batches is not None
+    check(plan, micro_batches)
+    assert micro_batches.first.tokens == micro_batches.second.tokens == 110
+    assert micro_batches.cut == 100
+    # Logits of the last 150 of 200 positions: 50 in the first micro-batch.
+    assert micro_batches.first.prefill.logits.tolist() == [1, 50]
+    assert micro_batches.second.prefill.logits.tolist() == [100, 1]
 
 
 def test_boundaries_that_balance_are_kept() -> None:
-    halves = split(StepPlan(step=3, prefill=segment([prompt(0, 100), prompt(1, 100)])))
-    assert halves is not None
-    assert halves.cut == 0
+    micro_batches = split(StepPlan(step=3, prefill=segment([prompt(0, 100), prompt(1, 100)])))
+    assert micro_batches is not None
+    assert micro_batches.cut == 0
 
 
 def test_one_row_that_is_short_does_not_split() -> None:
@@ -175,4 +175,4 @@ def test_votes_count_requests_not_tokens() -> None:
     assert splits(StepPlan(step=3, prefill=segment([prompt(0, 4000)])))
     assert splits(StepPlan(step=3, prefill=segment([prompt(0, 1), prompt(1, 1)])))
     assert splits(StepPlan(step=3, prefill=segment([prompt(0, 1)]), decode=segment([decode(1)])))
-    assert splits(StepPlan(step=3)), "an idle replica's plan has two empty halves"
+    assert splits(StepPlan(step=3)), "an idle replica's plan has two empty micro-batches"

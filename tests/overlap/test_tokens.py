@@ -1,7 +1,7 @@
 """C14: in float64, tokens are equal with overlap off, for prompts, for all steps, and on one rank.
 
-The reference of every sequence is that sequence alone on one rank. Halves, and prompts cut between them, must
-have engaged wherever they are compared.
+The reference of every sequence is that sequence alone on one rank. Micro-batches, and prompts cut between
+them, must have engaged wherever they are compared.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.support.checkpoints import VOCAB
 from tests.support.pairwise import covering, name
 from weft.config.sections import SpeculationSection
 from weft.overlap.split import LEAST
-from weft.parallel.group import ONE_SHOT
+from weft.parallel.group_comm import ONE_SHOT
 from weft.runner.graphs import GraphOptions
 from weft.types.layout import Layout
 from weft.types.messages import Submit
@@ -80,14 +80,14 @@ def check(reference: Reference, case: dict[str, Any], layout: Layout, dispatch: 
     head = ran[0]
     assert all(one.tokens == head.tokens for one in ran)
     if case["overlap"] in ("prefill", "all"):
-        assert head.halved
-        assert head.stats.overlapped_steps == head.halved
+        assert head.overlapped
+        assert head.stats.overlapped_steps == head.overlapped
     if case["overlap"] == "all":
-        assert any(plan.halves > 1 and not plan.prefill.rows for plan in head.plans)
+        assert any(plan.micro_batches > 1 and not plan.prefill.rows for plan in head.plans)
     if case["overlap"] == "prefill":
-        assert all(plan.prefill.rows for plan in head.plans if plan.halves > 1)
+        assert all(plan.prefill.rows for plan in head.plans if plan.micro_batches > 1)
     if case["overlap"] == "off":
-        assert not head.halved
+        assert not head.overlapped
     assert head.stats.communication_seconds > 0
 
 
@@ -154,9 +154,9 @@ def test_experts_divided_over_ranks_grid(
 
 
 @pytest.mark.parametrize("model", FEATURES["model"])
-def test_a_prompt_cut_between_halves(reference: Reference, model: str) -> None:
-    """One prompt alone: its second half reads what the first half wrote in each layer: lines of attention,
-    recurrent states, sources of groups; and hidden states of both reach the drafter."""
+def test_a_prompt_cut_between_micro_batches(reference: Reference, model: str) -> None:
+    """One prompt alone: its second micro-batch reads what the first micro-batch wrote in each layer: entries
+    of attention, recurrent states, sources of groups; and hidden states of both reach the drafter."""
     folder, params = reference.folder(model), SAMPLING["listed"]
     longest = max(range(BATCH), key=lambda i: len(PROMPTS[i]))
     assert len(PROMPTS[longest]) >= 2 * LEAST
@@ -174,7 +174,7 @@ def test_a_prompt_cut_between_halves(reference: Reference, model: str) -> None:
     )
     want = reference.answer(model, "listed", longest, 0)
     for one in ran:
-        assert one.cut == one.halved == 1
+        assert one.cut == one.overlapped == 1
         got = one.answers[1]
         assert got.tokens == want.tokens
         assert len(got.prompt_logprobs) == len(want.prompt_logprobs) == len(PROMPTS[longest]) - 1
@@ -184,7 +184,7 @@ def test_a_prompt_cut_between_halves(reference: Reference, model: str) -> None:
 
 
 @pytest.mark.parametrize("each", [1, 3])
-def test_a_pair_of_halves_is_one_replayed_step(reference: Reference, each: int) -> None:
+def test_a_pair_of_micro_batches_is_one_replayed_step(reference: Reference, each: int) -> None:
     """What a CUDA graph would capture, computed anew at each replay: rows fill up to a bucket, and split."""
     params, drafts = SAMPLING["greedy"], each - 1
     ran = on_engines(
@@ -198,19 +198,21 @@ def test_a_pair_of_halves_is_one_replayed_step(reference: Reference, each: int) 
             num_speculative_tokens=max(drafts, 1),
             speculative_adaptive=False,
         ),
-        graphs=GraphOptions(max_rows=24, capture=lambda run: run, most_each=each, halves=True),
+        graphs=GraphOptions(max_rows=24, capture=lambda run: run, most_each=each, micro_batches=True),
     )
     for one in ran:
         for i in range(BATCH):
             assert one.answers[1 + i].tokens == reference.answer("llama", "greedy", i, 0).tokens
-        decodes = [plan for plan in one.plans if plan.halves > 1 and not plan.prefill.rows]
+        decodes = [plan for plan in one.plans if plan.micro_batches > 1 and not plan.prefill.rows]
         assert decodes
         assert one.extra.replayed >= len(decodes)
 
 
 @pytest.mark.parametrize("form", ["reduce", "auto"])
-def test_halves_on_both_sides_of_a_threshold(reference: Reference, form: str) -> None:
-    """Large sums of experts' answers are divided, small ones not; halves of 85 and 86 rows do the same."""
+def test_micro_batches_on_both_sides_of_a_threshold(reference: Reference, form: str) -> None:
+    """Large sums of experts' answers are divided, small ones not; micro-batches of 85 and 86 rows do the
+    same.
+    """
     folder, params = reference.folder("qwen3_moe"), TokenParams(temperature=0.0, max_tokens=3)
     lengths = (50, 71, 50)
     assert sum(lengths) // 2 * 48 * 8 * 2 <= ONE_SHOT < (sum(lengths) // 2 + 1) * 48 * 8 * 2

@@ -23,7 +23,7 @@ from weft.types.sampling import TokenParams
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of rank 0 of a run in halves."""
+    """Of rank 0 of a run in micro-batches."""
     folder = tmp_path_factory.mktemp("trace")
     model = make_checkpoint(folder, "llama")
     params = TokenParams(temperature=0.0, max_tokens=6)
@@ -41,28 +41,29 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "0.json"
 
 
-def test_halves_are_on_tracks_of_their_own(trace: Path) -> None:
+def test_micro_batches_are_on_tracks_of_their_own(trace: Path) -> None:
     events = json.loads(trace.read_text())
     names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert names == dict(enumerate(TRACKS))
     steps = [event for event in events if event.get("cat") == "step"]
-    halved = [event["args"]["step"] for event in steps if event["args"]["halves"] == 2]
-    assert halved
-    for step in halved:
+    overlapped = [event["args"]["step"] for event in steps if event["args"]["micro_batches"] == 2]
+    assert overlapped
+    for step in overlapped:
         compute = [e for e in events if e.get("cat") == "compute" and e["name"] == f"step {step}"]
         links = [e for e in events if e.get("cat") == "communication" and e["args"]["step"] == step]
-        # Of two layers: the embedding's sum and two of each layer, for each half; then the head's, once.
+        # Of two layers: the embedding's sum and two of each layer, for each micro-batch; then the head's,
+        # once.
         assert [e["tid"] for e in compute] == [0, 1] * 6
         assert [e["tid"] for e in links] == [2, 3] * 5 + [2]
         for before, after in itertools.pairwise(compute):
             assert before["ts"] <= after["ts"]
         for link, stretch in zip(links[:10], compute, strict=False):
-            assert stretch["ts"] <= link["ts"], "it starts when its half comes to its point"
+            assert stretch["ts"] <= link["ts"], "it starts when its micro-batch comes to its point"
 
 
 def test_the_report_adds_up(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = sums(json.loads(trace.read_text()))
-    assert {"prompts, in halves", "decode, in halves", "all"} <= set(found)
+    assert {"prompts, in micro-batches", "decode, in micro-batches", "all"} <= set(found)
     everything = found.pop("all")
     assert everything.steps == sum(one.steps for one in found.values())
     assert 0.0 <= everything.hidden <= everything.communication
@@ -77,7 +78,7 @@ def test_a_trace_that_is_still_written_can_be_read(trace: Path, tmp_path: Path) 
     assert main([str(unfinished)]) == 0
 
 
-def test_a_trace_of_one_rank_has_no_tracks_of_halves(tmp_path: Path) -> None:
+def test_a_trace_of_one_rank_has_no_tracks_of_micro_batches(tmp_path: Path) -> None:
     assert sums([{"cat": "step", "args": {"step": 1}}]) == {}
     assert table({}).count("\n") == 1
     assert Flight(0, 1.0, 2.0, 5.0).seconds == 3.0

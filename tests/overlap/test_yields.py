@@ -82,7 +82,7 @@ def test_every_plan_yields_equally_often(reference: Reference, model: str) -> No
         ring, found = StagingRing(torch.device("cpu"), 1), {}
         for name, plan in PLANS.items():
             buffer = ring.acquire()
-            step = runner._builder.half(plan, 0, UNAGREED, buffer)
+            step = runner._builder.micro_batch(plan, 0, UNAGREED, buffer)
             number, hidden = count(made.hidden(step, runner.cache, runner._backends, step.logits_index))
             assert len(hidden) == int(plan.prefill.logits.sum() + plan.decode.logits.sum())
             found[name] = number
@@ -98,5 +98,5 @@ def test_every_plan_yields_equally_often(reference: Reference, model: str) -> No
 def test_alone_a_rank_never_yields(reference: Reference) -> None:
     _, runner = make_engine(reference.folder("llama"))
     buffer = StagingRing(torch.device("cpu"), 1).acquire()
-    step = runner._builder.half(PLANS["nothing"], 0, UNAGREED, buffer)
+    step = runner._builder.micro_batch(PLANS["nothing"], 0, UNAGREED, buffer)
     assert count(runner._model.hidden(step, runner.cache, runner._backends))[0] == 0

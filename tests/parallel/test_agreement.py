@@ -12,12 +12,13 @@ import torch.distributed as dist
 
 from tests.support.slowness import deadline
 from weft.common.errors import EngineDead
-from weft.parallel.agreement import AgreementGroup, LocalBell, ZmqBell
-from weft.parallel.group import CommLost
+from weft.parallel.agreement import AgreementGroup
+from weft.parallel.group_comm import CommLost
 from weft.parallel.secret import derive
-from weft.scheduler.agreement import FIELDS, Vote, Waves, decide, to_row
+from weft.parallel.wakeup import LocalWakeups, WakeupSocket
+from weft.scheduler.votes import FIELDS, Vote, Waves, decide, to_row
 
-BUSY = Vote(unfinished=True, launch=True, rows=3, tokens=7, halves=True, half=4, drafts=1)
+BUSY = Vote(unfinished=True, launch=True, rows=3, tokens=7, overlap=True, micro_batch_tokens=4, drafts=1)
 IDLE = Vote()
 
 
@@ -40,23 +41,23 @@ def test_an_idle_replica_votes_for_what_the_others_need() -> None:
     assert (made.launch, made.sleep) == (True, False)
     agreed = made.agreed
     assert (agreed.padded_tokens, agreed.tokens, agreed.drafts) == (4, (7, 0, 2), 1)
-    assert agreed.halves
+    assert agreed.overlap
 
 
 def test_one_plan_that_does_not_split_decides_for_all() -> None:
     """C2: MIN of the votes; those of idle replicas do not count."""
-    assert decided(BUSY, BUSY, IDLE).agreed.halves
-    assert not decided(BUSY, changed(BUSY, halves=False)).agreed.halves
-    assert decided(BUSY, changed(BUSY, half=5), IDLE).agreed.padded_tokens == 8
-    assert decided(BUSY, changed(BUSY, halves=False, half=0)).agreed.padded_tokens == 8
-    assert decided(BUSY, changed(IDLE, halves=False)).agreed.halves
-    assert not decided(IDLE, IDLE).agreed.halves
+    assert decided(BUSY, BUSY, IDLE).agreed.overlap
+    assert not decided(BUSY, changed(BUSY, overlap=False)).agreed.overlap
+    assert decided(BUSY, changed(BUSY, micro_batch_tokens=5), IDLE).agreed.padded_tokens == 8
+    assert decided(BUSY, changed(BUSY, overlap=False, micro_batch_tokens=0)).agreed.padded_tokens == 8
+    assert decided(BUSY, changed(IDLE, overlap=False)).agreed.overlap
+    assert not decided(IDLE, IDLE).agreed.overlap
 
 
 def test_ops_alone_are_a_step_for_all() -> None:
     made = decided(IDLE, changed(IDLE, unfinished=True, launch=True), IDLE)
     assert (made.launch, made.sleep, made.agreed.tokens) == (True, False, (0, 0, 0))
-    assert not made.agreed.halves
+    assert not made.agreed.overlap
 
 
 def test_nobody_steps_without_a_plan_and_nobody_sleeps_with_unfinished_work() -> None:
@@ -74,13 +75,13 @@ def test_replicas_that_are_not_at_the_same_step_stop_loudly(name: str) -> None:
 
 def test_a_call_during_the_last_decision_of_a_wave_is_not_lost() -> None:
     slow, fast = Waves(), Waves()
-    assert fast.ring() == 1
-    assert fast.ring() is None
+    assert fast.begin() == 1
+    assert fast.begin() is None
     slow.heard(1)
     assert slow.awake
     fast.sleep()
     assert not fast.awake
-    assert fast.ring() == 2  # a request came right after the decision that the slow one has yet to read
+    assert fast.begin() == 2  # a request came right after the decision that the slow one has yet to read
     slow.heard(2)
     assert (slow.awake, slow.wave) == (True, 1)
     slow.sleep()
@@ -114,7 +115,7 @@ def test_no_request_is_stranded(seed: int) -> None:
         if mail[sender][one] and rng.random() < 0.3 and one not in voting:
             waves[one].heard(mail[sender][one].pop(0))
         if one not in voting and (waves[one].awake or work[one]):
-            called = waves[one].ring()
+            called = waves[one].begin()
             if called is not None:
                 for other in range(count):
                     if other != one:
@@ -155,16 +156,16 @@ def in_threads(count: int, work) -> list[object]:  # type: ignore[no-untyped-def
 
 @pytest.mark.parametrize("kind", ["local", "ipc", "tcp"])
 def test_votes_over_gloo(kind: str, tmp_path) -> None:  # type: ignore[no-untyped-def]
-    store, local = dist.HashStore(), LocalBell(3)
+    store, local = dist.HashStore(), LocalWakeups(3)
     addresses = [f"ipc://{tmp_path}/b{n}" if kind == "ipc" else "tcp://127.0.0.1:*" for n in range(3)]
     keys = derive(b"0123456789abcdef") if kind == "tcp" else None
     listening = [""] * 3
     done = threading.Barrier(3)
 
     def replica(number: int) -> list[int]:
-        bell = local.of(number) if kind == "local" else ZmqBell(addresses[number], number, keys)
-        group = AgreementGroup(number, 3, bell)
-        listening[number] = bell.address if isinstance(bell, ZmqBell) else ""
+        wakeup = local.of(number) if kind == "local" else WakeupSocket(addresses[number], number, keys)
+        group = AgreementGroup(number, 3, wakeup)
+        listening[number] = wakeup.address if isinstance(wakeup, WakeupSocket) else ""
         done.wait(deadline(60))
         group.connect(store, 0, 30, listening)
         seen = []
@@ -189,26 +190,26 @@ def test_votes_over_gloo(kind: str, tmp_path) -> None:  # type: ignore[no-untype
 
 def test_bells_follow_who_moves() -> None:
     """A head that was started anew listens elsewhere; nothing is sent to where it was."""
-    bells = [ZmqBell("tcp://127.0.0.1:*", number) for number in range(2)]
-    bells[0].reach([bell.address for bell in bells])
-    bells[0].ring(0, 1)
-    assert bells[1].sockets[0].poll(10_000)
-    assert bells[1].rings() == [(0, 1)]
-    bells.append(ZmqBell("tcp://127.0.0.1:*", 1))
-    bells[0].reach([bells[0].address, bells[2].address])
-    bells[0].ring(1, 1)
-    assert bells[2].sockets[0].poll(10_000)
-    assert bells[2].rings() == [(1, 1)]
-    assert bells[1].rings() == []
-    for bell in bells:
-        bell.close()
+    sockets = [WakeupSocket("tcp://127.0.0.1:*", number) for number in range(2)]
+    sockets[0].reach([wakeup.address for wakeup in sockets])
+    sockets[0].wake(0, 1)
+    assert sockets[1].sockets[0].poll(10_000)
+    assert sockets[1].received() == [(0, 1)]
+    sockets.append(WakeupSocket("tcp://127.0.0.1:*", 1))
+    sockets[0].reach([sockets[0].address, sockets[2].address])
+    sockets[0].wake(1, 1)
+    assert sockets[2].sockets[0].poll(10_000)
+    assert sockets[2].received() == [(1, 1)]
+    assert sockets[1].received() == []
+    for wakeup in sockets:
+        wakeup.close()
 
 
 def test_whoever_does_not_come_is_waited_for_only_so_long() -> None:
-    store, bell = dist.HashStore(), LocalBell(2)
+    store, wakeup = dist.HashStore(), LocalWakeups(2)
 
     def replica(number: int) -> None:
-        group = AgreementGroup(number, 2, bell.of(number))
+        group = AgreementGroup(number, 2, wakeup.of(number))
         group.connect(store, 0, 2)
         group.agree(BUSY)
         if number == 0:
@@ -218,18 +219,18 @@ def test_whoever_does_not_come_is_waited_for_only_so_long() -> None:
 
 
 def test_another_epoch_begins_asleep_and_ignores_calls_of_the_last() -> None:
-    bell = LocalBell(2)
+    wakeup = LocalWakeups(2)
     stores = [dist.HashStore(), dist.HashStore()]
     both = threading.Barrier(2)
 
     def replica(number: int) -> int:
-        group = AgreementGroup(number, 2, bell.of(number))
+        group = AgreementGroup(number, 2, wakeup.of(number))
         group.connect(stores[0], 0, 30)
         group.agree(BUSY)
         both.wait(deadline(60))
         if number == 0:
-            bell.of(0).ring(0, 2)  # of the epoch that is over by the time it is heard
-            bell.of(0).ring(1, 1)
+            wakeup.of(0).wake(0, 2)  # of the epoch that is over by the time it is heard
+            wakeup.of(0).wake(1, 1)
         group.connect(stores[1], 1, 30)
         while not group.awake and number == 1:
             pass

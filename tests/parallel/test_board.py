@@ -52,10 +52,10 @@ def test_entries_come_and_stay(board: Board) -> None:
 
 def test_what_was_overwritten_is_right_again_with_the_next_look(board: Board) -> None:
     alive, dead = (BoardClient(board.address, KEYS) for _ in range(2))
-    alive.tell("seat", b"new", LONG)
-    dead.tell("seat", b"old", LONG)
+    alive.tell("lease", b"new", LONG)
+    dead.tell("lease", b"old", LONG)
     assert alive.look(LONG)
-    assert board.get("seat") == b"new"
+    assert board.get("lease") == b"new"
     alive.close()
     dead.close()
 
@@ -142,23 +142,29 @@ def test_a_head_of_another_host(heads: remote.RemoteHeads) -> None:
     board = heads._board
     assert (0 in heads, 1 in heads) == (False, True)
     head = heads.start(1)
-    assert wanted(board) == head.life > 0
+    assert wanted(board) == head.incarnation > 0
     assert (head.poll(), head.endpoint()) == (None, None)  # its host has not come
-    board.post(b.head_key(1), msgspec.msgpack.encode(b.Listening(life=head.life, address="tcp://x:1")))
+    board.post(
+        b.head_key(1), msgspec.msgpack.encode(b.Listening(incarnation=head.incarnation, address="tcp://x:1"))
+    )
     assert head.endpoint() == "tcp://x:1"
-    board.post(b.ended_key(1), msgspec.msgpack.encode(b.Ended(life=head.life, status=-9)))
+    board.post(b.ended_key(1), msgspec.msgpack.encode(b.HeadEnded(incarnation=head.incarnation, status=-9)))
     assert head.poll() == head.wait(1.0) == -9
 
     again = heads.start(1)
-    assert (again.poll(), again.endpoint()) == (None, None)  # what was said is of the life before
+    assert (again.poll(), again.endpoint()) == (None, None)  # what was said is of the incarnation before
     head.kill()
-    assert wanted(board) == again.life > head.life
-    board.post(b.head_key(1), msgspec.msgpack.encode(b.Listening(life=again.life, address="tcp://x:2")))
+    assert wanted(board) == again.incarnation > head.incarnation
+    board.post(
+        b.head_key(1), msgspec.msgpack.encode(b.Listening(incarnation=again.incarnation, address="tcp://x:2"))
+    )
     assert again.endpoint() == "tcp://x:2"
     with pytest.raises(subprocess.TimeoutExpired):
         again.wait(0.1)
-    board.post(b.head_key(1), msgspec.msgpack.encode(b.Listening(life=again.life, address="tcp://x:3")))
-    assert again.poll() == 1  # another process of that life: the host was started anew
+    board.post(
+        b.head_key(1), msgspec.msgpack.encode(b.Listening(incarnation=again.incarnation, address="tcp://x:3"))
+    )
+    assert again.poll() == 1  # another process of that incarnation: the host was started anew
     again.kill()
     assert wanted(board) == 0
 

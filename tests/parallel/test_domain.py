@@ -25,9 +25,10 @@ from weft.engine.domain import Domain, vote_of
 from weft.group.types import GroupLost
 from weft.layers.build import ExpertOptions
 from weft.models.loader import load_model
-from weft.parallel.agreement import AgreementGroup, LocalBell
-from weft.parallel.group import CommLost
+from weft.parallel.agreement import AgreementGroup
+from weft.parallel.group_comm import CommLost
 from weft.parallel.mesh import Mesh, make_mesh
+from weft.parallel.wakeup import LocalWakeups
 from weft.types.layout import Layout
 from weft.types.sampling import TokenParams
 
@@ -94,14 +95,14 @@ def serve(
     Returns the replicas, or what each raised. ``between(replica, round)`` is called in every round.
     """
     layout = Layout(data=replicas, expert=True)
-    store, bells = dist.HashStore(), LocalBell(replicas)
+    store, wakeups = dist.HashStore(), LocalWakeups(replicas)
     total = sum(map(len, arrivals))
     made: list[Any] = [None] * replicas
     done = threading.Barrier(replicas)
 
     def run(number: int) -> None:
         mesh = make_mesh(layout, number)
-        group = AgreementGroup(number, replicas, bells.of(number))
+        group = AgreementGroup(number, replicas, wakeups.of(number))
         try:
             mesh.connect(store, 0, timeout)
             group.connect(store, 0, timeout)
@@ -260,7 +261,7 @@ def test_bursts_here_and_there_and_preemption(checkpoints: Any) -> None:
 
 
 @pytest.mark.parametrize("idle", [False, True])
-def test_halves_are_agreed(checkpoints: Any, idle: bool) -> None:
+def test_micro_batches_are_agreed(checkpoints: Any, idle: bool) -> None:
     """C13: one long prompt here, two short ones (or nothing) there. All split, or none."""
     long = rig.submit(0, [7 + n % 50 for n in range(70)], TokenParams(max_tokens=8), request=0)
     short = [rig.submit(n, [9, 8, 7, n], TokenParams(max_tokens=12), request=n) for n in (1, 2)]
@@ -268,7 +269,7 @@ def test_halves_are_agreed(checkpoints: Any, idle: bool) -> None:
     replicas = checked(serve(checkpoints("qwen3_moe"), 2, arrivals, overlap="all"))
     got = {n: tokens for replica in replicas for n, tokens in replica.tokens.items()}
     assert got == alone(checkpoints("qwen3_moe"), [long] if idle else [long, *short])
-    first, second = ([plan.halves for plan in replica.runner.plans] for replica in replicas)
+    first, second = ([plan.micro_batches for plan in replica.runner.plans] for replica in replicas)
     assert first == second
     assert 2 in first
     assert 1 in first, "one row that decodes does not split"
@@ -308,7 +309,7 @@ def test_an_oversized_request_votes_for_its_chunk(checkpoints: Any) -> None:
             votes.append(vote_of(plan, unfinished))
             return plan
 
-    group = AgreementGroup(0, 1, LocalBell(1))
+    group = AgreementGroup(0, 1, LocalWakeups(1))
     engine.domain = Listening(group)
     engine.submit(rig.submit(1, list(range(3, 60)), TokenParams(max_tokens=2), request=1))
     while engine.has_work():

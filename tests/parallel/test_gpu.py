@@ -17,7 +17,7 @@ import torch.distributed as dist
 from tests.parallel.test_group import value
 from tests.parallel.test_nccl import side_by_side
 from weft.common import env
-from weft.parallel.group import CommLost, GroupComm
+from weft.parallel.group_comm import CommLost, GroupComm
 from weft.parallel.launcher import Launcher, StreamLauncher
 
 pytestmark = [
@@ -178,7 +178,7 @@ def test_compute_goes_on_under_a_collective() -> None:
     assert pending.result().tolist() == [2.0] * 8
 
 
-def test_two_halves_beside_each_other_are_one_graph() -> None:
+def test_two_micro_batches_beside_each_other_are_one_graph() -> None:
     """Fork and join by events alone can be captured; a replay computes anew what its inputs hold by then."""
     from weft.overlap.interleave import interleave
     from weft.runner.graphs import CudaCapture
@@ -187,7 +187,7 @@ def test_two_halves_beside_each_other_are_one_graph() -> None:
     given = [torch.zeros(1 << 16, device=FIRST) for _ in range(2)]
     out = torch.zeros(2, 1 << 16, device=FIRST)
 
-    def half(x: torch.Tensor) -> Any:
+    def micro_batch(x: torch.Tensor) -> Any:
         for _ in range(3):
             pending = launcher.launch(lambda x=x: x * 2 + 1)  # type: ignore[misc]
             yield pending
@@ -196,7 +196,7 @@ def test_two_halves_beside_each_other_are_one_graph() -> None:
 
     def run() -> None:
         launcher.threaded(True)
-        made = interleave(half(given[0]), half(given[1]))
+        made = interleave(micro_batch(given[0]), micro_batch(given[1]))
         launcher.threaded(False)
         out.copy_(torch.stack(made))
 

@@ -11,7 +11,7 @@ import torch
 
 from tests.support.ranks import on_ranks
 from weft.parallel.comm import LocalComm
-from weft.parallel.group import ONE_SHOT, CommLost
+from weft.parallel.group_comm import ONE_SHOT, CommLost
 from weft.parallel.mesh import Mesh
 from weft.types.layout import Layout
 

@@ -11,7 +11,7 @@ import torch
 from tests.support.ranks import on_ranks
 from tests.support.slowness import deadline
 from weft.parallel.comm import Pending
-from weft.parallel.group import CommLost
+from weft.parallel.group_comm import CommLost
 from weft.parallel.launcher import DelayedLauncher, Launcher, ThreadLauncher
 from weft.parallel.mesh import Mesh
 from weft.types.layout import Layout
@@ -113,7 +113,7 @@ def test_flights_say_what_was_waited_for(kind: type[Launcher], threaded: bool) -
     launcher = kind()
     launcher.recording = True
     launcher.threaded(threaded)
-    launcher.half = 1
+    launcher.micro_batch = 1
 
     def work() -> torch.Tensor:
         time.sleep(0.2)
@@ -125,7 +125,7 @@ def test_flights_say_what_was_waited_for(kind: type[Launcher], threaded: bool) -
             time.sleep(0.01)
     pending.result()
     (flight,) = launcher.take()
-    assert flight.half == 1
+    assert flight.micro_batch == 1
     assert flight.launched <= flight.began <= flight.ended
     assert flight.seconds >= 0.19
     if threaded and kind is ThreadLauncher:

@@ -46,12 +46,12 @@ class Head:
         return self.meeting.moved_on(epoch, self.leases.read())
 
 
-Seating = Callable[[int, int], Head]
+MeetingOf = Callable[[int, int], Head]
 """(replica, replicas) -> a new incarnation of that head."""
 
 
 @pytest.fixture(params=["folder", "board"])
-def seating(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Seating]:
+def meeting_of(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MeetingOf]:
     if request.param == "folder":
         yield lambda replica, count: Head(
             FolderLeases(str(tmp_path), replica, count),
@@ -62,12 +62,12 @@ def seating(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Seating]
     board = Board("tcp://127.0.0.1:*", keys)
     clients: list[BoardClient] = []
 
-    def seated(replica: int, count: int) -> Head:
+    def joined(replica: int, count: int) -> Head:
         clients.append(BoardClient(board.address, keys))
         stores = "" if replica else f"file://{tmp_path}"
         return Head(BoardLeases(clients[-1], replica, count), Meeting(replica, stores, f"bell{replica}"))
 
-    yield seated
+    yield joined
     for client in clients:
         client.close()
     board.close()
@@ -86,13 +86,13 @@ def test_proposals() -> None:
     assert complete(0, [])
 
 
-def test_the_last_to_come_is_waited_for(seating: Seating, tmp_path: Path) -> None:
+def test_the_last_to_come_is_waited_for(meeting_of: MeetingOf, tmp_path: Path) -> None:
     met: list[Connect | None] = []
 
-    def head(replica: int) -> None:
-        met.append(seating(replica, 3).attend(0))
+    def run_head(replica: int) -> None:
+        met.append(meeting_of(replica, 3).attend(0))
 
-    threads = [threading.Thread(target=head, args=(replica,), daemon=True) for replica in range(3)]
+    threads = [threading.Thread(target=run_head, args=(replica,), daemon=True) for replica in range(3)]
     for thread in threads:
         thread.start()
         time.sleep(0.1)
@@ -106,8 +106,8 @@ def test_the_last_to_come_is_waited_for(seating: Seating, tmp_path: Path) -> Non
     assert met[0].bells == ("bell0", "bell1", "bell2")
 
 
-def test_a_head_that_was_started_anew_is_noticed(seating: Seating) -> None:
-    heads = [seating(replica, 2) for replica in range(2)]
+def test_a_head_that_was_started_anew_is_noticed(meeting_of: MeetingOf) -> None:
+    heads = [meeting_of(replica, 2) for replica in range(2)]
     threads = [threading.Thread(target=head.attend, args=(0,)) for head in heads]
     for thread in threads:
         thread.start()
@@ -116,7 +116,7 @@ def test_a_head_that_was_started_anew_is_noticed(seating: Seating) -> None:
     for head in heads:
         head.begun(0)
     assert not heads[0].moved_on(0)
-    new = seating(1, 2)
+    new = meeting_of(1, 2)
     assert new.attend(0, 0.2) is None
     until = time.monotonic() + DEADLINE
     while not heads[0].moved_on(0):  # a look at a board tells what the one before asked
@@ -125,39 +125,39 @@ def test_a_head_that_was_started_anew_is_noticed(seating: Seating) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_whoever_meets_meets_all_others(seating: Seating, seed: int) -> None:
-    """Heads die at any time and come back as others. Who enters an epoch does so with the present lives of
-    all, or nobody comes to its store; and in the end all are together."""
+def test_whoever_meets_meets_all_others(meeting_of: MeetingOf, seed: int) -> None:
+    """Heads die at any time and come back as others. Who enters an epoch does so with the present
+    incarnations of all, or nobody comes to its store; and in the end all are together."""
     count, deaths = 3, 12
     rng = random.Random(seed)
     lock = threading.Condition()
-    at: dict[str, dict[int, int]] = {}  # store -> replica -> life
+    at: dict[str, dict[int, int]] = {}  # store -> replica -> incarnation
     left = [deaths]
     wrong: list[str] = []
     together = threading.Event()
 
-    def connect(store: str, replica: int, life: int) -> bool:
+    def connect(store: str, replica: int, incarnation: int) -> bool:
         """As forming a process group does: waits for all, not for ever."""
         with lock:
             here = at.setdefault(store, {})
             if replica in here:
                 wrong.append(f"{store} was used before")
-            here[replica] = life
+            here[replica] = incarnation
             lock.notify_all()
             return lock.wait_for(lambda: len(at[store]) == count, timeout=0.3)
 
-    def head(replica: int) -> None:
-        own, life, epoch = random.Random(100 * seed + replica), 0, 0
-        seat = seating(replica, count)
+    def run_head(replica: int) -> None:
+        own, incarnation, epoch = random.Random(100 * seed + replica), 0, 0
+        head = meeting_of(replica, count)
         until = time.monotonic() + DEADLINE
         while not together.is_set() and time.monotonic() < until:
-            met = seat.attend(epoch)
+            met = head.attend(epoch)
             assert met is not None
             if met.epoch < epoch:
                 wrong.append("an epoch came again")
             epoch = met.epoch + 1
-            if connect(met.store, replica, life):
-                seat.begun(met.epoch)
+            if connect(met.store, replica, incarnation):
+                head.begun(met.epoch)
                 with lock:
                     if not left[0]:
                         together.set()
@@ -166,11 +166,11 @@ def test_whoever_meets_meets_all_others(seating: Seating, seed: int) -> None:
                 dies = left[0] > 0 and own.random() < 0.4
                 left[0] -= dies
             if dies:
-                life, epoch = life + 1, 0
-                seat = seating(replica, count)
+                incarnation, epoch = incarnation + 1, 0
+                head = meeting_of(replica, count)
                 time.sleep(own.random() * 0.1)
 
-    threads = [threading.Thread(target=head, args=(replica,), daemon=True) for replica in range(count)]
+    threads = [threading.Thread(target=run_head, args=(replica,), daemon=True) for replica in range(count)]
     for thread in threads:
         thread.start()
         time.sleep(rng.random() * 0.05)

@@ -18,7 +18,7 @@ from tests.parallel.test_group import value
 from tests.support.slowness import deadline
 from weft.common.errors import ConfigError
 from weft.parallel import nccl
-from weft.parallel.group import CommLost, GroupComm
+from weft.parallel.group_comm import CommLost, GroupComm
 from weft.parallel.launcher import Launcher, StreamLauncher, ThreadLauncher, default_launcher
 from weft.parallel.mesh import Mesh, make_mesh
 from weft.types.layout import Layout

@@ -20,7 +20,7 @@ from tests.support.ranks import on_ranks
 from tests.support.slowness import deadline
 from weft.ops import cpu
 from weft.parallel import shared
-from weft.parallel.group import CommLost, GroupComm, Launcher
+from weft.parallel.group_comm import CommLost, GroupComm, Launcher
 from weft.parallel.launcher import DelayedLauncher
 from weft.parallel.mesh import Mesh
 from weft.parallel.store import join_store

@@ -11,8 +11,8 @@ from weft.common.errors import EngineDead, ErrorInfo, Overloaded, WeftError
 from weft.common.restarts import MOST_LOSSES
 from weft.routing import events as e
 from weft.routing.fleet import LATE, MOST_REFUSALS, Fleet
-from weft.routing.instances import State
-from weft.routing.roster import HEALTHY_S, Patience
+from weft.routing.instance_table import HEALTHY_S, Patience
+from weft.routing.instances import InstanceState
 from weft.types import messages as m
 from weft.types.sampling import TokenParams
 
@@ -45,7 +45,7 @@ class Driver:
         return self.actions
 
     def up(self, *names: str) -> Driver:
-        for name in names or self.fleet.roster.instances:
+        for name in names or self.fleet.table.instances:
             self.expect(name)
             self.on(e.Linked(name, self.link[name]))
             assert self.sent() == [m.Hello(versions=(m.OLDEST, m.VERSION), front="front")]
@@ -109,7 +109,7 @@ class Driver:
         until = self.now + seconds
         while self.now < until:
             self.now = min(until, self.now + 1.0)
-            for name, instance in self.fleet.roster.instances.items():
+            for name, instance in self.fleet.table.instances.items():
                 if instance.alive:
                     self.say(name, m.Heartbeat(idle=True, stats=m.HeadStats()))
             while self.fleet.next_deadline() <= self.now:
@@ -125,7 +125,7 @@ class Driver:
         return [event for deliver in self.of(e.Deliver) for event in deliver.events]
 
     def loads(self) -> list[float]:
-        return [instance.load for instance in self.fleet.roster.instances.values()]
+        return [instance.load for instance in self.fleet.table.instances.values()]
 
 
 def ids(submit: m.ToHead) -> list[int]:
@@ -152,7 +152,7 @@ def test_a_sequence_from_its_opening_to_its_end() -> None:
     (submit,) = one.sent()
     assert isinstance(submit, m.Submit)
     assert (submit.sequence, submit.attempt) == (5, 0)
-    assert one.fleet.roster.instances["a"].load > 1  # its prompt is still to be computed
+    assert one.fleet.table.instances["a"].load > 1  # its prompt is still to be computed
     one.tokens("a", 5, 7, 8)
     assert [event.token_ids for event in one.told()] == [(7, 8)]
     assert one.loads() == [1]
@@ -208,7 +208,7 @@ def test_a_loss_that_is_told_twice_counts_once() -> None:
     one.say("a", m.HeadFailed(error=DIED.info()))
     assert one.actions == []
     assert one.fleet.entries[1].losses == 1
-    assert one.fleet.roster.instances["a"].deaths == 1
+    assert one.fleet.table.instances["a"].deaths == 1
 
 
 def test_sequences_wait_where_none_lives_and_only_so_long() -> None:
@@ -220,7 +220,7 @@ def test_sequences_wait_where_none_lives_and_only_so_long() -> None:
     one.on(e.Linked("a", one.link["a"]))
     one.say("a", one.welcome("a"))
     assert [message.attempt for message in one.sent() if isinstance(message, m.Submit)] == [1]
-    assert one.fleet.roster.restarts == 1
+    assert one.fleet.table.restarts == 1
     one.lose("a")
     one.now += PATIENCE.recovery
     assert one.fleet.next_deadline() == one.now
@@ -254,9 +254,9 @@ def test_what_comes_over_an_old_link_changes_nothing() -> None:
     assert (one.told(), one.fleet.late_events) == ([], 1)
     one.expect("a")
     one.say("a", one.welcome("a"), link=old)
-    assert one.fleet.roster.instances["a"].state is State.STARTING
+    assert one.fleet.table.instances["a"].state is InstanceState.STARTING
     one.say("a", m.HeadFailed(error=DIED.info()), link=old)
-    assert one.fleet.roster.instances["a"].state is State.STARTING
+    assert one.fleet.table.instances["a"].state is InstanceState.STARTING
 
 
 def test_another_process_may_be_expected_before_the_end_of_the_last_one_is_told() -> None:
@@ -272,9 +272,21 @@ def test_another_process_may_be_expected_before_the_end_of_the_last_one_is_told(
     assert one.actions == []
     assert (
         one.fleet.entries[1].losses,
-        one.fleet.roster.instances["a"].deaths,
-        one.fleet.roster.restarts,
+        one.fleet.table.instances["a"].deaths,
+        one.fleet.table.restarts,
     ) == (1, 1, 1)
+
+
+def test_another_link_to_the_same_process_is_no_restart() -> None:
+    one = Driver("a").up()
+    one.lose("a")
+    one.links += 1
+    one.link["a"] = one.links
+    one.on(e.Expected("a", one.links, relinked=True))
+    one.on(e.Linked("a", one.links))
+    one.say("a", one.welcome("a"))
+    assert one.fleet.table.instances["a"].alive
+    assert one.fleet.table.restarts == 0
 
 
 def test_silence_and_standing_still_count_as_death() -> None:
@@ -305,8 +317,8 @@ def test_a_tick_at_the_deadline_does_what_is_due(start: float) -> None:
             break
         one.on(e.Tick())
         assert one.fleet.next_deadline() > deadline
-        for name in one.fleet.roster.instances:
-            if one.fleet.roster.instances[name].state is State.DOWN and one.links < 9:
+        for name in one.fleet.table.instances:
+            if one.fleet.table.instances[name].state is InstanceState.DOWN and one.links < 9:
                 one.expect(name)
 
 
@@ -316,13 +328,13 @@ def test_a_process_that_does_not_listen_or_load_in_time_is_lost() -> None:
     one.expect("a")
     one.on(e.Located("a", one.link["a"]))
     one.wait(PATIENCE.listen)
-    assert one.fleet.roster.instances["a"].state is State.DOWN
+    assert one.fleet.table.instances["a"].state is InstanceState.DOWN
     one.expect("a")
     one.on(e.Linked("a", one.link["a"]))
     one.wait(PATIENCE.load - 1)
-    assert one.fleet.roster.instances["a"].state is State.STARTING
+    assert one.fleet.table.instances["a"].state is InstanceState.STARTING
     one.wait(1)
-    assert one.fleet.roster.instances["a"].state is State.DOWN
+    assert one.fleet.table.instances["a"].state is InstanceState.DOWN
 
 
 def test_one_that_died_twice_in_a_row_gets_one_prompt_at_a_time() -> None:
@@ -330,19 +342,19 @@ def test_one_that_died_twice_in_a_row_gets_one_prompt_at_a_time() -> None:
     for _ in range(2):
         one.lose("a")
         one.up("a")
-    assert one.fleet.roster.instances["a"].state is State.HALF_OPEN
+    assert one.fleet.table.instances["a"].state is InstanceState.HALF_OPEN
     assert one.open(1) == "a"
     assert one.open(2, request=2) is None
     one.tokens("a", 1, 7, finish="length")
-    assert one.fleet.roster.instances["a"].state is State.UP
+    assert one.fleet.table.instances["a"].state is InstanceState.UP
     assert [message.sequence for message in one.sent() if isinstance(message, m.Submit)] == [2]
     for _ in range(2):
         one.lose("a")
         one.up("a")
     one.wait(HEALTHY_S)
-    assert one.fleet.roster.instances["a"].state is State.UP
+    assert one.fleet.table.instances["a"].state is InstanceState.UP
     one.lose("a")
-    assert one.fleet.roster.instances["a"].deaths == 1
+    assert one.fleet.table.instances["a"].deaths == 1
 
 
 def test_a_stall_of_the_front_itself_proves_nothing() -> None:
@@ -544,13 +556,13 @@ def test_those_of_a_domain_work_together_or_not_at_all() -> None:
     one.open(1)
     one.lose("b")
     assert one.open(2, request=2) is None
-    assert not one.fleet.roster.whole
+    assert not one.fleet.table.whole
     one.up("b")
     assert [message.sequence for message in one.sent() if isinstance(message, m.Submit)] == [2]
     one.lose("b")
     one.on(e.Retired("b", DIED))
     assert one.of(e.Failed)
-    assert {instance.state for instance in one.fleet.roster.instances.values()} == {State.RETIRED}
+    assert {instance.state for instance in one.fleet.table.instances.values()} == {InstanceState.RETIRED}
     assert sorted(event.sequence for event in one.told()) == [1, 2]
 
 

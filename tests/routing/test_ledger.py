@@ -9,8 +9,8 @@ import numpy as np
 
 from weft.common.errors import ErrorInfo
 from weft.kv.hashing import HashChain, salted_root
-from weft.routing.instances import PROMPT_TOKENS, Instance, State
-from weft.routing.ledger import Entry
+from weft.routing.instances import PROMPT_TOKENS, Instance, InstanceState
+from weft.routing.ledger import LedgerEntry
 from weft.routing.policy import DEFAULT_BLOCK, LeastLoad, PrefixAffinity, hashes_of
 from weft.types.messages import (
     HeadStats,
@@ -26,7 +26,7 @@ from weft.types.sampling import TokenParams
 
 
 def fleet_of(count: int) -> list[Instance]:
-    return [Instance(str(number), order=number, state=State.UP) for number in range(count)]
+    return [Instance(str(number), order=number, state=InstanceState.UP) for number in range(count)]
 
 
 def submit(sequence: int, prompt: list[int], **fields: object) -> Submit:
@@ -98,20 +98,20 @@ def test_progress() -> None:
     (one,) = fleet_of(1)
     one.heard = one.moved = 0.0
 
-    def beat(steps: int, idle: bool, now: float) -> None:
+    def heartbeat(steps: int, idle: bool, now: float) -> None:
         one.heard = now
         one.heartbeat(Heartbeat(idle=idle, stats=HeadStats(steps=steps)), now)
 
     assert one.overdue(10, 9.9) is None
     assert "silent" in (one.overdue(10, 10) or "")
-    beat(5, True, 9)
+    heartbeat(5, True, 9)
     assert one.overdue(10, 18.9) is None
-    beat(5, False, 15)  # work came after the last idle heartbeat
+    heartbeat(5, False, 15)  # work came after the last idle heartbeat
     assert one.progressing(9, 18)
     assert not one.progressing(9, 19)
-    beat(5, False, 19.5)
+    heartbeat(5, False, 19.5)
     assert "no step" in (one.overdue(10, 19.5) or "")
-    beat(6, False, 20)
+    heartbeat(6, False, 20)
     assert one.overdue(10, 28.9) is None
     one.heard = 29
     assert one.overdue(10, 30.5) is not None, "tokens alone prove life, not steps"
@@ -174,7 +174,7 @@ def test_one_instance_is_chosen_without_a_look_at_the_prompt() -> None:
 
 
 def test_a_sequence_goes_on_from_everything_that_came() -> None:
-    entry = Entry(submit(1, [5, 6], emitted_ids=ids_to_bytes([7])))
+    entry = LedgerEntry(submit(1, [5, 6], emitted_ids=ids_to_bytes([7])))
     assert entry.again() == entry.submit
     for event in (tokens(1, 8, 9), tokens(1, 10)):
         assert entry.take(event) is event
@@ -199,7 +199,7 @@ def columns(first: int, count: int) -> LogprobColumns:
 
 def test_prompt_logprobs_that_came_before_are_dropped() -> None:
     """A head that died between two pieces: the next one sends all of them again, in other pieces."""
-    entry = Entry(submit(1, list(range(20))))
+    entry = LedgerEntry(submit(1, list(range(20))))
     entry.again()
     shown = [entry.take(TokenEvent(sequence=1, prompt_logprobs=columns(0, 5)))]
     entry.again()

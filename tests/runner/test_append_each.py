@@ -14,7 +14,7 @@ from weft.types.sampling import TokenParams
 
 
 def make_state() -> SlotState:
-    """Four slots, the first three with tenants, tables of at most six entries."""
+    """Four slots, the first three with sequences, tables of at most six entries."""
     cache = CacheSpec(kind="full", layers=(0,), kv_heads=1, head_dim=4)
     kv = KVConfig(
         pools=(PoolSpec(cache=cache, block_size=4, num_blocks=20),) * 2,

@@ -8,7 +8,7 @@ import torch
 
 from tests.support.specs import model_spec
 from weft.common.errors import ConfigError
-from weft.config.layout import block_bytes
+from weft.config.cache_layout import block_bytes
 from weft.config.memory import pools_for
 from weft.config.resolve import with_cache_dtype
 from weft.config.resolved import KVConfig, PoolSpec
@@ -44,7 +44,7 @@ def test_bytes_are_those_allocated(name: str, dtype: str) -> None:
 
 
 def test_bytes_by_hand() -> None:
-    """In bf16: keys and values of 128 numbers are 132 bytes for 256, a latent line 512 + 4 + 128 for 1152."""
+    """In bf16: keys and values of 128 numbers take 132 bytes, not 256; a latent 512 + 4 + 128 for 1152."""
     assert block_bytes(_spec(KINDS["full"]).caches[0], 64, "bfloat16") == 64 * 2 * 2 * 132
     assert block_bytes(KINDS["full"], 64, "bfloat16") == 64 * 2 * 2 * 256
     latent = _spec(KINDS["latent"]).caches[0]
@@ -61,7 +61,7 @@ def test_the_same_memory_holds_more() -> None:
 
 
 def test_what_has_no_lines_stays_as_it_is() -> None:
-    """States and compressed lines; a model of nothing else is refused, naming the flag."""
+    """States and compressed entries; a model of nothing else is refused, naming the flag."""
     state = CacheSpec(
         kind="state", layers=(1,), parts=(StatePart(name="s", shape=(4, 4), wide=True),), form="delta"
     )

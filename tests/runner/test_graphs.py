@@ -259,7 +259,7 @@ def test_what_cannot_be_captured_is_said(tmp_path: Path, folder: Path) -> None:
     assert obstacle(dense, Backends([TritonAttention()])) is None
     assert "attention backend" in str(obstacle(dense, Backends([TorchAttention()])))
     dense.mesh = Mesh(layout=Layout(tensor=2))
-    assert obstacle(dense, Backends([TritonAttention()])) is None, "collectives in shared memory are recorded"
+    assert obstacle(dense, Backends([TritonAttention()])) is None, "collectives in shared memory are captured"
     dense.device = torch.device("cuda")
     assert "not over NCCL" in str(obstacle(dense, Backends([TritonAttention()])))
     dense.mesh = Mesh(layout=Layout(tensor=2), nccl=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from weft.config.cache_layout import TensorLayout, pool_tensors, slot_tensors
 from weft.config.families import load_spec
 from weft.config.memory import pools_for, state_bytes
 from weft.config.resolve import with_cache_dtype
@@ -15,7 +16,6 @@ from weft.config.resolved import KVConfig
 from weft.config.sections import CacheSection, SchedulerSection
 from weft.config.sharding import local_spec, share_of_kv
 from weft.config.spec import CacheSpec, ModelSpec, StatePart
-from weft.kv.layout import TensorLayout, pool_tensors, slot_tensors
 from weft.launch.tiny import FAMILIES, write_family
 from weft.runner.kv_tensors import stacked
 from weft.runner.states import States

@@ -1,4 +1,4 @@
-"""Recorded calls do what the function that was recorded does."""
+"""Captured calls do what the function that was captured does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from tests.e0.rig import run, submit
 from tests.e1.rig import VOCAB, make_checkpoint, make_engine
 from weft.ops import cpu
-from weft.runner.programs import CannotRecord, record
+from weft.runner.programs import CannotCapture, capture_calls
 from weft.types.sampling import TokenParams
 
 pytestmark = pytest.mark.skipif(not cpu.load(), reason="the C++ operations are not built")
@@ -33,7 +33,7 @@ def test_every_kind_of_argument_and_result() -> None:
         out[:, 0] = table[index, torch.zeros(3, dtype=torch.int64)]
 
     with torch.inference_mode():
-        again = record(run)
+        again = capture_calls(run)
         for seed in range(3):
             x.copy_(torch.randn(3, 4, generator=torch.Generator().manual_seed(seed)))
             index.copy_(torch.tensor([seed, 7 - seed, 3]))
@@ -54,7 +54,7 @@ def test_memory_of_what_nobody_reads_is_given_back() -> None:
         second = first * 3
         out.copy_(second + first)
 
-    again = record(run)
+    again = capture_calls(run)
     x.fill_(5)
     again()
     assert out.tolist() == [24.0] * 4
@@ -67,7 +67,7 @@ def test_a_call_that_fails_leaves_a_program_that_runs() -> None:
     def run() -> None:
         out.copy_(torch.nn.functional.embedding(ids, table) + 1)
 
-    again = record(run)
+    again = capture_calls(run)
     ids.fill_(77)
     with pytest.raises(IndexError):
         again()
@@ -77,7 +77,7 @@ def test_a_call_that_fails_leaves_a_program_that_runs() -> None:
 
 
 @pytest.mark.parametrize("what", ["item", "list"])
-def test_what_cannot_be_recorded_is_refused(what: str) -> None:
+def test_what_cannot_be_captured_is_refused(what: str) -> None:
     x = torch.ones(4)
 
     def run() -> None:
@@ -86,8 +86,8 @@ def test_what_cannot_be_recorded_is_refused(what: str) -> None:
         else:
             x.split(2)[0].add(1)
 
-    with pytest.raises(CannotRecord):
-        record(run)
+    with pytest.raises(CannotCapture):
+        capture_calls(run)
 
 
 @pytest.fixture(scope="module", params=["qwen2_mixed", "qwen3_moe", "gpt_oss", "deepseek_v3"])
@@ -116,28 +116,28 @@ def _answers(folder: Path, *, replay: bool, dtype: str = "bfloat16", broken: boo
 
 
 def test_steps_are_cold_until_they_are_replayed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decode steps that were recorded took longer than those like them will; nothing is learned from them."""
+    """Decode steps that were captured took longer than those like them will; nothing is learned from them."""
     engine, runner = make_engine(folder, "float32", "cpp", max_num_seqs=4, replay=True)
     seen: list[tuple[int, bool]] = []
     before = [0]
 
-    def observe(plan: Any, seconds: float, cold: bool) -> None:
+    def observe(plan: Any, seconds: float, uncaptured: bool) -> None:
         replayed = runner.graphs.replayed - before[0]
         before[0] = runner.graphs.replayed
         if not plan.prefill.rows:
-            assert cold == (replayed == 0)
-        seen.append((plan.prefill.rows, cold))
+            assert uncaptured == (replayed == 0)
+        seen.append((plan.prefill.rows, uncaptured))
 
     monkeypatch.setattr(engine.scheduler, "observe", observe)
     run(engine, [[submit(1, [1, 2, 3], TokenParams(temperature=0.0, max_tokens=8), request=1)]])
     engine.close()
-    assert [cold for rows, cold in seen if rows] == [False]
-    assert [cold for rows, cold in seen if not rows] == [True] + [False] * (len(seen) - 2)
+    assert [uncaptured for rows, uncaptured in seen if rows] == [False]
+    assert [uncaptured for rows, uncaptured in seen if not rows] == [True] + [False] * (len(seen) - 2)
 
 
 def _refuse(run: Any) -> Any:
     run()
-    raise CannotRecord("it must not be")
+    raise CannotCapture("it must not be")
 
 
 def _assert_same(made: Any, expected: Any) -> None:
@@ -154,13 +154,13 @@ def test_an_engine_gives_the_same_bits(folder: Path, dtype: str) -> None:
     assert none == 0
 
 
-def test_an_engine_goes_on_without_what_cannot_be_recorded(folder: Path) -> None:
+def test_an_engine_goes_on_without_what_cannot_be_captured(folder: Path) -> None:
     made, replayed = _answers(folder, replay=True, broken=True)
     _assert_same(made, _answers(folder, replay=False)[0])
     assert replayed == 0
 
 
-def test_what_cannot_be_recorded_is_computed_once() -> None:
+def test_what_cannot_be_captured_is_computed_once() -> None:
     """Also what comes behind it; and states are not moved twice."""
     x, seen = torch.zeros(4), []
 
@@ -169,8 +169,8 @@ def test_what_cannot_be_recorded_is_computed_once() -> None:
         seen.append(x.sum().item())
         x.add_(1)
 
-    with pytest.raises(CannotRecord):
-        record(run)
+    with pytest.raises(CannotCapture):
+        capture_calls(run)
     assert x.tolist() == [2.0] * 4
     assert seen == [4.0]
 
@@ -181,7 +181,7 @@ def test_facts_of_types_are_no_calls() -> None:
     def run() -> None:
         out.copy_(x.to(torch.promote_types(x.dtype, torch.float64)) * 2)
 
-    again = record(run)
+    again = capture_calls(run)
     x.fill_(3)
     again()
     assert out.tolist() == [6.0] * 4

@@ -63,7 +63,7 @@ def test_alloc_writes_history_and_lengths(state: SlotState) -> None:
     assert (state.num_computed[0].item(), state.num_prompt[0].item()) == (2, 3)
 
 
-def test_tables_grow_and_start_over_with_the_next_tenant(state: SlotState) -> None:
+def test_tables_grow_and_start_over_with_the_next_sequence(state: SlotState) -> None:
     state.apply(alloc())
     state.apply(AppendBlocks(slot=0, kind=0, blocks=column([3])))
     state.apply(AppendBlocks(slot=0, kind=0, blocks=column([1, 2])))
@@ -72,7 +72,7 @@ def test_tables_grow_and_start_over_with_the_next_tenant(state: SlotState) -> No
     state.apply(alloc(gen=2))
     state.apply(AppendBlocks(slot=0, kind=0, blocks=column([7])))
     assert state.tables[0][0, 0].item() == 7
-    assert not state.tables[0][0, 1:].any(), "blocks of the tenant before"
+    assert not state.tables[0][0, 1:].any(), "blocks of the sequence before"
     state.validate(row(0, 4, gen=2))
     with pytest.raises(EngineDead, match="beyond its block table"):
         state.validate(row(0, 5, gen=2))
@@ -81,9 +81,9 @@ def test_tables_grow_and_start_over_with_the_next_tenant(state: SlotState) -> No
 @pytest.mark.parametrize(
     ("ops", "what"),
     [
-        ([alloc(), alloc(gen=2)], "while generation 1 lives"),
-        ([FreeSlot(slot=0, gen=1)], "does not live"),
-        ([alloc(), FreeSlot(slot=0, gen=2)], "does not live"),
+        ([alloc(), alloc(gen=2)], "while generation 1 is in it"),
+        ([FreeSlot(slot=0, gen=1)], "is not in it"),
+        ([alloc(), FreeSlot(slot=0, gen=2)], "is not in it"),
         ([AppendBlocks(slot=1, kind=0, blocks=column([1]))], "which is free"),
         ([alloc(slot=2)], "the table has 2"),
         ([alloc(slot=-1)], "the table has 2"),
@@ -106,8 +106,8 @@ def test_a_contradicting_op_stops_the_group(state: SlotState, ops: list[Any], wh
     [
         (row(0, 1, slot=2), "outside the table"),
         (row(0, 1, slot=-1), "outside the table"),
-        (row(0, 1, slot=1), "without its tenant"),
-        (row(0, 1, gen=2), "without its tenant"),
+        (row(0, 1, slot=1), "without its sequence"),
+        (row(0, 1, gen=2), "without its sequence"),
         (row(3, 2), "beyond its block table"),
     ],
 )

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from weft.common.errors import EngineDead
-from weft.runner.columns import offsets_of, ragged
+from weft.runner.plan_columns import offsets_of, ragged
 from weft.runner.staging import POISON, StagingRing
 
 CPU = torch.device("cpu")

@@ -154,9 +154,12 @@ def test_an_op_that_cannot_be_right_stops_the_group(ops: list[Op]) -> None:
 
 def test_models_without_states_have_nothing_to_do() -> None:
     kv = kv_config()
-    lines = KVConfig(
+    entries = KVConfig(
         pools=kv.pools[:1], block_size=4, enable_prefix_caching=True, max_model_len=16, num_slots=SLOTS
     )
     States(
-        lines, stacked(lines, torch.float32, CPU), torch.zeros(SLOTS + 1, dtype=torch.int64), torch.float32
+        entries,
+        stacked(entries, torch.float32, CPU),
+        torch.zeros(SLOTS + 1, dtype=torch.int64),
+        torch.float32,
     ).apply([])

@@ -207,8 +207,8 @@ def test_a_step_may_sample_nothing(make: SimpleNamespace) -> None:
     assert made.prompt_logprobs is None
 
 
-def test_slots_forget_their_last_tenant(make: SimpleNamespace) -> None:
-    def tenant(params: TokenParams) -> AllocSlot:
+def test_slots_forget_their_last_sequence(make: SimpleNamespace) -> None:
+    def admitted(params: TokenParams) -> AllocSlot:
         return AllocSlot(
             slot=0,
             gen=2,
@@ -224,11 +224,11 @@ def test_slots_forget_their_last_tenant(make: SimpleNamespace) -> None:
         [TokenParams(temperature=0, bad=((2,),), logit_bias=((1, 9.0),), logprobs=1)], vocab=3
     )
     with pytest.raises(EngineDead):
-        sampler.alloc(tenant(TokenParams()))
+        sampler.alloc(admitted(TokenParams()))
     sampler.free(0)
     with pytest.raises(EngineDead):
         sampler.free(0)
-    sampler.alloc(tenant(TokenParams(temperature=0)))
+    sampler.alloc(admitted(TokenParams(temperature=0)))
     made = sampler.sample(
         torch.tensor([[0.0, 1.0, 2.0]]),
         make.rows([0], [0], [1]),

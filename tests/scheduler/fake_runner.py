@@ -165,7 +165,7 @@ def alone(request: Submit, max_model_len: int) -> tuple[list[int], str]:
 
 
 @dataclass
-class Tenant:
+class SlotSequence:
     gen: int
     op: AllocSlot
     history: list[int]
@@ -186,7 +186,7 @@ class FakeRunner:
     """Applies plans in order, at launch. ``committed`` says which of them the scheduler has heard back of."""
 
     kv: KVConfig
-    tenants: dict[int, Tenant] = field(default_factory=dict)
+    in_slot: dict[int, SlotSequence] = field(default_factory=dict)
     gens: dict[int, int] = field(default_factory=dict)
     memory: list[dict[tuple[int, int], int]] = field(default_factory=list)
     named: dict[int, tuple[dict[int, None], list[dict[int, None]]]] = field(default_factory=dict)
@@ -196,7 +196,7 @@ class FakeRunner:
     saving: dict[int, dict[tuple[int, int], None]] = field(default_factory=dict)
     """Step in flight -> (kind, block) of the snapshots that it makes."""
     states: dict[tuple[int, int, int], int] = field(default_factory=dict)
-    """(slot, kind, copy) -> the prefix that the state is after; outlives tenants, as memory does."""
+    """(slot, kind, copy) -> the prefix that the state is after; outlives sequences, as memory does."""
     right: float = 0.7
     """Share of drafts that are."""
     accepted: int = 0
@@ -249,7 +249,7 @@ class FakeRunner:
     # ---- ops
 
     def _alloc(self, op: AllocSlot) -> None:
-        assert op.slot not in self.tenants, "AllocSlot of a slot that is not free"
+        assert op.slot not in self.in_slot, "AllocSlot of a slot that is not free"
         assert 0 <= op.slot < self.kv.num_slots
         assert op.gen > self.gens.get(op.slot, -1), "gen did not grow"
         for slots, _ in self.named.values():
@@ -260,24 +260,24 @@ class FakeRunner:
         self.gens[op.slot] = op.gen
         tables: list[list[int]] = [[] for _ in self.kv.pools]
         prefix = prefix_hashes(history)
-        self.tenants[op.slot] = Tenant(op.gen, op, history, prefix, op.num_cached, tables)
+        self.in_slot[op.slot] = SlotSequence(op.gen, op, history, prefix, op.num_cached, tables)
 
     def _free(self, op: FreeSlot) -> None:
-        assert self.tenants[op.slot].gen == op.gen
+        assert self.in_slot[op.slot].gen == op.gen
         for slots, _ in self.named.values():
             assert op.slot not in slots, "a slot was freed while a plan in flight names it"
-        del self.tenants[op.slot]
+        del self.in_slot[op.slot]
 
     def _append(self, op: AppendBlocks) -> None:
-        tenant, pool = self.tenants[op.slot], self.kv.pools[op.kind]
+        occupant, pool = self.in_slot[op.slot], self.kv.pools[op.kind]
         assert len(op.blocks)
         for block in op.blocks.tolist():
-            entry = len(tenant.tables[op.kind])
-            tenant.tables[op.kind].append(block)
+            entry = len(occupant.tables[op.kind])
+            occupant.tables[op.kind].append(block)
             assert 0 <= block <= pool.num_blocks
             if block == 0:
                 assert pool.cache.window
-            elif entry * pool.block_size >= tenant.op.num_cached:  # a block of its own
+            elif entry * pool.block_size >= occupant.op.num_cached:  # a block of its own
                 for _, blocks in self.named.values():
                     assert block not in blocks[op.kind], "a block was reused while a plan in flight names it"
 
@@ -291,10 +291,10 @@ class FakeRunner:
             self._append(AppendBlocks(slot=slot, kind=op.kind, blocks=column([block])))
 
     def _save(self, step: int, op: SaveState) -> None:
-        tenant, copy = self.tenants[op.slot], self.tenants[op.slot].live - op.back
+        occupant, copy = self.in_slot[op.slot], self.in_slot[op.slot].live - op.back
         assert copy >= 0, "a snapshot of a state that is not there"
         assert not any(op.slot in slots for slots in self.verifying.values()), "the length is not known"
-        assert tenant.num_computed > op.back
+        assert occupant.num_computed > op.back
         self._name(step, op.kind, op.block, "a snapshot is written over while a plan in flight names it")
         self.named[step][0][op.slot] = None
         self.memory[op.kind][op.block, 0] = self.states[op.slot, op.kind, copy]
@@ -302,16 +302,16 @@ class FakeRunner:
         self.saved += 1
 
     def _load(self, step: int, op: LoadState) -> None:
-        tenant = self.tenants[op.slot]
-        assert tenant.num_computed == tenant.op.num_cached > 0
-        wanted = tenant.prefix[tenant.num_computed - 1]
+        occupant = self.in_slot[op.slot]
+        assert occupant.num_computed == occupant.op.num_cached > 0
+        wanted = occupant.prefix[occupant.num_computed - 1]
         assert self.memory[op.kind].get((op.block, 0)) == wanted, "a snapshot of another prefix is loaded"
         assert 1 <= op.block <= self.kv.pools[op.kind].num_blocks
         for saved in self.saving.values():
             assert (op.kind, op.block) not in saved, "a snapshot is loaded whose plan has not committed"
         self.named[step][1][op.kind][op.block] = None
         self.states[op.slot, op.kind, 0] = wanted
-        tenant.live = 0
+        occupant.live = 0
         self.loaded += 1
 
     def _name(self, step: int, kind: int, block: int, why: str) -> None:
@@ -331,47 +331,49 @@ class FakeRunner:
     def _run_row(self, step: int, row: Row, decode: bool) -> tuple[list[int], list[int], bool, int]:
         """(sampled ids, prompt ids with logits, whether it failed, drafts accepted)."""
         slot, gen, start, count, logits, sample, next_k = row
-        tenant = self.tenants[slot]
-        assert tenant.gen == gen, "a row names another tenant"
+        occupant = self.in_slot[slot]
+        assert occupant.gen == gen, "a row names another occupant"
         assert count > 0
         assert 0 <= sample <= logits <= count
         assert 0 <= next_k < self.kv.copies
         assert sample or not next_k, "drafts behind an unfinished prompt"
-        begin = tenant.num_computed
+        begin = occupant.num_computed
         loose = any(slot in slots for slots in self.verifying.values())
         assert start >= begin if loose else start == begin
-        assert len(tenant.history) > begin, "a position whose id nobody knows"
-        known = len(tenant.op.token_ids)
+        assert len(occupant.history) > begin, "a position whose id nobody knows"
+        known = len(occupant.op.token_ids)
         if decode:
             assert begin >= known
-            assert count == logits == sample <= 1 + tenant.next_k, "drafts that nobody proposed"
-            drafts = self._drafts(tenant, count - 1)
+            assert count == logits == sample <= 1 + occupant.next_k, "drafts that nobody proposed"
+            drafts = self._drafts(occupant, count - 1)
             if drafts:
                 self.verifying[step][slot] = None
         else:
             assert start + count <= known
             assert sample == (start + count == known)
             drafts = []
-        tenant.next_k = next_k
-        content = tenant.prefix[begin : begin + count]
+        occupant.next_k = next_k
+        content = occupant.prefix[begin : begin + count]
         for draft in drafts:
             content.append(hash((content[-1], draft)))
         assert start + count + next_k <= self.kv.max_model_len
-        self._touch(step, slot, tenant, start + count + next_k, begin, content)
-        self._recur(slot, tenant, begin, content, decode)
+        self._touch(step, slot, occupant, start + count + next_k, begin, content)
+        self._recur(slot, occupant, begin, content, decode)
         end = begin + count
-        prompt = [] if decode else tenant.history[end - logits + 1 : end - sample + 1]
+        prompt = [] if decode else occupant.history[end - logits + 1 : end - sample + 1]
         if not sample:
-            tenant.num_computed = end
+            occupant.num_computed = end
             return [], prompt, False, 0
-        tokens, error, accepted = self._sampled(tenant, content[-sample:], drafts)
-        tenant.num_computed = begin + 1 + accepted if decode else end
-        tenant.live = accepted
+        tokens, error, accepted = self._sampled(occupant, content[-sample:], drafts)
+        occupant.num_computed = begin + 1 + accepted if decode else end
+        occupant.live = accepted
         return tokens, prompt, error, accepted
 
-    def _sampled(self, tenant: Tenant, content: list[int], drafts: list[int]) -> tuple[list[int], bool, int]:
+    def _sampled(
+        self, occupant: SlotSequence, content: list[int], drafts: list[int]
+    ) -> tuple[list[int], bool, int]:
         """(a token behind each of ``content``, whether the last that counts is an error, drafts accepted)."""
-        op, made = tenant.op, len(tenant.history) - tenant.op.num_prompt
+        op, made = occupant.op, len(occupant.history) - occupant.op.num_prompt
         tokens = [
             next_token(prefix, op.seed, op.choice, made + number, op.params)
             for number, prefix in enumerate(content)
@@ -383,16 +385,16 @@ class FakeRunner:
         if accepted == fails:
             tokens[accepted] = 0
         for token in tokens[: accepted + 1]:
-            tenant.push(token)
-        assert len(tenant.history) <= self.kv.max_model_len, "a row beyond the context"
+            occupant.push(token)
+        assert len(occupant.history) <= self.kv.max_model_len, "a row beyond the context"
         self.accepted += accepted
         self.rejected += len(drafts) - accepted
         return tokens, accepted == fails, accepted
 
-    def _drafts(self, tenant: Tenant, count: int) -> list[int]:
+    def _drafts(self, occupant: SlotSequence, count: int) -> list[int]:
         """Guesses at the next ids, often right."""
-        op, drafts = tenant.op, list[int]()
-        prefix, made = tenant.prefix[-1], len(tenant.history) - tenant.op.num_prompt
+        op, drafts = occupant.op, list[int]()
+        prefix, made = occupant.prefix[-1], len(occupant.history) - occupant.op.num_prompt
         for number in range(count):
             right = next_token(prefix, op.seed, op.choice, made + number, op.params)
             wrong = hash((prefix, 1)) % 100 >= 100 * self.right
@@ -400,27 +402,27 @@ class FakeRunner:
             prefix = hash((prefix, drafts[-1]))
         return drafts
 
-    def _recur(self, slot: int, tenant: Tenant, begin: int, content: list[int], decode: bool) -> None:
+    def _recur(self, slot: int, occupant: SlotSequence, begin: int, content: list[int], decode: bool) -> None:
         """Advances the recurrent states over ``content``, what the positions from ``begin`` on stand for."""
         for kind in self.kinds:
             if begin:
-                state = self.states.get((slot, kind, tenant.live))
-                assert state == tenant.prefix[begin - 1], "a state of another prefix goes on"
+                state = self.states.get((slot, kind, occupant.live))
+                assert state == occupant.prefix[begin - 1], "a state of another prefix goes on"
             for copy, prefix in enumerate(content) if decode else [(0, content[-1])]:
                 self.states[slot, kind, copy] = prefix
-        tenant.live = 0
+        occupant.live = 0
 
     def _touch(
-        self, step: int, slot: int, tenant: Tenant, bound: int, start: int, content: list[int]
+        self, step: int, slot: int, occupant: SlotSequence, bound: int, start: int, content: list[int]
     ) -> None:
         """Writes ``content`` to the positions from ``start`` on, and reads what they attend to."""
         slots, blocks = self.named[step]
         slots[slot] = None
-        end, whole = start + len(content), tenant.prefix[:start] + content
+        end, whole = start + len(content), occupant.prefix[:start] + content
         for kind, pool in enumerate(self.kv.pools):
             if kind in self.kinds:
                 continue
-            table, memory, size = tenant.tables[kind], self.memory[kind], pool.block_size
+            table, memory, size = occupant.tables[kind], self.memory[kind], pool.block_size
             window, ratio = pool.cache.window, pool.cache.ratio
             first = max(0, start - window + 1) if window else 0
             assert len(table) * size >= bound, "the block table does not cover the row"

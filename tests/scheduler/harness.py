@@ -221,10 +221,10 @@ class Rig:
         state = self.scheduler._state
         for kind in state.caches.kinds:
             for saving in kind._saving.get(plan.step, []) if isinstance(kind, StateKind) else []:
-                sequence = state.tenants[saving.slot]
+                sequence = state.in_slot[saving.slot]
                 length = (sequence.chain.hashes.index(saving.key) + 1) * self.kv.block_size
                 found = self.runner.memory[kind.number][saving.block, 0]
-                assert found == self.runner.tenants[saving.slot].prefix[length - 1], (
+                assert found == self.runner.in_slot[saving.slot].prefix[length - 1], (
                     "a state of another prefix"
                 )
 

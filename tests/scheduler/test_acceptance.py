@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from weft.scheduler.acceptance import AT_ONCE, EXPECTED, Acceptance
-from weft.scheduler.columns import Columns
+from weft.scheduler.slot_columns import SlotColumns
 
 
 def shares(slots: int = 2, most: int = 3) -> tuple[Acceptance, np.ndarray]:
-    columns = Columns(slots)
+    columns = SlotColumns(slots)
     made = Acceptance(most, columns)
     for slot in range(slots):
         made.enter(slot)
@@ -37,7 +37,7 @@ def test_what_is_taken_in_together_moves_a_slot_as_far_as_one_by_one() -> None:
     assert together.rose
 
 
-def test_outcomes_are_of_the_tenant_who_had_them() -> None:
+def test_outcomes_are_of_the_sequence_that_had_them() -> None:
     made, share = shares()
     see(made, 0, 1, 0, 3)
     made.enter(0)

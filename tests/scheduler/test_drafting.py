@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from weft.scheduler.columns import Columns
-from weft.scheduler.cost import NAMES, PRIOR, CostModel, shape_of
+from weft.scheduler.draft_budget import GRANT
 from weft.scheduler.draft_policy import DraftPolicy
 from weft.scheduler.fit import CostFitter
-from weft.scheduler.ledger import GRANT
+from weft.scheduler.slot_columns import SlotColumns
+from weft.scheduler.step_cost import NAMES, PRIOR, CostModel, shape_of
 from weft.types.plan import Segment, StepPlan, column
 
 MOST = 3
@@ -37,7 +37,7 @@ class World:
 
     def __post_init__(self) -> None:
         rows = len(self.right)
-        self.columns = Columns(rows)
+        self.columns = SlotColumns(rows)
         self.policy = DraftPolicy(self.most, self.adaptive, self.columns, CostFitter())
         self.rng = np.random.default_rng(0)
         self.slots = np.arange(rows)
@@ -59,7 +59,7 @@ class World:
     def _step(self, number: int) -> None:
         rows, policy = len(self.slots), self.policy
         next_k, counts = np.zeros(rows, np.int32), np.ones(rows, np.int32)
-        if self.most and not policy.resting():
+        if self.most and not policy.idle():
             counts = 1 + self.ready
             next_k = policy.choose(self.slots, self.starts, np.full(rows, 99))
         plan = StepPlan(
@@ -130,10 +130,12 @@ def test_whose_drafts_are_never_right_gets_none_beside_those_who_do() -> None:
 
 
 @dataclass
-class ColdWorld(World):
-    """Steps of a kind take as long as some the first ``cold`` times they are met: then they are recorded."""
+class UncapturedWorld(World):
+    """Steps of a kind take as long as some the first ``uncaptured`` times they are met: then they are
+    captured.
+    """
 
-    cold: int = 2
+    uncaptured: int = 2
     times: float = 4.0
 
     def __post_init__(self) -> None:
@@ -144,25 +146,25 @@ class ColdWorld(World):
         def seen(plan: StepPlan, seconds: float, fit: bool) -> None:
             kind = (int(plan.decode.count.max()), int(plan.decode.next_k.max()))
             self.met[kind] = met = self.met.get(kind, 0) + 1
-            if kind[0] + kind[1] > 1 and met <= self.cold:
+            if kind[0] + kind[1] > 1 and met <= self.uncaptured:
                 self.seconds += (self.times - 1) * seconds
-                observe(plan, self.times * seconds, fit, cold=True)
+                observe(plan, self.times * seconds, fit, uncaptured=True)
             else:
                 observe(plan, seconds, fit)
 
         self.policy.observe = seen  # type: ignore[method-assign]
 
 
-def test_what_steps_cost_before_they_are_recorded_does_not_count() -> None:
+def test_what_steps_cost_before_they_are_captured_does_not_count() -> None:
     """Trials of them are made again; without that, drafts would seem to cost four times as much."""
     cost, chances = machine(MEMORY), np.full(1, 0.9)
-    world = ColdWorld(cost, chances)
+    world = UncapturedWorld(cost, chances)
     world.run(150)
     assert world.run(600) >= 0.9 * max(fixed(cost, chances, drafts) for drafts in range(MOST + 1))
 
 
 @dataclass
-class CountedWorld(ColdWorld):
+class CountedWorld(UncapturedWorld):
     """Keeps what was lost after each step: seconds beyond those of plain steps for as many tokens."""
 
     def __post_init__(self) -> None:
@@ -236,8 +238,8 @@ def test_what_was_gained_is_not_there_to_be_lost() -> None:
     assert world.seconds - before <= (1.03 * 2000 + GRANT) * plain
 
 
-def test_trials_end_where_nothing_is_ever_recorded() -> None:
-    world = ColdWorld(machine(MEMORY), np.full(1, 0.0), cold=1 << 30)
+def test_trials_end_where_nothing_is_ever_captured() -> None:
+    world = UncapturedWorld(machine(MEMORY), np.full(1, 0.0), uncaptured=1 << 30)
     world.run(400)
     assert np.mean(world.chosen[-100:]) < 0.2
 
@@ -274,7 +276,7 @@ def test_what_it_costs_to_look_is_little() -> None:
 def test_room_is_respected_and_nothing_is_adapted_when_told_so() -> None:
     world = World(machine(COMPUTE), np.full(3, 0.0), adaptive=False)
     for _ in range(50):
-        assert not world.policy.resting()
+        assert not world.policy.idle()
         chosen = world.policy.choose(world.slots, world.starts, np.array([5, 1, 0]))
         assert chosen.tolist() == [3, 1, 0]
         world.policy.verified(world.slots, np.array([3, 1, 1]), np.array([0, 0, 0]))

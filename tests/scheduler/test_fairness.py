@@ -407,7 +407,7 @@ def test_newcomers_of_a_large_request_do_not_take_slots_of_small_ones(short_turn
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_who_gives_way_is_known_to_the_ranks(depth: int) -> None:
-    """One that is admitted in the same plan is not: they can't end a tenancy that they never heard of."""
+    """One that is admitted in the same plan is not: they can't free a slot that they never heard of."""
     for steps in range(4):
         rig = Rig(kv_config(blocks=400, slots=4), depth, max_num_seqs=4)
         flood(rig, 3)

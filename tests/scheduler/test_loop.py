@@ -9,10 +9,13 @@ from tests.scheduler.fake_runner import kv_config, submit
 from tests.scheduler.harness import Rig, Told
 from weft.common.errors import EngineDead
 from weft.kv.kinds import FullKind
-from weft.scheduler.scheduler import MAX_EMPTY_PLANS
+from weft.scheduler.scheduler import AWAIT_S, MAX_EMPTY_PLANS
 from weft.scheduler.sequence import Awaiting, AwaitingLeader, Waiting
 from weft.types.messages import Submit
 from weft.types.plan import Agreement, AppendBlocks, Rebalance, column
+
+FAR = 1e9
+"""A deadline that does not pass."""
 
 
 def started(**section: object) -> Rig:
@@ -29,28 +32,28 @@ def listened(rig: Rig, sequence: int, **more: object) -> Submit:
     return one
 
 
-# ---- draft and seal
+# ---- build and seal
 
 
-def test_what_the_parts_said_is_in_the_one_plan_that_is_in_flight() -> None:
+def test_fields_set_on_a_builder_are_in_its_plan() -> None:
     rig = started()
-    builder = rig.scheduler.draft(0.0)
+    builder = rig.scheduler.build(0.0)
     assert builder is not None
     assert (builder.rows, builder.tokens) == (1, 1)
     assert rig.scheduler.in_flight == 0
-    builder.halves, builder.rebalance, builder.agreed = 2, True, Agreement(wave=1, padded_tokens=1)
+    builder.micro_batches, builder.rebalance, builder.agreed = 2, True, Agreement(wave=1, padded_tokens=1)
     plan = rig.scheduler.seal(builder)
-    assert (plan.halves, plan.agreed, plan.ops[-1]) == (2, builder.agreed, Rebalance())
+    assert (plan.micro_batches, plan.agreed, plan.ops[-1]) == (2, builder.agreed, Rebalance())
     assert plan.decode is builder.decode
     assert list(rig.scheduler._state.in_flight) == [plan]
     assert rig.scheduler._state.in_flight[0] is plan
 
 
-def test_a_draft_is_sealed_once_and_before_the_next() -> None:
+def test_a_builder_is_sealed_once_and_before_the_next() -> None:
     rig = started()
-    builder = rig.scheduler.draft(0.0)
+    builder = rig.scheduler.build(0.0)
     assert builder is not None
-    for another in (rig.scheduler.draft, lambda _: rig.scheduler.idle()):
+    for another in (rig.scheduler.build, lambda _: rig.scheduler.idle()):
         with pytest.raises(EngineDead, match="never sealed"):
             another(0.0)
     rig.scheduler.seal(builder)
@@ -65,7 +68,7 @@ def test_only_the_plan_that_ran_commits() -> None:
     assert plan is not None
     _, result = rig.in_flight[0]
     with pytest.raises(EngineDead, match="in the order they were planned"):
-        rig.scheduler.commit(replace(plan, halves=2), result, 0.0)
+        rig.scheduler.commit(replace(plan, micro_batches=2), result, 0.0)
     rig.drain()
     rig.check_told()
 
@@ -179,7 +182,7 @@ def test_nobody_gets_blocks_on_hold_after_a_loss() -> None:
     held = list(kind._tables[slot].blocks)
     assert len(held) == 3
     for block in held:
-        scheduler.hold(0, block)
+        scheduler.hold(0, block, until=FAR)
     rig.plan()
     scheduler.requeue_all()
     rig.in_flight.clear()
@@ -202,3 +205,94 @@ def test_nobody_gets_blocks_on_hold_after_a_loss() -> None:
     rig.drain()
     rig.check_told()
     rig.check_idle()
+
+
+# ---- one rule of progress
+
+
+def starved(until: float) -> tuple[Rig, list[int]]:
+    """A rig whose only sequence lacks blocks: as many are on hold as it needs."""
+    rig = Rig(kv_config(blocks=6, max_model_len=24), 1, max_num_seqs=2)
+    rig.submit(submit(0, list(range(1, 12)), max_tokens=9))
+    rig.step()
+    kind = rig.scheduler._state.caches.kinds[0]
+    assert isinstance(kind, FullKind)
+    held = list(kind._tables[rig.scheduler._state.live[0].state.slot].blocks)  # type: ignore[union-attr]
+    for block in held:
+        rig.scheduler.hold(0, block, until=until)
+    rig.finish(0)
+    rig.submit(submit(1, [9] * 19, max_tokens=4))
+    return rig, held
+
+
+def plan_for_ever(rig: Rig, now: float, ops: bool = False) -> None:
+    """As a loop does that asks the scheduler whether there is work."""
+    for _ in range(3 * MAX_EMPTY_PLANS):
+        rig.scheduler.expire(now)
+        if ops:
+            rig.scheduler.enqueue(Rebalance())
+        if not rig.scheduler.has_work():
+            continue
+        plan = rig.scheduler.plan(now)
+        if plan is not None:
+            assert not plan.rows
+            rig.scheduler.commit(plan, rig.runner.launch(plan), now)
+
+
+def test_a_hold_excuses_a_lack_of_progress_until_its_deadline() -> None:
+    rig, held = starved(until=10.0)
+    plan_for_ever(rig, 9.0)
+    assert not rig.scheduler.has_work()
+    for block in held:
+        rig.scheduler.unhold(0, block)
+    rig.drain()
+    rig.check_told()
+    rig.check_idle()
+
+
+def test_a_leaked_hold_does_not_hide_a_lack_of_progress() -> None:
+    rig, _ = starved(until=10.0)
+    plan_for_ever(rig, 9.0)
+    with pytest.raises(EngineDead, match="no progress"):
+        plan_for_ever(rig, 10.0)
+
+
+def test_a_hold_on_a_block_that_nobody_lacks_excuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sequence waits for something else, such as a slot that nobody gives back."""
+    rig = started()
+    kind = rig.scheduler._state.caches.kinds[0]
+    assert isinstance(kind, FullKind)
+    rig.scheduler.hold(0, kind._tables[0].blocks[0], until=10.0)
+    rig.finish(0)
+    rig.submit(submit(1, [4, 5]))
+    monkeypatch.setattr(rig.scheduler._state.slots, "available", lambda: 0)
+    with pytest.raises(EngineDead, match="no progress"):
+        plan_for_ever(rig, 9.0)
+
+
+def test_plans_of_ops_alone_are_no_progress() -> None:
+    rig, _ = starved(until=0.0)
+    with pytest.raises(EngineDead, match="no progress"):
+        plan_for_ever(rig, 1.0, ops=True)
+
+
+def test_what_is_awaited_has_a_deadline() -> None:
+    rig = Rig(kv_config(), 1)
+    rig.scheduler.add(listened(rig, 0), 5.0, awaits=True, until=8.0)
+    rig.scheduler.add(listened(rig, 1), 5.0, awaits=True)
+    rig.scheduler.add(listened(rig, 2), 5.0, awaits=True, until=6.0)
+    assert rig.scheduler.awaiting
+    rig.scheduler.arrived(2)
+    assert rig.scheduler.expire(7.9) == []
+    (event,) = rig.scheduler.expire(8.0)
+    assert (event.sequence, event.finish) == (0, "error")
+    assert event.error is not None
+    assert event.error.code == "deadline_exceeded"
+    assert list(rig.scheduler._state.live) == [1, 2]
+    assert [one.sequence for one in rig.scheduler.expire(5.0 + AWAIT_S)] == [1]
+    rig.told.pop(0)
+    rig.told.pop(1)
+    rig.drain()
+    rig.check_told()
+    rig.check_idle()
+    assert not rig.scheduler.awaiting

@@ -19,8 +19,8 @@ from weft.kv.pool import BlockPool
 from weft.kv.slots import SlotTable
 from weft.kv.snapshots import StateKind
 from weft.scheduler import commit
-from weft.scheduler.columns import Columns
 from weft.scheduler.sequence import Sequence
+from weft.scheduler.slot_columns import SlotColumns
 from weft.scheduler.state import SchedulerState
 from weft.types.plan import Op, StepPlan
 
@@ -78,7 +78,7 @@ def run_past_the_limit(patch: pytest.MonkeyPatch) -> None:
 
 
 def miss_an_end(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Columns, "may_end", lambda self, slots, tokens: np.zeros(len(slots), bool))
+    patch.setattr(SlotColumns, "may_end", lambda self, slots, tokens: np.zeros(len(slots), bool))
 
 
 def commit_the_dead(patch: pytest.MonkeyPatch) -> None:

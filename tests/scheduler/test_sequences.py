@@ -9,8 +9,8 @@ import pytest
 from tests.scheduler.fake_runner import BAD_SEED, ROW_ERROR, VOCAB, alone, kv_config, submit
 from tests.scheduler.harness import Rig
 from weft.common.errors import ContextLength, EngineDead, InvalidRequest
-from weft.scheduler.columns import Columns
 from weft.scheduler.sequence import TRANSITIONS, Awaiting, AwaitingLeader, Ended, Running, Sequence, Waiting
+from weft.scheduler.slot_columns import SlotColumns
 from weft.types.messages import Submit
 
 
@@ -263,7 +263,7 @@ def test_states_change_by_the_table_alone() -> None:
         AwaitingLeader(),
         Awaiting(),
         Waiting(),
-        Running(columns=Columns(1), slot=0, gen=1, known=1),
+        Running(columns=SlotColumns(1), slot=0, gen=1, known=1),
         Ended("stop"),
     ]
     from array import array

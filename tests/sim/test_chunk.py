@@ -13,8 +13,8 @@ from tests.scheduler.harness import Rig
 from tests.sim.shapes import TRUTH, shape
 from weft.common.errors import ConfigError
 from weft.scheduler.chunk import FLOOR_TOKENS, ChunkPolicy
-from weft.scheduler.cost import NAMES, CostModel
 from weft.scheduler.fit import CostFitter
+from weft.scheduler.step_cost import NAMES, CostModel
 
 
 def policy(target: float) -> ChunkPolicy:

@@ -15,7 +15,7 @@ from tests.support.slowness import deadline
 from weft.common.errors import ConfigError
 from weft.config.sections import SchedulerSection
 from weft.scheduler import Scheduler
-from weft.scheduler.cost import NAMES, CostModel
+from weft.scheduler.step_cost import NAMES, CostModel
 from weft.sim import Arrival, Report, Simulation, simulate
 from weft.sim.clock import VirtualClock
 from weft.sim.engine import kv_config

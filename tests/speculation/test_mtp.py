@@ -23,7 +23,7 @@ from weft.engine.core import EngineCore
 from weft.runner import graphs
 from weft.runner import runner as runner_module
 from weft.scheduler.draft_policy import DraftPolicy
-from weft.speculation import mtp, waiting
+from weft.speculation import mtp, pending_hidden
 from weft.speculation.mtp import MtpDrafter
 from weft.types.plan import StepPlan, StepResult
 from weft.types.sampling import TokenParams
@@ -66,13 +66,13 @@ class Watch:
         commit = engine.scheduler.commit
 
         def listening(plan: StepPlan, result: StepResult, now: float) -> Any:
-            tenants = {int(s): self._state.tenants[s] for p in (plan.prefill, plan.decode) for s in p.slot}
+            running = {int(s): self._state.in_slot[s] for p in (plan.prefill, plan.decode) for s in p.slot}
             events = commit(plan, result, now)
             drafts = result.drafts.tolist()
             for segment in (plan.prefill, plan.decode):
                 for slot, next_k in zip(segment.slot.tolist(), segment.next_k.tolist(), strict=True):
-                    if next_k and tenants[slot] is not None:
-                        self.seen.append((list(tenants[slot].tokens), drafts[:next_k]))
+                    if next_k and running[slot] is not None:
+                        self.seen.append((list(running[slot].tokens), drafts[:next_k]))
                     drafts = drafts[next_k:]
             assert not drafts
             return events
@@ -96,7 +96,7 @@ def fixed(drafts: int) -> SpeculationSection:
     )
 
 
-def at_rest(folder: Path) -> tuple[EngineCore, Recorder, MtpDrafter]:
+def idle_drafter(folder: Path) -> tuple[EngineCore, Recorder, MtpDrafter]:
     """An engine whose policy wants no drafts until told otherwise."""
     engine, runner = make_engine(folder, speculation=fixed(2))
     policy, drafter = engine.scheduler.planner.drafts, runner.drafter
@@ -167,9 +167,9 @@ def test_drafts_are_transformers(
     if replayed:
         assert runner.graphs is not None
         assert any(key.each == 1 for key in runner.graphs._replays), "states are kept by captures"
-        assert drafter.recorded is not None
-        kinds = {bool(each) for _, each, *_ in drafter.recorded._replays}
-        assert kinds == {False, True}, "behind prompts, and behind other steps"
+        assert drafter.captured is not None
+        kinds = {bool(each) for _, each, *_ in drafter.captured._replays}
+        assert kinds == {False, True}, "after prefill, and after other steps"
     if whim:
         assert any(
             (plan.decode.count == 1).any() and not plan.decode.next_k.any() for plan in runner.plans
@@ -178,7 +178,7 @@ def test_drafts_are_transformers(
 
 @pytest.mark.parametrize("beside", [False, True])
 def test_drafts_after_a_prefix_hit(beside: bool, folders: dict[str, Path]) -> None:
-    """The module's lines of shared blocks are there, also when steps without drafts made them; and when who
+    """The module's entries of shared blocks are there, also when steps without drafts made them; and when who
     made them goes on ``beside``."""
     reference = Reference(folders["skilled"])
     speculation = fixed(2)
@@ -247,7 +247,7 @@ def test_all_states_that_wait_are_no_more_than_a_pass(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mtp, "PASS_TOKENS", 60)
-    engine, _, drafter = at_rest(folders["skilled"])
+    engine, _, drafter = idle_drafter(folders["skilled"])
     most = passes = 0
 
     def watch(number: int) -> list[Any]:
@@ -262,16 +262,16 @@ def test_all_states_that_wait_are_no_more_than_a_pass(
     finally:
         engine.close()
     assert 30 < most <= 60
-    assert 3 <= passes <= 8  # of 160 lines; each makes those of the rows with the most
+    assert 3 <= passes <= 8  # of 160 entries; each makes those of the rows with the most
 
 
 @pytest.mark.parametrize("defers", [False, True])
 def test_hidden_states_wait_and_are_not_many(
     defers: bool, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(waiting, "MOST_DEFERRED", 64)
+    monkeypatch.setattr(pending_hidden, "MOST_DEFERRED", 64)
     monkeypatch.setattr(mtp, "PASS_TOKENS", 80)
-    engine, runner, drafter = at_rest(folders["skilled"])
+    engine, runner, drafter = idle_drafter(folders["skilled"])
     runs: list[int] = []
     ahead = runner._model.ahead
 

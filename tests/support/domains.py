@@ -24,9 +24,10 @@ from weft.layers.build import ExpertOptions
 from weft.models.decoder import Decoder
 from weft.models.loader import load_model
 from weft.overlap.policy import OverlapPolicy
-from weft.parallel.agreement import AgreementGroup, LocalBell
-from weft.parallel.group import CommLost
+from weft.parallel.agreement import AgreementGroup
+from weft.parallel.group_comm import CommLost
 from weft.parallel.mesh import Mesh, make_mesh
+from weft.parallel.wakeup import LocalWakeups
 from weft.runner.runner import Runner
 from weft.types.layout import Layout
 from weft.types.messages import HeadStats, Submit
@@ -47,8 +48,8 @@ class Replica:
     runner: Any = None
 
     @property
-    def halved(self) -> int:
-        return sum(plan.halves > 1 for plan in self.plans)
+    def overlapped(self) -> int:
+        return sum(plan.micro_batches > 1 for plan in self.plans)
 
 
 class Leads(Runner):
@@ -102,7 +103,7 @@ class _Run:
         self.layout, self.make, self.leading, self.arrivals = layout, make, leading, arrivals
         self.overlap, self.timeout = overlap, timeout
         self.each_turn = each_turn
-        self.store, self.bells = dist.HashStore(), LocalBell(layout.data)
+        self.store, self.wakeups = dist.HashStore(), LocalWakeups(layout.data)
         self.total = sum(len(group) for turns in arrivals for group in turns)
         self.ended = 0
         self.lock = threading.Lock()
@@ -126,7 +127,7 @@ class _Run:
             if self.layout.place(number):
                 return self._follow(runner, number)
             if self.layout.expert and self.layout.data > 1:
-                group = AgreementGroup(replica, self.layout.data, self.bells.of(replica))
+                group = AgreementGroup(replica, self.layout.data, self.wakeups.of(replica))
                 group.connect(self.store, 0, self.timeout)
                 domain = Domain(group)
             self._lead(engine, runner, replica, domain)

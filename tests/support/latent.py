@@ -1,4 +1,4 @@
-"""Queries and lines of latent attention in a paged cache, and what attention makes of them, written out."""
+"""Queries and entries of latent attention in a paged cache, and what attention makes of them, written out."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ class Scene:
         ids = rng.sample(range(1, sum(sizes) + 1), sum(sizes))
         self.cache = torch.full((sum(sizes) + 1, s.block, width), NAN, dtype=self.dtype)
         self.table = torch.zeros(len(self.rows), max(sizes, default=0), dtype=torch.int64)
-        self.lines: list[Tensor] = []
+        self.entries: list[Tensor] = []
         for row, (start, count) in enumerate(self.rows):
             self.table[row, : sizes[row]] = torch.tensor([ids.pop() for _ in range(sizes[row])])
-            lines = torch.randn(start + count, width, generator=made, dtype=torch.float64).to(self.dtype)
+            entries = torch.randn(start + count, width, generator=made, dtype=torch.float64).to(self.dtype)
             for p in range(max(0, start - self.window + 1) if self.window else 0, start + count):
-                self.cache[self.table[row, p // s.block], p % s.block] = lines[p]
-            self.lines.append(lines)
+                self.cache[self.table[row, p // s.block], p % s.block] = entries[p]
+            self.entries.append(entries)
 
         def draw(*shape: int, scale: float = 1.0) -> Tensor:
             return (torch.randn(shape, generator=made, dtype=torch.float64) * scale).to(self.dtype)
@@ -128,7 +128,7 @@ class Scene:
     def expected(self) -> Tensor:
         """In float64, row by row, with keys and values of every head."""
         s, made, begin = self.shape, [], 0
-        for (start, count), lines in zip(self.rows, self.lines, strict=True):
+        for (start, count), entries in zip(self.rows, self.entries, strict=True):
             part = slice(begin, begin + count)
             turned = rotate_pairs(
                 self.q[part, :, s.nope :].double(),
@@ -137,7 +137,7 @@ class Scene:
                 self.interleaved,
             )
             q = torch.cat((self.q[part, :, : s.nope].double(), turned), dim=-1).transpose(0, 1)
-            latent, shared = lines.double().split((s.lora, s.rope), dim=-1)
+            latent, shared = entries.double().split((s.lora, s.rope), dim=-1)
             k = torch.einsum("sl,hdl->hsd", latent, self.keys.double())
             k = torch.cat((k, shared.expand(s.heads, -1, -1)), dim=-1)
             v = torch.einsum("sl,hvl->hsv", latent, self.values.double())

@@ -41,7 +41,7 @@ def with_role(parent: int, role: str) -> list[int]:
     return [pid for pid, its in children(parent).items() if its.split()[0] == role]
 
 
-def lives(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     """Whether the process has not ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

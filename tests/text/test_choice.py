@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.common.errors import ErrorInfo
-from weft.text.choice import Choice, Delta
+from weft.text.choice import Choice, TextDelta
 from weft.text.tokenizer import Tokenizer
 from weft.types.messages import LogprobColumns, TokenEvent
 from weft.types.sampling import SamplingParams
@@ -31,7 +31,7 @@ def columns(ids: list[int], top: int = 1) -> LogprobColumns:
 
 def feed(
     choice: Choice, ids: list[int], sizes: list[int], finish: str | None = "length", **end: Any
-) -> list[Delta]:
+) -> list[TextDelta]:
     """Sends ``ids`` in events of the given sizes (then one by one), the last one with ``finish``."""
     deltas, at = [], 0
     sizes = [*sizes]

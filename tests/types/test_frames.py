@@ -101,7 +101,7 @@ def test_a_step_comes_back_as_it_was(plan: StepPlan, digest: int) -> None:
 
 ERROR = EngineDead("no").info()
 TO_RANK: list[f.ToRank] = [
-    f.RankWelcome(beats="ipc://x", life="1f"),
+    f.RankWelcome(heartbeats="ipc://x", incarnation="1f"),
     f.Refused(error=ERROR),
     f.Pools(blocks=(5, 7)),
     f.Form(epoch=1, store="file:///x"),
@@ -109,7 +109,7 @@ TO_RANK: list[f.ToRank] = [
     f.LateMasks(step=1, epoch=2, masks=TokenMasks(entries=column([0, 2]), words=column([-1, 5]))),
     f.Abort(epoch=1),
     f.Shutdown(),
-    f.Beat(rank=0, epoch=1, step=2, life="1f", aborted=0),
+    f.RankHeartbeat(rank=0, epoch=1, step=2, incarnation="1f", aborted=0),
 ]
 TO_HEAD: list[f.ToHead] = [
     f.RankHello(version=f.VERSION, release="1", rank=1, pid=2, epoch=-1, settings={"a": "1"}),
@@ -118,7 +118,7 @@ TO_HEAD: list[f.ToHead] = [
     f.Formed(rank=1, epoch=0),
     f.Outcome(rank=1, epoch=0, step=4, checksum=5),
     f.Failed(rank=1, epoch=0, step=4, error=ERROR, comm=True),
-    f.Beat(rank=1, epoch=1, step=2, life="1f"),
+    f.RankHeartbeat(rank=1, epoch=1, step=2, incarnation="1f"),
 ]
 BOTH: list[tuple[Any, Callable[[bytes], Any]]] = [
     *((frame, f.decode_to_rank) for frame in TO_RANK),

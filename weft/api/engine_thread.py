@@ -22,6 +22,9 @@ log = get_logger(__name__)
 Sink: TypeAlias = Callable[[TokenEvent], None]
 _Command: TypeAlias = Callable[[], None]
 
+AWAITING_POLL_S = 0.02
+"""Seconds of one wait for a command while sequences await something: it is noticed so late that it came."""
+
 
 class EngineThread:
     """Runs an EngineCore. Its methods may be called from any thread and do not wait for the engine."""
@@ -87,6 +90,8 @@ class EngineThread:
         try:
             while self._obey():
                 self._rounds += 1
+                for event in self._core.hear():
+                    self._deliver(event)
                 if self._core.has_work():
                     for event in self._core.step():
                         self._deliver(event)
@@ -101,9 +106,10 @@ class EngineThread:
     def _obey(self) -> bool:
         """Carries out what is queued, waiting for a command if there is nothing to compute. False: stop."""
         wait = not self._core.has_work()
+        patience = AWAITING_POLL_S if self._core.awaiting else None
         while True:
             try:
-                command = self._commands.get(block=wait)
+                command = self._commands.get(block=wait, timeout=patience)
             except queue.Empty:
                 return True
             if command is None:

@@ -143,7 +143,8 @@ class LLM:
     def shutdown(self) -> None:
         """Frees the engine. Idempotent; a call that runs ends first."""
         with self._lock:
-            core, self._core = self._core, None
+            core = self._core
+            self._core = None
             if core is not None:
                 core.close()
 
@@ -212,6 +213,10 @@ class LLM:
             log.exception("the engine failed")
 
 
+AWAITING_POLL_S = 0.1
+"""Seconds of one wait for what all sequences await: it is noticed so late that something is overdue."""
+
+
 class _Run:
     """One call's requests in the engine."""
 
@@ -232,10 +237,13 @@ class _Run:
     def drive(self) -> None:
         while self._waiting or self._live:
             self._submit()
-            for event in self._core.step():
+            for event in (*self._core.hear(), *self._core.step()):
                 self._take(event)
-            if self._live and not self._core.has_work():
+            if not self._live or self._core.has_work():
+                continue
+            if not self._core.awaiting:
                 raise EngineDead("the engine lost a sequence")
+            self._core.sleep(AWAITING_POLL_S)  # what is awaited has a deadline
 
     def clear(self) -> None:
         """Takes what is left of the call out of the engine, and lets steps in flight end."""

@@ -27,7 +27,7 @@ full, window    (``[1 + blocks, 2, kv_heads, block, head_dim]``,)
                 in 8 bits: values E4M3 of that shape, scales float32 ``[1 + blocks, 2, kv_heads, block]``
 latent          (``[1 + blocks, block, width]``,)
                 in 8 bits: values E4M3 ``[.., width - exact]``, scales float32 ``[1 + blocks, block]``, and
-                what is left of the lines, ``[.., exact]``
+                what is left of the entries, ``[.., exact]``
 compressed      (``[1 + blocks, block // ratio, width]``,), the block counted in source positions
 state           for each part one, ``[slots + 1, copies, *shape]``; see ``SegmentInput.live``
 """
@@ -73,8 +73,8 @@ class StepInput:
     positions: Tensor
     """int64 [T]: absolute, derived on the device."""
     writes: tuple[Tensor, ...]
-    """For each cache kind, int64 [T]: where each token's line goes, ``block id * block + offset`` positions;
-    a compressed line goes to this ``// ratio`` of its group's last token. Empty for ``state``."""
+    """For each cache kind, int64 [T]: where each token's entry goes, ``block id * block + offset`` positions;
+    a compressed entry goes to this ``// ratio`` of its group's last token. Empty for ``state``."""
     segments: tuple[SegmentInput, SegmentInput]
     """(prefill, decode)."""
     prepared: tuple[tuple[object, ...], ...]
@@ -113,7 +113,7 @@ class Backend(ABC):
 
 
 def refuse_fp8(name: str, cache: CacheSpec) -> None:
-    """For backends that read plain lines alone. Raises ConfigError for others."""
+    """For backends that read plain entries alone. Raises ConfigError for others."""
     if cache.fp8:
         raise ConfigError(
             f"attention backend {name!r} cannot read a cache in 8 bits: use --kv-cache-dtype auto, or "
@@ -176,8 +176,8 @@ class AttentionBackend(Backend):
         """Attends causally (and within ``spec.window``) to keys and values that are all in the cache.
 
         Entries of the block table that lie wholly outside the window, and positions beyond a row's end, may
-        have other tenants: never let their values (NaN included) reach an output. Block 0 is the null block.
-        Must accept a segment with no rows. ``prepared`` is ``prepare``'s answer for this segment and kind;
-        without it the backend prepares by itself. ``sinks``: a score of each head that takes its part of
-        the softmax and adds nothing to the sum; who sees no key gets 0.
+        belong to other sequences: never let their values (NaN included) reach an output. Block 0 is the null
+        block. Must accept a segment with no rows. ``prepared`` is ``prepare``'s answer for this segment and
+        kind; without it the backend prepares by itself. ``sinks``: a score of each head that takes its part
+        of the softmax and adds nothing to the sum; who sees no key gets 0.
         """

@@ -1,12 +1,13 @@
-"""Lines of groups of positions, each made of what its tokens left in the cache by the one that completes it.
+"""Entries of groups of positions, each made of what its tokens left in the cache by the one that completes
+it.
 
     positions   0 ....... g r ........ (g + 1) r - 1 .......
-    sources     one line a position: [kv | gate], in a cache that slides
+    sources     one entry a position: [kv | gate], in a cache that slides
     group g     sum over its positions (and, where groups overlap, those of group g - 1) of
                 softmax(gate) * kv, for each channel by itself; normalized, rotated as position g r
 
-All lines have places by position, sources as well, so it makes no difference how a prompt was cut, where a
-sequence resumed, or what a rejected draft left: whoever computes position (g + 1) r - 1 writes group g,
+All entries have places by position, sources as well, so it makes no difference how a prompt was cut, where a
+sequence resumed, or what a rejected draft left: the row that computes position (g + 1) r - 1 writes group g,
 before any token reads it. Source: DeepSeek-V4 (2026), section 2.3.
 """
 
@@ -27,7 +28,7 @@ from weft.ops.upload import upload
 Tensor = torch.Tensor
 
 GATHER = 1 << 24
-"""Elements of source lines gathered at once at most."""
+"""Elements of source entries gathered at once at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,11 +36,11 @@ class Completed:
     """C groups that a step completes; on a GPU also some that it does not, which go to the null block."""
 
     sources: Tensor
-    """int64 [C, overlap * ratio]: lines of the sources' cache as [blocks * block, width], oldest first."""
+    """int64 [C, overlap * ratio]: entries of the sources' cache as [blocks * block, width], oldest first."""
     begun: Tensor
     """bool [C, overlap * ratio]: false before the start of the sequence."""
     writes: Tensor
-    """int64 [C]: lines of the groups' cache as [blocks * per block, width]."""
+    """int64 [C]: entries of the groups' cache as [blocks * per block, width]."""
     angles: tuple[Tensor, Tensor]
     """cos and sin of the groups' positions, wide [C, dim / 2]."""
 
@@ -65,7 +66,8 @@ def _of_segment(
     """(sources, begun, writes, positions) of the groups that a segment may complete."""
     if not segment.tokens:
         return None
-    counts, device = segment.host_counts.astype(np.int64), segment.starts.device
+    counts = segment.host_counts.astype(np.int64)
+    device = segment.starts.device
     most = -(-counts // ratio)  # so many at most, whatever the true starts
     rows = np.repeat(np.arange(segment.rows), most)
     within = np.arange(len(rows)) - np.repeat(np.cumsum(most) - most, most)
@@ -92,9 +94,9 @@ def _asking_is_free(device: torch.device) -> bool:
 
 
 class Compressor(Packs):
-    """Makes groups' lines. A line is the concatenation of one vector for each of ``dims``.
+    """Makes groups' entries. An entry is the concatenation of one vector for each of ``dims``.
 
-    A source line is, for each of ``overlap`` groups that it has a part in, the latest last, ``[kv | gate]``
+    A source entry is, for each of ``overlap`` groups that it has a part in, the latest last, ``[kv | gate]``
     of all dims together.
     """
 
@@ -103,7 +105,9 @@ class Compressor(Packs):
         self.biases = torch.nn.ParameterList(build.weight(ratio, overlap * dim, wide=True) for dim in dims)
         """Of gates, by position in the group; as published, part by part along the last dim."""
         self.norms = torch.nn.ParameterList(build.weight(dim, wide=True) for dim in dims)
-        self._dims, self._overlap, self._eps = dims, overlap, eps
+        self._dims = dims
+        self._overlap = overlap
+        self._eps = eps
         self._norm = build.op("rms_norm", wide=True).run
         self._bias: Tensor = torch.empty(0)
 
@@ -115,11 +119,12 @@ class Compressor(Packs):
         self._bias = torch.cat(parts)  # [overlap * ratio, sum of dims]
 
     def forward(self, sources: Tensor, groups: Tensor, completed: Completed) -> None:
-        """Writes the lines of ``completed``.
+        """Writes the entries of ``completed``.
 
         sources: [blocks, block, overlap * 2 n]; groups: [blocks, per block, n], n the sum of dims.
         """
-        flat, lines = sources.view(-1, sources.shape[2]), groups.view(-1, groups.shape[2])
+        flat = sources.view(-1, sources.shape[2])
+        entries = groups.view(-1, groups.shape[2])
         cos, sin = completed.angles
         most = max(1, GATHER // (completed.sources.shape[1] * flat.shape[1]))
         for first in range(0, len(completed.writes), most):
@@ -129,5 +134,5 @@ class Compressor(Packs):
             for vector, norm in zip(pooled.split(self._dims, dim=1), self.norms, strict=True):
                 normed = self._norm(vector.contiguous(), norm, self._eps).unsqueeze(1)
                 made.append(rotate_pairs_(normed, cos[part], sin[part]).squeeze(1))
-            line = torch.cat(made, dim=1) if len(made) > 1 else made[0]
-            lines.index_copy_(0, completed.writes[part], line.to(lines.dtype))
+            entry = torch.cat(made, dim=1) if len(made) > 1 else made[0]
+            entries.index_copy_(0, completed.writes[part], entry.to(entries.dtype))

@@ -13,8 +13,8 @@ from weft.attention.delta_backend import DeltaBackend, DeltaWeights
 from weft.attention.gqa import AttentionInput
 from weft.config.spec import ModelSpec
 from weft.layers.build import Build, Packs
-from weft.layers.held import joined
 from weft.layers.linear import Linear, RowLinear
+from weft.layers.shard import joined
 
 Tensor = torch.Tensor
 
@@ -37,16 +37,19 @@ class DeltaNet(Packs):
         assert delta is not None
         assert layer in delta.layers
         heads = build.part(delta.v_heads)
-        key, value = build.part(delta.k_heads).times(delta.k_dim), heads.times(delta.v_dim)
+        key = build.part(delta.k_heads).times(delta.k_dim)
+        value = heads.times(delta.v_dim)
         self._kind = spec.cache_of(layer)
         self._value = value.count
         self._eps = spec.norm_eps
         self.qkvz = Linear(spec.hidden, joined(key, key, value, value), build)
         self.gates = Linear(spec.hidden, joined(heads, heads), build)
         channels = joined(key, key, value)
-        self.conv: nn.Parameter | None = build.weight(channels.count, 1, delta.conv, held=channels, wide=True)
-        self.log_rate = build.weight(heads.count, held=heads, wide=True)
-        self.step_bias = build.weight(heads.count, held=heads, wide=True)
+        self.conv: nn.Parameter | None = build.weight(
+            channels.count, 1, delta.conv, shard=channels, wide=True
+        )
+        self.log_rate = build.weight(heads.count, shard=heads, wide=True)
+        self.step_bias = build.weight(heads.count, shard=heads, wide=True)
         self.norm = build.weight(delta.v_dim, wide=True)
         self.out = RowLinear(value, spec.hidden, build)
         self._weights: DeltaWeights | None = None
@@ -63,13 +66,15 @@ class DeltaNet(Packs):
         self.conv = None
 
     def forward(
-        self, x: Tensor, shared: AttentionInput, caches: LayerCache, keep: Tensor | None = None
+        self, x: Tensor, shared: AttentionInput, caches: LayerCache, logits_indices: Tensor | None = None
     ) -> Tensor:
-        """x: [T, hidden]; caches: this layer's state, moved on; keep: rows that are wanted, or all."""
+        """x: [T, hidden]; caches: this layer's state, moved on; logits_indices: rows wanted (None: all)."""
         backend = shared.backends["delta"]
         assert isinstance(backend, DeltaBackend)
         assert self._weights is not None, "not packed"
-        step, qkvz, gates = shared.step, self.qkvz(x), self.gates(x)
+        step = shared.step
+        qkvz = self.qkvz(x)
+        gates = self.gates(x)
         out = qkvz.new_empty(x.shape[0], self._value)
         # Only decode rows can be cut back to one of their tokens, so only they keep each token's state.
         for segment, prepared, each in zip(step.segments, step.prepared, (False, True), strict=True):
@@ -86,5 +91,5 @@ class DeltaNet(Packs):
                 each=each,
                 prepared=prepared[self._kind],
             )
-        made: Tensor = self.out(out if keep is None else out[keep])
-        return made
+        result: Tensor = self.out(out if logits_indices is None else out[logits_indices])
+        return result

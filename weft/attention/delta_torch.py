@@ -158,7 +158,8 @@ class TorchDelta(DeltaBackend):
         beta = _sigmoid(b)
         if real is not None:  # what fills a row up leaves its state as it is
             filler = torch.arange(n, device=real.device) >= real.view(-1, 1, 1)
-            log_decay, beta = log_decay.masked_fill(filler, 0.0), beta.masked_fill(filler, 0.0)
+            log_decay = log_decay.masked_fill(filler, 0.0)
+            beta = beta.masked_fill(filler, 0.0)
         tokens = _Tokens(
             (q * k_dim**-0.5).repeat_interleave(group, dim=1),
             k.repeat_interleave(group, dim=1),
@@ -181,7 +182,8 @@ class TorchDelta(DeltaBackend):
         return self._one_by_one(tokens, state) if n <= FEW else _chunked(tokens, state)
 
     def _one_by_one(self, tokens: _Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
-        decays, made = tokens.log_decay.exp(), []
+        decays = tokens.log_decay.exp()
+        made = []
         for t in range(tokens.q.shape[2]):
             state = state * decays[:, :, t, None, None]
             change = (tokens.v[:, :, t] - self._read(tokens.k[:, :, t], state)) * tokens.beta[:, :, t, None]
@@ -222,7 +224,8 @@ class InvariantDelta(TorchDelta):
 
 def _groups(segment: SegmentInput) -> Iterator[_Group]:
     """Rows of equal counts where they are few tokens, else of counts within a factor of two."""
-    counts, device = segment.host_counts.astype(np.int64), segment.starts.device
+    counts = segment.host_counts.astype(np.int64)
+    device = segment.starts.device
     if not segment.rows:
         return
     if (counts == counts[0]).all():
@@ -235,7 +238,8 @@ def _groups(segment: SegmentInput) -> Iterator[_Group]:
             alike.setdefault(count if count <= FEW else FEW * count.bit_length(), []).append(row)
     for members in alike.values():
         rows = np.array(members, np.int64)
-        each, most = counts[rows], int(counts[rows].max())
+        each = counts[rows]
+        most = int(counts[rows].max())
         within = np.arange(most)
         places = firsts[rows, None] + np.where(within < each[:, None], within, 0)
         yield _Group(
@@ -303,7 +307,8 @@ def _convolve(inputs: Tensor, past: Tensor, taps: Tensor, real: Tensor | None) -
 
     inputs: [B, n, channels]; past: [B, conv - 1, channels], those before; real: int64 [B] or None for n.
     """
-    n, back = inputs.shape[1], past.shape[1]
+    n = inputs.shape[1]
+    back = past.shape[1]
     window = torch.cat((past, inputs), dim=1)
     made = window[:, :n] * taps[0]
     for j in range(1, back + 1):

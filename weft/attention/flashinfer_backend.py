@@ -180,7 +180,7 @@ class FlashInferAttention(AttentionBackend):
         return entry.wrapper
 
     def _take(self, user: _Prepared, device: torch.device) -> _Wrapper:
-        """A wrapper that is nobody's, with its last plan staged; a new one where there is none."""
+        """A wrapper that is not in use, with its last plan staged; a new one where there is none."""
         for entry in self._wrappers:
             if entry.user() is None and entry.staged.query():
                 entry.user = weakref.ref(user)

@@ -12,9 +12,9 @@ import torch
 from weft.attention.base import AttentionBackend, Backends, LayerCache, StepInput
 from weft.config.spec import CacheSpec, ModelSpec
 from weft.layers.build import Build, Layer
-from weft.layers.held import joined
 from weft.layers.linear import Linear, RowLinear
 from weft.layers.norm import RMSNorm
+from weft.layers.shard import joined
 
 Tensor = torch.Tensor
 
@@ -38,11 +38,15 @@ class Attention(Layer):
 
     def __init__(self, spec: ModelSpec, layer: int, build: Build) -> None:
         super().__init__()
-        heads, kv_heads = build.part(spec.heads), build.kv_part(spec.kv_heads)
-        self._heads, self._kv_heads, self._dim = heads.count, kv_heads.count, spec.head_dim
+        heads = build.part(spec.heads)
+        kv_heads = build.kv_part(spec.kv_heads)
+        self._heads = heads.count
+        self._kv_heads = kv_heads.count
+        self._dim = spec.head_dim
         self._kind = spec.cache_of(layer)
         self._cache_spec: CacheSpec = build.local(spec).caches[self._kind]
-        q, kv = heads.times(spec.head_dim), kv_heads.times(spec.head_dim)
+        q = heads.times(spec.head_dim)
+        kv = kv_heads.times(spec.head_dim)
         self._gate = q.count if spec.output_gate else 0
         inputs = joined(q, q, kv, kv) if spec.output_gate else joined(q, kv, kv)
         self.qkv = Linear(spec.hidden, inputs, build, bias=spec.qkv_bias)
@@ -51,17 +55,18 @@ class Attention(Layer):
         if spec.qk_norm:
             self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps, build, wide=spec.centred_norms)
             self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps, build, wide=spec.centred_norms)
-        self.sinks = build.weight(heads.count, held=heads) if spec.sinks else None
+        self.sinks = build.weight(heads.count, shard=heads) if spec.sinks else None
         self._eps = spec.norm_eps
         fp8 = self._cache_spec.fp8
         self._rotate_and_cache = build.op("qkv_rope_cache_fp8" if fp8 else "qkv_rope_cache").run
         self._weigh = build.op("sigmoid_gate").run if spec.output_gate else None
 
     def forward(
-        self, x: Tensor, shared: AttentionInput, caches: LayerCache, keep: Tensor | None = None
+        self, x: Tensor, shared: AttentionInput, caches: LayerCache, logits_indices: Tensor | None = None
     ) -> Tensor:
-        """x: [T, hidden]; caches: this layer's, written and read; keep: rows that are wanted, or all."""
-        step, tensors = shared.step, caches[self._kind]
+        """x: [T, hidden]; caches: this layer's, written and read; logits_indices: rows wanted (None: all)."""
+        step = shared.step
+        tensors = caches[self._kind]
         backend = shared.backends["gqa"]
         assert isinstance(backend, AttentionBackend)
         made = self.qkv(x)
@@ -76,7 +81,7 @@ class Attention(Layer):
             *tensors,
             step.writes[self._kind],
         )
-        if keep is not None and not len(keep):  # its lines were all that was wanted
+        if logits_indices is not None and not len(logits_indices):  # its entries were all that was wanted
             return self.out(x.new_empty(0, self._heads * self._dim))
         out = torch.empty_like(q)
         for segment, prepared in zip(step.segments, step.prepared, strict=True):
@@ -97,8 +102,9 @@ class Attention(Layer):
                 tensors[1] if self._cache_spec.fp8 else None,
             )
         out = out.view(x.shape[0], self._heads * self._dim)
-        if keep is not None:
-            out, made = out[keep], made[keep]
+        if logits_indices is not None:
+            out = out[logits_indices]
+            made = made[logits_indices]
         if self._weigh is not None:
             out = self._weigh(out, made[:, : self._gate])
         return self.out(out)

@@ -1,6 +1,6 @@
 """Latent attention to positions that an indexer chooses, always in the absorbed form.
 
-To sparse attention a line is a group of one position: all heads share ``[latent | rotated key]`` as key, of
+To sparse attention an entry is a group of one position: all heads share ``[latent | rotated key]`` as key, of
 which the latent is the value; the indexer's key follows it. Source: DeepSeek-V3.2 (2025), section 2.
 """
 
@@ -46,7 +46,8 @@ class Indexer(Layer):
         self.down = Linear(hidden, spec.dim + spec.heads, build)
         self.key_norm = build.weight(spec.dim)
         self.key_bias = build.weight(spec.dim)
-        self._spec, self._wide = spec, build.wide
+        self._spec = spec
+        self._wide = build.wide
 
     def forward(self, x: Tensor, low: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """x: [T, hidden], low: [T, q_lora].
@@ -84,33 +85,33 @@ class IndexedAttention(LatentAttention):
         x: Tensor,
         shared: IndexedInput,  # type: ignore[override]
         caches: LayerCache,
-        keep: Tensor | None = None,
+        logits_indices: Tensor | None = None,
     ) -> Tensor:
-        """x: [T, hidden]; caches: this layer's, written and read; keep: rows that are wanted, or all."""
+        """x: [T, hidden]; caches: this layer's, written and read; logits_indices: rows wanted (None: all)."""
         step, (cache,), mla = shared.step, caches[self._kind], self._mla
         assert self.q_norm is not None
         assert self.q_up is not None
         assert mla.q_lora is not None
         low, latent, key = self.down(x).split((mla.q_lora, mla.kv_lora, mla.rope), dim=1)
         low = self.q_norm(low.contiguous())
-        line = [self.kv_norm(latent.contiguous()), rotate_pairs(key, *shared.angles, mla.interleaved)]
+        entry = [self.kv_norm(latent.contiguous()), rotate_pairs(key, *shared.angles, mla.interleaved)]
         index: tuple[Tensor, Tensor] | None = None
         if self.indexer is not None:
             index_q, weights, index_key = self.indexer(x, low, shared.angles)
-            line.append(index_key)
+            entry.append(index_key)
             index = index_q, weights
         cache.view(-1, cache.shape[2]).index_copy_(
-            0, step.writes[self._kind], torch.cat(line, dim=1).to(cache.dtype)
+            0, step.writes[self._kind], torch.cat(entry, dim=1).to(cache.dtype)
         )
-        if keep is not None and not len(keep):  # its lines were all that was wanted
+        if logits_indices is not None and not len(logits_indices):  # its entries were all that was wanted
             return self.out(x.new_empty(0, self._heads * mla.v))
         nope, turned = self.q_up(low).unflatten(1, (self._heads, -1)).split((mla.nope, mla.rope), dim=-1)
         turned = rotate_pairs(turned, *shared.angles, mla.interleaved)
         up = self.kv_up.matrices
         q = torch.cat((torch.einsum("thd,hdl->thl", nope, up.keys), turned), dim=-1)
         latents = self._attend(q, index, shared, caches)
-        if keep is not None:
-            latents = latents[keep]
+        if logits_indices is not None:
+            latents = latents[logits_indices]
         return self.out(torch.einsum("thl,hvl->thv", latents, up.values).flatten(1))
 
     def _attend(
@@ -144,12 +145,13 @@ class IndexedAttention(LatentAttention):
 
 
 def reads_of(spec: ModelSpec, kind: int) -> Reads:
-    """What the layers of a cache kind read: lines of single positions, as groups."""
-    mla, index = spec.mla, spec.index
+    """What the layers of a cache kind read: entries of single positions, as groups."""
+    mla = spec.mla
+    index = spec.index
     assert mla is not None
     assert index is not None
     return Reads(
-        lines=None,
+        entries=None,
         groups=kind,
         ratio=1,
         top=index.top,

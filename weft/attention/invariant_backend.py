@@ -12,7 +12,7 @@ A query's bits are a function of the query, of its own keys and values, and of t
 
 The largest score is exact whatever the order, so nothing is rescaled. Pieces of similar widths are computed
 together. Keys and values that no query of a piece may see are set to zero first: they can be another
-tenant's NaN. Computes in float32 (float64 of float64) and rounds once.
+sequence's NaN. Computes in float32 (float64 of float64) and rounds once.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LIMIT = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TilePiece:
     """``count`` queries of ``row``, from its query ``offset`` on; ``first`` is their place in the segment."""
 
     row: int
@@ -56,7 +56,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class TileGroup:
     """P pieces of at most n queries, computed together over W tiles each."""
 
     queries: Tensor
@@ -65,8 +65,8 @@ class Group:
     """int64: which of the P * n are queries."""
     places: Tensor
     """int64: where those are in the segment."""
-    lines: Tensor
-    """int64 [planes * P * W * TILE / g]: rows of the cache as lines of g positions."""
+    entries: Tensor
+    """int64 [planes * P * W * TILE / g]: rows of the cache as entries of g positions."""
     seen: Tensor
     """[P, 1, W * TILE, 1], integers of the cache dtype's width: all bits set where a query may look."""
     hidden: Tensor
@@ -77,7 +77,7 @@ class Group:
 class _Prepared:
     """The cut of a segment: made for the first layer (which knows its heads), kept for the others."""
 
-    groups: tuple[Group, ...] = ()
+    groups: tuple[TileGroup, ...] = ()
     shared: int = 0
     """Heads that share a KV head; 0 until made."""
     shapes: tuple[ProductShapes, ProductShapes] = (ProductShapes((), ()), ProductShapes((), ()))
@@ -132,10 +132,10 @@ class InvariantAttention(AttentionBackend):
             prepared.groups = tuple(cut(segment, kind, spec, memory, shared, prepared.shapes[0].rows))
             prepared.shared = shared
         g = gcd(cache.shape[3], TILE)
-        lines = cache.view(-1, g * spec.head_dim)
+        entries = cache.view(-1, g * spec.head_dim)
         own = None if scales is None else scales.view(-1, g)
         for group in prepared.groups:
-            _attend(q, out, lines, own, group, spec, scale, prepared.shapes, sinks)
+            _attend(q, out, entries, own, group, spec, scale, prepared.shapes, sinks)
 
 
 def pair_shapes(keys: int, values: int, dtype: torch.dtype) -> tuple[ProductShapes, ProductShapes]:
@@ -156,7 +156,7 @@ class Memory:
     """How one layer's cache lies: [blocks, planes, block, dim]."""
 
     planes: int
-    """Keys and values of each KV head, or 1: lines that are both."""
+    """Keys and values of each KV head, or 1: entries that are both."""
     dim: int
     block: int
     dtype: torch.dtype
@@ -169,14 +169,14 @@ def cut(
     memory: Memory,
     shared: int,
     rows: tuple[int, ...],
-) -> Iterator[Group]:
+) -> Iterator[TileGroup]:
     """The segment's queries in groups of pieces of equal shapes. Widths come from upper bounds.
 
     shared: heads that share keys; rows: what a matrix of queries may have.
     """
     kv_heads = max(1, memory.planes // 2)
     most = max(1, rows[0] // shared)
-    alike: dict[tuple[int, int], list[Piece]] = {}
+    alike: dict[tuple[int, int], list[TilePiece]] = {}
     begin = 0
     for row, (start, count) in enumerate(
         zip(segment.host_starts.tolist(), segment.host_counts.tolist(), strict=True)
@@ -188,7 +188,7 @@ def cut(
             if spec.window:
                 # n + window - 1 positions that begin anywhere in a tile
                 tiles = min(tiles, (n + spec.window - 2) // TILE + 2)
-            piece = Piece(row, offset, n, begin + offset, tiles)
+            piece = TilePiece(row, offset, n, begin + offset, tiles)
             alike.setdefault((max(1, fitting // shared), tiles.bit_length()), []).append(piece)
         begin += count
     for (n, _), pieces in alike.items():
@@ -204,10 +204,13 @@ def _column(values: list[int], device: torch.device) -> Tensor:
 
 
 def make_group(
-    pieces: list[Piece], n: int, segment: SegmentInput, kind: int, spec: CacheSpec, memory: Memory
-) -> Group:
-    table, starts, block = segment.tables[kind], segment.starts, memory.block
-    device, width = starts.device, max(piece.tiles for piece in pieces)
+    pieces: list[TilePiece], n: int, segment: SegmentInput, kind: int, spec: CacheSpec, memory: Memory
+) -> TileGroup:
+    table = segment.tables[kind]
+    starts = segment.starts
+    block = memory.block
+    device = starts.device
+    width = max(piece.tiles for piece in pieces)
     rows = _column([piece.row for piece in pieces], device)
     counts = _column([piece.count for piece in pieces], device).unsqueeze(1)
     first = starts[rows] + _column([piece.offset for piece in pieces], device)  # [P]: its position
@@ -220,20 +223,20 @@ def make_group(
     if spec.window:
         hidden |= keys.unsqueeze(1) <= position.unsqueeze(2) - spec.window
     seen = (keys >= lowest.unsqueeze(1)) & (keys < (first.unsqueeze(1) + counts))
-    # Lines of g positions: both blocks and tiles are whole numbers of them.
+    # Entries of g positions: both blocks and tiles are whole numbers of them.
     g = gcd(block, TILE)
     starting = keys[:, ::g]
-    entries = (starting // block).clamp(max=table.shape[1] - 1)  # past the table nothing is seen
-    at = table[rows.unsqueeze(1), entries] * memory.planes
+    table_index = (starting // block).clamp(max=table.shape[1] - 1)  # past the table nothing is seen
+    at = table[rows.unsqueeze(1), table_index] * memory.planes
     planes = torch.arange(memory.planes, device=device).view(-1, 1, max(1, memory.planes // 2), 1)
-    lines = (at[None, :, None, :] + planes) * (block // g) + (starting % block // g)[None, :, None, :]
+    entries = (at[None, :, None, :] + planes) * (block // g) + (starting % block // g)[None, :, None, :]
     begins = _column([piece.first for piece in pieces], device).unsqueeze(1)
     queries = begins + within.where(real, 0)
-    return Group(
+    return TileGroup(
         queries=queries,
         real=real.view(-1).nonzero().squeeze(1),
         places=queries[real],
-        lines=lines.reshape(-1),
+        entries=entries.reshape(-1),
         seen=-seen[:, None, :, None].to(BITS[memory.dtype]),
         hidden=hidden.view(len(pieces), n, width, TILE).transpose(1, 2).unsqueeze(2).unsqueeze(1),
     )
@@ -245,20 +248,21 @@ def make_group(
 def _attend(
     q: Tensor,
     out: Tensor,
-    lines: Tensor,
-    scales: Tensor | None,  # of the lines, each as many as it has positions
-    group: Group,
+    entries: Tensor,
+    scales: Tensor | None,  # of the entries, each as many as it has positions
+    group: TileGroup,
     spec: CacheSpec,
     scale: float,
     shapes: tuple[ProductShapes, ProductShapes],
     sinks: Tensor | None,
 ) -> None:
     (pieces, n), kv_heads, dim = group.queries.shape, spec.kv_heads, spec.head_dim
-    shared, dtype = q.shape[1] // kv_heads, wide(q.dtype)
-    kv = lines.index_select(0, group.lines).view(2, pieces, kv_heads, -1, dim)
+    shared = q.shape[1] // kv_heads
+    dtype = wide(q.dtype)
+    kv = entries.index_select(0, group.entries).view(2, pieces, kv_heads, -1, dim)
     kv.view(group.seen.dtype).bitwise_and_(group.seen)  # +0.0, whatever was there
     if scales is not None:
-        own = scales.index_select(0, group.lines).view(kv.shape[:-1])
+        own = scales.index_select(0, group.entries).view(kv.shape[:-1])
         kv = kv_fp8.dequantize(kv, own.where(group.seen.squeeze(-1) != 0, 0.0), dtype)
     k, v = kv.to(dtype).view(2, pieces, kv_heads, -1, TILE, dim)
     folded = q[group.queries].to(dtype).view(pieces, n, kv_heads, shared, dim)
@@ -312,7 +316,8 @@ def tiles(
     for tile in range(width):
         total += parts[:, :, tile]
         mass += masses[:, :, tile]
-    total, mass = total[:, :, :rows], mass[:, :, :rows]
+    total = total[:, :, :rows]
+    mass = mass[:, :, :rows]
     if sink is not None:
         mass = mass + (sink - top[:, :, 0, :rows]).exp()
     return total / mass

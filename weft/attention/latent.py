@@ -1,8 +1,9 @@
-"""Latent attention's core, as an interface: one line ``[latent | rotated key]`` a token serves all heads.
+"""Latent attention's core, as an interface: one entry ``[latent | rotated key]`` a token serves all heads.
 
-    expanded   keys and values of every head are made from the lines: [k nope | key] and v. That pays for many
+    expanded   keys and values of every head are made from the entries: [k nope | key] and v. That pays for
+    many
                queries.
-    absorbed   a query goes through the key matrix instead and attends to the lines themselves; what it gets
+    absorbed   a query goes through the key matrix instead and attends to the entries themselves; what it gets
                of their latents goes through the value matrix.
 
 Both are the same function, up to rounding. Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
@@ -37,7 +38,7 @@ class UpMatrices:
 
 
 class LatentBackend(Backend):
-    """Latent attention over the paged cache, which holds the segment's own lines.
+    """Latent attention over the paged cache, which holds the segment's own entries.
 
     A backend that lacks something, a form included, says so in ``check``. Invariant is a backend whose rows'
     bits are their own within each form.
@@ -51,7 +52,7 @@ class LatentBackend(Backend):
         q: Tensor,  # [T, heads, nope + rope] of this segment, not rotated; rows may lie apart
         angles: tuple[Tensor, Tensor],  # cos and sin of its positions, wide [T, rope / 2]
         out: Tensor,  # [T, heads, v], written
-        cache: tuple[Tensor, ...],  # lines [blocks, block, kv_lora + rope] of this layer, or as in 8 bits
+        cache: tuple[Tensor, ...],  # entries [blocks, block, kv_lora + rope] of this layer, or as in 8 bits
         segment: SegmentInput,
         kind: int,
         spec: CacheSpec,
@@ -60,8 +61,8 @@ class LatentBackend(Backend):
         form: Form,
         prepared: object = None,
     ) -> None:
-        """Attends causally (and within ``spec.window``) to lines that are all in the cache.
+        """Attends causally (and within ``spec.window``) to entries that are all in the cache.
 
         ``form``: what suits the segment; a backend with one form for everything takes that. The rest is as in
-        ``AttentionBackend.attend``: lines that no query may see can hold NaN, and a segment can be empty.
+        ``AttentionBackend.attend``: entries that no query may see can hold NaN, and a segment can be empty.
         """

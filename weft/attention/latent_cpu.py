@@ -1,7 +1,7 @@
 """Latent attention of the CPU extension (csrc/latent.cpp), in bf16 and float32, both forms.
 
 One call a segment, the products with the key and value matrices included; nothing is prepared. Within a form
-a row's bits depend on nothing but its own query and lines.
+a row's bits depend on nothing but its own query and entries.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from weft.ops.cpu.served import DTYPES
 Tensor = torch.Tensor
 
 MAX_DIM = 1024
-"""Elements of a line, and of a head's key."""
+"""Elements of an entry, and of a head's key."""
 
 
 class CpuLatent(LatentBackend):
@@ -50,7 +50,7 @@ class CpuLatent(LatentBackend):
                 )
         if max(cache.width, mla.nope + mla.rope, mla.v) > MAX_DIM:
             raise ConfigError(
-                f"attention backend 'cpu' has no lines or heads of more than {MAX_DIM} elements",
+                f"attention backend 'cpu' has no entries or heads of more than {MAX_DIM} elements",
                 param="--attention-backend",
             )
         if not cpu.load():
@@ -77,13 +77,13 @@ class CpuLatent(LatentBackend):
         assert isinstance(packed, PackedUp)
         op = torch.ops.weft_cpu
         absorbed = form == "absorbed"
-        lines, scales, keys = cache if spec.fp8 else (cache[0], None, None)
+        entries, scales, keys = cache if spec.fp8 else (cache[0], None, None)
         (op.latent_absorbed if absorbed else op.latent_expanded).default(
             q,
             *angles,
             mla.interleaved,
             out,
-            lines,
+            entries,
             segment.q_offsets,
             segment.starts,
             segment.tables[kind],

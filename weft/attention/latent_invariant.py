@@ -1,7 +1,7 @@
 """Latent attention with torch operations whose rows don't depend on each other, for any CPU dtype.
 
 For ``--deterministic``: always absorbed, whatever form a segment would take. Core attention is that of
-invariant_backend.py, over one plane of lines that are keys and values; the products with the key and value
+invariant_backend.py, over one plane of entries that are keys and values; the products with the key and value
 matrices are those of ``ops.fixed_shapes``.
 """
 
@@ -13,7 +13,7 @@ from math import gcd
 import torch
 
 from weft.attention.base import SegmentInput, refuse_fp8
-from weft.attention.invariant_backend import TILE, Group, Memory, cut, pair_shapes, tiles
+from weft.attention.invariant_backend import TILE, Memory, TileGroup, cut, pair_shapes, tiles
 from weft.attention.latent import Form, LatentBackend, UpMatrices
 from weft.attention.torch_backend import BITS
 from weft.common.errors import ConfigError
@@ -29,7 +29,7 @@ Tensor = torch.Tensor
 class _Prepared:
     """The cut of a segment: made for the first layer (which knows the heads), kept for the others."""
 
-    groups: tuple[Group, ...] | None = None
+    groups: tuple[TileGroup, ...] | None = None
 
 
 class InvariantLatent(LatentBackend):
@@ -73,16 +73,16 @@ class InvariantLatent(LatentBackend):
             return
         if not isinstance(prepared, _Prepared):
             prepared = _Prepared()
-        (lines,) = cache
+        (entries,) = cache
         shapes = pair_shapes(spec.width, mla.kv_lora, wide(q.dtype))
         if prepared.groups is None:
-            memory = Memory(1, spec.width, lines.shape[1], lines.dtype)
+            memory = Memory(1, spec.width, entries.shape[1], entries.dtype)
             prepared.groups = tuple(cut(segment, kind, spec, memory, q.shape[1], shapes[0].rows))
         nope, turned = q.split((mla.nope, mla.rope), dim=-1)
         turned = rotate_pairs(turned, *angles, mla.interleaved)
         absorbed = torch.cat((_by_heads(nope, up.keys.transpose(1, 2)), turned), dim=-1)
         latent = torch.empty_like(absorbed[..., : mla.kv_lora])
-        flat = lines.view(-1, gcd(lines.shape[1], TILE) * spec.width)
+        flat = entries.view(-1, gcd(entries.shape[1], TILE) * spec.width)
         for group in prepared.groups:
             _attend(absorbed, latent, flat, group, mla, shapes)
         out.copy_(_by_heads(latent, up.values))
@@ -96,14 +96,14 @@ def _by_heads(x: Tensor, matrices: Tensor) -> Tensor:
 def _attend(
     q: Tensor,
     out: Tensor,
-    lines: Tensor,
-    group: Group,
+    entries: Tensor,
+    group: TileGroup,
     mla: MLASpec,
     shapes: tuple[ProductShapes, ProductShapes],
 ) -> None:
     """q: [T, heads, width]; writes out [T, heads, kv_lora]."""
     (pieces, n), heads, width = group.queries.shape, q.shape[1], q.shape[2]
-    found = lines.index_select(0, group.lines).view(1, pieces, 1, -1, width)
+    found = entries.index_select(0, group.entries).view(1, pieces, 1, -1, width)
     found.view(group.seen.dtype).bitwise_and_(group.seen)  # +0.0, whatever was there
     keys = found.to(wide(q.dtype)).view(pieces, 1, -1, TILE, width)
     folded = q[group.queries].to(keys.dtype).transpose(1, 2).reshape(pieces, 1, heads * n, width)

@@ -1,6 +1,6 @@
 """Latent attention with torch operations, for CPU and CUDA and every dtype: the reference of both forms.
 
-    absorbed   pieces and groups of torch_backend.py, over one plane of lines that are keys and values
+    absorbed   pieces and groups of torch_backend.py, over one plane of entries that are keys and values
     expanded   row by row: keys and values of ``CHUNK`` positions at a time (absolute multiples), queries in
                tiles; what the chunks give is merged by log-sum-exp
 
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from weft.attention.base import SegmentInput
 from weft.attention.latent import Form, LatentBackend, UpMatrices
 from weft.attention.merge import merge
-from weft.attention.torch_backend import BITS, GATHER, Group, batches, cut, make_group
+from weft.attention.torch_backend import BITS, GATHER, PieceGroup, batches, cut, make_group
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec, MLASpec, ModelSpec
 from weft.ops import kv_fp8
@@ -36,7 +36,7 @@ SCORES = 1 << 22
 class _Prepared:
     """The groups of the absorbed form: made for the first layer that asks, kept for the others."""
 
-    groups: tuple[Group, ...] | None = None
+    groups: tuple[PieceGroup, ...] | None = None
 
 
 class TorchLatent(LatentBackend):
@@ -90,18 +90,22 @@ class TorchLatent(LatentBackend):
 # --- absorbed ---
 
 
-def _groups(segment: SegmentInput, kind: int, spec: CacheSpec, lines: Tensor) -> tuple[Group, ...]:
-    block_size, limit = lines.shape[1], max(1, GATHER // (lines.shape[1] * spec.width))
+def _groups(segment: SegmentInput, kind: int, spec: CacheSpec, entries: Tensor) -> tuple[PieceGroup, ...]:
+    block_size = entries.shape[1]
+    limit = max(1, GATHER // (entries.shape[1] * spec.width))
     pieces = cut(segment, spec.window, block_size)
     return tuple(
-        make_group(some, segment, kind, spec, block_size, lines.dtype, planes=1)
+        make_group(some, segment, kind, spec, block_size, entries.dtype, planes=1)
         for some in batches(pieces, limit)
     )
 
 
-def _absorbed(q: Tensor, cache: tuple[Tensor, ...], group: Group, mla: MLASpec) -> Tensor:
+def _absorbed(q: Tensor, cache: tuple[Tensor, ...], group: PieceGroup, mla: MLASpec) -> Tensor:
     """q: [B * n, heads, width]; returns [B * n, heads, kv_lora]."""
-    b, n, heads, width = group.pieces, group.queries, q.shape[1], q.shape[2]
+    b = group.pieces
+    n = group.queries
+    heads = q.shape[1]
+    width = q.shape[2]
     keys = _read(cache, cache[0].shape[1], group.gather, group.seen.view(-1, 1)).view(b, 1, -1, width)
     keys = keys.to(q.dtype)
     mask = group.visible.unsqueeze(3).expand(b, 1, n, heads, -1).reshape(b, 1, n * heads, -1)
@@ -125,7 +129,8 @@ def _expanded(
     up: UpMatrices,
 ) -> None:
     exact = wide(q.dtype)
-    keys, values = up.keys.to(exact), up.values.to(exact)
+    keys = up.keys.to(exact)
+    values = up.values.to(exact)
     begin = 0
     for row, (start, count) in enumerate(
         zip(segment.host_starts.tolist(), segment.host_counts.tolist(), strict=True)
@@ -135,11 +140,12 @@ def _expanded(
         for first in range(0, start + count, CHUNK):
             last = min(first + CHUNK, start + count)
             positions = torch.arange(first, last, device=q.device)
-            true, end = segment.starts[row], segment.starts[row] + count
+            true = segment.starts[row]
+            end = segment.starts[row] + count
             seen = positions < end
             if spec.window:
                 seen &= positions > true - spec.window
-            chunk = _lines(cache, segment.tables[kind][row], positions, seen).to(exact)
+            chunk = _rows_of(cache, segment.tables[kind][row], positions, seen).to(exact)
             k = torch.einsum("sl,hdl->hsd", chunk[:, : mla.kv_lora], keys)
             shared = chunk[:, mla.kv_lora :].expand(k.shape[0], -1, -1)
             v = torch.einsum("sl,hvl->hsv", chunk[:, : mla.kv_lora], values)
@@ -148,24 +154,24 @@ def _expanded(
         begin += count
 
 
-def _lines(cache: tuple[Tensor, ...], table: Tensor, positions: Tensor, seen: Tensor) -> Tensor:
-    """[S, width]: lines of the positions, zeros where not ``seen``."""
+def _rows_of(cache: tuple[Tensor, ...], table: Tensor, positions: Tensor, seen: Tensor) -> Tensor:
+    """[S, width]: entries of the positions, zeros where not ``seen``."""
     block = cache[0].shape[1]
-    entries = (positions // block).clamp(max=table.shape[0] - 1)  # past the table nothing is seen
-    return _read(cache, 1, table[entries] * block + positions % block, -seen.unsqueeze(1).to(torch.int8))
+    table_index = (positions // block).clamp(max=table.shape[0] - 1)  # past the table nothing is seen
+    return _read(cache, 1, table[table_index] * block + positions % block, -seen.unsqueeze(1).to(torch.int8))
 
 
 def _read(cache: tuple[Tensor, ...], run: int, index: Tensor, seen: Tensor) -> Tensor:
-    """[N * run, width]: the runs of ``run`` lines that ``index`` [N] names.
+    """[N * run, width]: the runs of ``run`` entries that ``index`` [N] names.
 
     Zeros, whatever was there, where ``seen`` [N * run, 1] (integers) is 0 and not -1.
     """
 
-    def take(lines: Tensor) -> Tensor:
-        width = lines.shape[2]
-        found = lines.view(-1, run * width).index_select(0, index).view(-1, width)
-        found.view(BITS[found.dtype]).bitwise_and_(seen.to(BITS[found.dtype]))
-        return found
+    def take(entries: Tensor) -> Tensor:
+        width = entries.shape[2]
+        result = entries.view(-1, run * width).index_select(0, index).view(-1, width)
+        result.view(BITS[result.dtype]).bitwise_and_(seen.to(BITS[result.dtype]))
+        return result
 
     if len(cache) == 1:
         return take(cache[0])

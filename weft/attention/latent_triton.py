@@ -55,7 +55,7 @@ class TritonLatent(TorchLatent):
         if spec.mla.kv_lora > MAX_LORA or spec.mla.rope > MAX_ROPE:
             raise ConfigError(
                 f"attention backend 'triton' has no latent attention of more than {MAX_LORA} + {MAX_ROPE} "
-                f"elements a line, and this has {spec.mla.kv_lora} + {spec.mla.rope}",
+                f"elements an entry, and this has {spec.mla.kv_lora} + {spec.mla.rope}",
                 param="--attention-backend",
             )
 

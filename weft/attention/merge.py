@@ -17,7 +17,8 @@ def merge(out: Tensor, mass: Tensor, other_out: Tensor, other_mass: Tensor) -> t
     nothing = float("-inf")
     top = torch.maximum(mass, other_mass)
     base = top.masked_fill(top == nothing, 0.0)  # -inf - -inf is NaN
-    mine, theirs = (mass - base).exp(), (other_mass - base).exp()
+    mine = (mass - base).exp()
+    theirs = (other_mass - base).exp()
     total = mine + theirs
     merged = _times(out, mine) + _times(other_out, theirs)
     return merged / total.masked_fill(total == 0, 1.0).unsqueeze(-1), base + total.log()

@@ -1,11 +1,11 @@
 """Latent attention: what keys and values are made from is cached, not they.
 
-Source: DeepSeek-V2, arXiv 2405.04434, section 2.1. Projections, norms and the cache line on merged rows; core
-attention, which rotates the queries, per segment.
+Source: DeepSeek-V2, arXiv 2405.04434, section 2.1. Projections, norms and the cache entry on merged rows;
+core attention, which rotates the queries, per segment.
 
     x -> down -> [q part | latent | key]      one matrix
     q part: norm, ``q_up`` -> queries         where queries have a low rank; else it is the queries
-    latent: norm; key: rotated -> the token's cache line
+    latent: norm; key: rotated -> the token's cache entry
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from weft.attention.gqa import AttentionInput
 from weft.attention.latent import Form, LatentBackend, UpMatrices
 from weft.config.spec import MLASpec, ModelSpec
 from weft.layers.build import Build, Layer, Packs
-from weft.layers.held import Held, joined, whole
 from weft.layers.linear import Linear, RowLinear
 from weft.layers.norm import RMSNorm
+from weft.layers.shard import Shard, joined, whole
 
 Tensor = torch.Tensor
 
@@ -34,11 +34,12 @@ class UpLayer(Packs):
     matrices: UpMatrices
     """Once packed."""
 
-    def __init__(self, heads: Held, mla: MLASpec, build: Build) -> None:
+    def __init__(self, heads: Shard, mla: MLASpec, build: Build) -> None:
         super().__init__()
         rows = heads.times(mla.nope + mla.v)
-        self.weight = build.weight(rows.count, mla.kv_lora, held=rows)
-        self._heads, self._sizes = heads.count, (mla.nope, mla.v)
+        self.weight = build.weight(rows.count, mla.kv_lora, shard=rows)
+        self._heads = heads.count
+        self._sizes = (mla.nope, mla.v)
         self._pack = build.op("latent_up").run
 
     def pack(self) -> None:
@@ -49,12 +50,12 @@ class UpLayer(Packs):
 class _Down(Linear):
     """The first matrix. Where its first outputs are the queries themselves, they have no bias."""
 
-    def __init__(self, hidden: int, first: Held, mla: MLASpec, build: Build) -> None:
-        lines = whole(mla.kv_lora + mla.rope)
-        super().__init__(hidden, joined(first, lines), build)
-        self._outputs = first.count + lines.count
+    def __init__(self, hidden: int, first: Shard, mla: MLASpec, build: Build) -> None:
+        entries = whole(mla.kv_lora + mla.rope)
+        super().__init__(hidden, joined(first, entries), build)
+        self._outputs = first.count + entries.count
         if mla.bias:
-            self.bias = build.weight(lines.count if mla.q_lora is None else self._outputs)
+            self.bias = build.weight(entries.count if mla.q_lora is None else self._outputs)
 
     def pack(self) -> None:
         super().pack()
@@ -64,14 +65,15 @@ class _Down(Linear):
 
 
 class LatentAttention(Layer):
-    """Latent attention with rotary positions; returns a partial. Every rank has all lines, for its heads."""
+    """Latent attention with rotary positions; returns a partial. A rank has all entries, for its heads."""
 
     def __init__(self, spec: ModelSpec, layer: int, build: Build) -> None:
         super().__init__()
         mla = spec.mla
         assert mla is not None
         heads = build.part(spec.heads)
-        self._heads, self._mla = heads.count, mla
+        self._heads = heads.count
+        self._mla = mla
         self._kind = spec.cache_of(layer)
         self._cache_spec = spec.caches[self._kind]
         queries = heads.times(mla.nope + mla.rope)
@@ -89,10 +91,12 @@ class LatentAttention(Layer):
         self._forms = cast(tuple[Form, Form], build.op("latent_forms").run())
 
     def forward(
-        self, x: Tensor, shared: AttentionInput, caches: LayerCache, keep: Tensor | None = None
+        self, x: Tensor, shared: AttentionInput, caches: LayerCache, logits_indices: Tensor | None = None
     ) -> Tensor:
-        """x: [T, hidden]; caches: this layer's, written and read; keep: rows that are wanted, or all."""
-        step, cache, mla = shared.step, caches[self._kind], self._mla
+        """x: [T, hidden]; caches: this layer's, written and read; logits_indices: rows wanted (None: all)."""
+        step = shared.step
+        cache = caches[self._kind]
+        mla = self._mla
         backend = shared.backends["latent"]
         assert isinstance(backend, LatentBackend)
         cos, sin = shared.angles
@@ -107,7 +111,7 @@ class LatentAttention(Layer):
             *cache,
             step.writes[self._kind],
         )
-        if keep is not None and not len(keep):  # its lines were all that was wanted
+        if logits_indices is not None and not len(logits_indices):  # its entries were all that was wanted
             return self.out(x.new_empty(0, self._heads * mla.v))
         if self.q_up is not None:
             q = self.q_up(q)
@@ -132,4 +136,4 @@ class LatentAttention(Layer):
                 prepared[self._kind],
             )
         out = out.view(len(x), self._heads * mla.v)
-        return self.out(out if keep is None else out[keep])
+        return self.out(out if logits_indices is None else out[logits_indices])

@@ -3,9 +3,10 @@
 Rows are cut into pieces of neighbouring queries; pieces that are alike are computed together, as a tile:
 
     n queries   positions p .. p + n - 1 of a row
-    keys        lines of the window of any of them, then groups' lines: all that one of them may see, masked
+    keys        entries of the window of any of them, then groups' entries: all that one of them may see,
+    masked
                 by what each has chosen; or, of single queries that choose few of many, the chosen ones alone
-    zeros       for keys that no query of the piece may see: they can hold another tenant's NaN
+    zeros       for keys that no query of the piece may see: they can hold another sequence's NaN
 
 Sums, scores and exponentials are float32 (float64 in float64 models). Shapes come from host columns,
 positions from device columns; nothing here waits for a GPU.
@@ -47,8 +48,8 @@ class _Piece:
     offset: int
     count: int
     first: int
-    lines: int
-    """Most lines of the window that they see."""
+    entries: int
+    """Most entries of the window that they see."""
     groups: int
     """Most groups that they see."""
 
@@ -63,8 +64,8 @@ class _Tile:
     queries: int
     rows: Tensor
     """int64 [B]."""
-    lines: Tensor | None
-    """int64 [B, K of the window]: lines of the cache as [blocks * block, width]."""
+    entries: Tensor | None
+    """int64 [B, K of the window]: entries of the cache as [blocks * block, width]."""
     groups: Tensor | None
     """int64 [B, K of the groups], likewise; None where those that were chosen are gathered."""
     visible: Tensor
@@ -99,7 +100,7 @@ class TorchSparse(SparseBackend):
         tiles = tuple(_tile(some, segment, reads, caches) for some in _alike(pieces, reads))
         scored: tuple[_Tile, ...] = ()
         if reads.top:
-            alone = replace(reads, lines=None, heads=reads.index_heads, top=0)
+            alone = replace(reads, entries=None, heads=reads.index_heads, top=0)
             pieces = [piece for piece in _cut(segment, alone) if piece.groups > reads.top]
             scored = tuple(_tile(some, segment, alone, caches) for some in _alike(pieces, alone))
         return _Plan(tiles=tiles, scored=scored, limits=_limits(segment, reads))
@@ -156,7 +157,7 @@ def _cut(segment: SegmentInput, reads: Reads) -> Iterator[_Piece]:
         offset = 0
         while offset < count:
             piece = _sized(row, start, offset, min(TILE, count - offset), begin, reads)
-            most = max(1, SCORES // (reads.heads * max(1, piece.lines + piece.groups)))
+            most = max(1, SCORES // (reads.heads * max(1, piece.entries + piece.groups)))
             if piece.count > most:
                 piece = _sized(row, start, offset, most, begin, reads)
             if reads.top and piece.count * reads.top < piece.groups:
@@ -171,9 +172,9 @@ def _cut(segment: SegmentInput, reads: Reads) -> Iterator[_Piece]:
 
 def _sized(row: int, start: int, offset: int, count: int, begin: int, reads: Reads) -> _Piece:
     end = start + offset + count
-    lines = 0 if reads.lines is None else min(count + reads.window - 1, end)
+    entries = 0 if reads.entries is None else min(count + reads.window - 1, end)
     groups = 0 if reads.groups is None else end // reads.ratio
-    return _Piece(row, offset, count, begin + offset, lines, groups)
+    return _Piece(row, offset, count, begin + offset, entries, groups)
 
 
 def _picks(piece: _Piece, reads: Reads) -> bool:
@@ -189,7 +190,7 @@ def _alike(pieces: list[_Piece], reads: Reads) -> Iterator[list[_Piece]]:
         size = 0 if picks else (piece.groups + 1).bit_length()
         alike.setdefault((piece.count, chooses, size), []).append(piece)
     for batch in alike.values():
-        keys = max(piece.lines + (reads.top if _picks(piece, reads) else piece.groups) for piece in batch)
+        keys = max(piece.entries + (reads.top if _picks(piece, reads) else piece.groups) for piece in batch)
         keys = max(keys, 1)
         most = min(GATHER // (keys * reads.dim), SCORES // (keys * batch[0].count * reads.heads))
         for i in range(0, len(batch), max(1, most)):
@@ -197,17 +198,19 @@ def _alike(pieces: list[_Piece], reads: Reads) -> Iterator[list[_Piece]]:
 
 
 def _tile(pieces: list[_Piece], segment: SegmentInput, reads: Reads, caches: LayerCache) -> _Tile:
-    device, n = segment.starts.device, pieces[0].count
+    device = segment.starts.device
+    n = pieces[0].count
     rows = _column([piece.row for piece in pieces], device)
     p = segment.starts[rows] + _column([piece.offset for piece in pieces], device)  # [B]: the first query's
     queries = p.unsqueeze(1) + torch.arange(n, device=device)  # [B, n]
-    lines = groups = None
+    entries = groups = None
     seen = []
-    if reads.lines is not None:
+    if reads.entries is not None:
         lowest = (p - reads.window + 1).clamp(min=0)
-        keys = lowest.unsqueeze(1) + torch.arange(max(piece.lines for piece in pieces), device=device)
-        lines = places(segment.tables[reads.lines], rows, keys, caches[reads.lines][0].shape[1])
-        keys, at = keys.unsqueeze(1), queries.unsqueeze(2)
+        keys = lowest.unsqueeze(1) + torch.arange(max(piece.entries for piece in pieces), device=device)
+        entries = places(segment.tables[reads.entries], rows, keys, caches[reads.entries][0].shape[1])
+        keys = keys.unsqueeze(1)
+        at = queries.unsqueeze(2)
         seen.append((keys <= at) & (keys > at - reads.window))
     picks = _picks(pieces[0], reads)
     if reads.groups is not None and not picks:
@@ -220,7 +223,7 @@ def _tile(pieces: list[_Piece], segment: SegmentInput, reads: Reads, caches: Lay
         pieces=len(pieces),
         queries=n,
         rows=rows,
-        lines=lines,
+        entries=entries,
         groups=groups,
         visible=torch.cat(seen, dim=2) if seen else queries.new_empty(*queries.shape, 0, dtype=torch.bool),
         chooses=0 < reads.top < pieces[0].groups,
@@ -232,7 +235,8 @@ def _column(values: list[int], device: torch.device) -> Tensor:
 
 
 def _tokens(pieces: list[_Piece], device: torch.device) -> Tensor | slice:
-    n, first = pieces[0].count, pieces[0].first
+    n = pieces[0].count
+    first = pieces[0].first
     if all(piece.first == first + i * n for i, piece in enumerate(pieces)):
         return slice(first, first + n * len(pieces))
     begins = _column([piece.first for piece in pieces], device)
@@ -240,7 +244,8 @@ def _tokens(pieces: list[_Piece], device: torch.device) -> Tensor | slice:
 
 
 def _limits(segment: SegmentInput, reads: Reads) -> Tensor:
-    counts, device = segment.host_counts.astype(np.int64), segment.starts.device
+    counts = segment.host_counts.astype(np.int64)
+    device = segment.starts.device
     rows = np.repeat(np.arange(segment.rows), counts)
     within = np.arange(segment.tokens) - np.repeat(np.cumsum(counts) - counts, counts)
     return (segment.starts[upload(rows, device)] + upload(within, device) + 1) // reads.ratio
@@ -252,15 +257,17 @@ def _limits(segment: SegmentInput, reads: Reads) -> Tensor:
 def _scores(q: Tensor, weights: Tensor, keys: Tensor, tile: _Tile) -> Tensor:
     """wide [B * n, groups]; -inf for groups that a query does not see.
 
-    q: [T, heads, dim]; weights: wide [T, heads]; keys: [lines, dim].
+    q: [T, heads, dim]; weights: wide [T, heads]; keys: [entries, dim].
     """
     assert tile.groups is not None
-    b, n, heads = tile.pieces, tile.queries, q.shape[1]
+    b = tile.pieces
+    n = tile.queries
+    heads = q.shape[1]
     found = keys.index_select(0, tile.groups.reshape(-1)).view(b, -1, q.shape[2]).to(weights.dtype)
     folded = q[tile.tokens].reshape(b, n * heads, -1).to(weights.dtype)
     each = torch.bmm(folded, found.transpose(1, 2)).relu_().view(b * n, heads, -1)
     made = torch.bmm(weights[tile.tokens].unsqueeze(1), each).squeeze(1)
-    # A column of a line that nobody wrote can be NaN; no column has a part in another.
+    # A column of an unwritten entry can be NaN; no column has a part in another.
     return made.masked_fill_(~tile.visible.view(b * n, -1), -torch.inf)
 
 
@@ -268,13 +275,16 @@ def _keys(
     tile: _Tile, selected: Tensor | None, caches: LayerCache, segment: SegmentInput, reads: Reads
 ) -> tuple[Tensor, Tensor]:
     """(the tile's keys [B, K, dim], zero where no query sees them; which each query sees, bool [B, n, K])."""
-    b, n, visible = tile.pieces, tile.queries, tile.visible
+    b = tile.pieces
+    n = tile.queries
+    visible = tile.visible
     found = []
-    if reads.lines is not None:
-        assert tile.lines is not None
-        found.append(_take(caches[reads.lines][0], tile.lines, reads.dim))
+    if reads.entries is not None:
+        assert tile.entries is not None
+        found.append(_take(caches[reads.entries][0], tile.entries, reads.dim))
     if reads.groups is not None:
-        cache, groups = caches[reads.groups][0], tile.groups
+        cache = caches[reads.groups][0]
+        groups = tile.groups
         if tile.chooses:
             assert selected is not None
             chosen = selected[tile.tokens]  # [B * n, top]
@@ -294,9 +304,11 @@ def _keys(
     return keys.masked_fill_(~visible.any(dim=1).unsqueeze(2), 0.0), visible
 
 
-def _take(cache: Tensor, lines: Tensor, dim: int) -> Tensor:
-    """[B, K, dim]: the first elements of the lines [B, K]."""
-    return cache.view(-1, cache.shape[2])[:, :dim].index_select(0, lines.reshape(-1)).view(*lines.shape, dim)
+def _take(cache: Tensor, entries: Tensor, dim: int) -> Tensor:
+    """[B, K, dim]: the first elements of the entries [B, K]."""
+    return (
+        cache.view(-1, cache.shape[2])[:, :dim].index_select(0, entries.reshape(-1)).view(*entries.shape, dim)
+    )
 
 
 def _attend(
@@ -307,7 +319,9 @@ def _attend(
     A query that sees nothing gets zeros.
     """
     exact = wide(q.dtype)
-    b, n, heads = visible.shape[0], visible.shape[1], q.shape[1]
+    b = visible.shape[0]
+    n = visible.shape[1]
+    heads = q.shape[1]
     keys = keys.to(exact)
     folded = q.reshape(b, n * heads, -1).to(exact) * scale
     scores = torch.bmm(folded, keys.transpose(1, 2)).view(b, n, heads, -1)

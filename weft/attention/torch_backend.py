@@ -7,7 +7,7 @@ blocks are computed together, so decode rows batch and prefill chunks mostly sta
     blocks   full             0 .. block of p + n - 1
              window           block of max(0, p - window + 1) .. block of p + n - 1
     gather   [2, B, kv_heads, width * block, head_dim]    one copy, whole blocks
-    zero     positions that no query of the piece may see: they can hold another tenant's NaN, and
+    zero     positions that no query of the piece may see: they can hold another sequence's NaN, and
              0 * NaN is NaN
     attend   queries of one KV head folded into one matrix, [B, kv_heads, group * n, head_dim]
 
@@ -59,7 +59,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class PieceGroup:
     """B pieces of n queries each, computed together."""
 
     tokens: Tensor | slice
@@ -78,7 +78,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Prepared:
-    groups: tuple[Group, ...]
+    groups: tuple[PieceGroup, ...]
 
 
 class TorchAttention(AttentionBackend):
@@ -126,9 +126,9 @@ class TorchAttention(AttentionBackend):
             prepared = self.prepare(segment, kind, spec, cache.shape[3], q.dtype)
         if not segment.tokens:
             return
-        lines = cache.view(-1, cache.shape[3] * spec.head_dim)
+        entries = cache.view(-1, cache.shape[3] * spec.head_dim)
         for group in prepared.groups:
-            out[group.tokens] = _attend(q[group.tokens], lines, group, spec, scale, sinks, scales)
+            out[group.tokens] = _attend(q[group.tokens], entries, group, spec, scale, sinks, scales)
 
 
 def cut(segment: SegmentInput, window: int, block_size: int) -> list[Piece]:
@@ -173,19 +173,22 @@ def make_group(
     dtype: torch.dtype,
     *,
     planes: int,
-) -> Group:
-    """planes: lines of one position that lie in planes of their own, 2 * kv_heads or 1."""
-    table, starts = segment.tables[kind], segment.starts
-    device, n, width = starts.device, pieces[0].count, max(piece.width for piece in pieces)
+) -> PieceGroup:
+    """planes: entries of one position that lie in planes of their own, 2 * kv_heads or 1."""
+    table = segment.tables[kind]
+    starts = segment.starts
+    device = starts.device
+    n = pieces[0].count
+    width = max(piece.width for piece in pieces)
     rows = _column([piece.row for piece in pieces], device)
     p = starts[rows] + _column([piece.offset for piece in pieces], device)  # [B]: position of the first query
     if spec.window:
         lowest = (p - spec.window + 1).clamp(min=0)
     else:
         lowest = torch.zeros_like(p)
-    entries = (lowest // block_size).unsqueeze(1) + torch.arange(width, device=device)  # [B, width]
-    blocks = table[rows.unsqueeze(1), entries.clamp(max=table.shape[1] - 1)]
-    keys = entries.unsqueeze(2) * block_size + torch.arange(block_size, device=device)
+    table_index = (lowest // block_size).unsqueeze(1) + torch.arange(width, device=device)  # [B, width]
+    blocks = table[rows.unsqueeze(1), table_index.clamp(max=table.shape[1] - 1)]
+    keys = table_index.unsqueeze(2) * block_size + torch.arange(block_size, device=device)
     keys = keys.view(len(pieces), -1)  # [B, width * block]: absolute positions
     queries = p.unsqueeze(1) + torch.arange(n, device=device)  # [B, n]
     visible = keys.unsqueeze(1) <= queries.unsqueeze(2)
@@ -194,7 +197,7 @@ def make_group(
     seen = (keys >= lowest.unsqueeze(1)) & (keys < (p + n).unsqueeze(1))
     # An entry past the table was clamped to a block it does not name; its positions lie past the row's end.
     plane = torch.arange(planes, device=device).view(-1, 1, max(1, planes // 2), 1)
-    return Group(
+    return PieceGroup(
         tokens=_places(pieces, device),
         pieces=len(pieces),
         queries=n,
@@ -215,17 +218,20 @@ def _places(pieces: list[Piece], device: torch.device) -> Tensor | slice:
 
 def _attend(
     q: Tensor,
-    lines: Tensor,
-    group: Group,
+    entries: Tensor,
+    group: PieceGroup,
     spec: CacheSpec,
     scale: float,
     sinks: Tensor | None,
     scales: Tensor | None,
 ) -> Tensor:
     """q: [B * n, heads, head_dim]; returns the same shape."""
-    b, n, kv_heads, dim = group.pieces, group.queries, spec.kv_heads, spec.head_dim
+    b = group.pieces
+    n = group.queries
+    kv_heads = spec.kv_heads
+    dim = spec.head_dim
     shared = q.shape[1] // kv_heads
-    kv = lines.index_select(0, group.gather).view(2, b, kv_heads, -1, dim)
+    kv = entries.index_select(0, group.gather).view(2, b, kv_heads, -1, dim)
     kv.view(group.seen.dtype).bitwise_and_(group.seen)  # +0.0, whatever was there
     if scales is not None:
         own = scales.view(-1, scales.shape[3]).index_select(0, group.gather).view(kv.shape[:-1])
@@ -247,10 +253,10 @@ def _with_sinks(k: Tensor, v: Tensor, visible: Tensor, sinks: Tensor) -> tuple[T
     k, v: [B, kv_heads, keys, dim]; visible: bool [B, 1, group * n, keys].
     """
     b, kv_heads, _, dim = k.shape
-    lines = visible.shape[2]
+    queries = visible.shape[2]
     column = sinks.to(k.dtype).view(kv_heads, -1)
-    column = column.repeat_interleave(lines // column.shape[1], dim=1)  # [kv_heads, group * n]
-    added = k.new_zeros(visible.shape).masked_fill_(~visible, float("-inf")).expand(b, kv_heads, lines, -1)
-    added = torch.cat((added, column.view(1, kv_heads, lines, 1).expand(b, -1, -1, 1)), dim=-1)
+    column = column.repeat_interleave(queries // column.shape[1], dim=1)  # [kv_heads, group * n]
+    added = k.new_zeros(visible.shape).masked_fill_(~visible, float("-inf")).expand(b, kv_heads, queries, -1)
+    added = torch.cat((added, column.view(1, kv_heads, queries, 1).expand(b, -1, -1, 1)), dim=-1)
     nothing = k.new_zeros(b, kv_heads, 1, dim)
     return torch.cat((k, nothing), dim=2), torch.cat((v, nothing), dim=2), added

@@ -54,7 +54,7 @@ class _Part:
 class Cut:
     """A segment, cut up for the heads of a layer."""
 
-    form: forms.Form
+    form: forms.KernelForm
     split: int
     """Keys of a split, 0 for one piece."""
     splits: int
@@ -146,7 +146,8 @@ class TritonAttention(AttentionBackend):
             out.copy_(whole)
 
     def _cut(self, segment: SegmentInput, heads: int, spec: CacheSpec, dtype: torch.dtype) -> Cut:
-        group, most = heads // spec.kv_heads, longest(segment)
+        group = heads // spec.kv_heads
+        most = longest(segment)
         lines = int(segment.host_counts.max()) * group
         if lines <= max(NARROW, group):
             form = forms.narrow(lines, spec.head_dim, dtype)
@@ -174,7 +175,7 @@ def longest(segment: SegmentInput) -> int:
     return int((segment.host_starts.astype(np.int64) + segment.host_counts).max())
 
 
-def make_cut(segment: SegmentInput, heads: int, spec: CacheSpec, form: forms.Form, split: int) -> Cut:
+def make_cut(segment: SegmentInput, heads: int, spec: CacheSpec, form: forms.KernelForm, split: int) -> Cut:
     """Tiles in the order of their tokens; without splits those with the most keys first.
 
     Of ``spec`` the KV heads and their dim count: as many parts of the heads, states as wide.
@@ -210,4 +211,5 @@ def _parts(tiles: Tensor, ends: np.ndarray, limit: int) -> Iterator[_Part]:
     while first < len(ends):
         stop = max(first + 1, int(np.searchsorted(ends, begin + limit, side="right")))
         yield _Part(tiles[first:stop], begin, int(ends[stop - 1]))
-        first, begin = stop, int(ends[stop - 1])
+        first = stop
+        begin = int(ends[stop - 1])

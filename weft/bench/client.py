@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from weft.bench.records import Record, read_stream
+from weft.bench.records import RequestRecord, read_stream
 from weft.bench.schedule import Planned
 from weft.bench.workloads import random_ids, safe_range
 from weft.common.errors import ConfigError, WeftError
@@ -25,7 +25,7 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class ServerTarget:
     """A server and how it is asked. ``words_per_token`` sizes prompts of text."""
 
     base_url: str
@@ -96,7 +96,7 @@ def random_words(key: str, count: int) -> str:
 
 
 async def send(
-    client: httpx.AsyncClient, target: Target, body: bytes, record: Record, timeout: float
+    client: httpx.AsyncClient, target: ServerTarget, body: bytes, record: RequestRecord, timeout: float
 ) -> None:
     """Sends a request, reads its stream to the end and fills ``record``; failures are recorded, not raised.
 
@@ -202,7 +202,7 @@ async def _call(
         raise WeftError(f"no answer from the server at --base-url ({type(error).__name__})") from error
 
 
-def failures(records: Iterable[Record]) -> dict[str, int]:
+def failures(records: Iterable[RequestRecord]) -> dict[str, int]:
     """Kind of failure to how many, the most frequent first."""
     counts: dict[str, int] = {}
     for record in records:

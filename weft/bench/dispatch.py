@@ -17,16 +17,16 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 
 from weft.bench.moe_table import machine
-from weft.moe import cost
+from weft.moe import exchange_cost
 from weft.moe.choice import Chooser
-from weft.moe.cost import Measured, Shape
+from weft.moe.exchange_cost import ExchangeShape, MeasuredExchange
 from weft.moe.parallel import DividedExperts
 from weft.moe.placement import in_order
 from weft.ops import moe
 from weft.ops.moe import Gate, Routed
 from weft.ops.routing import Rule
 from weft.overlap.drive import drive
-from weft.parallel.group import GroupComm
+from weft.parallel.group_comm import GroupComm
 from weft.parallel.mesh import Mesh, make_mesh
 from weft.types.exchange import FORMS, Exchange
 from weft.types.layout import Layout
@@ -64,18 +64,18 @@ def _rank(rank: int, layout: Layout, folder: str, work: Work, given: tuple[Any, 
 # --- collectives ---
 
 
-def collectives(ranks: int) -> Measured:
+def collectives(ranks: int) -> MeasuredExchange:
     """The table's row for so many ranks of this machine."""
     link, found = on_processes(Layout(data=ranks, expert=True), _collectives)
     times = {kind: {int(size): us for size, us in by.items()} for kind, by in found.items()}
-    return Measured(link, machine("cpu"), ranks, times)
+    return MeasuredExchange(link, machine("cpu"), ranks, times)
 
 
 def _collectives(mesh: Mesh) -> tuple[str, dict[str, dict[str, float]]]:
     assert isinstance(mesh.ep, GroupComm)
     return mesh.ep.link, {
         kind: {str(size): _fastest(mesh, _call(mesh, kind, size), size) for size in BYTES}
-        for kind in cost.KINDS
+        for kind in exchange_cost.KINDS
     }
 
 
@@ -111,7 +111,7 @@ def _fastest(mesh: Mesh, call: Callable[[], object], size: int) -> float:
     return round(min(spent[1:]) * 1e6, 1)
 
 
-def summary(found: list[Measured]) -> Iterator[str]:
+def summary(found: list[MeasuredExchange]) -> Iterator[str]:
     """One line for each number of ranks and kind."""
     for row in found:
         for kind, by in row.times.items():
@@ -130,8 +130,8 @@ def layers(
 
     The slowest rank's, in its fastest call. size: experts, top_k, hidden, intermediate; float32.
     """
-    found: list[dict[str, float]] = on_processes(layout, _layers, size, tuple(tokens), calls)
-    return found
+    result: list[dict[str, float]] = on_processes(layout, _layers, size, tuple(tokens), calls)
+    return result
 
 
 def _layers(
@@ -150,14 +150,14 @@ def _layers(
         down=torch.randn(count, hidden, inner) * inner**-0.5,
     )
     replica = torch.Generator().manual_seed(1 + layout.replica(mesh.rank))
-    chooser = Chooser(layout, "auto", Shape(hidden, top_k, 4))
+    chooser = Chooser(layout, "auto", ExchangeShape(hidden, top_k, 4))
     block = DividedExperts(mesh, chooser, moe.PLAIN, weights, placement, exact=False, counts=False)
     forms = [form for form in FORMS if form != "reduce" or layout.data == 1]
-    made = []
+    result = []
     for many in tokens:
         x = torch.randn(many, hidden, generator=replica)
-        made.append({form: _slowest(mesh, block, x, Exchange(form, many), calls) for form in forms})
-    return made
+        result.append({form: _slowest(mesh, block, x, Exchange(form, many), calls) for form in forms})
+    return result
 
 
 @torch.inference_mode()

@@ -14,8 +14,8 @@ from typing import Any
 
 import httpx
 
-from weft.bench.client import Target, send
-from weft.bench.records import Record
+from weft.bench.client import ServerTarget, send
+from weft.bench.records import RequestRecord
 from weft.bench.schedule import Planned
 from weft.common.progress import progress_bar
 
@@ -36,10 +36,10 @@ class Limits:
 
 
 @dataclass(slots=True)
-class Run:
+class LoadRun:
     """What a run left: a record for every request that was sent, in that order."""
 
-    records: list[Record] = field(default_factory=list)
+    records: list[RequestRecord] = field(default_factory=list)
     interrupted: bool = False
     """By the user."""
     timed_out: bool = False
@@ -50,19 +50,19 @@ class Run:
 
 async def run_load(
     client: httpx.AsyncClient,
-    target: Target,
+    target: ServerTarget,
     plan: Iterator[Planned],
     limits: Limits,
     *,
     key: str,
     title: str = "requests",
     progress: bool = True,
-) -> Run:
+) -> LoadRun:
     """Sends ``plan`` within ``limits``. ``key`` makes the random prompts: another one shares no prefix.
 
     Ctrl-C ends the run at once and leaves what was measured until then.
     """
-    run = Run()
+    run = LoadRun()
     total = limits.requests
     bar = progress_bar(total=total, title=title, unit="req", shown=progress)
     began, cpu = time.monotonic(), _cpu_seconds()
@@ -85,7 +85,7 @@ def _cpu_seconds() -> float:
 
 
 @contextlib.contextmanager
-def _interrupting(driver: asyncio.Task[None], run: Run) -> Iterator[None]:
+def _interrupting(driver: asyncio.Task[None], run: LoadRun) -> Iterator[None]:
     """While inside, the first Ctrl-C cancels ``driver``; a second one works as ever."""
     loop = asyncio.get_running_loop()
 
@@ -109,9 +109,9 @@ class _Driver:
     def __init__(
         self,
         client: httpx.AsyncClient,
-        target: Target,
+        target: ServerTarget,
         limits: Limits,
-        run: Run,
+        run: LoadRun,
         key: str,
         bar: Any,
     ) -> None:
@@ -130,7 +130,7 @@ class _Driver:
                 body = self._target.body(planned, f"{self._key} {number}")
                 if not await self._may_send(due, stop):
                     return
-                record = Record(
+                record = RequestRecord(
                     number=number,
                     planned=due,
                     sent=time.monotonic(),
@@ -154,7 +154,7 @@ class _Driver:
                 return False
         return stop is None or time.monotonic() < stop
 
-    async def _one(self, body: bytes, record: Record) -> None:
+    async def _one(self, body: bytes, record: RequestRecord) -> None:
         try:
             await send(self._client, self._target, body, record, self._limits.request_timeout)
         finally:

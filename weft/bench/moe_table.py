@@ -105,15 +105,15 @@ def _weights(device: str, dtype: torch.dtype, size: Size) -> Routed:
 
 
 def _forms(weights: Routed, tokens: int) -> dict[str, Experts]:
-    found = {form: moe.FORMS[form] for form in moe.usable(weights)}
+    result = {form: moe.FORMS[form] for form in moe.usable(weights)}
     # Beyond this the copies alone are larger than any weights.
     if tokens * weights.rule.top_k > 4 * weights.down.shape[0]:
-        found.pop("gather", None)
+        result.pop("gather", None)
     if weights.down.device.type == "cuda" and weights.down.dtype != torch.float64:
         from weft.ops.triton.moe import by_tiles, tile_of
 
-        found["triton"] = lambda x, ids, w: by_tiles(x, ids, w, tile_of(ids, w))
-    return found
+        result["triton"] = lambda x, ids, w: by_tiles(x, ids, w, tile_of(ids, w))
+    return result
 
 
 def _seconds(device: str, weights: Routed, tokens: int, run: Experts) -> float:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from weft.bench.memory import own_peak
+from weft.bench.process_memory import own_peak
 from weft.bench.stats import rounded
 from weft.bench.workloads import Workload, prompts, random_ids
 from weft.common.errors import ConfigError, WeftError

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 import httpx
 
-from weft.bench.memory import Peak, Process, sample, tree
+from weft.bench.process_memory import Peak, ProcessMemory, sample, tree
 from weft.common import env
 from weft.common.errors import ConfigError, WeftError
 
@@ -78,7 +78,7 @@ class ServerProcess:
         self._reaper: subprocess.Popen[bytes] | None = None
         self._started = 0.0
         self._peak = Peak()
-        self._seen: dict[int, Process] = {}
+        self._seen: dict[int, ProcessMemory] = {}
         self._ending = threading.Event()
         self._poller: threading.Thread | None = None
 
@@ -190,7 +190,7 @@ class ServerProcess:
         return process.returncode
 
     def _kill_tree(self, process: subprocess.Popen[bytes]) -> None:
-        """Kills every process of the tree that still lives, also those whose parents are gone."""
+        """Kills every process of the tree that still runs, also those whose parents are gone."""
         left = [one for one in self._seen.values() if one.pid != process.pid]
         if process.returncode is None:
             left = [*left, *tree(process.pid)]

@@ -17,7 +17,7 @@ Counted = Literal["usage", "token_ids", "chunks"]
 
 
 @dataclass(slots=True, kw_only=True)
-class Record:
+class RequestRecord:
     """One request. Times are seconds of one clock."""
 
     number: int
@@ -98,7 +98,7 @@ class _Chunk(msgspec.Struct):
 _CHUNK = msgspec.json.Decoder(_Chunk)
 
 
-def read_stream(record: Record, lines: Sequence[tuple[float, bytes]]) -> None:
+def read_stream(record: RequestRecord, lines: Sequence[tuple[float, bytes]]) -> None:
     """Fills ``record`` from the lines of an event stream, each with its arrival time."""
     done = False
     ids = 0
@@ -136,7 +136,7 @@ def read_stream(record: Record, lines: Sequence[tuple[float, bytes]]) -> None:
         record.outcome = "ok"
 
 
-def _count(record: Record, usage: _Usage | None, ids: int, last: float | None) -> None:
+def _count(record: RequestRecord, usage: _Usage | None, ids: int, last: float | None) -> None:
     if usage is not None and usage.completion_tokens is not None:
         record.output_tokens, record.counted = usage.completion_tokens, "usage"
         record.prompt_tokens = usage.prompt_tokens or record.prompt_tokens

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from weft.bench.client import failures
-from weft.bench.load import Run
-from weft.bench.records import Record
+from weft.bench.load import LoadRun
+from weft.bench.records import RequestRecord
 from weft.bench.stats import PERCENTILES, meets, percentile, ratio, rounded, summary
 
 _TITLES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2EL"}
@@ -16,7 +16,7 @@ _BUSY = 0.8
 """Share of a CPU from which the load generator may be what limits the numbers."""
 
 
-def make_report(run: Run, levels: dict[str, float], facts: dict[str, Any]) -> dict[str, Any]:
+def make_report(run: LoadRun, levels: dict[str, float], facts: dict[str, Any]) -> dict[str, Any]:
     """The whole result of a run; ``facts`` (what was asked) are its ``setup``.
 
     Latencies are in ms, of successful requests; rates a second, from the first sending to the last end of
@@ -48,7 +48,7 @@ def make_report(run: Run, levels: dict[str, float], facts: dict[str, Any]) -> di
     return result
 
 
-def _requests(records: Sequence[Record], good: Sequence[Record]) -> dict[str, int]:
+def _requests(records: Sequence[RequestRecord], good: Sequence[RequestRecord]) -> dict[str, int]:
     unfinished = sum(record.outcome == "unfinished" for record in records)
     return {
         "sent": len(records),
@@ -58,7 +58,7 @@ def _requests(records: Sequence[Record], good: Sequence[Record]) -> dict[str, in
     }
 
 
-def latencies(good: Sequence[Record]) -> dict[str, dict[str, float] | None]:
+def latencies(good: Sequence[RequestRecord]) -> dict[str, dict[str, float] | None]:
     """Summaries in ms of TTFT, TPOT, ITL and E2EL."""
     values: dict[str, list[float | None]] = {
         "ttft": [r.ttft for r in good],
@@ -69,7 +69,7 @@ def latencies(good: Sequence[Record]) -> dict[str, dict[str, float] | None]:
     return {name: summary([1e3 * one for one in many if one is not None]) for name, many in values.items()}
 
 
-def _goodput(good: Sequence[Record], levels: dict[str, float], seconds: float) -> dict[str, Any]:
+def _goodput(good: Sequence[RequestRecord], levels: dict[str, float], seconds: float) -> dict[str, Any]:
     kept = 0
     for record in good:
         times = {"ttft": record.ttft, "tpot": record.tpot, "e2el": record.e2el}
@@ -77,7 +77,7 @@ def _goodput(good: Sequence[Record], levels: dict[str, float], seconds: float) -
     return {"levels_ms": levels, "requests": kept, "per_second": ratio(kept, seconds)}
 
 
-def _client(run: Run) -> dict[str, Any]:
+def _client(run: LoadRun) -> dict[str, Any]:
     """How far the load generator itself kept up."""
     late = [1e3 * (r.sent - r.planned) for r in run.records if r.planned is not None]
     return {
@@ -86,7 +86,7 @@ def _client(run: Run) -> dict[str, Any]:
     }
 
 
-def _notes(run: Run, good: Sequence[Record]) -> list[str]:
+def _notes(run: LoadRun, good: Sequence[RequestRecord]) -> list[str]:
     """What a reader of the numbers must know."""
     notes = []
     unknown = sum(record.counted == "chunks" for record in good)

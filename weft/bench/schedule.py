@@ -14,7 +14,7 @@ from weft.common.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
+class LengthRange:
     """Tokens, drawn evenly from ``low`` to ``high`` inclusive."""
 
     low: int
@@ -25,18 +25,18 @@ class Lengths:
         return self.low + int(source.random() * (self.high - self.low + 1))
 
 
-def parse_lengths(text: str, flag: str) -> Lengths:
+def parse_lengths(text: str, flag: str) -> LengthRange:
     """``512`` or ``128:1024``. Raises ConfigError naming ``flag``."""
     low, colon, high = text.partition(":")
     try:
-        found = Lengths(int(low), int(high) if colon else int(low))
+        result = LengthRange(int(low), int(high) if colon else int(low))
     except ValueError:
-        found = Lengths(0, 0)
-    if not 1 <= found.low <= found.high <= 1 << 24:
+        result = LengthRange(0, 0)
+    if not 1 <= result.low <= result.high <= 1 << 24:
         raise ConfigError(
             f"{flag} takes a number of tokens or LOW:HIGH, e.g. 128:1024, not {text!r}", param=flag
         )
-    return found
+    return result
 
 
 def arrivals(rate: float, burstiness: float, source: random.Random) -> Iterator[float]:
@@ -66,7 +66,7 @@ class Planned:
     text: str | None = None
 
 
-def read_trace(path: Path, speed: float, output_len: Lengths) -> list[Planned]:
+def read_trace(path: Path, speed: float, output_len: LengthRange) -> list[Planned]:
     """The requests of a JSONL trace, by time.
 
     A line is ``{"at": seconds, "input_len": n, "output_len": m}``, with ``"prompt"`` (a text or token ids) in
@@ -113,7 +113,7 @@ def _traced(entry: Any, speed: float, output_len: int) -> Planned:
 
 
 def random_plan(
-    input_len: Lengths, output_len: Lengths, rate: float | None, burstiness: float, seed: int
+    input_len: LengthRange, output_len: LengthRange, rate: float | None, burstiness: float, seed: int
 ) -> Iterator[Planned]:
     """Endless requests of drawn lengths: at drawn times with a ``rate``, else as places are free."""
     source = random.Random(f"lengths {seed}")

@@ -9,16 +9,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from weft.bench.client import Endpoint, Target, base_url, http_client, prepare
-from weft.bench.load import Limits, Run, run_load
+from weft.bench.client import Endpoint, ServerTarget, base_url, http_client, prepare
+from weft.bench.load import Limits, LoadRun, run_load
 from weft.bench.report import make_report
-from weft.bench.schedule import Lengths, Planned, random_plan
+from weft.bench.schedule import LengthRange, Planned, random_plan
 from weft.bench.workloads import Workload, prompts
 from weft.common.errors import WeftError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class RunSettings:
     """Everything that decides a run."""
 
     url: str
@@ -30,8 +30,8 @@ class Asked:
     limits: Limits
     rate: float | None = None
     burstiness: float = 1.0
-    input_len: Lengths = field(default_factory=lambda: Lengths(256, 256))
-    output_len: Lengths = field(default_factory=lambda: Lengths(64, 64))
+    input_len: LengthRange = field(default_factory=lambda: LengthRange(256, 256))
+    output_len: LengthRange = field(default_factory=lambda: LengthRange(64, 64))
     trace: Sequence[Planned] = ()
     workload: Workload | None = None
     repetition: int = 0
@@ -51,7 +51,7 @@ class Asked:
             return iter([Planned(None, len(ids), output, ids=ids) for ids in made])
         return random_plan(self.input_len, self.output_len, self.rate, self.burstiness, self.repetition)
 
-    def facts(self, target: Target) -> dict[str, Any]:
+    def facts(self, target: ServerTarget) -> dict[str, Any]:
         """What the report says about the set-up."""
         return {
             "model": target.model,
@@ -70,12 +70,12 @@ class Asked:
         }
 
 
-def measure(asked: Asked) -> dict[str, Any]:
+def measure(asked: RunSettings) -> dict[str, Any]:
     """Runs the load and returns its report. Raises WeftError when the server can't be asked at all."""
     return asyncio.run(measure_async(asked))
 
 
-async def measure_async(asked: Asked, title: str = "requests") -> dict[str, Any]:
+async def measure_async(asked: RunSettings, title: str = "requests") -> dict[str, Any]:
     """The same, inside a running event loop."""
     base = base_url(asked.url)
     connections = None if asked.limits.concurrency is None else asked.limits.concurrency
@@ -84,7 +84,7 @@ async def measure_async(asked: Asked, title: str = "requests") -> dict[str, Any]
         model, kind, words = await prepare(
             client, base, asked.model, asked.endpoint, asked.prompts, asked.vocab_size, timeout
         )
-        target = Target(
+        target = ServerTarget(
             base_url=base,
             model=model,
             endpoint=asked.endpoint,
@@ -98,13 +98,13 @@ async def measure_async(asked: Asked, title: str = "requests") -> dict[str, Any]
         if asked.warmup:
             await _warm_up(client, asked, target)
         key = f"load {asked.repetition}"
-        run: Run = await run_load(
+        run: LoadRun = await run_load(
             client, target, plan, asked.limits, key=key, title=title, progress=asked.progress
         )
     return make_report(run, asked.levels, asked.facts(target))
 
 
-def _sendable(asked: Asked, target: Target) -> Iterator[Planned]:
+def _sendable(asked: RunSettings, target: ServerTarget) -> Iterator[Planned]:
     """The plan. Raises WeftError where it has token ids and the server takes none."""
     plan = asked.plan()
     if target.prompts == "ids" and target.endpoint == "completions":
@@ -119,7 +119,7 @@ def _sendable(asked: Asked, target: Target) -> Iterator[Planned]:
     return itertools.chain([] if first is None else [first], plan)
 
 
-async def _warm_up(client: Any, asked: Asked, target: Target) -> None:
+async def _warm_up(client: Any, asked: RunSettings, target: ServerTarget) -> None:
     """Sends requests like those measured, as many at once, and forgets them. Raises WeftError if all fail."""
     like = next(asked.plan())
     planned = Planned(None, like.input_len, min(like.output_len, 16))

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.bench.load import Limits
-from weft.bench.schedule import Lengths
-from weft.bench.serving import Asked, measure
+from weft.bench.schedule import LengthRange
+from weft.bench.serving import RunSettings, measure
 from weft.common.errors import ConfigError, WeftError
 
-Measure = Callable[[Asked], dict[str, Any]]
+Measure = Callable[[RunSettings], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +34,10 @@ class Sweep:
         """(axis, value) in the order they are run."""
         return [("concurrency", n) for n in self.concurrency] + [("context", n) for n in self.context]
 
-    def asked(self, base: Asked, axis: str, value: int, number: int) -> Asked:
+    def asked(self, base: RunSettings, axis: str, value: int, number: int) -> RunSettings:
         """What is run for one point; ``number`` makes its prompts its own."""
         single = axis == "context"
-        length = Lengths(value, value) if single else Lengths(self.input_len, self.input_len)
+        length = LengthRange(value, value) if single else LengthRange(self.input_len, self.input_len)
         output = self.context_output_len if single else self.output_len
         places = 1 if single else value
         # Few requests say little: at least eight, or as many as there are places for.
@@ -53,7 +53,7 @@ class Sweep:
             base,
             limits=limits,
             input_len=length,
-            output_len=Lengths(output, output),
+            output_len=LengthRange(output, output),
             repetition=base.repetition + number,
             warmup=1 if number == 0 else 0,
         )
@@ -77,7 +77,7 @@ def powers(text: str, flag: str) -> tuple[int, ...]:
 
 
 def run_sweep(
-    sweep: Sweep, base: Asked, say: Callable[[str], Any], measure_point: Measure = measure
+    sweep: Sweep, base: RunSettings, say: Callable[[str], Any], measure_point: Measure = measure
 ) -> dict[str, Any]:
     """Runs every point and returns them by axis. A point that fails says why and the sweep goes on.
 

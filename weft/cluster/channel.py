@@ -15,20 +15,20 @@ from weft.cluster.supervisor import Order
 from weft.common.errors import ErrorInfo, WeftError
 
 ALIVE_S = 1.0
-"""Seconds between two words of a front that has nothing to say."""
+"""Seconds between two ``FrontAlive`` of a front without other messages."""
 MOST_BYTES = 64 << 10
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The front answers requests."""
+class FrontReady(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Front to supervisor, once: it answers requests."""
 
 
-class Alive(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The front's event loop runs."""
+class FrontAlive(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Front to supervisor, every ``ALIVE_S`` seconds: its event loop runs."""
 
 
-class Lost(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The front cannot work with that process of a head any more."""
+class HeadLost(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Front to supervisor: it has lost that process of a head."""
 
     name: str
     incarnation: int
@@ -36,12 +36,12 @@ class Lost(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The front is to finish its requests and end, or to end now."""
+    """Supervisor to front: finish the requests and end, or end now."""
 
     order: Order
 
 
-FromFront: TypeAlias = Ready | Alive | Lost
+FromFront: TypeAlias = FrontReady | FrontAlive | HeadLost
 _from_front = msgspec.msgpack.Decoder(FromFront)
 _to_front = msgspec.msgpack.Decoder(Stop)
 
@@ -104,7 +104,7 @@ class SupervisorLink:
                 stop()
 
         def live() -> None:
-            self._say(Alive())
+            self._say(FrontAlive())
             loop.call_later(ALIVE_S, live)
 
         loop.add_reader(self._link, read)
@@ -112,15 +112,15 @@ class SupervisorLink:
 
     def ready(self) -> None:
         """This front answers requests."""
-        self._say(Ready())
+        self._say(FrontReady())
 
     def report(self, name: str, incarnation: int, error: WeftError) -> None:
         """That process of a head is lost."""
-        self._say(Lost(name, incarnation, error.info()))
+        self._say(HeadLost(name, incarnation, error.info()))
 
     def _say(self, message: FromFront) -> None:
         """In order; what can't be sent now is sent with what follows."""
-        if not self._unsent or not isinstance(message, Alive):
+        if not self._unsent or not isinstance(message, FrontAlive):
             self._unsent.append(msgspec.msgpack.encode(message))
         while self._unsent:
             try:

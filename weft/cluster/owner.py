@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
-from weft.cluster.table import Action, ProcessTable, Start, State
+from weft.cluster.table import Action, ProcessState, ProcessTable, Start
 from weft.common.clock import Clock, SystemClock
 from weft.common.errors import EngineDead, WeftError
 from weft.common.log import get_logger
@@ -50,7 +50,7 @@ class HeadOwner:
         """Of each head its present process, or why none will be started again."""
         present: dict[str, Address | WeftError] = {}
         for name, entry in self._table.entries.items():
-            if entry.state is State.RETIRED and entry.error is not None:
+            if entry.state is ProcessState.RETIRED and entry.error is not None:
                 present[name] = entry.error
             elif name in self._addresses:
                 present[name] = self._addresses[name]

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import msgspec
 
-from weft.cluster import channel, registry
+from weft.cluster import channel, process_registry
 from weft.cluster import supervisor as s
 from weft.cluster.owner import Starter
-from weft.cluster.table import Kill, Start, State
+from weft.cluster.table import Kill, ProcessState, Start
 from weft.common import signals
 from weft.common.clock import Clock, SystemClock
 from weft.common.errors import ReportedError
@@ -38,7 +38,7 @@ StartFront = Callable[[str, int, socket.socket], "subprocess.Popen[bytes]"]
 """Starts the front of a name and incarnation, with its end of the channel. Does not wait for it."""
 
 
-class Server:
+class ClusterServer:
     """Used from the main thread, which owns all processes: they end with it."""
 
     def __init__(
@@ -55,15 +55,19 @@ class Server:
         """``folder``: for the registry. ``announce`` is called once all fronts answer requests.
         ``secret``: file with the group's secret, where heads may be on other hosts.
         """
-        self._supervisor, self._heads, self._start_front = supervisor, heads, start_front
-        self._folder, self._announce, self._secret = folder, announce, secret
+        self._supervisor = supervisor
+        self._heads = heads
+        self._start_front = start_front
+        self._folder = folder
+        self._announce = announce
+        self._secret = secret
         self._clock = clock or SystemClock()
         self._addresses: dict[str, Address] = {}
         self._fronts: dict[str, tuple[int, subprocess.Popen[bytes], socket.socket]] = {}
         """Name -> incarnation, process and channel."""
         self._selector = selectors.DefaultSelector()
         self._signals: deque[int] = deque()
-        self._published: registry.Registry | None = None
+        self._published: process_registry.ProcessRegistry | None = None
         self._status: int | None = None
 
     def run(self) -> int:
@@ -100,10 +104,10 @@ class Server:
             self._on(s.Signalled(self._signals.popleft()))
         for name, (incarnation, process, _) in list(self._fronts.items()):
             if (status := process.poll()) is not None:
-                self._on(s.Ended("front", name, incarnation, status))
+                self._on(s.ProcessEnded("front", name, incarnation, status))
         for name, address in list(self._addresses.items()):
             if (status := address.process.poll()) is not None:
-                self._on(s.Ended("head", name, address.incarnation, status))
+                self._on(s.ProcessEnded("head", name, address.incarnation, status))
         self._on(s.Tick())
         self._publish()
 
@@ -117,12 +121,12 @@ class Server:
         if heard is None:  # it ends: its process says how
             self._selector.unregister(link)
         for message in heard or ():
-            if isinstance(message, channel.Ready):
-                self._on(s.Ready(name, incarnation))
-            elif isinstance(message, channel.Alive):
-                self._on(s.Alive(name, incarnation))
+            if isinstance(message, channel.FrontReady):
+                self._on(s.FrontIsReady(name, incarnation))
+            elif isinstance(message, channel.FrontAlive):
+                self._on(s.FrontIsAlive(name, incarnation))
             else:
-                self._on(s.Lost(message.name, message.incarnation, ReportedError(message.error)))
+                self._on(s.FrontLostHead(message.name, message.incarnation, ReportedError(message.error)))
 
     def _on(self, event: s.Event) -> None:
         self._carry_out(self._supervisor.on(event, self._clock.now()))
@@ -150,7 +154,7 @@ class Server:
             self._addresses[name] = self._heads.start(name, incarnation)
         except OSError as error:  # for want of memory or processes
             log.error("head %s cannot be started: %s", name, error)
-            self._on(s.Ended("head", name, incarnation, 1))
+            self._on(s.ProcessEnded("head", name, incarnation, 1))
 
     def _run_front(self, name: str, incarnation: int) -> None:
         ours, theirs = channel.channel()
@@ -169,16 +173,16 @@ class Server:
 
     def _publish(self) -> None:
         """Writes the registry, if it says anything new."""
-        found = registry.Registry((*self._head_records(), *self._front_records()))
+        found = process_registry.ProcessRegistry((*self._head_records(), *self._front_records()))
         if found != self._published:
             try:
-                registry.write(self._folder, found)
+                process_registry.write(self._folder, found)
             except OSError as error:  # a full disk: the next turn tries again
                 log.error("the registry cannot be written: %s", error)
             else:
                 self._published = found
 
-    def _head_records(self) -> list[registry.Record]:
+    def _head_records(self) -> list[process_registry.ProcessRecord]:
         records = []
         for name, entry in self._supervisor.heads.entries.items():
             if (address := self._addresses.get(name)) is None:
@@ -186,7 +190,7 @@ class Server:
             endpoint = address.endpoint
             process = address.process
             records.append(
-                registry.Record(
+                process_registry.ProcessRecord(
                     role="head",
                     name=name,
                     incarnation=entry.incarnation,
@@ -199,9 +203,9 @@ class Server:
             )
         return records
 
-    def _front_records(self) -> list[registry.Record]:
+    def _front_records(self) -> list[process_registry.ProcessRecord]:
         return [
-            registry.Record(
+            process_registry.ProcessRecord(
                 role="front",
                 name=name,
                 incarnation=entry.incarnation,
@@ -217,5 +221,7 @@ class Server:
             self._end_front(name)
         self._selector.close()
         if self._status is not None and self._status <= 128:
-            running = [n for n, e in self._supervisor.heads.entries.items() if e.state is State.RUNNING]
+            running = [
+                n for n, e in self._supervisor.heads.entries.items() if e.state is ProcessState.RUNNING
+            ]
             shut_down([self._addresses[name] for name in running])

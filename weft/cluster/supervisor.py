@@ -1,11 +1,12 @@
-"""The supervisor of a server with several fronts: what is started, killed and told, and when it ends. Pure.
+"""The supervisor of a server with several fronts, as a pure state machine: it starts, kills and drains
+processes.
 
     starting ──all fronts ready──► serving ──signal──► draining ──all fronts ended──► ended
         │ anything ends, or a signal   │ no front, or no head left                      ▲
         ╰──────────────────────────────┴────────────────────────────────────────────────╯
 
-Fronts and heads are replaced by the same rule (``weft.cluster.table``). A front never starts or ends a head:
-it reports what it lost. Heads outlive fronts, and end with the server.
+Fronts and heads are replaced by the same rule (``weft.cluster.table``). A front never starts or ends a head;
+it reports lost heads. Heads outlive fronts, and end with the server.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from weft.common.log import get_logger
 log = get_logger(__name__)
 
 SILENT_S = 30.0
-"""Seconds without a word after which a front counts as gone: it hangs, or was stopped."""
+"""Seconds without a message after which a front counts as gone: it hangs, or was stopped."""
 STALL_S = 2.0
 """Seconds by which a tick may be late; more, and this process stood still."""
 END_S = 15.0
@@ -34,7 +35,7 @@ FORCED = 130
 """Exit status when a second signal cut requests off."""
 
 
-class Phase(Enum):
+class ServerPhase(Enum):
     STARTING = "starting"
     SERVING = "serving"
     DRAINING = "draining"
@@ -44,8 +45,8 @@ class Phase(Enum):
 # -- events
 
 
-class Ended(NamedTuple):
-    """A process has ended with ``status``. May be said again."""
+class ProcessEnded(NamedTuple):
+    """A process has ended with ``status``. May come more than once."""
 
     role: t.Role
     name: str
@@ -53,39 +54,39 @@ class Ended(NamedTuple):
     status: int
 
 
-class Lost(NamedTuple):
-    """A front cannot work with a head any more: it is gone, silent, or makes no progress."""
+class FrontLostHead(NamedTuple):
+    """A front has lost a head: the head is gone, silent, or makes no progress."""
 
     name: str
     incarnation: int
     error: WeftError
 
 
-class Ready(NamedTuple):
+class FrontIsReady(NamedTuple):
     """A front answers requests."""
 
     name: str
     incarnation: int
 
 
-class Alive(NamedTuple):
-    """A front says that it lives."""
+class FrontIsAlive(NamedTuple):
+    """A front reports that its event loop runs."""
 
     name: str
     incarnation: int
 
 
 class Signalled(NamedTuple):
-    """This process was asked to stop."""
+    """The supervisor's process got a signal that asks it to stop."""
 
     number: int
 
 
 class Tick(NamedTuple):
-    """Time passed. Comes several times a second."""
+    """Time has passed. Comes several times a second."""
 
 
-Event: TypeAlias = Ended | Lost | Ready | Alive | Signalled | Tick
+Event: TypeAlias = ProcessEnded | FrontLostHead | FrontIsReady | FrontIsAlive | Signalled | Tick
 
 # -- actions, besides ``Start`` and ``Kill``
 
@@ -93,18 +94,18 @@ Order: TypeAlias = Literal["drain", "stop"]
 
 
 class Tell(NamedTuple):
-    """A front is to finish its requests and end, or to end now."""
+    """Tell a front to finish its requests and end (drain), or to end now (stop)."""
 
     name: str
     order: Order
 
 
 class Announce(NamedTuple):
-    """The server answers requests."""
+    """Announce that the server answers requests."""
 
 
 class Exit(NamedTuple):
-    """The server ends with ``status``: what still runs is ended."""
+    """End the server with ``status``, and all processes that still run."""
 
     status: int
 
@@ -129,7 +130,7 @@ class Supervisor:
         """
         self.heads = t.ProcessTable("head", heads, restarts, together=together)
         self.fronts = t.ProcessTable("front", fronts, restarts)
-        self.phase = Phase.STARTING
+        self.phase = ServerPhase.STARTING
         self._drain_timeout = drain_timeout
         self._deadline = math.inf
         """While it drains: when fronts must have ended."""
@@ -146,25 +147,25 @@ class Supervisor:
     def on(self, event: Event, now: float) -> list[Action]:
         """What is to be done after ``event``, which happened at ``now``."""
         self._now = now
-        return [] if self.phase is Phase.ENDED else _HANDLERS[type(event)](self, event)
+        return [] if self.phase is ServerPhase.ENDED else _HANDLERS[type(event)](self, event)
 
     # -- processes
 
-    def _ended(self, event: Ended) -> list[Action]:
+    def _ended(self, event: ProcessEnded) -> list[Action]:
         entry = self._table(event.role).running(event.name, event.incarnation)
         if entry is None:
             return []
-        if self.phase is Phase.STARTING:  # nothing is tried twice at the first start
+        if self.phase is ServerPhase.STARTING:  # nothing is tried twice at the first start
             log.error("%s %s ended with status %d", event.role, event.name, event.status)
             return self._exit(event.status if event.status == CONFIG_ERROR else 1)
-        if event.role == "front" and (self.phase is Phase.DRAINING or self.heads.over):
+        if event.role == "front" and (self.phase is ServerPhase.DRAINING or self.heads.over):
             self._failed |= entry.ready and event.status not in (0, FORCED)
             self.fronts.end(event.name, event.incarnation)
             return self._after([])
         log.error("%s %s ended with status %d", event.role, event.name, event.status)
         return self._lose(event.role, event.name, event.incarnation, EngineDead("the process ended"))
 
-    def _lost(self, event: Lost) -> list[Action]:
+    def _lost(self, event: FrontLostHead) -> list[Action]:
         return self._lose("head", event.name, event.incarnation, event.error)
 
     def _lose(self, role: t.Role, name: str, incarnation: int, error: WeftError) -> list[Action]:
@@ -177,7 +178,7 @@ class Supervisor:
         """
         if not self.fronts.over:
             return actions
-        drained = self.phase is Phase.DRAINING and not self._failed and not self.heads.over
+        drained = self.phase is ServerPhase.DRAINING and not self._failed and not self.heads.over
         return [*actions, *self._exit((FORCED if self._forced else 0) if drained else 1)]
 
     def _table(self, role: t.Role) -> t.ProcessTable:
@@ -185,17 +186,18 @@ class Supervisor:
 
     # -- fronts
 
-    def _ready(self, event: Ready) -> list[Action]:
+    def _ready(self, event: FrontIsReady) -> list[Action]:
         entry = self.fronts.running(event.name, event.incarnation)
         if entry is None:
             return []
-        entry.ready, entry.heard = True, self._now
-        if self.phase is Phase.STARTING and self.fronts.ready:
-            self.phase = Phase.SERVING
+        entry.ready = True
+        entry.heard = self._now
+        if self.phase is ServerPhase.STARTING and self.fronts.ready:
+            self.phase = ServerPhase.SERVING
             return [Announce()]
         return []
 
-    def _alive(self, event: Alive) -> list[Action]:
+    def _alive(self, event: FrontIsAlive) -> list[Action]:
         entry = self.fronts.running(event.name, event.incarnation)
         if entry is not None:
             entry.heard = self._now
@@ -204,10 +206,10 @@ class Supervisor:
     # -- the server
 
     def _signalled(self, event: Signalled) -> list[Action]:
-        if self.phase is Phase.STARTING:
+        if self.phase is ServerPhase.STARTING:
             return self._exit(128 + event.number)
-        if self.phase is Phase.SERVING:
-            self.phase = Phase.DRAINING
+        if self.phase is ServerPhase.SERVING:
+            self.phase = ServerPhase.DRAINING
             self._deadline = self._now + self._drain_timeout + END_S
             return [Tell(n, "drain" if entry.ready else "stop") for n, entry in self._running_fronts()]
         # A terminal that is closed sends SIGHUP more than once, and its shell does, too: none of them cuts.
@@ -227,7 +229,7 @@ class Supervisor:
             log.error("fronts did not end in time")
             return self._exit(FORCED if self._forced else 1)
         actions: list[Action] = []
-        if self.phase is Phase.DRAINING:
+        if self.phase is ServerPhase.DRAINING:
             return actions
         for name, entry in self._running_fronts():
             # Before it is ready it loads, which takes as long as the heads' loading.
@@ -237,19 +239,21 @@ class Supervisor:
                 actions += self._lose("front", name, entry.incarnation, error)
         return actions
 
-    def _running_fronts(self) -> list[tuple[str, t.Entry]]:
-        return [(name, one) for name, one in self.fronts.entries.items() if one.state is t.State.RUNNING]
+    def _running_fronts(self) -> list[tuple[str, t.ProcessEntry]]:
+        return [
+            (name, one) for name, one in self.fronts.entries.items() if one.state is t.ProcessState.RUNNING
+        ]
 
     def _exit(self, status: int) -> list[Action]:
-        self.phase = Phase.ENDED
+        self.phase = ServerPhase.ENDED
         return [Exit(status)]
 
 
 _HANDLERS: dict[type, Callable[[Supervisor, Any], list[Action]]] = {
-    Ended: Supervisor._ended,
-    Lost: Supervisor._lost,
-    Ready: Supervisor._ready,
-    Alive: Supervisor._alive,
+    ProcessEnded: Supervisor._ended,
+    FrontLostHead: Supervisor._lost,
+    FrontIsReady: Supervisor._ready,
+    FrontIsAlive: Supervisor._alive,
     Signalled: Supervisor._signalled,
     Tick: Supervisor._tick,
 }

@@ -24,7 +24,7 @@ WINDOW = 600.0
 Role: TypeAlias = Literal["head", "front"]
 
 
-class State(Enum):
+class ProcessState(Enum):
     """RUNNING ──lost──► RUNNING (the next incarnation) or RETIRED; RUNNING ──► ENDED, as it was told to."""
 
     RUNNING = "running"
@@ -33,7 +33,7 @@ class State(Enum):
 
 
 class Start(NamedTuple):
-    """A process is to be started. Whoever does it must not wait for it."""
+    """Start a process. The caller must not wait for it."""
 
     role: Role
     name: str
@@ -41,7 +41,7 @@ class Start(NamedTuple):
 
 
 class Kill(NamedTuple):
-    """What is left of a process is to be ended at once. It may have ended."""
+    """Kill the rest of a process at once. It may have ended already."""
 
     role: Role
     name: str
@@ -52,18 +52,18 @@ Action: TypeAlias = Start | Kill
 
 
 @dataclass(slots=True)
-class Entry:
-    """One name."""
+class ProcessEntry:
+    """The state of one name: its present process, or its end."""
 
     incarnation: int = 0
-    """Of its last process; 0 before the first."""
-    state: State = State.RUNNING
+    """Incarnation of its last process; 0 before the first."""
+    state: ProcessState = ProcessState.RUNNING
     error: WeftError | None = None
     """Of a retired one: how its last process was lost."""
     ready: bool = False
     """Of a front: whether it answers requests."""
     heard: float = -math.inf
-    """When it said last that it lives."""
+    """When its last message came."""
 
 
 class ProcessTable:
@@ -74,29 +74,31 @@ class ProcessTable:
         without the others.
         """
         self.role = role
-        self._entries = {name: Entry() for name in names}
+        self._entries = {name: ProcessEntry() for name in names}
         self._budget = RestartBudget(restarts, WINDOW)
         self._together = together
 
     @property
-    def entries(self) -> Mapping[str, Entry]:
+    def entries(self) -> Mapping[str, ProcessEntry]:
         """In order; states change here only."""
         return self._entries
 
     @property
     def over(self) -> bool:
         """Whether none runs, and none will."""
-        return all(entry.state is not State.RUNNING for entry in self._entries.values())
+        return all(entry.state is not ProcessState.RUNNING for entry in self._entries.values())
 
     @property
     def ready(self) -> bool:
         """Whether all that run answer requests."""
-        return all(entry.ready for entry in self._entries.values() if entry.state is State.RUNNING)
+        return all(entry.ready for entry in self._entries.values() if entry.state is ProcessState.RUNNING)
 
-    def running(self, name: str, incarnation: int) -> Entry | None:
+    def running(self, name: str, incarnation: int) -> ProcessEntry | None:
         """The entry, if that is its present process."""
         entry = self._entries.get(name)
-        present = entry is not None and entry.state is State.RUNNING and entry.incarnation == incarnation
+        present = (
+            entry is not None and entry.state is ProcessState.RUNNING and entry.incarnation == incarnation
+        )
         return entry if present else None
 
     def start(self, now: float) -> list[Action]:
@@ -104,7 +106,7 @@ class ProcessTable:
         return [self._next(name, entry, now) for name, entry in self._entries.items()]
 
     def lose(self, name: str, incarnation: int, error: WeftError, now: float) -> list[Action]:
-        """A process that should run is gone, or as good as gone: it is replaced, or its name is retired."""
+        """A process is gone or unusable: returns the actions that replace it, or retires its name."""
         entry = self.running(name, incarnation)
         if entry is None:
             return []
@@ -115,18 +117,21 @@ class ProcessTable:
         if self._budget.most:
             log.error("%d %ss died in %g minutes", self._budget.most + 1, self.role, WINDOW / 60)
         for other in self._entries.values() if self._together else (entry,):
-            if other.state is State.RUNNING:
-                other.state, other.error = State.RETIRED, error
+            if other.state is ProcessState.RUNNING:
+                other.state = ProcessState.RETIRED
+                other.error = error
         return actions
 
     def end(self, name: str, incarnation: int) -> bool:
         """A process ended as it was told to. Whether that is news."""
         entry = self.running(name, incarnation)
         if entry is not None:
-            entry.state, entry.ready = State.ENDED, False
+            entry.state = ProcessState.ENDED
+            entry.ready = False
         return entry is not None
 
-    def _next(self, name: str, entry: Entry, now: float) -> Start:
+    def _next(self, name: str, entry: ProcessEntry, now: float) -> Start:
         entry.incarnation += 1
-        entry.ready, entry.heard = False, now
+        entry.ready = False
+        entry.heard = now
         return Start(self.role, name, entry.incarnation)

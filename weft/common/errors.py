@@ -65,7 +65,9 @@ class WeftError(Exception):
 class InvalidRequest(WeftError):
     """The request is wrong as it stands; sending it again changes nothing."""
 
-    code, blame, http_status = "invalid_request", "client", 400
+    code = "invalid_request"
+    blame = "client"
+    http_status = 400
 
 
 class ContextLength(InvalidRequest):
@@ -77,61 +79,82 @@ class ContextLength(InvalidRequest):
 class Unauthorized(WeftError):
     """Missing or wrong API key."""
 
-    code, blame, http_status = "invalid_api_key", "client", 401
+    code = "invalid_api_key"
+    blame = "client"
+    http_status = 401
 
 
 class Forbidden(WeftError):
     """The caller is known but may not do this."""
 
-    code, blame, http_status = "forbidden", "client", 403
+    code = "forbidden"
+    blame = "client"
+    http_status = 403
 
 
 class NotFound(WeftError):
     """No such route, model or object."""
 
-    code, blame, http_status = "not_found", "client", 404
+    code = "not_found"
+    blame = "client"
+    http_status = 404
 
 
 class MethodNotAllowed(WeftError):
     """The route exists, the method does not."""
 
-    code, blame, http_status = "method_not_allowed", "client", 405
+    code = "method_not_allowed"
+    blame = "client"
+    http_status = 405
 
 
 class RequestTimeout(WeftError):
     """The client took too long to send its request."""
 
-    code, blame, http_status = "request_timeout", "client", 408
+    code = "request_timeout"
+    blame = "client"
+    http_status = 408
 
 
 class TooLarge(WeftError):
     """The body is over the size limit."""
 
-    code, blame, http_status = "request_too_large", "client", 413
+    code = "request_too_large"
+    blame = "client"
+    http_status = 413
 
 
 class UnsupportedMedia(WeftError):
     """The content type is not one this route takes."""
 
-    code, blame, http_status = "unsupported_media_type", "client", 415
+    code = "unsupported_media_type"
+    blame = "client"
+    http_status = 415
 
 
 class Overloaded(WeftError):
     """This server's queue, or a key's limit, is full. Sent with Retry-After."""
 
-    code, blame, retryable, http_status = "overloaded", "capacity", True, 429
+    code = "overloaded"
+    blame = "capacity"
+    retryable = True
+    http_status = 429
 
 
 class HeaderTooLarge(WeftError):
     """The header block is over the size limit."""
 
-    code, blame, http_status = "header_too_large", "client", 431
+    code = "header_too_large"
+    blame = "client"
+    http_status = 431
 
 
 class Cancelled(WeftError):
     """The client went away."""
 
-    code, blame, http_status = "cancelled", "client", 499
+    code = "cancelled"
+    blame = "client"
+    http_status = 499
 
 
 class EngineDead(WeftError):
@@ -149,19 +172,26 @@ class RowError(WeftError):
 class Unavailable(WeftError):
     """No healthy head exists, or the server drains. Sent with Retry-After."""
 
-    code, blame, retryable, http_status = "unavailable", "capacity", True, 503
+    code = "unavailable"
+    blame = "capacity"
+    retryable = True
+    http_status = 503
 
 
 class DeadlineExceeded(WeftError):
     """The request's deadline passed."""
 
-    code, retryable, http_status = "deadline_exceeded", True, 504
+    code = "deadline_exceeded"
+    retryable = True
+    http_status = 504
 
 
 class ConfigError(WeftError):
     """A setting, or a pair of settings, that cannot work. Raised before anything starts; names the flags."""
 
-    code, blame, http_status = "config_error", "client", 400
+    code = "config_error"
+    blame = "client"
+    http_status = 400
 
 
 class ReportedError(WeftError):

@@ -1,6 +1,6 @@
 """Folders for sockets and files that only this user may reach, and the sweep of those that were left behind.
 
-Whoever makes one holds a lock on a file in it for as long as its process lives, however that ends. So a lock
+The process that makes one holds a lock on a file in it until the process ends, however it ends. So a lock
 that can be had proves that the owner is dead. A folder without that file proves nothing, and stays.
 """
 
@@ -28,13 +28,13 @@ _held: dict[Path, int] = {}
 def private_folder() -> Path:
     """A new folder that only this user can enter, with a name short enough for a socket inside it.
 
-    Whoever gets it removes it. Those of this user's dead processes beside it are removed here.
+    The caller removes it. Those of this user's dead processes beside it are removed here.
     """
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
     if len(os.fsencode(folder)) > _LONGEST:
         folder.rmdir()
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir="/tmp"))
-    with contextlib.suppress(OSError):  # a file system without locks: nobody will sweep this folder
+    with contextlib.suppress(OSError):  # a file system without locks: no later process can remove this folder
         _hold(folder)
     _sweep(folder.parent)
     return folder
@@ -63,7 +63,7 @@ def _sweep(parent: Path) -> None:
 
 
 def _remove_if_dead(folder: Path) -> None:
-    """Raises OSError for what is not to be removed: the owner lives, or it is no folder of ours."""
+    """Raises OSError if the folder must stay: its owner runs, or it is no folder of Weft."""
     within = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         found = os.fstat(within)

@@ -2,7 +2,7 @@
 
     {"version": 1, "measured": [row, ...]}
 
-What a row says is its owner's business: ``weft/ops/moe_table.py``, ``weft/moe/cost.py``. No torch.
+What a row says is its owner's business: ``weft/ops/moe_table.py``, ``weft/moe/exchange_cost.py``. No torch.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ class Measurements(Generic[Row]):
 
         Raises ConfigError where that cannot be written.
         """
-        path, new = self.user_file(), {self.of(row) for row in rows}
+        path = self.user_file()
+        new = {self.of(row) for row in rows}
         try:
             kept = [row for row in self.read(path) if self.of(row) not in new]
         except (OSError, ValueError):

@@ -35,8 +35,8 @@ class Registry(Generic[T]):
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise ConfigError(f"no {self._what} called {name!r}.{hint} There are: {', '.join(self)}.")
         module, attribute = self._entries[name].split(":")
-        found: T = getattr(importlib.import_module(module), attribute)
-        return found
+        result: T = getattr(importlib.import_module(module), attribute)
+        return result
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries

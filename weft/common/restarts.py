@@ -11,7 +11,7 @@ MOST_LOSSES = 3
 class RestartBudget:
     """At most ``most`` restarts in any ``window`` seconds, each noted when it is granted.
 
-    What dies again and again does not get better by another start, and whoever waits for it should hear so.
+    A process that dies again and again is not started for ever, so that its clients get an error.
     """
 
     def __init__(self, most: int, window: float) -> None:

@@ -18,7 +18,7 @@ STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 def heeded() -> list[signal.Signals]:
     """The signals of ``STOPS`` that this process should act on.
 
-    SIGHUP and SIGQUIT are left alone where whoever started the process had them ignored (``nohup``, ``&``).
+    SIGHUP and SIGQUIT are left alone where the parent process had them ignored (``nohup``, ``&``).
     """
     kept = (signal.SIGHUP, signal.SIGQUIT)
     return [n for n in STOPS if n not in kept or signal.getsignal(n) is not signal.SIG_IGN]

@@ -8,7 +8,7 @@ from weft.common.errors import ConfigError
 from weft.config.sections import SchedulerSection
 
 DEFAULT_TOKENS = {"cuda": 2048, "cpu": 512}
-"""Of a step. A CPU computes 512 tokens at the rate of 2048, and whoever decodes beside them waits a quarter
+"""Tokens of a step. A CPU computes 512 tokens at the rate of 2048, and decode rows beside them wait a quarter
 of the time (docs/adr/0017)."""
 
 
@@ -32,7 +32,9 @@ def check_budget(scheduler: SchedulerSection, block: int, drafts: int = 0) -> No
     sequence must have its tokens in a decode step. Raises ConfigError naming both flags, with values that
     work; also for a target that the policy could not keep.
     """
-    tokens, sequences, each = scheduler.max_num_batched_tokens, scheduler.max_num_seqs, 1 + drafts
+    tokens = scheduler.max_num_batched_tokens
+    sequences = scheduler.max_num_seqs
+    each = 1 + drafts
     beside = f" and --num-speculative-tokens {drafts}" if drafts else ""
     if scheduler.step_policy == "exclusive":
         if scheduler.itl_target_ms:

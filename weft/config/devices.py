@@ -16,7 +16,9 @@ _ROOT = Path("/")
 
 def gpu_memory() -> int | None:
     """Total memory of the first GPU that this process may use; None where there is none."""
-    driver, device, total = _driver(), ctypes.c_int(), ctypes.c_size_t()
+    driver = _driver()
+    device = ctypes.c_int()
+    total = ctypes.c_size_t()
     if driver is None:
         return None
     try:
@@ -30,7 +32,8 @@ def gpu_memory() -> int | None:
 
 def gpus() -> tuple[str, ...]:
     """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them: numbers or UUIDs."""
-    driver, count = _driver(), ctypes.c_int()
+    driver = _driver()
+    count = ctypes.c_int()
     if driver is None:
         return ()
     try:

@@ -28,7 +28,8 @@ def check_experts(spec: ModelSpec, parallel: ParallelSection) -> ModelSpec:
             f"--enable-expert-parallel: {spec.architecture} has no routed experts; leave it out",
             param="--enable-expert-parallel",
         )
-    replicas, ranks = parallel.data_parallel_size, parallel.layout.ranks
+    replicas = parallel.data_parallel_size
+    ranks = parallel.layout.ranks
     if parallel.moe_dispatch == "reduce" and replicas > 1:
         raise ConfigError(
             f"--moe-dispatch reduce sums what all ranks make of the same tokens, and with "

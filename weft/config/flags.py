@@ -130,24 +130,24 @@ class Setting:
         return ConfigError(f"{label} must be {self.takes}{shown}", param=self.flag)
 
     def _one(self, value: Any, label: str) -> Any:
-        found: Any
+        result: Any
         if self.kind == "bool":
-            found = _as_bool(value)
+            result = _as_bool(value)
         elif self.kind == "choice":
-            found = next(
+            result = next(
                 (c for c in self.choices if str(value) == str(c) and not isinstance(value, bool)), None
             )
         elif self.kind == "int":
-            found = value if isinstance(value, str) and value in self.choices else self._number(value, int)
+            result = value if isinstance(value, str) and value in self.choices else self._number(value, int)
         elif self.kind == "float":
-            found = self._number(value, float)
+            result = self._number(value, float)
         elif self.kind == "size":
-            found = str(value) if parse_size(value) is not None else None
+            result = str(value) if parse_size(value) is not None else None
         else:
-            found = value if isinstance(value, str) and value.strip() else None
-        if found is None:
+            result = value if isinstance(value, str) and value.strip() else None
+        if result is None:
             raise self._refused(value, label)
-        return found
+        return result
 
     def _number(self, value: Any, of: Callable[[Any], float]) -> float | None:
         """``value`` as a number in range, or None."""
@@ -227,16 +227,16 @@ def _word_order(word: str | int) -> tuple[bool, str]:
 
 
 def _all_settings() -> dict[str, Setting]:
-    found: dict[str, Setting] = {}
+    result: dict[str, Setting] = {}
     root = inspect.type_info(Config)
     assert isinstance(root, inspect.StructType)
     for section in root.fields:
         assert isinstance(section.type, inspect.StructType)
         for declared in section.type.fields:
-            if declared.name in found:
+            if declared.name in result:
                 raise TypeError(f"{declared.name} is declared in two sections")
-            found[declared.name] = _setting(section.name, declared)
-    return found
+            result[declared.name] = _setting(section.name, declared)
+    return result
 
 
 SETTINGS: dict[str, Setting] = _all_settings()

@@ -4,8 +4,8 @@ A pool is worth its weakest kind, so bytes are divided in proportion to what one
 ``max_model_len`` needs of each: every kind can then hold the same number of such sequences. Each pool has
 one block more than it gives out, the null block; it is paid for here.
 
-A recurrent state is no line in a pool: every slot has its copies of it, which come off first. The pool of its
-kind holds snapshots, of which a sequence needs none: they get ``MIN_SNAPSHOTS``, and a share.
+A recurrent state is no entry in a pool: every slot has its copies of it, which come off first. The pool of
+its kind holds snapshots, of which a sequence needs none: they get ``MIN_SNAPSHOTS``, and a share.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 
 from weft.common.errors import ConfigError
-from weft.config.layout import block_bytes, slot_tensors
+from weft.config.cache_layout import block_bytes, slot_tensors
 from weft.config.resolved import PoolSpec
 from weft.config.sections import SchedulerSection
 from weft.config.sharding import local_spec
@@ -41,10 +41,10 @@ def show_bytes(count: int) -> str:
 def kind_block(cache: CacheSpec, block_size: int) -> int:
     """Positions of one block of a kind, where a base block has ``block_size``.
 
-    The least that is a whole number of base blocks and of ``ratio`` positions, even if that is one line: a
-    prefix hit of the whole model ends at a block's border of every kind, so eight lines of 128 positions
+    The least that is a whole number of base blocks and of ``ratio`` positions, even if that is one entry: a
+    prefix hit of the whole model ends at a block's border of every kind, so eight entries of 128 positions
     a block would lose every hit below 1,024 tokens. A small block costs nothing in return: what reads
-    compressed lines picks them one by one, each of them a KiB or so, and blocks are taken less often than
+    compressed entries picks them one by one, each of them a KiB or so, and blocks are taken less often than
     base blocks are.
     """
     return math.lcm(block_size, cache.ratio)
@@ -58,15 +58,16 @@ def hit_unit(spec: ModelSpec, block_size: int) -> int:
 def snapshot_stride(spec: ModelSpec, block_size: int, dtype: str) -> int:
     """Positions between the snapshots of a long prompt: a multiple of the ``hit_unit``.
 
-    So many that a snapshot costs no more bytes than the lines of those positions in the kinds that keep all,
-    and no fewer than ``MIN_STRIDE``: a snapshot ends a chunk early.
+    So many that a snapshot costs no more bytes than the entries of those positions in the kinds that keep
+    all, and no fewer than ``MIN_STRIDE``: a snapshot ends a chunk early.
     """
     states = [cache for cache in spec.caches if cache.kind == "state"]
     snapshot = sum(block_bytes(cache, block_size, dtype) for cache in states)
-    positions, unit = MIN_STRIDE, hit_unit(spec, block_size)
-    lines = [cache for cache in spec.caches if cache.kind != "state" and not cache.window]
-    if lines:
-        kept = sum(block_bytes(cache, unit, dtype) for cache in lines)  # of one unit of positions
+    positions = MIN_STRIDE
+    unit = hit_unit(spec, block_size)
+    entries = [cache for cache in spec.caches if cache.kind != "state" and not cache.window]
+    if entries:
+        kept = sum(block_bytes(cache, unit, dtype) for cache in entries)  # of one unit of positions
         positions = max(positions, -(-snapshot * unit // kept))
     return -(-positions // unit) * unit
 
@@ -90,7 +91,7 @@ def longest_chunk(scheduler: SchedulerSection, max_model_len: int) -> int:
 
 
 def state_bytes(spec: ModelSpec, dtype: str, num_slots: int, copies: int = 1) -> int:
-    """Bytes of the recurrent state that slots have, ``copies`` each; one line more than there are slots."""
+    """Bytes of the recurrent state that slots have, ``copies`` each; one entry more than there are slots."""
     states = [cache for cache in spec.caches if cache.kind == "state"]
     return sum(t.nbytes for cache in states for t in slot_tensors(cache, num_slots, copies, dtype))
 
@@ -138,9 +139,9 @@ def _needs(
         fixed += MIN_SNAPSHOTS * snapshot
         if snapshots:
             share = _snapshots_for_one(spec, block_size, dtype, max_model_len)
-            lines = sum(count * size for count, size in zip(blocks, sizes, strict=True))
-            # Lines are what lets sequences run; snapshots only save them time. So never the larger part.
-            share = min(share, lines // snapshot) if lines else share
+            entries = sum(count * size for count, size in zip(blocks, sizes, strict=True))
+            # Entries are what lets sequences run; snapshots only save them time. So never the larger part.
+            share = min(share, entries // snapshot) if entries else share
             for number in states:
                 blocks[number] = share
     return _Needs(fixed, sizes, blocks)
@@ -191,7 +192,8 @@ def pools_for(
     needs = _needs(spec, block_size, dtype, max_model_len, scheduler, copies, snapshots)
     if num_bytes < needs.fixed + needs.one:
         needs = _needs(spec, block_size, dtype, max_model_len, scheduler, copies, False)
-    usable, one = num_bytes - needs.fixed, needs.one
+    usable = num_bytes - needs.fixed
+    one = needs.one
     if usable < one:
         longest = longest_that_fits(
             spec, block_size, dtype, num_bytes, max_model_len, scheduler, copies=copies
@@ -249,7 +251,8 @@ def longest_that_fits(
     copies: int = 1,
 ) -> int:
     """The largest max_model_len up to ``most`` of which ``num_bytes`` hold one sequence; 0 if none does."""
-    low, high = 0, most
+    low = 0
+    high = most
     while low < high:
         middle = (low + high + 1) // 2
         if bytes_for(spec, block_size, dtype, 1, middle, scheduler, copies=copies) <= num_bytes:
@@ -269,7 +272,8 @@ def weight_bytes(
     With ``int8`` the matrices of layers, experts' included, take a byte an element; embedding, head and
     routers do not change.
     """
-    size, spec = DTYPE_BYTES[dtype], local_spec(spec, layout)
+    size = DTYPE_BYTES[dtype]
+    spec = local_spec(spec, layout)
     recurrent = len(spec.delta.layers) if spec.delta is not None else 0
     matrices = (spec.layers - recurrent) * _attention_elements(spec)
     matrices += recurrent * _delta_elements(spec)
@@ -278,7 +282,8 @@ def weight_bytes(
     if spec.moe is None:
         matrices += spec.layers * dense
     else:
-        moe, routing = spec.moe, len(spec.moe.layers)
+        moe = spec.moe
+        routing = len(spec.moe.layers)
         matrices += (spec.layers - routing) * dense
         experts = -(-(moe.experts + redundant) // layout.ranks) if layout.expert else moe.experts
         matrices += routing * 3 * spec.hidden * (experts * moe.intermediate + moe.shared)
@@ -309,7 +314,8 @@ def _delta_elements(spec: ModelSpec) -> int:
     delta = spec.delta
     if delta is None:
         return 0
-    key, value = delta.k_heads * delta.k_dim, delta.v_heads * delta.v_dim
+    key = delta.k_heads * delta.k_dim
+    value = delta.v_heads * delta.v_dim
     return spec.hidden * (2 * key + 3 * value + 2 * delta.v_heads) + delta.conv * (2 * key + value)
 
 

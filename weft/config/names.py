@@ -23,7 +23,9 @@ def served_names(model: ModelSection, path: str) -> tuple[str, ...]:
 
 
 def accepted_names(model: ModelSection, path: str) -> tuple[str, ...]:
-    """Names that requests may use beside the served ones and nobody is shown: a folder, as it was given."""
+    """Names that requests may use beside the served ones, and that are never listed: a folder, as it was
+    given.
+    """
     return (model.model,) if not model.served_model_name and _is_folder(model, path) else ()
 
 

@@ -177,10 +177,8 @@ def check_checkpoint(model: ModelSection, path: str, tokenizer_path: str) -> Non
                 )
     if model.load_format == "dummy":
         return
-    safe, pickles = (
-        _has(path, "*.safetensors"),
-        _has(path, "*.bin") or _has(path, "*.pt") or _has(path, "*.pth"),
-    )
+    safe = _has(path, "*.safetensors")
+    pickles = _has(path, "*.bin") or _has(path, "*.pt") or _has(path, "*.pth")
     if model.load_format == "pickle":
         if not pickles:
             raise ConfigError(
@@ -207,22 +205,24 @@ def _has(folder: str, pattern: str) -> bool:
 def _read_object(path: Path) -> dict[str, Any]:
     """The file's JSON object; empty where there is no such file. Raises ConfigError when it is not one."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        result = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path.name} of the checkpoint is not readable JSON", param="--model") from error
-    if not isinstance(found, dict):
+    if not isinstance(result, dict):
         raise ConfigError(f"{path.name} of the checkpoint is not a JSON object", param="--model")
-    return found
+    return result
 
 
 def check_cores(parallel: ParallelSection, device: str) -> None:
     """Warns of more ranks on this host than CPU cores that compute for them, and refuses far more."""
-    ranks, cores = parallel.ranks_here, usable_cores()
+    ranks = parallel.ranks_here
+    cores = usable_cores()
     if device != "cpu" or ranks <= cores:
         return
-    tensor, data = parallel.tensor_parallel_size, parallel.data_parallel_size
+    tensor = parallel.tensor_parallel_size
+    data = parallel.data_parallel_size
     sizes = f"--tensor-parallel-size {tensor} x --data-parallel-size {data}"
     here = f"{ranks} ranks" if parallel.nnodes == 1 else f"{ranks} ranks on each of {parallel.nnodes} hosts"
     if ranks > RANKS_EACH_CORE * cores:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from weft.config.layout import TensorLayout, pool_tensors, slot_tensors
+from weft.config.cache_layout import TensorLayout, pool_tensors, slot_tensors
 from weft.config.sections import (
     CacheSection,
     Config,
@@ -92,10 +92,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     faults: tuple[Fault, ...] = ()
     """Planted by tests; there is no flag for it."""
     accepted_names: tuple[str, ...] = ()
-    """Names that requests may use beside ``served_names``, and that nobody is shown."""
+    """Names that requests may use beside ``served_names``, and that are never listed."""
     domain: str = ""
     """Folder where the heads of a domain of several replicas meet, if they run on one host."""
-    life: int = 0
+    incarnation: int = 0
     """Which start of this group's head it is, if its front is on another host; see weft/types/board.py."""
 
 

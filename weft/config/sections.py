@@ -176,7 +176,7 @@ class RunnerSection(_Section, frozen=True, kw_only=True):
     decode_graphs: Annotated[
         bool,
         Meta(
-            description="Replay decode steps where the model can: CUDA graphs on a GPU, recorded calls of "
+            description="Replay decode steps where the model can: CUDA graphs on a GPU, captured calls of "
             "the C++ operations on a CPU."
         ),
     ] = True
@@ -260,8 +260,8 @@ class ParallelSection(_Section, frozen=True, kw_only=True):
     overlap: Annotated[
         Literal["off", "prefill", "all", "auto"],
         Meta(
-            description="Split steps in two halves, one's communication under the other's compute: in steps "
-            "with prompts, in all, or where measured costs say that it pays."
+            description="Split steps in two micro-batches, one's communication under the other's compute: in "
+            "steps with prompts, in all, or where measured costs say that it pays."
         ),
     ] = "auto"
     collectives: Annotated[

@@ -2,8 +2,8 @@
 
 Heads, and with them everything that is made of heads, are divided in order of ranks. Fewer KV heads than
 ranks are copied: rank r has head ``r * kv_heads // ranks``. Intermediate sizes are divided evenly, the
-vocabulary in shares of which the last ones may be short or empty. Latents, compressed lines and indexers are
-whole on every rank. A ``ModelSpec`` is of the whole model, but for what ``local_spec`` returns.
+vocabulary in shares of which the last ones may be short or empty. Latents, compressed entries and indexers
+are whole on every rank. A ``ModelSpec`` is of the whole model, but for what ``local_spec`` returns.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ def local_spec(spec: ModelSpec, layout: Layout) -> ModelSpec:
     ranks = layout.tensor
     if ranks == 1:
         return spec
-    moe, delta, sparse = spec.moe, spec.delta, spec.sparse
+    moe = spec.moe
+    delta = spec.delta
+    sparse = spec.sparse
     if moe is not None and not layout.expert:
         moe = msgspec.structs.replace(moe, intermediate=moe.intermediate // ranks, shared=moe.shared // ranks)
     if delta is not None:

@@ -91,8 +91,8 @@ class MLASpec(msgspec.Struct, frozen=True, kw_only=True):
 class IndexSpec(msgspec.Struct, frozen=True, kw_only=True):
     """An indexer that chooses the positions that latent attention reads.
 
-    Its keys are the last ``dim`` elements of the lines of layers that have one. Source: DeepSeek-V3.2 (2025),
-    section 2.
+    Its keys are the last ``dim`` elements of the entries of layers that have one. Source: DeepSeek-V3.2
+    (2025), section 2.
     """
 
     layers: tuple[int, ...]
@@ -118,16 +118,16 @@ class DeltaSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SparseSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Attention to a window of lines and, further back, to one line for each group of positions.
+    """Attention to a window of entries and, further back, to one entry for each group of positions.
 
-    Keys and values are one line, shared by all heads. Source: DeepSeek-V4, sections 2.2 and 2.3.
+    Keys and values are one entry, shared by all heads. Source: DeepSeek-V4, sections 2.2 and 2.3.
     """
 
     types: tuple[Literal["window", "chosen", "all"], ...]
     """What each layer sees of groups: nothing, those that its indexer chooses, or all."""
     window: int
     chosen_ratio: int
-    """Positions of a group, in layers that choose; their groups overlap: a line is made of two."""
+    """Positions of a group, in layers that choose; their groups overlap: an entry is made of two."""
     all_ratio: int
     """Likewise in layers that see all."""
     q_lora: int
@@ -163,10 +163,10 @@ class StatePart(msgspec.Struct, frozen=True, kw_only=True):
 class CacheSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One cache kind of a model: layers that share one block table and one pool. A layer may be in several.
 
-    full, window    lines of one key and one value for each KV head: ``kv_heads``, ``head_dim``
-    latent          lines of ``width`` elements
-    compressed      lines of ``width`` elements, one for every ``ratio`` positions
-    state           no lines: ``parts`` for each sequence; blocks hold copies of them, for prefix hits
+    full, window    entries of one key and one value for each KV head: ``kv_heads``, ``head_dim``
+    latent          entries of ``width`` elements
+    compressed      entries of ``width`` elements, one for every ``ratio`` positions
+    state           no entries: ``parts`` for each sequence; blocks hold copies of them, for prefix hits
     """
 
     kind: Literal["full", "window", "latent", "compressed", "state"]
@@ -181,10 +181,10 @@ class CacheSpec(msgspec.Struct, frozen=True, kw_only=True):
     form: str = "gqa"
     """The form of core attention that reads it; "" where none prepares for it."""
     fp8: bool = False
-    """full, window, latent: values in 8 bits (E4M3), and a float32 scale for each line of a KV head (or for
-    each latent line)."""
+    """full, window, latent: values in 8 bits (E4M3), and a float32 scale for each entry of a KV head (or for
+    each latent entry)."""
     exact: int = 0
-    """Elements at the end of a latent line that keep the model's dtype all the same."""
+    """Elements at the end of a latent entry that keep the model's dtype all the same."""
 
 
 class QuantizedSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -253,10 +253,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def caches_of(self, layer: int) -> tuple[int, ...]:
         """Numbers of the cache kinds that ``layer`` belongs to. Raises KeyError when there are none."""
-        found = tuple(number for number, cache in enumerate(self.caches) if layer in cache.layers)
-        if not found:
+        result = tuple(number for number, cache in enumerate(self.caches) if layer in cache.layers)
+        if not result:
             raise KeyError(layer)
-        return found
+        return result
 
     @property
     def forms(self) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from weft.models.loader import Model, load_model
 from weft.ops import cpu
 from weft.parallel.mesh import Mesh, make_mesh
 from weft.runner.graphs import Capture, CudaCapture, GraphOptions, obstacle
-from weft.runner.programs import record
+from weft.runner.programs import capture_calls
 from weft.runner.runner import Runner
 from weft.runner.trace import StepTrace
 
@@ -67,7 +67,7 @@ def rank_mesh(config: EngineConfig, rank: int, host: str | None) -> Mesh:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
+class LoadedModel:
     """A model with its weights on a rank, which has no caches yet."""
 
     config: EngineConfig
@@ -82,7 +82,8 @@ class Loaded:
 
     def runner(self, kv: KVConfig | None = None) -> Runner:
         """Preallocates everything a step needs, with the pools of ``kv``. Once."""
-        config, mesh = self.config, self.mesh
+        config = self.config
+        mesh = self.mesh
         meets = mesh is not None and mesh.connects
         device = device_of(config)
         return Runner(
@@ -114,9 +115,11 @@ def build_runner(
 
 def load(
     config: EngineConfig, *, progress: bool = True, poison: bool = False, mesh: Mesh | None = None
-) -> Loaded:
+) -> LoadedModel:
     """The model's weights, or the share of them that ``mesh`` has. Raises as ``build_runner``."""
-    device, dtype, spec = device_of(config), DTYPES[config.dtype], config.spec
+    device = device_of(config)
+    dtype = DTYPES[config.dtype]
+    spec = config.spec
     local = local_spec(spec, config.parallel.layout)
     invariant = config.runner.deterministic
     backends = choose(
@@ -144,7 +147,7 @@ def load(
     kv = config.kv
     if device.type == "cuda" and config.cache.kv_cache_memory is None:
         kv = fit_pools(config, *torch.cuda.mem_get_info(device), used=torch.cuda.memory_reserved(device))
-    return Loaded(
+    return LoadedModel(
         config=config,
         model=model,
         backends=backends,
@@ -175,7 +178,7 @@ def graph_options(
     if config.device == "cpu":
         return GraphOptions(
             max_rows=config.scheduler.max_num_seqs,
-            capture=recorder(model),
+            capture=capturer(model),
             exact=True,
             lazy=True,
             most_each=config.kv.copies,
@@ -187,14 +190,14 @@ def graph_options(
         capture=CudaCapture(torch.device(config.device)),
         progress=progress,
         lazy=meets,  # a communicator is there once the group has formed, and another one after it is lost
-        halves=meets,
+        micro_batches=meets,
         keeps_hidden=config.speculation.speculative_method == "mtp",
     )
 
 
-def recorder(model: Model) -> Capture:
-    """``record``, whose replays tell the model's launcher of their collectives."""
-    return functools.partial(record, launcher=model.mesh.launcher)
+def capturer(model: Model) -> Capture:
+    """``capture_calls``, whose replays tell the model's launcher of their collectives."""
+    return functools.partial(capture_calls, launcher=model.mesh.launcher)
 
 
 def fit_pools(config: EngineConfig, free: int, total: int, used: int = 0) -> KVConfig:
@@ -202,10 +205,11 @@ def fit_pools(config: EngineConfig, free: int, total: int, used: int = 0) -> KVC
 
     ``free``, ``total``: bytes of the device; ``used``: by this process. The share that
     --gpu-memory-utilization leaves to others, and a step's activations, stay free. Ranks that have the same
-    GPU have equal parts of the rest, whoever loads first. Raises ConfigError when one full context does not
-    fit.
+    GPU have equal parts of the rest, in any order of loading. Raises ConfigError when one full context does
+    not fit.
     """
-    cache, scheduler = config.cache, config.scheduler
+    cache = config.cache
+    scheduler = config.scheduler
     spec = local_spec(config.spec, config.parallel.layout)
     room = free - int(total * (1 - cache.gpu_memory_utilization))
     if config.parallel.layout.domain > 1 and config.parallel.collectives != "gloo":

@@ -1,6 +1,6 @@
 """The engine of one group: scheduler and executor, with one or two steps in flight.
 
-    _plan     the scheduler drafts; balance, overlap and domain have their say; it is sealed, once
+    _plan     the scheduler builds the step; balance, overlap and domain set their fields; it is sealed once
     _launch   forward, (late masks,) sample
     _commit   read, commit, learn
 
@@ -17,11 +17,13 @@ Not thread-safe: one thread submits, steps and finishes.
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import msgspec
+import zmq
 
 from weft.common.clock import Clock, SystemClock
 from weft.common.errors import EngineDead
@@ -44,10 +46,10 @@ RECOVERY_POLL = 0.05
 """Seconds that a ``step`` waits for a group that is being formed anew."""
 
 
-class Source(Protocol):
-    """Where a group hears, besides requests, of what its sequences await: a room, a mask.
+class AwaitedSource(Protocol):
+    """Tells a head that input which its sequences await has come: KV of another engine, a mask.
 
-    Nobody polls it: whoever has nothing to do sleeps on its sockets, too.
+    The step loop does not poll it: while it is idle, it sleeps on the source's sockets, too.
     """
 
     @property
@@ -85,10 +87,10 @@ class EngineCore:
         self.domain = domain or self.runner.domain
         """Where other replicas have a part in every step."""
         self.overlap = OverlapPolicy(mode_of(config.parallel, config.device))
-        """Which steps are computed in halves."""
+        """Which steps are computed in micro-batches."""
         self.balance = Balance(config.parallel.eplb_interval)
         """At which steps experts move."""
-        self.sources: list[Source] = []
+        self.sources: list[AwaitedSource] = []
         """All of them are there before a loop begins, as it asks for ``sockets`` once."""
         self._depth = config.scheduler.steps_in_flight
         self._in_flight: deque[tuple[StepHandle, float]] = deque()
@@ -115,7 +117,8 @@ class EngineCore:
     def describe_speculation(self) -> str | None:
         """How many drafts were accepted so far, in words; None before the first."""
         stats = self.scheduler.stats()
-        verified, accepted = sum(stats.drafts), sum(stats.drafts_accepted)
+        verified = sum(stats.drafts)
+        accepted = sum(stats.drafts_accepted)
         if not verified:
             return None
         places = zip(stats.drafts_accepted, stats.drafts, strict=True)
@@ -140,8 +143,24 @@ class EngineCore:
         return [*domain, *(socket for source in self.sources for socket in source.sockets)]
 
     def hear(self) -> list[TokenEvent]:
-        """Takes in what came from ``sources``. Does not wait."""
-        return [event for source in self.sources for event in source.take(self.scheduler)]
+        """Takes in what came from ``sources``, and ends what awaited it for too long. Does not wait."""
+        events = [event for source in self.sources for event in source.take(self.scheduler)]
+        return events + self.scheduler.expire(self._clock.now())
+
+    @property
+    def awaiting(self) -> bool:
+        """Whether there is nothing to do before something comes from outside, or is late."""
+        return not self.has_work() and self.scheduler.awaiting
+
+    def sleep(self, seconds: float) -> None:
+        """Waits until something may have come from outside, or for ``seconds``."""
+        if not self.sockets:  # zmq would not wait
+            time.sleep(seconds)
+            return
+        poller = zmq.Poller()
+        for socket in self.sockets:
+            poller.register(socket, zmq.POLLIN)
+        poller.poll(max(round(seconds * 1e3), 1))
 
     def has_work(self) -> bool:
         """Whether ``step`` has anything to do, if only beside other replicas."""
@@ -214,8 +233,8 @@ class EngineCore:
         return []
 
     def _plan(self, now: float) -> StepPlan | None:
-        """The next step, with everybody's share in it; None when there is none to make."""
-        builder = self.scheduler.draft(now)
+        """The plan of the next step; None when there is nothing to do."""
+        builder = self.scheduler.build(now)
         if builder is not None:
             self.balance.ask(builder)
             self.overlap.ask(builder)
@@ -244,7 +263,7 @@ class EngineCore:
         seconds = now - max(began, self._completed)
         self._completed = now
         events = self.scheduler.commit(handle.plan, result, now)
-        self.scheduler.observe(handle.plan, seconds, handle.cold)
+        self.scheduler.observe(handle.plan, seconds, handle.uncaptured)
         self.overlap.observe(handle.plan, handle.times)
         return events
 
@@ -274,7 +293,7 @@ class EngineCore:
     def close(self, failed: bool = False) -> None:
         """Waits for what is in flight (its results are dropped) and ends the device thread and trace.
 
-        ``failed``: another engine will follow this one, and take over the ranks that somebody keeps for it.
+        ``failed``: another engine will replace this one, and take over supervised ranks.
         """
         if (report := self.describe_speculation()) is not None:
             log.info("%s", report)

@@ -10,22 +10,22 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from weft.group.types import GroupLost
-from weft.overlap.split import larger_half
+from weft.overlap.split import larger_micro_batch
 from weft.parallel.agreement import AgreementGroup
-from weft.parallel.group import CommLost
-from weft.scheduler.agreement import Vote, most_drafts
+from weft.parallel.group_comm import CommLost
 from weft.scheduler.plan_builder import PlanBuilder
+from weft.scheduler.votes import Vote, most_drafts
 
 
 class Domain:
-    """Used from the thread that steps, or that forms the group; ``abort`` from any."""
+    """Used from the thread that steps or forms the group; ``abort`` from any thread."""
 
     def __init__(self, group: AgreementGroup) -> None:
         self._group = group
 
     @property
     def awake(self) -> bool:
-        """Whether the domain steps: then so must this replica, also without work of its own."""
+        """Whether the domain steps. If so, this replica must step, too, also without work of its own."""
         return self._group.awake
 
     @property
@@ -48,18 +48,19 @@ class Domain:
             raise GroupLost(None, f"another replica is gone or late ({error.message})") from error
         if not decision.launch:
             return None
-        builder, agreed = builder or idle(), decision.agreed
+        builder = builder or idle()
+        agreed = decision.agreed
         builder.agreed = agreed
-        builder.halves = 1 + agreed.halves
+        builder.micro_batches = 1 + agreed.overlap
         builder.rebalance = agreed.rebalance
         return builder
 
-    def connect(self, store: Any, epoch: int, timeout: float, bells: Sequence[str] = ()) -> None:
+    def connect(self, store: Any, epoch: int, timeout: float, wakeups: Sequence[str] = ()) -> None:
         """Begins ``epoch`` with all heads, asleep. See ``AgreementGroup.connect``. Raises CommLost."""
-        self._group.connect(store, epoch, timeout, bells)
+        self._group.connect(store, epoch, timeout, wakeups)
 
     def abort(self) -> None:
-        """Ends the epoch's agreement: whoever waits in it loses its group."""
+        """Ends the epoch's agreement: a call of ``settle`` that waits raises GroupLost."""
         self._group.abort()
 
     def close(self) -> None:
@@ -76,8 +77,8 @@ def vote_of(builder: PlanBuilder | None, unfinished: bool) -> Vote:
         launch=True,
         rows=builder.rows,
         tokens=builder.tokens,
-        halves=builder.halves > 1,
-        half=larger_half(builder) if builder.halves > 1 else 0,
+        overlap=builder.micro_batches > 1,
+        micro_batch_tokens=larger_micro_batch(builder) if builder.micro_batches > 1 else 0,
         drafts=most_drafts(builder),
         rebalance=builder.rebalance,
     )

@@ -1,4 +1,4 @@
-"""What a group asks of whoever carries out plans on each of its ranks."""
+"""The interface of a rank's runner, as its group uses it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.types.plan import StepPlan, StepResult
 
 
 class RankRunner(Protocol):
-    """One rank's own. See ``weft.runner.runner.Runner``, whose contract this is."""
+    """Carries out plans on one rank: the contract of ``weft.runner.runner.Runner``."""
 
     @property
     def kv(self) -> KVConfig: ...
@@ -41,7 +41,7 @@ class RankRunner(Protocol):
 
 
 def checksum(result: StepResult) -> int:
-    """Of what a step sampled: 32 bits, equal on all ranks of a group."""
+    """Checksum of a step's sampled tokens: 32 bits, equal on all ranks of a group."""
     made = 0
     for column in (result.tokens, result.accepted, result.drafts):
         made = zlib.crc32(column.tobytes(), made)

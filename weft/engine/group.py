@@ -39,7 +39,7 @@ from weft.group.sizes import blocks_of, sized
 from weft.group.types import GroupLost
 from weft.kv.digest import SlotDigest
 from weft.parallel.control import HeadChannel, NoRanks, PeerGone
-from weft.parallel.group import CommLost
+from weft.parallel.group_comm import CommLost
 from weft.parallel.leases import Leases
 from weft.parallel.mesh import Mesh
 from weft.parallel.store import join_store
@@ -51,8 +51,6 @@ from weft.types.plan import StepPlan, StepResult
 
 log = get_logger(__name__)
 
-LAG = 1
-"""How many steps the other ranks' outcomes may be behind the result that ``read`` returns."""
 CLOSE_S = 30.0
 """Seconds that an epoch which is being formed has to end when the group is closed."""
 _TURN = 0.05
@@ -214,12 +212,13 @@ class GroupExecutor:
             result = self._guard(lambda: self._runner.read(handle))
             self._results[step] = result
             self._feed(t.OwnOutcome(step, checksum(result)))
-        self._settle(step - LAG)
+        self._wait(lambda: self.membership.counts(step))
         return self._results.pop(step)
 
     def settle(self) -> None:
         """Waits for every rank's outcome of what was read here. Raises GroupLost."""
-        self._settle(self.membership.steps.own)
+        steps = self.membership.steps
+        self._wait(lambda: steps.settled(steps.own))
 
     def check(self) -> None:
         """Looks after the other ranks while nothing is computed; does not wait. Raises GroupLost."""
@@ -300,8 +299,9 @@ class GroupExecutor:
         if self.membership.failed is not None:
             raise self.membership.failed
 
-    def _settle(self, step: int) -> None:
-        while not self.membership.steps.settled(step):
+    def _wait(self, reported: Callable[[], bool]) -> None:
+        """For reports of the other ranks. Raises GroupLost."""
+        while not reported():
             self._check()
             self._turn(_TURN)
 
@@ -382,7 +382,7 @@ class GroupExecutor:
 
     # ---- from the watch
 
-    def _heard(self, heartbeat: f.Beat) -> f.Beat:
+    def _heard(self, heartbeat: f.RankHeartbeat) -> f.RankHeartbeat:
         self._feed(t.Received(b"", heartbeat))
         return self.membership.heartbeat()
 
@@ -416,7 +416,7 @@ class GroupExecutor:
             self._store = join_store(store, patience) if store else None
             self._links.mesh.connect(self._store, epoch, patience)
             if domain is not None:
-                domain.connect(join_store(store, patience), epoch, patience, action.bells)
+                domain.connect(join_store(store, patience), epoch, patience, action.wakeups)
         except Exception as error:
             self._failed(epoch, error)
         else:

@@ -1,4 +1,4 @@
-"""The head processes of a server, and their workers, which outlive them: started and ended."""
+"""Starts and ends the head processes of a server, and their workers, which outlive heads."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from weft.common import env, signals
 from weft.config.gpus import gpu_environment, head_rank
 from weft.config.hosts import uses_board
 from weft.config.resolved import EngineConfig
-from weft.engine.keeper import Keeper
-from weft.engine.ranks import RankProcesses, are_kept, rank_address
+from weft.engine.rank_supervisor import RankSupervisor
+from weft.engine.ranks import RankProcesses, are_supervised, rank_address
 from weft.links.link import Address
 from weft.parallel.remote import REFUSED, RemoteHead, RemoteHeads
 
 LEAVE_S = 3.0
-"""Seconds that other hosts get at least to read that the server ends."""
+"""Least seconds that other hosts get to read on the board that the server ends."""
 
 
 class HeadProcesses:
@@ -39,7 +39,7 @@ class HeadProcesses:
         """
         self.names = [str(replica) for replica in range(config.parallel.data_parallel_size)]
         self.together = config.parallel.enable_expert_parallel
-        """Whether no head can work without the others."""
+        """Whether all heads are one domain: none can work without the others."""
         self._remote = RemoteHeads(config) if uses_board(config.parallel) else None
         self._running: dict[str, subprocess.Popen[bytes] | RemoteHead] = {}
         self._ended: list[subprocess.Popen[bytes] | RemoteHead] = []
@@ -61,7 +61,7 @@ class HeadProcesses:
         return Address(endpoint, process, None, incarnation)
 
     def kill(self, name: str, incarnation: int) -> None:
-        """Ends what is left of a head that is dead, or stopped answering, before the next one starts."""
+        """Ends the process of a head that is dead or stopped answering, before the next one starts."""
         old = self._running.pop(name, None)
         if old is not None:
             old.kill()  # also wakes one that was stopped, for its end
@@ -69,7 +69,7 @@ class HeadProcesses:
             self._ended.append(old)
 
     def close(self, seconds: float, status: int = 0) -> list[int]:
-        """Gives all heads, which were told to stop, ``seconds`` to end, then kills them; then their workers.
+        """Waits ``seconds`` for all heads, which were told to stop, then kills the rest; then their workers.
         The heads' statuses.
 
         ``status``: with which the server ends; other hosts are told.
@@ -92,35 +92,44 @@ def group_folder(folder: Path) -> Path:
     """A new folder in ``folder`` for the sockets and files of one group: two groups never share a name."""
     for number in itertools.count():
         with contextlib.suppress(FileExistsError):
-            made = folder / f"g{number}"
-            made.mkdir(mode=0o700)
-            return made
+            result = folder / f"g{number}"
+            result.mkdir(mode=0o700)
+            return result
     raise AssertionError("unreachable")
 
 
 class LocalHeads:
-    """Starts heads of this host, and keeps those of their workers that outlive them. From the main thread."""
+    """Starts the heads of this host, and has the rank supervisor for their workers. Used from the main
+    thread.
+    """
 
     def __init__(self, config: EngineConfig, folder: Path, log_level: str) -> None:
-        """``folder``: for their files; only this user may enter it."""
-        self._config, self._folder, self._level = config, folder, log_level
-        self._keeper: Keeper | None = None
-        """Where heads have such workers."""
+        """``folder``: for the heads' files; only this user may enter it."""
+        self._config = config
+        self._folder = folder
+        self._level = log_level
+        self._rank_supervisor: RankSupervisor | None = None
+        """Made when the first head with workers starts."""
 
-    def start(self, replica: int, endpoint: str, life: int = 0) -> subprocess.Popen[bytes]:
-        """A head that will listen at ``endpoint``; does not wait for it. ``life``: see ``EngineConfig``."""
-        pipe, parallel = None, self._config.parallel
-        if are_kept(parallel, replica):
-            self._keeper = self._keeper or Keeper(parallel.data_parallel_size, self._workers)
-            pipe = self._keeper.link(replica)
-        own = msgspec.structs.replace(self._of(replica), life=life)
+    def start(self, replica: int, endpoint: str, incarnation: int = 0) -> subprocess.Popen[bytes]:
+        """A head that will listen at ``endpoint``; does not wait for it. ``incarnation``: see
+        ``EngineConfig``.
+        """
+        pipe = None
+        parallel = self._config.parallel
+        if are_supervised(parallel, replica):
+            self._rank_supervisor = self._rank_supervisor or RankSupervisor(
+                parallel.data_parallel_size, self._workers
+            )
+            pipe = self._rank_supervisor.link(replica)
+        own = msgspec.structs.replace(self._of(replica), incarnation=incarnation)
         return start_head(own, endpoint, self._level, pipe)
 
     def close(self, seconds: float) -> None:
-        """Gives workers, which were told to stop, ``seconds`` to end, then kills them."""
-        if self._keeper is not None:
-            self._keeper.close(seconds)
-            self._keeper = None
+        """Waits ``seconds`` for workers, which were told to stop, then kills the rest."""
+        if self._rank_supervisor is not None:
+            self._rank_supervisor.close(seconds)
+            self._rank_supervisor = None
 
     def _of(self, replica: int) -> EngineConfig:
         return msgspec.structs.replace(self._config, replica=replica, domain=str(self._folder))
@@ -135,7 +144,7 @@ def start_head(
 ) -> subprocess.Popen[bytes]:
     """Starts a head that will listen at ``endpoint`` and die with this process. Does not wait for it.
 
-    ``pipe``: to whoever keeps its workers; it is the head's from now on, and closed here. Must be called from
+    ``pipe``: to the rank supervisor; it is the head's from now on, and closed here. Must be called from
     the main thread: the kernel ties the child to the thread that made it.
     """
     command = [sys.executable, "-m", "weft.launch.head_main", str(os.getpid()), endpoint, log_level]
@@ -151,7 +160,7 @@ def start_head(
         with head.stdin as stdin:
             stdin.write(msgspec.msgpack.encode(config))
     except BrokenPipeError:
-        # It died before it read its configuration; whoever watches it sees that.
+        # It died before it read its configuration; its owner sees its exit status.
         pass
     return head
 

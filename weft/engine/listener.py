@@ -7,7 +7,7 @@ import zmq
 
 from weft.config.resolved import EngineConfig
 from weft.parallel.board import BoardClient, board_place
-from weft.parallel.secret import Keys, admit_ranks
+from weft.parallel.secret import CurveKeys, admit_ranks
 from weft.types import messages as m
 from weft.types.board import Listening, head_key
 
@@ -20,7 +20,7 @@ TELL_S = 120.0
 class Listener:
     """A head's socket. Once it is there, zmq's own thread answers pings, whatever the process does."""
 
-    def __init__(self, endpoint: str, keys: Keys | None = None) -> None:
+    def __init__(self, endpoint: str, keys: CurveKeys | None = None) -> None:
         """``endpoint``: an ``ipc://`` path in a folder that only this user can enter, or loopback tcp; with
         ``keys``, without which fronts are refused, also this host's address.
         """
@@ -52,11 +52,11 @@ def listen(config: EngineConfig, endpoint: str) -> Listener:
 
     Raises ConfigError, and EngineDead when there is no board where there should be one.
     """
-    if not config.life:
+    if not config.incarnation:
         return Listener(endpoint)
     place, keys = board_place(config.parallel)
     listener = Listener(endpoint, keys)
-    listening = Listening(life=config.life, address=listener.address)
+    listening = Listening(incarnation=config.incarnation, address=listener.address)
     board = BoardClient(place, keys)
     try:
         board.tell(head_key(config.replica), msgspec.msgpack.encode(listening), TELL_S)

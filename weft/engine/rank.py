@@ -1,7 +1,7 @@
 """A worker process once it is welcome: loads its share of the model, then works.
 
 It outlives its head: it keeps process and weights, and says hello to the next head, for as long as a rank may
-wait for its first welcome. Whoever keeps the process ends it when there will be no other.
+wait for its first welcome. The owner of the process ends it when no other head will come.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from weft.common.log import get_logger
 from weft.config.resolved import EngineConfig, KVConfig
 from weft.engine.build import load, rank_mesh
 from weft.engine.executor import RankRunner
-from weft.engine.faults import Faults
+from weft.engine.fault_injection import Faults
 from weft.engine.start import mesh_host, take_threads
 from weft.engine.watch import RankWatch
 from weft.engine.worker import Worker
-from weft.group.membership import LOAD_S
 from weft.group.sizes import blocks_of, sized
+from weft.group.waits import LOAD_S
 from weft.parallel.control import HeadLink, RankChannel
 from weft.parallel.mesh import Mesh
 from weft.types import frames as f
@@ -29,9 +29,9 @@ from weft.types import frames as f
 log = get_logger(__name__)
 
 STUCK = 3
-"""Exit status of a rank that did not come out of an epoch that had ended."""
+"""Exit status of a rank that stayed too long in an epoch that had ended."""
 PATIENCE = 2.0
-"""Rank timeouts that it is given to."""
+"""Multiple of ``--rank-timeout`` that it gets to leave the epoch."""
 _TURN = 0.5
 """Seconds of one wait for a frame."""
 
@@ -47,30 +47,30 @@ def run_rank(config: EngineConfig, rank: int, link: HeadLink, rejoin: Callable[[
     take_threads(config)
     faults = Faults(config.faults, rank)
     mesh = faults.within(rank_mesh(config, rank, mesh_host(config)))
-    life = _Life(rank, link.life, timeout)
-    life.watch(link)  # from now on: who loads for minutes shows that it runs
+    liveness = _Liveness(rank, link.incarnation, timeout)
+    liveness.watch(link)  # from now on: who loads for minutes shows that it runs
     try:
-        runner = _load(config, link.channel, rank, mesh, faults, life)
+        runner = _load(config, link.channel, rank, mesh, faults, liveness)
         if runner is None:
             return
-        worker = Worker(rank, runner, mesh, link.channel, rank_timeout=timeout, life=link.life)
+        worker = Worker(rank, runner, mesh, link.channel, rank_timeout=timeout, incarnation=link.incarnation)
         gc.collect()
         gc.freeze()  # the model and all modules live as long as the process: never look through them again
-        life.adopt(worker)
+        liveness.adopt(worker)
         try:
             worker.run()
             while not worker.stopped:
                 log.warning("rank %d has lost its head, and keeps its weights for the next one", rank)
-                life.close()
+                liveness.close()
                 link.channel.close(deliver=False)
                 link = rejoin(worker.epoch)
-                worker.join(link.channel, link.life)
-                life.watch(link)
+                worker.join(link.channel, link.incarnation)
+                liveness.watch(link)
                 worker.run()
         finally:
             worker.close()
     finally:
-        life.close()
+        liveness.close()
 
 
 def _load(
@@ -79,13 +79,13 @@ def _load(
     rank: int,
     mesh: Mesh,
     faults: Faults,
-    life: _Life,
+    liveness: _Liveness,
 ) -> RankRunner | None:
     """The rank's runner, once the head said how large its caches are; None: the rank was told to end."""
     try:
         faults.reach("load")
         loaded = load(config, progress=False, mesh=mesh)
-        kv = ask(channel, rank, loaded.kv, LOAD_S, lambda: life.orphan)
+        kv = ask(channel, rank, loaded.kv, LOAD_S, lambda: liveness.orphan)
         if kv is None:
             channel.close()
             return None
@@ -123,12 +123,14 @@ def ask(
     raise EngineDead(f"the head told no sizes of caches within {timeout:g} s")
 
 
-class _Life:
-    """The watch of one head after the other, and what it is told, before there is a worker too."""
+class _Liveness:
+    """Exchanges heartbeats with one head after the other, also before there is a worker."""
 
     def __init__(self, rank: int, head: str, rank_timeout: float) -> None:
-        """``head``: the life of the first one."""
-        self._rank, self._head, self._timeout = rank, head, rank_timeout
+        """``head``: the incarnation of the first head."""
+        self._rank = rank
+        self._head = head
+        self._timeout = rank_timeout
         self._stuck_since: float | None = None
         self._worker: Worker | None = None
         self._watch: RankWatch | None = None
@@ -137,9 +139,10 @@ class _Life:
 
     def watch(self, link: HeadLink) -> None:
         """Shows the head of ``link`` from now on that this process runs."""
-        self.orphan, self._stuck_since = False, None
-        if link.beats is not None:
-            self._watch = RankWatch(link.beats, self._timeout, self.beat, self.ended, self.orphaned)
+        self.orphan = False
+        self._stuck_since = None
+        if link.heartbeats is not None:
+            self._watch = RankWatch(link.heartbeats, self._timeout, self.heartbeat, self.ended, self.orphaned)
             self._watch.start()
 
     def adopt(self, worker: Worker) -> None:
@@ -155,10 +158,10 @@ class _Life:
 
     # ---- from the watch's thread
 
-    def beat(self) -> f.Beat:
+    def heartbeat(self) -> f.RankHeartbeat:
         if self._worker is not None:
-            return self._worker.beat()
-        return f.Beat(rank=self._rank, epoch=-1, step=-1, life=self._head)
+            return self._worker.heartbeat()
+        return f.RankHeartbeat(rank=self._rank, epoch=-1, step=-1, incarnation=self._head)
 
     def ended(self, epoch: int) -> None:
         if self._worker is None or not self._worker.ended(epoch):
@@ -173,7 +176,7 @@ class _Life:
             self._stuck()
 
     def _stuck(self) -> None:
-        """A rank that stays too long in an epoch that is over ends its process: so somebody starts it anew,
+        """Ends this process when it stays too long in an epoch that has ended, so that it is started again,
         on whatever host it is.
         """
         if self._stuck_since is None:

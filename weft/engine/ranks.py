@@ -27,26 +27,28 @@ class Ranks(Protocol):
     """The worker processes of one group on this host, as its head sees them."""
 
     outlive: bool
-    """Whether they outlive the head, for the next one."""
+    """Whether the processes outlive the head, for the next one."""
 
     def spawn(self, rank: int) -> bool:
-        """Starts the process of ``rank``, unless it runs; whether it did. Does not wait for it."""
+        """Starts the process of ``rank``, unless it runs; returns whether it ran. Does not wait for it."""
 
     def keeps(self, rank: int) -> bool:
         """Whether the process of ``rank`` is on this host."""
 
     def dead(self) -> list[tuple[int, str]]:
-        """Ranks whose processes have ended, and how. Never waits. From any thread."""
+        """(rank, how it ended) of processes that have ended. Never waits. From any thread."""
 
     def kill(self, rank: int) -> None:
-        """Ends the rank's process at once, stopped or not, and takes it off the books."""
+        """Kills the rank's process at once, and forgets it."""
 
     def close(self, seconds: float) -> None:
-        """The head ends. Ranks that do not outlive it were told to stop, and get ``seconds`` to end."""
+        """Called when the head ends. Ranks that do not outlive it were told to stop; they get ``seconds`` for
+        that.
+        """
 
 
 class RankProcesses:
-    """Starts ranks, says which ended, ends them. They end with this process, however it ends.
+    """Starts and ends ranks, and tells which have ended. They end with this process, however it ends.
 
     Not thread-safe, but for ``dead``.
     """
@@ -54,15 +56,16 @@ class RankProcesses:
     outlive = False
 
     def __init__(self, config: EngineConfig, address: str, log_level: str) -> None:
-        """``address``: of the control channel that they say hello at."""
+        """``address``: the control channel where ranks say hello."""
         self._engine, self._config = config, msgspec.msgpack.encode(config)
-        self._address, self._level = address, log_level
+        self._address = address
+        self._level = log_level
         self._running: dict[int, subprocess.Popen[bytes]] = {}
-        # The kernel ties a child's life to the thread that made it: to one that lives as long as this.
+        # The kernel ends a child with the thread that made it: this one runs as long as this object.
         self._maker = ThreadPoolExecutor(1, thread_name_prefix="weft-ranks")
 
     def spawn(self, rank: int) -> bool:
-        """Starts the process of ``rank``, unless it runs; whether it did. Does not wait for it."""
+        """Starts the process of ``rank``, unless it runs; returns whether it ran. Does not wait for it."""
         process = self._running.get(rank)
         if process is not None and process.poll() is None:
             return True
@@ -79,15 +82,15 @@ class RankProcesses:
         return [(rank, status) for rank, status in each if status is not None]
 
     def ranks(self) -> list[int]:
-        """Those that were spawned and not killed."""
+        """Ranks that were spawned and not killed."""
         return list(self._running)
 
     def send_signal(self, rank: int, number: int) -> None:
-        """To its process, which stays on the books."""
+        """Sends a signal to the rank's process, which stays known."""
         self._running[rank].send_signal(number)
 
     def pid(self, rank: int) -> int:
-        """Of the rank's process."""
+        """Process id of ``rank``."""
         return self._running[rank].pid
 
     def dead(self) -> list[tuple[int, str]]:
@@ -95,14 +98,14 @@ class RankProcesses:
         return [(rank, end_of(status)) for rank, status in self.ended()]
 
     def kill(self, rank: int) -> None:
-        """Ends the rank's process at once, stopped or not, and takes it off the books."""
+        """Kills the rank's process at once, and forgets it."""
         process = self._running.pop(rank, None)
         if process is not None:
             process.kill()
             process.wait(30.0)
 
     def close(self, seconds: float) -> None:
-        """Gives all of them, who were told to stop, ``seconds`` to end; then kills them."""
+        """Waits ``seconds`` for all ranks, which were told to stop, then kills the rest."""
         until = time.monotonic() + seconds
         for rank, process in list(self._running.items()):
             try:
@@ -129,7 +132,7 @@ class RankProcesses:
 
 
 def end_of(status: int) -> str:
-    """In words, how a process ended."""
+    """How a process ended, in words, from its exit status."""
     return f"its process ended with {f'signal {-status}' if status < 0 else f'status {status}'}"
 
 
@@ -142,7 +145,7 @@ def threads_each(config: EngineConfig, cores: int) -> int:
 
 
 def rank_address(config: EngineConfig) -> str:
-    """Where ranks that a server keeps say hello: the same for every head that their replica has, in turn.
+    """Where supervised ranks say hello: the same address for all heads that their replica has over time.
 
     Not where a replica, one of several, lies over hosts: each of its heads listens elsewhere, see the board.
     """
@@ -152,12 +155,12 @@ def rank_address(config: EngineConfig) -> str:
     return tcp(own_address(host, port), port)
 
 
-def are_kept(parallel: ParallelSection, replica: int) -> bool:
-    """Whether the workers on the head's host are kept by their server, and outlive the head."""
+def are_supervised(parallel: ParallelSection, replica: int) -> bool:
+    """Whether the workers on the head's host belong to the server's rank supervisor, and outlive the head."""
     moves = uses_board(parallel) and replica_spans(parallel, replica)
     return parallel.tensor_parallel_size > 1 and not moves
 
 
 def ranks_of(replica: int, tensor: int) -> Sequence[int]:
-    """The ranks of a replica; the first one is its head."""
+    """The ranks of a replica. The first one is its head."""
     return range(replica * tensor, (replica + 1) * tensor)

@@ -21,11 +21,11 @@ from weft.engine.heads import HeadProcesses
 from weft.links.links import Links
 from weft.links.thread import LinksThread
 from weft.parallel.remote import REFUSED
-from weft.routing.roster import Patience
+from weft.routing.instance_table import Patience
 from weft.types import messages as m
 
 STEP_S = 0.1
-"""Seconds that ``step`` waits for something to come."""
+"""Seconds that ``step`` waits for events."""
 ANSWER_S = 10.0
 CLOSE_S = 5.0
 
@@ -36,7 +36,7 @@ def start_engine(config: EngineConfig) -> EngineCore | Replicas:
 
 
 class Replicas:
-    """What ``EngineCore`` is to those who submit, step and finish. Not thread-safe.
+    """The interface of ``EngineCore`` (submit, step, finish) over several replicas. Not thread-safe.
 
     A replica that shares no experts may die: its sequences go on elsewhere. With any other ends the engine.
     """
@@ -46,7 +46,7 @@ class Replicas:
         self.config = config
         self._capacity = config.scheduler.max_num_seqs + config.scheduler.max_queued_requests
         self._folder = private_folder()
-        # The kernel ties a child's life to the thread that made it: to one that lives as long as this.
+        # The kernel ends a child with the thread that made it: this one runs as long as this object.
         self._maker = ThreadPoolExecutor(1, thread_name_prefix="weft-heads")
         level = logging.getLevelName(logging.getLogger("weft").getEffectiveLevel()).lower()
         self._heads: HeadProcesses | None = None
@@ -114,6 +114,16 @@ class Replicas:
     def has_work(self) -> bool:
         """Whether sequences are open."""
         return self.thread.open_sequences > 0
+
+    awaiting = False
+    """Replicas hear by themselves of what their sequences await: see ``EngineCore.awaiting``."""
+
+    def hear(self) -> list[m.TokenEvent]:
+        """See ``awaiting``."""
+        return []
+
+    def sleep(self, seconds: float) -> None:
+        """See ``awaiting``: nobody has to."""
 
     def step(self) -> list[m.TokenEvent]:
         """What came from replicas; waits a moment for it. Raises EngineDead."""

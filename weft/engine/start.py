@@ -16,24 +16,26 @@ from weft.common.cores import usable_cores
 from weft.common.errors import ConfigError
 from weft.common.folder import private_folder
 from weft.common.log import get_logger
-from weft.config.group import shared_settings
+from weft.config.group_settings import shared_settings
 from weft.config.hosts import domain_spans, meeting_place, ranks_on, replica_spans, uses_board
 from weft.config.resolved import EngineConfig, KVConfig
 from weft.engine.build import load, rank_mesh
 from weft.engine.domain import Domain
 from weft.engine.executor import RankRunner
-from weft.engine.faults import Faults
+from weft.engine.fault_injection import Faults
 from weft.engine.group import GroupExecutor, Links, Share
-from weft.engine.kept import KeptRanks
 from weft.engine.ranks import RankProcesses, rank_address, ranks_of, threads_each
+from weft.engine.supervised_ranks import SupervisedRanks
 from weft.group.meeting import Meeting
-from weft.group.membership import HELLO_S, Membership
+from weft.group.membership import Membership
+from weft.group.waits import HELLO_S
 from weft.parallel.address import own_address, tcp
-from weft.parallel.agreement import AgreementGroup, ZmqBell
+from weft.parallel.agreement import AgreementGroup
 from weft.parallel.board import BoardClient, board_place
 from weft.parallel.control import ZmqHead
 from weft.parallel.leases import BoardLeases, FolderLeases, Leases
 from weft.parallel.store import host_store
+from weft.parallel.wakeup import WakeupSocket
 from weft.types.board import control_key
 from weft.types.layout import Layout
 
@@ -43,7 +45,7 @@ CLOSE_S = 5.0
 PORT_S = 30.0
 """Seconds that the port of ``--rdzv`` may be held by the head before this one, which was killed."""
 STORE_S = 30.0
-"""Seconds of whatever is done with the store that a first head hosts; those who join say their own."""
+"""Seconds for each operation on the store that the first head hosts; clients of it set their own."""
 
 
 def layout_of(config: EngineConfig) -> Layout:
@@ -58,7 +60,8 @@ def layout_of(config: EngineConfig) -> Layout:
 
 def take_threads(config: EngineConfig) -> None:
     """Gives this process the CPU threads of one rank, and says how many."""
-    cores, ranks = usable_cores(), config.parallel.ranks_here
+    cores = usable_cores()
+    ranks = config.parallel.ranks_here
     set_threads(config.runner.threads, threads_each(config, cores))
     log.info("CPU threads: %d (%d cores for %d ranks on this host)", torch.get_num_threads(), cores, ranks)
 
@@ -73,15 +76,17 @@ def set_threads(asked: int | None, most: int | None = None) -> None:
 
 
 def start_executor(
-    config: EngineConfig, *, progress: bool = True, kept: KeptRanks | None = None
+    config: EngineConfig, *, progress: bool = True, supervised: SupervisedRanks | None = None
 ) -> GroupExecutor:
     """The group of one replica, ready for its first step: starts its workers on this host, loads this rank's
     share, and forms an epoch.
 
-    ``kept``: the workers, where the server keeps them. Those that outlived another head have their weights.
-    Raises ConfigError for what cannot be served as configured, and GroupLost when a rank does not come up.
+    ``supervised``: the workers, where the server keeps them. Those that outlived another head have their
+    weights. Raises ConfigError for what cannot be served as configured, and GroupLost when a rank does not
+    come up.
     """
-    layout, timeout = layout_of(config), config.parallel.rank_timeout
+    layout = layout_of(config)
+    timeout = config.parallel.rank_timeout
     take_threads(config)
     if layout.domain == 1:
         loaded = load(config, progress=progress)
@@ -91,7 +96,7 @@ def start_executor(
         folder = _folder(config)
         resources.callback(shutil.rmtree, folder, ignore_errors=True)
         channel, heartbeats = _channels(config, folder)
-        processes = kept or RankProcesses(config, channel.address, _level())
+        processes = supervised or RankProcesses(config, channel.address, _level())
         resources.callback(processes.close, CLOSE_S)
         resources.callback(channel.close)
         host = mesh_host(config)
@@ -133,7 +138,9 @@ def alone(kv: KVConfig, runner: Callable[[KVConfig], RankRunner]) -> GroupExecut
 
 
 def _folder(config: EngineConfig) -> Path:
-    """Of this head. One that is killed leaves it to whoever started it, in whose folder it is."""
+    """A folder for this head's sockets. If the head is killed, the process that started it removes the
+    folder.
+    """
     return Path(tempfile.mkdtemp(prefix="stores-", dir=config.domain)) if config.domain else private_folder()
 
 
@@ -145,27 +152,29 @@ def mesh_host(config: EngineConfig) -> str | None:
 
 
 def _channels(config: EngineConfig, folder: Path) -> tuple[ZmqHead, ZmqHead]:
-    """(for frames, for beats)."""
-    parallel, replica = config.parallel, config.replica
+    """(for frames, for heartbeats)."""
+    parallel = config.parallel
+    replica = config.replica
     if not replica_spans(parallel, replica):  # in a server's folder the next head will listen there, too
         ranks = rank_address(config) if config.domain else f"ipc://{folder}/ranks"
-        return ZmqHead(ranks), ZmqHead(f"{ranks}.beats")
+        return ZmqHead(ranks), ZmqHead(f"{ranks}.heartbeats")
     place, keys = board_place(parallel)
     where, port = meeting_place(parallel)
     host = own_address(where, port)
-    if not uses_board(parallel):  # the only head: everybody knows where it is
+    if not uses_board(parallel):  # the only head: its address is known
         return ZmqHead(rank_address(config), keys, PORT_S), ZmqHead(tcp(host, "*"), keys)
-    channel, beats = ZmqHead(tcp(host, "*"), keys), ZmqHead(tcp(host, "*"), keys)
+    channel = ZmqHead(tcp(host, "*"), keys)
+    heartbeats = ZmqHead(tcp(host, "*"), keys)
     board = BoardClient(place, keys)
     try:
         board.tell(control_key(replica), channel.address.encode(), HELLO_S)
     finally:
         board.close()
-    return channel, beats
+    return channel, heartbeats
 
 
 def _stores(config: EngineConfig, folder: Path, host: str | None, resources: ExitStack) -> str:
-    """What the addresses of stores begin with at which epochs meet: empty where the first head hosts them.
+    """The prefix of the addresses of epochs' stores; empty where the first head hosts them.
 
     ``host``: see ``mesh_host``. Raises CommLost.
     """
@@ -182,24 +191,26 @@ def _stores(config: EngineConfig, folder: Path, host: str | None, resources: Exi
 def _domain(
     config: EngineConfig, layout: Layout, host: str | None, stores: str
 ) -> tuple[Domain | None, Meeting | None, Leases | None]:
-    """Where this replica meets the others, if there are any. Raises ConfigError."""
+    """The domain of this replica, its meeting and its leases, if there are other replicas. Raises
+    ConfigError.
+    """
     replica = config.replica
     if layout.domain == layout.tensor:
         return None, None, None
     if host is not None:
         place, keys = board_place(config.parallel)
-        bell = ZmqBell(tcp(host, "*"), replica, keys)
+        wakeup = WakeupSocket(tcp(host, "*"), replica, keys)
         leases: Leases = BoardLeases(BoardClient(place, keys), replica, layout.data)
     elif config.domain:
-        bell = ZmqBell(f"ipc://{config.domain}/bell{replica}", replica)
+        wakeup = WakeupSocket(f"ipc://{config.domain}/wake{replica}", replica)
         leases = FolderLeases(config.domain, replica, layout.data)
     else:
         raise ConfigError(
             "--enable-expert-parallel with --data-parallel-size: replicas must be started together",
             param="--data-parallel-size",
         )
-    domain = Domain(AgreementGroup(replica, layout.data, bell, host))
-    return domain, Meeting(replica, stores, bell.address), leases
+    domain = Domain(AgreementGroup(replica, layout.data, wakeup, host))
+    return domain, Meeting(replica, stores, wakeup.address), leases
 
 
 def _level() -> str:

@@ -15,7 +15,7 @@ from weft.common.errors import EngineDead
 from weft.common.log import get_logger
 from weft.group.liveness import SILENT, Liveness
 from weft.parallel.control import HeadChannel, RankChannel
-from weft.types.frames import Beat, FrameError, decode_to_head, decode_to_rank, encode
+from weft.types.frames import FrameError, RankHeartbeat, decode_to_head, decode_to_rank, encode
 
 log = get_logger(__name__)
 
@@ -45,7 +45,7 @@ class _Thread:
             self.end()
 
     def _take_all(self) -> None:
-        """Takes what comes in an interval, and what lies there: it was sent in time, however late we look."""
+        """Takes the frames of one interval, and those that came before it: they were sent in time."""
         until = time.monotonic() + self._interval
         while (left := until - time.monotonic()) > 0 and not self._stop.is_set():
             self.take(left)
@@ -64,18 +64,22 @@ class _Thread:
 
 
 class HeadWatch(_Thread):
-    """The head's side: answers heartbeats. All that it was given is called in its thread."""
+    """The head's side: answers heartbeats. Callbacks run in its thread."""
 
     def __init__(
         self,
         channel: HeadChannel,
         rank_timeout: float,
-        heard: Callable[[Beat], Beat],
+        heard: Callable[[RankHeartbeat], RankHeartbeat],
         looked: Callable[[], None],
     ) -> None:
-        """``heard(heartbeat)``: what to answer. ``looked``: all that had come were heard."""
+        """``heard(heartbeat)`` returns the answer. ``looked`` is called when all received heartbeats were
+        handled.
+        """
         super().__init__("weft-watch", rank_timeout)
-        self._channel, self._heard, self._looked = channel, heard, looked
+        self._channel = channel
+        self._heard = heard
+        self._looked = looked
 
     def work(self) -> None:
         self._take_all()
@@ -91,7 +95,7 @@ class HeadWatch(_Thread):
         peer, data = found
         try:
             heartbeat = decode_to_head(data)
-            if isinstance(heartbeat, Beat):
+            if isinstance(heartbeat, RankHeartbeat):
                 self._channel.send(peer, encode(self._heard(heartbeat)))
         except FrameError as error:
             log.warning("dropped a frame beside the heartbeats: %s", error.message)
@@ -101,29 +105,31 @@ class HeadWatch(_Thread):
 
 
 class RankWatch(_Thread):
-    """A rank's side: hears from the head which epoch has ended, or that it is there no more."""
+    """A rank's side: learns which epoch has ended, or that the head is gone."""
 
     def __init__(
         self,
         channel: RankChannel,
         rank_timeout: float,
-        beat: Callable[[], Beat],
+        heartbeat: Callable[[], RankHeartbeat],
         ended: Callable[[int], None],
         orphaned: Callable[[], None],
     ) -> None:
         """``ended(epoch)``: that epoch, and all before it, are over. ``orphaned``: the head fell silent, or
         another one answers in its place; called again and again.
         """
-        super().__init__("weft-beats", rank_timeout)
+        super().__init__("weft-heartbeats", rank_timeout)
         self._channel = channel
         self._liveness = Liveness(SILENT * rank_timeout)
         self._liveness.expect([0], time.monotonic())
-        self._beat, self._ended, self._orphaned = beat, ended, orphaned
+        self._heartbeat = heartbeat
+        self._ended = ended
+        self._orphaned = orphaned
         self._replaced = False
 
     def work(self) -> None:
         with suppress(EngineDead):  # it shows in what does not come back
-            self._channel.send(encode(self._beat()))
+            self._channel.send(encode(self._heartbeat()))
         self._take_all()
         if self._liveness.silent(time.monotonic()) is not None or self._replaced:
             self._orphaned()
@@ -140,9 +146,9 @@ class RankWatch(_Thread):
         except FrameError as error:
             log.warning("dropped a frame beside the heartbeats: %s", error.message)
             return True
-        if isinstance(heartbeat, Beat) and heartbeat.life != self._beat().life:
+        if isinstance(heartbeat, RankHeartbeat) and heartbeat.incarnation != self._heartbeat().incarnation:
             self._replaced = True
-        elif isinstance(heartbeat, Beat):
+        elif isinstance(heartbeat, RankHeartbeat):
             self._liveness.heard(0, time.monotonic())
             self._ended(heartbeat.aborted)
         return True

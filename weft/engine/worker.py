@@ -20,7 +20,7 @@ from weft.group.liveness import COLLECTIVE
 from weft.group.sizes import blocks_of
 from weft.kv.digest import SlotDigest
 from weft.parallel.control import PeerGone, RankChannel
-from weft.parallel.group import CommLost
+from weft.parallel.group_comm import CommLost
 from weft.parallel.mesh import Mesh
 from weft.parallel.store import join_store
 from weft.runner.runner import StepHandle
@@ -35,11 +35,11 @@ _BUSY = 0.0005
 
 
 class GivenUp(EngineDead):
-    """The head will not have this rank, or no longer."""
+    """The head refused this rank, or gave it up."""
 
 
 class Worker:
-    """One rank. ``turn`` does one thing; ``run`` does until the end."""
+    """One rank. ``turn`` handles one frame or result; ``run`` calls it until the end."""
 
     def __init__(
         self,
@@ -49,12 +49,15 @@ class Worker:
         channel: RankChannel,
         *,
         rank_timeout: float = 10.0,
-        life: str = "",
+        incarnation: str = "",
     ) -> None:
-        """``life``: of the head at the other end of ``channel``."""
+        """``incarnation``: of the head at the other end of ``channel``."""
         self.rank = rank
-        self._runner, self._mesh, self._timeout = runner, mesh, rank_timeout
-        self._channel, self._life = channel, life
+        self._runner = runner
+        self._mesh = mesh
+        self._timeout = rank_timeout
+        self._channel = channel
+        self._incarnation = incarnation
         self._digest = SlotDigest(runner.kv.num_slots, len(runner.kv.pools))
         self._in_flight: deque[StepHandle] = deque()
         self._store: Any = None
@@ -82,10 +85,11 @@ class Worker:
             self.turn(_BUSY if self._in_flight else _IDLE)
         self._leave()
 
-    def join(self, channel: RankChannel, life: str) -> None:
+    def join(self, channel: RankChannel, incarnation: str) -> None:
         """Works for another head from now on, which has welcomed this rank."""
         self._leave()
-        self._channel, self._life = channel, life
+        self._channel = channel
+        self._incarnation = incarnation
         self._orphan = self._served = False
         self._send(f.Loaded(rank=self.rank, blocks=blocks_of(self._runner.kv)))
 
@@ -109,12 +113,12 @@ class Worker:
 
     # ---- from the watch's thread
 
-    def beat(self) -> f.Beat:
+    def heartbeat(self) -> f.RankHeartbeat:
         epoch = self.epoch if self._served else -1
-        return f.Beat(rank=self.rank, epoch=epoch, step=self.step, life=self._life)
+        return f.RankHeartbeat(rank=self.rank, epoch=epoch, step=self.step, incarnation=self._incarnation)
 
     def ended(self, epoch: int) -> bool:
-        """Frees this rank of a collective that nobody will end. Whether it is still in that epoch."""
+        """Aborts a collective that cannot end. Returns whether this rank is still in that epoch."""
         late = self._running and epoch >= self.epoch
         if late:
             self._mesh.abort()
@@ -154,10 +158,12 @@ class Worker:
         self._leave()
         if frame.epoch <= self.epoch:
             raise EngineDead(f"epoch {frame.epoch} cannot follow epoch {self.epoch}")
-        self.epoch, self._next, self._served = frame.epoch, None, True
+        self.epoch = frame.epoch
+        self._next = None
+        self._served = True
         self._digest.clear()
         self._runner.reset()
-        self._running = True  # from here on whoever ends the epoch ends what follows, too
+        self._running = True  # from here on the end of the epoch ends what follows, too
         patience = COLLECTIVE * self._timeout
         if frame.store:
             self._store = join_store(frame.store, patience)

@@ -127,7 +127,7 @@ class Story:
             **{present: past if self.past else present for present, past in _PAST.items()},
         }  # fmt: skip
 
-    def say(self, group: t.Group, **slots: int | str) -> None:
+    def say(self, group: t.TemplateGroup, **slots: int | str) -> None:
         """Append a sentence of ``group`` from this story's side."""
         template = self.rng.pick(group.test if self.held_out else group.train)
         text = template.text

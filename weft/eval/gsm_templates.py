@@ -27,7 +27,7 @@ class Template:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class TemplateGroup:
     """The templates of one kind of sentence, by side."""
 
     name: str
@@ -51,13 +51,13 @@ def _group(
     frames: tuple[str, ...],
     verbs: tuple[str, ...] = ("",),
     tails: tuple[str, ...] = ("",),
-) -> Group:
+) -> TemplateGroup:
     sides: dict[bool, list[Template]] = {False: [], True: []}
     parts = itertools.product(enumerate(joins), enumerate(frames), enumerate(verbs), enumerate(tails))
     for (i, join), (j, frame), (k, verb), (m, tail) in parts:
         template = Template(f"{name}:{i}.{j}.{k}.{m}", join + frame.replace("<v>", verb) + tail)
         sides[is_held_out_template(template.id)].append(template)
-    return Group(name, tuple(sides[False]), tuple(sides[True]))
+    return TemplateGroup(name, tuple(sides[False]), tuple(sides[True]))
 
 
 # ---------------------------------------------------------------------- joins

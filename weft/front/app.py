@@ -18,14 +18,14 @@ from weft.front.completions import completions
 from weft.front.context import Front
 from weft.front.lifecycle import Phase
 from weft.front.metrics import CONTENT_TYPE
-from weft.front.middleware import OPEN_PATHS, Gate, Keys, error_answer
+from weft.front.middleware import OPEN_PATHS, AccessGate, ApiKeys, error_answer
 from weft.front.protocol import ChatRequest, CompletionRequest
 
 READY_WINDOW = 30.0
 """Seconds within which the engine must have proved progress for the server to be ready."""
 
 
-def build_app(front: Front) -> Gate:
+def build_app(front: Front) -> AccessGate:
     """The whole application over ``front``."""
     app = FastAPI(title="Weft", version=__version__, redirect_slashes=False, docs_url=None, redoc_url=None)
     _add_generation(app, front)
@@ -34,7 +34,7 @@ def build_app(front: Front) -> Gate:
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(WeftError, _on_weft_error)
     app.openapi = lambda: _describe(app)  # type: ignore[method-assign]
-    return Gate(app, Keys(front.section.api_key), front.metrics)
+    return AccessGate(app, ApiKeys(front.section.api_key), front.metrics)
 
 
 def _add_generation(app: FastAPI, front: Front) -> None:
@@ -88,7 +88,7 @@ def _add_state(app: FastAPI, front: Front) -> None:
 
     @app.get("/live")
     async def live() -> Response:
-        """Liveness: 200 while this process lives, also while it loads, recovers and drains."""
+        """Liveness: 200 while this process runs, also while it loads, recovers and drains."""
         return _json({"status": "alive"})
 
     @app.get("/ready", openapi_extra=openapi.probes())

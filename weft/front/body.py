@@ -111,7 +111,8 @@ class Upload:
         share.reading[self] = None
 
     def _end(self) -> None:
-        timeout, self.ended = self._timeout, True
+        timeout = self._timeout
+        self.ended = True
         self.close()
         if timeout is not None and not timeout.expired():
             timeout.reschedule(asyncio.get_running_loop().time())

@@ -15,7 +15,7 @@ from weft.front.context import Front
 from weft.front.generation import Generation
 from weft.front.logprobs import chat_logprobs, prompt_logprobs
 from weft.front.serving import handle
-from weft.text.choice import Choice, Delta
+from weft.text.choice import Choice, TextDelta
 
 
 async def chat(front: Front, request: Request) -> Response:
@@ -43,10 +43,10 @@ class ChatShape:
             chunks[0].prompt_token_ids = self._generation.job.prompts[0].ids
         return chunks
 
-    def weight(self, delta: Delta) -> int:
+    def weight(self, delta: TextDelta) -> int:
         return 0 if delta.logprobs is None else delta.logprobs.candidates
 
-    def chunks(self, delta: Delta) -> list[r.ChatChunk]:
+    def chunks(self, delta: TextDelta) -> list[r.ChatChunk]:
         shown = delta.logprobs is not None or self._asked.return_token_ids
         if not (delta.text or delta.finish_reason or (shown and delta.token_ids)):
             return []
@@ -83,17 +83,17 @@ class ChatShape:
 
     def _choice(self, choice: Choice) -> r.ChatChoice:
         assert choice.finish_reason is not None
-        made = r.ChatChoice(
+        chat_choice = r.ChatChoice(
             index=choice.index,
             message=r.Message(role="assistant", content=choice.text),
             finish_reason=choice.finish_reason,
         )
         if choice.logprobs is not None:
             top = self._asked.top or 0
-            made.logprobs = chat_logprobs(self._tokenizer, choice.token_ids, choice.logprobs, top)
+            chat_choice.logprobs = chat_logprobs(self._tokenizer, choice.token_ids, choice.logprobs, top)
         if self._asked.return_token_ids:
-            made.token_ids = choice.token_ids
-        return made
+            chat_choice.token_ids = choice.token_ids
+        return chat_choice
 
     def _chunk(self, choices: list[r.ChatChunkChoice]) -> r.ChatChunk:
         return r.ChatChunk(

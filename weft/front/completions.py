@@ -16,8 +16,8 @@ from weft.front.context import Front
 from weft.front.generation import Generation
 from weft.front.logprobs import completion_logprobs, prompt_logprobs
 from weft.front.prompt_only import PromptOnly
-from weft.front.serving import Shape, handle
-from weft.text.choice import Choice, Delta
+from weft.front.serving import AnswerShape, handle
+from weft.text.choice import Choice, TextDelta
 from weft.text.detokenizer import Detokenizer
 from weft.text.logprobs import PositionLogprobs
 from weft.text.tokenizer import Tokenizer
@@ -28,7 +28,7 @@ async def completions(front: Front, request: Request) -> Response:
     return await handle(front, request, "completions", _shape)
 
 
-def _shape(generation: Generation) -> Shape:
+def _shape(generation: Generation) -> AnswerShape:
     shape = CompletionShape(generation)
     return PromptOnly(shape, generation) if generation.job.asked.prompt_only else shape
 
@@ -49,14 +49,14 @@ class CompletionShape:
     def opening(self) -> list[r.Completion]:
         return []
 
-    def weight(self, delta: Delta) -> int:
+    def weight(self, delta: TextDelta) -> int:
         own = 0 if delta.logprobs is None else delta.logprobs.candidates
         if delta.index in self._echoed or not self._asked.echo:
             return own
         echoed = self._first_of(delta.index).prompt_logprobs
         return own + (0 if echoed is None else echoed.candidates)
 
-    def chunks(self, delta: Delta) -> list[r.Completion]:
+    def chunks(self, delta: TextDelta) -> list[r.Completion]:
         chunks = []
         if delta.index not in self._echoed:
             self._echoed.add(delta.index)
@@ -64,12 +64,16 @@ class CompletionShape:
                 chunks.append(self._answer([self._echo(delta.index)]))
         shown = delta.logprobs is not None or self._asked.return_token_ids
         if delta.text or delta.finish_reason or (shown and delta.token_ids):
-            made = r.CompletionChoice(index=delta.index, text=delta.text, finish_reason=delta.finish_reason)
+            completion_choice = r.CompletionChoice(
+                index=delta.index, text=delta.text, finish_reason=delta.finish_reason
+            )
             if delta.logprobs:
-                made.logprobs = self._logprobs(self._entries(delta.index, delta.token_ids, delta.logprobs))
+                completion_choice.logprobs = self._logprobs(
+                    self._entries(delta.index, delta.token_ids, delta.logprobs)
+                )
             if self._asked.return_token_ids:
-                made.token_ids = list(delta.token_ids)
-            chunks.append(self._answer([made]))
+                completion_choice.token_ids = list(delta.token_ids)
+            chunks.append(self._answer([completion_choice]))
         return chunks
 
     def closing(self, usage: r.Usage) -> list[r.Completion]:
@@ -95,26 +99,26 @@ class CompletionShape:
 
     def _choice(self, choice: Choice) -> r.CompletionChoice:
         prompt = self._generation.prompt_of(choice.index)
-        made = r.CompletionChoice(index=choice.index, text=prompt.text + choice.text)
-        made.finish_reason = choice.finish_reason
+        completion_choice = r.CompletionChoice(index=choice.index, text=prompt.text + choice.text)
+        completion_choice.finish_reason = choice.finish_reason
         if choice.logprobs is not None:
-            made.logprobs = self._logprobs(self._all_entries(choice))
+            completion_choice.logprobs = self._logprobs(self._all_entries(choice))
         if self._asked.prompt_logprobs:
-            made.prompt_logprobs = prompt_logprobs(self._first_of(choice.index).prompt_logprobs)
+            completion_choice.prompt_logprobs = prompt_logprobs(self._first_of(choice.index).prompt_logprobs)
         if self._asked.return_token_ids:
-            made.token_ids = choice.token_ids
-            made.prompt_token_ids = prompt.ids
-        return made
+            completion_choice.token_ids = choice.token_ids
+            completion_choice.prompt_token_ids = prompt.ids
+        return completion_choice
 
     def _echo(self, index: int) -> r.CompletionChoice:
         """The prompt's part of a choice: its text and logprobs with ``echo``, its ids where asked for."""
         prompt = self._generation.prompt_of(index)
-        made = r.CompletionChoice(index=index, text=prompt.text)
+        completion_choice = r.CompletionChoice(index=index, text=prompt.text)
         if self._asked.return_token_ids:
-            made.prompt_token_ids = prompt.ids
+            completion_choice.prompt_token_ids = prompt.ids
         if self._asked.echo and self._asked.top is not None:
-            made.logprobs = self._logprobs(self._prompt_entries(index))
-        return made
+            completion_choice.logprobs = self._logprobs(self._prompt_entries(index))
+        return completion_choice
 
     def _all_entries(self, choice: Choice) -> Iterator[_Entry]:
         if self._asked.echo:

@@ -37,7 +37,7 @@ TURN = 64 << 10
 """Bytes that are parsed before other connections get their turn."""
 
 WRITE_BUFFER = 16 << 10
-"""Bytes of an answer that may wait for the kernel before whoever sends it has to wait."""
+"""Bytes of an answer that may wait for the kernel before its sender has to wait."""
 UNREAD_SECONDS = 60.0
 """After which a connection is closed whose client has read nothing of what waits for it."""
 
@@ -63,8 +63,10 @@ class _Reading(FlowControl):
         self._set(self.read_paused, behind)
 
     def _set(self, wanted: bool, behind: bool) -> None:
-        before, after = self.read_paused or self._behind, wanted or behind
-        self.read_paused, self._behind = wanted, behind
+        before = self.read_paused or self._behind
+        after = wanted or behind
+        self.read_paused = wanted
+        self._behind = behind
         if self._transport.is_closing():
             return
         if after and not before:
@@ -179,7 +181,7 @@ class Connection(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._in_head:
-            return  # a trailer, which nobody asked for
+            return  # a trailer, which is ignored
         if len(self.headers) >= MAX_HEADERS:
             self._fault = HeaderTooLarge(f"there are more than {MAX_HEADERS} headers")
             raise self._fault
@@ -280,7 +282,8 @@ class Connection(HttpToolsProtocol):
 
     def _refuse(self, error: WeftError) -> None:
         """Answers the request that is being read, unless an earlier one has no answer yet, and closes."""
-        cycle, reads = self.cycle, self._in_body
+        cycle = self.cycle
+        reads = self._in_body
         self._end_head()
         free = cycle is None or cycle.response_complete
         if free or (reads and not cycle.response_started and not self.pipeline):

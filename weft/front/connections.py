@@ -19,7 +19,7 @@ MOST_AHEAD = 64 << 20
 """Bytes that clients may have sent behind requests that are still being answered, over all connections."""
 
 
-class Waiting(Protocol):
+class WaitingConnection(Protocol):
     """What is needed of a connection."""
 
     def give_way(self) -> None:
@@ -31,13 +31,13 @@ class Connections:
 
     def __init__(self, most: int = MOST) -> None:
         self._most = most
-        self._open: set[Waiting] = set()
-        self._waiting: dict[Waiting, None] = {}
+        self._open: set[WaitingConnection] = set()
+        self._waiting: dict[WaitingConnection, None] = {}
         """Those that wait for their client, longest first."""
-        self._ahead: dict[Waiting, int] = {}
+        self._ahead: dict[WaitingConnection, int] = {}
         self._all_ahead = 0
 
-    def opened(self, connection: Waiting) -> bool:
+    def opened(self, connection: WaitingConnection) -> bool:
         """A new one is there. False when it must be closed at once, as no other one can."""
         if len(self._open) >= self._most:
             if not self._waiting:
@@ -49,24 +49,24 @@ class Connections:
         self._waiting[connection] = None
         return True
 
-    def waits(self, connection: Waiting) -> None:
+    def waits(self, connection: WaitingConnection) -> None:
         """It waits for its client from now on."""
         self.works(connection)
         if connection in self._open:
             self._waiting[connection] = None
 
-    def works(self, connection: Waiting) -> None:
+    def works(self, connection: WaitingConnection) -> None:
         """All of a request has come."""
         self._waiting.pop(connection, None)
 
-    def holds(self, connection: Waiting, ahead: int) -> bool:
+    def holds(self, connection: WaitingConnection, ahead: int) -> bool:
         """It holds ``ahead`` bytes that wait behind a request. False when that is too much."""
         self._all_ahead += ahead - self._ahead.pop(connection, 0)
         if ahead:
             self._ahead[connection] = ahead
         return self._all_ahead <= MOST_AHEAD or not ahead
 
-    def closed(self, connection: Waiting) -> None:
+    def closed(self, connection: WaitingConnection) -> None:
         """It is gone. Idempotent."""
         self._open.discard(connection)
         self.holds(connection, 0)

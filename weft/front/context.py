@@ -10,9 +10,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
+from weft.common.allocator import trim_heap
 from weft.common.errors import Overloaded, ReportedError, Unavailable
 from weft.common.log import get_logger
-from weft.common.memory import trim_heap
 from weft.config.resolved import EngineConfig
 from weft.config.sections import FrontSection
 from weft.front.body import Bodies
@@ -24,7 +24,7 @@ from weft.front.responses import ModelCard
 from weft.front.siblings import Siblings
 from weft.front.workers import WorkerPool
 from weft.links.links import Links, Owner
-from weft.routing.roster import Patience
+from weft.routing.instance_table import Patience
 from weft.text.model import TextModel
 from weft.text.submit import IdMint, ModelLimits, SeedMint
 
@@ -47,7 +47,7 @@ TRIM_AFTER = 3.0
 
 
 class Front:
-    """Everything that lives as long as the process. Used from one event loop."""
+    """All objects that exist as long as the process. Used from one event loop."""
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ from weft.front.responses import Usage, make_usage
 from weft.front.streaming import within
 from weft.links.flow import Flow
 from weft.routing.policy import PromptHashes
-from weft.text.choice import Choice, Delta
+from weft.text.choice import Choice, TextDelta
 from weft.text.stop import Stops
 from weft.text.submit import minted_seed, submits_of
 from weft.types.messages import Submit, ids_to_bytes
@@ -30,7 +30,7 @@ MAX_SUBMITTED = 128 << 20
 class Generation:
     """Choices of all prompts of one request. Choice ``i`` belongs to prompt ``i // n``.
 
-    Owns its sequences: whoever makes one calls ``close``, however the request ended. ``build`` runs in a
+    Owns its sequences. Its maker calls ``close``, however the request ended. ``build`` runs in a
     thread, everything else on the event loop.
     """
 
@@ -108,7 +108,8 @@ class Generation:
     def submit(self) -> None:
         """Sends the sequences to the engine. Raises WeftError; then none of them runs."""
         links = self._front.links
-        submits, self._submits = self._submits, []
+        submits = self._submits
+        self._submits = []
         if links.open_sequences + len(submits) > self._front.lifecycle.capacity:
             raise Overloaded("the server's queue is full; try again later")
         self._flow = links.submit(submits, self._times.event, self._hashes)
@@ -128,7 +129,7 @@ class Generation:
         """Whether every choice has ended."""
         return all(choice.finished for choice in self.choices)
 
-    async def next(self) -> list[Delta]:
+    async def next(self) -> list[TextDelta]:
         """What came since the last call; may be empty. Raises WeftError when the request has failed."""
         async with within(self._deadline):
             events = await self.flow.next()
@@ -148,7 +149,7 @@ class Generation:
             deltas.append(delta)
         return deltas
 
-    def _hold(self, delta: Delta) -> None:
+    def _hold(self, delta: TextDelta) -> None:
         """Bounds the logprobs that an answer collects. Raises InvalidRequest."""
         if delta.logprobs is None or self.job.asked.stream:
             return
@@ -193,7 +194,7 @@ class Generation:
 
 
 async def probe(front: Front) -> None:
-    """Generates a token through every head that lives: what readiness means. Raises WeftError."""
+    """Generates a token through every live head, to prove readiness. Raises WeftError."""
     ids = [front.ids.mint() for _ in range(2 * len(front.links.instances))]
     submits = [
         Submit(

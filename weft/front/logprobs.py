@@ -85,7 +85,10 @@ def completion_logprobs(
     top: int,
 ) -> r.CompletionLogprobs:
     """Parallel arrays of (token, candidates or None, offset of its text)."""
-    texts, own, tops, offsets = JsonArray(), JsonArray(), JsonArray(), JsonArray()
+    texts = JsonArray()
+    own = JsonArray()
+    tops = JsonArray()
+    offsets = JsonArray()
     source = iter(entries)
     while batch := list(itertools.islice(source, SLICE)):
         texts.extend([tokenizer.token_text(token) for token, _, _ in batch])
@@ -102,7 +105,9 @@ def completion_logprobs(
 
 def _top(position: PositionLogprobs) -> dict[str, float]:
     """Candidates by their text; of several with the same text the likeliest."""
-    made: dict[str, float] = {}
+    result: dict[str, float] = {}
     for found in position.values():
-        made[found.decoded_token] = max(bounded(found.logprob), made.get(found.decoded_token, float("-inf")))
-    return made
+        result[found.decoded_token] = max(
+            bounded(found.logprob), result.get(found.decoded_token, float("-inf"))
+        )
+    return result

@@ -96,7 +96,7 @@ _GAUGES: dict[str, tuple[str, Callable[[HeadStats], float]]] = {
     "num_requests_running": ("Sequences that have a slot.", lambda s: s.running),
     "num_requests_waiting": ("Sequences that wait for a slot.", lambda s: s.waiting),
     "kv_cache_usage_perc": ("Used share of the fullest cache pool, 0 to 1.", lambda s: s.kv_usage),
-    "free_slots": ("Slots without a tenant.", lambda s: s.free_slots),
+    "free_slots": ("Slots without a sequence.", lambda s: s.free_slots),
 }
 #: Counters, since the head's start.
 _COUNTERS: dict[str, tuple[str, Callable[[HeadStats], float]]] = {
@@ -119,7 +119,7 @@ _COUNTERS: dict[str, tuple[str, Callable[[HeadStats], float]]] = {
     "row_errors": ("Sequences failed by NaN or infinite logits.", lambda s: s.row_errors),
     "group_recoveries": ("Times that ranks were lost and formed anew.", lambda s: s.recoveries),
     "num_requeued": ("Sequences that ran then and were computed again.", lambda s: s.requeued),
-    "overlapped_steps": ("Steps computed in two halves.", lambda s: s.overlapped_steps),
+    "overlapped_steps": ("Steps computed in two micro-batches.", lambda s: s.overlapped_steps),
     "communication_seconds": (
         "Seconds in which collectives of the head's rank were under way.",
         lambda s: s.communication_seconds,
@@ -148,7 +148,7 @@ _Family: TypeAlias = GaugeMetricFamily | CounterMetricFamily
 #: Of the links to all heads. Counters unless in _LINK_GAUGES.
 _LINK: dict[str, tuple[str, Callable[[Links], float]]] = {
     "front_bad_frames": ("Frames from heads that the front dropped.", lambda c: c.bad_frames),
-    "front_late_events": ("Token events that nobody waited for any more.", lambda c: c.late_events),
+    "front_late_events": ("Token events of sequences that had ended already.", lambda c: c.late_events),
     "engine_restarts": ("Heads that died and were started anew.", lambda c: c.restarts),
     "streams_paused": (
         "Times that a stream gave its slots back, as its client did not read.",
@@ -300,7 +300,8 @@ class RequestTimes:
 
     def done(self, prompt: int, generated: int, reasons: Iterable[str]) -> None:
         """The request was answered in full."""
-        metrics, model = self._metrics, self._metrics.model
+        metrics = self._metrics
+        model = self._metrics.model
         metrics.e2e.observe(time.monotonic() - self._start)
         metrics.prompt_tokens.observe(prompt)
         metrics.generation_tokens.observe(generated)

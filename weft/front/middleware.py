@@ -31,7 +31,7 @@ _CLOSE = frozenset({408, 413, 431})
 """Answers after which the rest of the request is not read."""
 
 
-class Keys:
+class ApiKeys:
     """The keys that open the API. Comparing takes the same time for every wrong key."""
 
     def __init__(self, keys: Iterable[str]) -> None:
@@ -44,7 +44,8 @@ class Keys:
         """
         if not self._digests:
             return True
-        scheme, key = b"bearer", x_api_key or b""
+        scheme = b"bearer"
+        key = x_api_key or b""
         if authorization is not None:
             scheme, _, key = authorization.partition(b" ")
         given = _digest(key.strip())
@@ -70,10 +71,10 @@ def error_answer(error: ErrorInfo, allow: str | None = None) -> Response:
     return Response(to_json(error_response(error)), error.http_status, headers, "application/json")
 
 
-class Gate:
+class AccessGate:
     """The outermost ASGI layer."""
 
-    def __init__(self, app: ASGIApp, keys: Keys, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys, metrics: Metrics) -> None:
         self._app = app
         self._keys = keys
         self._metrics = metrics
@@ -137,7 +138,8 @@ def _as_routed(scope: Scope) -> Scope:
 
     The server drops the body of an answer to HEAD, by its own scope.
     """
-    path, method = scope["path"], scope["method"]
+    path = scope["path"]
+    method = scope["method"]
     if len(path) > 1:
         path = path.removesuffix("/")
     return {**scope, "path": path, "method": "GET" if method == "HEAD" else method}

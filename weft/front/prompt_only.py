@@ -10,8 +10,8 @@ from typing import Any
 
 from weft.front.generation import Generation
 from weft.front.responses import Usage
-from weft.front.serving import Shape
-from weft.text.choice import Delta
+from weft.front.serving import AnswerShape
+from weft.text.choice import TextDelta
 from weft.text.logprobs import Logprobs
 
 
@@ -21,21 +21,21 @@ class PromptOnly:
     It takes the output out of a generation's choices when they have ended, so that nothing counts it.
     """
 
-    def __init__(self, shape: Shape, generation: Generation) -> None:
+    def __init__(self, shape: AnswerShape, generation: Generation) -> None:
         self._shape = shape
         self._generation = generation
 
     def opening(self) -> list[Any]:
         return self._shape.opening()
 
-    def weight(self, delta: Delta) -> int:
+    def weight(self, delta: TextDelta) -> int:
         return self._shape.weight(delta)
 
-    def chunks(self, delta: Delta) -> list[Any]:
+    def chunks(self, delta: TextDelta) -> list[Any]:
         if delta.finish_reason is None:
             return []
         self._forget_output(delta.index)
-        return self._shape.chunks(Delta(index=delta.index, finish_reason="length"))
+        return self._shape.chunks(TextDelta(index=delta.index, finish_reason="length"))
 
     def closing(self, usage: Usage) -> list[Any]:
         return self._shape.closing(self._generation.usage())

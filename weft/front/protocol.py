@@ -279,7 +279,7 @@ class CompletionRequest(_Generate, frozen=True, kw_only=True):
             if self.echo:
                 more["prompt_logprobs"] = self.logprobs
         if self.prompt_only:
-            more["max_tokens"] = 1  # the engine makes at least one, which nobody is shown: prompt_only.py
+            more["max_tokens"] = 1  # the engine makes at least one, which is not shown: prompt_only.py
         return self._sampling(**more)
 
 

@@ -17,9 +17,9 @@ from typing import IO
 import msgspec
 
 from weft.common import signals
+from weft.common.allocator import keep_heap_small, trim_heap
 from weft.common.errors import ErrorInfo, WeftError
 from weft.common.log import get_logger
-from weft.common.memory import keep_heap_small, trim_heap
 from weft.front.reading import KINDS, Job, Reader
 from weft.front.workers import HEADER
 from weft.text.model import TextModel
@@ -41,7 +41,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     max_response_bytes: int
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class ReadAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """One of them is there."""
 
     job: Job | None = None
@@ -49,7 +49,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 encode_setup = msgspec.msgpack.Encoder().encode
-decode_answer = msgspec.msgpack.Decoder(Answer).decode
+decode_answer = msgspec.msgpack.Decoder(ReadAnswer).decode
 
 
 def payload_of(kind: str, body: Iterable[bytes]) -> tuple[bytes, ...]:
@@ -57,16 +57,16 @@ def payload_of(kind: str, body: Iterable[bytes]) -> tuple[bytes, ...]:
     return (kind.encode() + b"\0", *body)
 
 
-def answer_to(reader: Reader, payload: bytes) -> Answer:
+def answer_to(reader: Reader, payload: bytes) -> ReadAnswer:
     """Reads one request; whatever goes wrong belongs to it alone."""
     kind, _, body = payload.partition(b"\0")
     try:
-        return Answer(job=KINDS[kind.decode()](reader, body))
+        return ReadAnswer(job=KINDS[kind.decode()](reader, body))
     except WeftError as error:
-        return Answer(error=error.info())
+        return ReadAnswer(error=error.info())
     except Exception:
         log.exception("a request could not be read")
-        return Answer(error=WeftError("the server failed to read this request").info())
+        return ReadAnswer(error=WeftError("the server failed to read this request").info())
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""From the bytes of a request's body to what the engine and the answer need of it.
+"""Reads a request's body: from bytes to the data that the engine and the answer need.
 
 All work whose size a client chooses is here: parsing, templates, tokenization, limits. It is a pure function
 of the body, so that the same code runs in a thread of the front (small bodies) and in a process of its own
@@ -20,29 +20,29 @@ from weft.text.tokenizer import TooManyTokens, check_text
 from weft.types.sampling import SamplingParams, TokenParams
 
 COLUMN_BYTES = 8
-"""Of one candidate at one position, as the head sends it."""
+"""Bytes of one candidate at one position, as the head sends it."""
 ECHO_BYTES = 28
-"""Of one candidate in the JSON of a completion, about."""
+"""Bytes of one candidate in the JSON of a completion, about."""
 PROMPT_LOGPROB_BYTES = 64
-"""Of one candidate in the JSON of ``prompt_logprobs``, about."""
+"""Bytes of one candidate in the JSON of ``prompt_logprobs``, about."""
 TOKEN_BYTES = 40
-"""Of one position in the JSON of a completion's logprobs, besides its candidates, about."""
+"""Bytes of one position in the JSON of a completion's logprobs, besides its candidates, about."""
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt that the model can take."""
+    """A prompt that fits the model."""
 
     data: bytes
     """Ids as a Submit carries them: int32, little-endian."""
     max_tokens: int
-    """Output that it leaves room for and that was asked for."""
+    """Output tokens: as asked for, and at most what the context leaves room for."""
     text: str = ""
-    """As ``echo`` shows it."""
+    """The prompt's text as ``echo`` shows it."""
 
     @property
     def ids(self) -> list[int]:
-        made: list[int] = np.frombuffer(self.data, "<i4").tolist()
-        return made
+        result: list[int] = np.frombuffer(self.data, "<i4").tolist()
+        return result
 
     @property
     def count(self) -> int:
@@ -50,8 +50,8 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.data) // 4
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request says of its answer's form."""
+class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The form of the answer that a request asks for."""
 
     model: str
     stream: bool
@@ -61,7 +61,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     top: int | None
     """Alternatives to show beside each output token; None without logprobs."""
     prompt_logprobs: bool = False
-    """Whether the field of that name is wanted."""
+    """Whether the answer has the field of that name."""
     echo: bool = False
     prompt_only: bool = False
     """Whether no output is wanted. The engine makes at least one token: it is not shown."""
@@ -73,14 +73,14 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """A request, read: everything checked and resolved."""
+    """A request after reading: everything is checked and resolved."""
 
     prompts: list[Prompt]
     params: SamplingParams
     """For the text side; lists that only the engine needs are left out."""
     token_params: TokenParams
     """For the engine, with ``max_tokens`` still to be taken from the prompt."""
-    asked: Asked
+    asked: AnswerOptions
     continues: bool
     """Whether the output goes on from the prompt's text."""
     param: str
@@ -159,7 +159,7 @@ class Reader:
         self,
         prompts: Sequence[tuple[list[int], str]],
         params: SamplingParams,
-        asked: Asked,
+        asked: AnswerOptions,
         continues: bool,
         param: str,
     ) -> Job:
@@ -185,9 +185,9 @@ class Reader:
         )
 
     def _check_answer(
-        self, prompts: Sequence[Prompt], params: SamplingParams, asked: Asked, param: str
+        self, prompts: Sequence[Prompt], params: SamplingParams, asked: AnswerOptions, param: str
     ) -> None:
-        """The part of an answer that the prompts fix is bounded before anything is computed."""
+        """Bounds the part of the answer that repeats the prompts, before anything is computed."""
         width = 0 if params.prompt_logprobs is None else 1 + params.prompt_logprobs
         tokens = sum(prompt.count for prompt in prompts)
         size = tokens * COLUMN_BYTES * width  # held until the last choice that shows it has ended
@@ -219,9 +219,9 @@ def _form(
     params: SamplingParams,
     echo: bool = False,
     prompt_only: bool = False,
-) -> Asked:
+) -> AnswerOptions:
     """The form of the answer. ``params`` are those of ``asked``: they have logprobs in one shape for both."""
-    return Asked(
+    return AnswerOptions(
         model=asked.model,
         stream=bool(asked.stream),
         usage_in_stream=asked.usage_in_stream,

@@ -20,8 +20,8 @@ import uvloop
 
 from weft.common import log as weft_log
 from weft.common import signals
+from weft.common.allocator import keep_heap_small
 from weft.common.errors import ConfigError, Unavailable, WeftError
-from weft.common.memory import keep_heap_small
 from weft.config.resolved import EngineConfig
 from weft.config.sections import FrontSection
 from weft.front.app import build_app
@@ -30,7 +30,7 @@ from weft.front.connections import Connections, allow_files, most_connections
 from weft.front.context import Front
 from weft.front.generation import probe
 from weft.front.lifecycle import Phase
-from weft.front.middleware import Gate
+from weft.front.middleware import AccessGate
 from weft.front.siblings import Siblings
 from weft.links.links import Owner
 
@@ -49,7 +49,7 @@ FORCED = 130
 """Exit status when a second signal cut requests off."""
 
 
-class Supervisor(Protocol):
+class FrontSupervisor(Protocol):
     """The process that runs this front, and owns the heads."""
 
     serving: bool
@@ -69,7 +69,7 @@ def serve(
     config: EngineConfig,
     front: FrontSection,
     owner: Owner,
-    supervisor: Supervisor | None = None,
+    supervisor: FrontSupervisor | None = None,
     siblings: Siblings | None = None,
 ) -> int:
     """Serves until a signal (0, after draining), a second one (130) or the death of the last head (1).
@@ -86,7 +86,7 @@ def serve(
     sys.setswitchinterval(SWITCH_INTERVAL)
     keep_heap_small()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(Server(config, front, owner, listener, supervisor, siblings).run())
+        return runner.run(FrontServer(config, front, owner, listener, supervisor, siblings).run())
 
 
 def bind(host: str, port: int, *, shared: bool = False, listens: bool = True) -> socket.socket:
@@ -123,7 +123,7 @@ def bind(host: str, port: int, *, shared: bool = False, listens: bool = True) ->
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn, with signals left to ``Server``."""
+    """uvicorn, with signals left to ``FrontServer``."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -136,11 +136,11 @@ class _Connection(Connection):
     def _refuse(self, error: WeftError) -> None:
         super()._refuse(error)
         gate = self.config.app
-        assert isinstance(gate, Gate)
+        assert isinstance(gate, AccessGate)
         gate.refused(error.http_status)
 
 
-class Server:
+class FrontServer:
     """One run of the front: link, HTTP and signals, and the order in which they begin and end."""
 
     def __init__(
@@ -149,7 +149,7 @@ class Server:
         section: FrontSection,
         owner: Owner,
         listener: socket.socket,
-        supervisor: Supervisor | None = None,
+        supervisor: FrontSupervisor | None = None,
         siblings: Siblings | None = None,
     ) -> None:
         self._siblings = siblings
@@ -233,7 +233,7 @@ class Server:
         except WeftError as error:
             log.error("the server can't start: %s", error.message)
             return 1
-        gc.freeze()  # what lives as long as the server is not looked at again
+        gc.freeze()  # objects that exist as long as the server are not scanned again
         front.lifecycle.move(Phase.READY)
         self._open.set()
         self._announce()

@@ -3,7 +3,7 @@
 What a client can make large is done off the event loop, in pieces: reading its body (``Front.read``), and
 formatting logprobs and long answers.
 
-The answer's shape is the only difference between them, and is an object (``Shape``).
+The answer's shape is the only difference between them, and is an object (``AnswerShape``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from weft.front.generation import Generation
 from weft.front.metrics import RequestTimes
 from weft.front.responses import DONE, Usage, error_response, event
 from weft.front.streaming import COMMENT, JSON, EventStream, Silence, watched, within
-from weft.text.choice import Delta
+from weft.text.choice import TextDelta
 
 log = get_logger(__name__)
 
@@ -41,17 +41,17 @@ PIECE = 256 << 10
 """Bytes of a long answer that are made at once."""
 
 
-class Shape(Protocol):
+class AnswerShape(Protocol):
     """How deltas become JSON. One object a request; the methods are called in this order, from one thread at
     a time."""
 
     def opening(self) -> list[Any]:
         """Chunks before the first delta."""
 
-    def weight(self, delta: Delta) -> int:
+    def weight(self, delta: TextDelta) -> int:
         """Logprob candidates that the delta's chunks show."""
 
-    def chunks(self, delta: Delta) -> list[Any]:
+    def chunks(self, delta: TextDelta) -> list[Any]:
         """Chunks of one delta."""
 
     def closing(self, usage: Usage) -> list[Any]:
@@ -62,7 +62,7 @@ class Shape(Protocol):
 
 
 async def handle(
-    front: Front, request: Request, kind: str, make_shape: Callable[[Generation], Shape]
+    front: Front, request: Request, kind: str, make_shape: Callable[[Generation], AnswerShape]
 ) -> Response:
     """Answers one request; ``kind`` says how its body is read. Raises WeftError for what fails before the
     first byte."""
@@ -97,7 +97,7 @@ async def _answer(
     front: Front,
     receive: Receive,
     generation: Generation,
-    shape: Shape,
+    shape: AnswerShape,
     deadline: float,
     held: contextlib.ExitStack,
 ) -> Response:
@@ -136,19 +136,19 @@ async def _pieces(
     generation.succeeded()
 
 
-async def _first(generation: Generation) -> list[Delta]:
+async def _first(generation: Generation) -> list[TextDelta]:
     """The first deltas; so that a request the head refuses gets an HTTP status, not a stream.
 
     Empty when it has not refused it, and has not begun it for so long that the stream must begin.
     """
-    deltas: list[Delta] = []
+    deltas: list[TextDelta] = []
     with Silence(generation.flow) as silence:
         while not deltas and not silence.due:
             deltas = await generation.next()
     return deltas
 
 
-async def _encode(front: Front, shape: Shape, delta: Delta) -> list[bytes]:
+async def _encode(front: Front, shape: AnswerShape, delta: TextDelta) -> list[bytes]:
     """The events of one delta."""
 
     def encode() -> list[bytes]:
@@ -161,15 +161,16 @@ async def _events(
     front: Front,
     receive: Receive,
     generation: Generation,
-    shape: Shape,
-    first: Sequence[Delta],
+    shape: AnswerShape,
+    first: Sequence[TextDelta],
     times: RequestTimes,
 ) -> AsyncGenerator[bytes, None]:
     """The events of a stream; a failure is its last event."""
     try:
         async with watched(receive, generation.flow):
             with Silence(generation.flow) as silence:
-                deltas, opened = first, False
+                deltas = first
+                opened = False
                 while True:
                     if deltas and not opened:
                         opened = True

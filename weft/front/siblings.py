@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 ANSWER_S = 1.0
-"""In which the other fronts answer; who does not is left out of the page."""
+"""Seconds in which the other fronts must answer; a front that does not is left out of the page."""
 
 
 class Siblings:
@@ -20,7 +20,8 @@ class Siblings:
     def __init__(self, name: str, folder: Path, others: Callable[[], Iterable[str]]) -> None:
         """``others``: the names of all fronts that run, now."""
         self.name = name
-        self._folder, self._others = folder, others
+        self._folder = folder
+        self._others = others
         self._server: asyncio.Server | None = None
 
     async def start(self, page: Callable[[], bytes]) -> None:

@@ -25,11 +25,11 @@ PAUSE_AFTER = 0.4
 """Seconds for which a client may keep an event from being sent before its stream is paused."""
 
 
-class Link(Protocol):
+class FlowPauser(Protocol):
     """What is needed of the link to the heads."""
 
     def pause(self, flow: Flow) -> None:
-        """Nobody reads the flow for now: its sequences are to take no slots."""
+        """The client does not read for now: the flow's sequences should give up their slots."""
 
     def resume(self, flow: Flow) -> None:
         """It is read again."""
@@ -48,7 +48,7 @@ class EventStream(Response):
         deadline: float,
         held: contextlib.ExitStack,
         flow: Flow,
-        link: Link,
+        link: FlowPauser,
         media_type: str = "text/event-stream",
     ) -> None:
         """``deadline``: time of the event loop's clock after which a client that does not read is given up.
@@ -61,7 +61,8 @@ class EventStream(Response):
         self._events = events
         self._deadline = deadline
         self._held = held
-        self._flow, self._link = flow, link
+        self._flow = flow
+        self._link = link
         self._paused = False
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 

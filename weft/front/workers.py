@@ -75,7 +75,7 @@ class WorkerPool:
     def _dispatch(self) -> None:
         while self._waiting and (self._idle or len(self._busy) < self._most):
             item = heapq.heappop(self._waiting)
-            if item.answer.done():  # nobody waits for it any more
+            if item.answer.done():  # its request has ended
                 continue
             task = asyncio.create_task(self._work(self._take_idle(), item))
             self._busy[task] = None
@@ -122,7 +122,8 @@ class WorkerPool:
     async def close(self) -> None:
         """Ends every process; who waits gets Unavailable."""
         self._closed = True
-        waiting, self._waiting = self._waiting, []
+        waiting = self._waiting
+        self._waiting = []
         for item in waiting:
             if not item.answer.done():
                 item.answer.set_exception(Unavailable("the server is shutting down"))
@@ -196,5 +197,5 @@ class _Worker:
         """Ends the process, at once."""
         self._writer.close()
         self._process.kill()
-        # A killed process is gone within milliseconds; whoever reaps it need not be waited for.
+        # A killed process is gone within milliseconds; there is no need to wait until it is reaped.
         asyncio.get_running_loop().run_in_executor(None, self._process.wait)

@@ -1,4 +1,4 @@
-"""Who was heard of lately. Pure."""
+"""Which ranks have sent a heartbeat lately. Pure."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Liveness:
     def silent(self, now: float) -> int | None:
         """A rank that was silent for too long; call it often.
 
-        Whoever was late to look does not judge: it was this process that stood still.
+        After a late look nobody is silent: it was this process that stood still.
         """
         late, self._looked = now - self._looked > self._patience / 2, now
         if late:

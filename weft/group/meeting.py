@@ -29,9 +29,10 @@ def complete(epoch: int, others: Sequence[Lease | None]) -> bool:
 class Meeting:
     """The part of one head."""
 
-    def __init__(self, replica: int, stores: str = "", bell: str = "", incarnation: str = "") -> None:
-        """``stores``: see ``Lease``; of replica 0 alone. ``bell``: this head's address."""
-        self._replica, self._stores, self._bell = replica, stores, bell
+    def __init__(self, replica: int, stores: str = "", wakeup: str = "", incarnation: str = "") -> None:
+        """``stores``: see ``Lease``; of replica 0 alone. ``wakeup``: the address where this head is woken."""
+        self.replica = replica
+        self._stores, self._wakeup = stores, wakeup
         self._incarnation = incarnation or secrets.token_hex(8)
         self._incarnations: list[str] = []
         self._epoch = 0
@@ -45,7 +46,7 @@ class Meeting:
 
     def look(self, leases: Sequence[Lease | None]) -> Lease | Connect | None:
         """The lease to write now, or what all agreed on; None: nothing yet."""
-        others = [lease for number, lease in enumerate(leases) if number != self._replica]
+        others = [lease for number, lease in enumerate(leases) if number != self.replica]
         epoch = propose(self._epoch, others)
         if epoch != self._epoch or not self._proposed:
             self._epoch, self._proposed = epoch, True
@@ -66,12 +67,12 @@ class Meeting:
     def _meet(self, leases: Sequence[Lease | None]) -> Connect:
         """``leases``: of all, this head's own as anybody wrote it."""
         mine = self._lease(self._epoch, begun=False)
-        present = [mine if n == self._replica else lease for n, lease in enumerate(leases)]
+        present = [mine if n == self.replica else lease for n, lease in enumerate(leases)]
         known = [lease for lease in present if lease is not None]
         self._incarnations = [lease.incarnation for lease in known]
         named = hashlib.blake2b("/".join(self._incarnations).encode(), digest_size=6).hexdigest()
         store = f"{known[0].stores}/epoch{self._epoch}-{named}"
-        return Connect(self._epoch, store, tuple(lease.bell for lease in known))
+        return Connect(self._epoch, store, tuple(lease.wakeup for lease in known))
 
     def _lease(self, epoch: int, begun: bool) -> Lease:
-        return Lease(self._incarnation, epoch, begun, self._bell, self._stores)
+        return Lease(self._incarnation, epoch, begun, self._wakeup, self._stores)

@@ -28,23 +28,12 @@ from weft.group.roster import Member, Roster
 from weft.group.steps import Steps
 from weft.group.tries import Tries
 from weft.group.types import GroupLost
+from weft.group.waits import HELLO_S, LAG, LOAD_S, LOOK_MEETING_S, LOOK_S, late
 from weft.types import frames as f
 
 log = get_logger(__name__)
 
-HELLO_S = 120.0
-"""Seconds from starting a rank's process to its hello."""
-LOAD_S = 3600.0
-"""Seconds that ranks may take to load, and heads to come, as long as they show that they run."""
-LOOK_MEETING_S, LOOK_S = 0.02, 1.0
-"""Seconds between two looks at the leases of other heads: while they are waited for, and while steps run."""
-
 Phase = Literal["gathering", "meeting", "forming", "running", "lost", "ended"]
-
-
-def late(what: str, patience: float) -> str:
-    """Why a rank is lost that did not do ``what`` in so many seconds."""
-    return f"it did not {what} within {patience:g} s"
 
 
 class Membership:
@@ -64,12 +53,14 @@ class Membership:
         budget: RestartBudget | None = None,
         hello_s: float = HELLO_S,
         load_s: float = LOAD_S,
+        lag: int = LAG,
     ) -> None:
         """``rank``: this one. ``members``: the others, and whether they are on this host. ``settings``: which
         ranks must share. ``incarnation``: of this head, and ``heartbeats`` its address for them. ``stores``:
         what addresses of stores begin with; empty: nobody connects. ``meeting``: where there is a domain.
+        ``lag``: see ``counts``.
         """
-        welcome = f.RankWelcome(beats=heartbeats, life=incarnation)
+        welcome = f.RankWelcome(heartbeats=heartbeats, incarnation=incarnation)
         self.rank, self._roster = rank, Roster(rank, members, settings, welcome)
         self.phase: Phase = "gathering"
         self.epoch = self.aborted = -1
@@ -79,6 +70,7 @@ class Membership:
         self.failed: WeftError | None = None
         """Why there will be no other epoch."""
         self.steps = Steps(rank, tuple(members), COLLECTIVE * rank_timeout)
+        self.lag = lag
         self.tries = Tries(budget)
         self._stores = stores
         self._timeout, self._hello_s, self._load_s = rank_timeout, hello_s, load_s
@@ -123,15 +115,24 @@ class Membership:
         return self._roster.pools
 
     @property
+    def own_stage(self) -> str:
+        """How far this rank is: ``started``, ``loading``, ``loaded`` or ``ready``."""
+        return self._own.stage
+
+    def counts(self, step: int) -> bool:
+        """Whether ``step`` commits: it has ended here and, but for the last ``lag`` steps, on all ranks."""
+        return self.steps.own >= step and self.steps.settled(step - self.lag)
+
+    @property
     def welcomed(self) -> bool:
         """Whether all ranks have said hello."""
         return all(member.peer is not None for member in self.members.values())
 
-    def heartbeat(self) -> f.Beat:
+    def heartbeat(self) -> f.RankHeartbeat:
         """What ranks hear of this head."""
-        step, aborted = self.steps.own, self.aborted
-        return f.Beat(
-            rank=self.rank, epoch=self.epoch, step=step, life=self._roster.welcome.life, aborted=aborted
+        step, incarnation = self.steps.own, self._roster.welcome.incarnation
+        return f.RankHeartbeat(
+            rank=self.rank, epoch=self.epoch, step=step, incarnation=incarnation, aborted=self.aborted
         )
 
     def leases_due(self, now: float) -> bool:
@@ -156,9 +157,7 @@ class Membership:
             case t.Received(peer, frame):
                 self._frame(peer, frame)
             case t.Read(heartbeats=False):
-                if (
-                    self._now - self._read > COLLECTIVE * self._timeout / 2
-                ):  # it is this head that stood still
+                if self._now - self._read > COLLECTIVE * self._timeout / 2:  # this head stood still
                     self.steps.extend(self._now)
                 self._read = self._now
                 overdue = next((end for due, end in self._deadlines() if self._now >= due), None)
@@ -208,9 +207,9 @@ class Membership:
         if isinstance(frame, f.RankHello):
             self._hello(peer, frame)
             return
-        if isinstance(frame, f.Beat):
+        if isinstance(frame, f.RankHeartbeat):
             if (
-                frame.life == self._roster.welcome.life
+                frame.incarnation == self._roster.welcome.incarnation
             ):  # else it has not noticed yet that its head is another
                 self._liveness.heard(frame.rank, self._now, new=frame.epoch < 0)
             return
@@ -293,11 +292,11 @@ class Membership:
         if self.phase == "running" and self._meeting.moved_on(self.epoch, leases):
             self._lose(GroupLost(None, "another replica was started anew"))
         elif self.phase == "meeting":
-            found = self._meeting.look(leases)
-            if isinstance(found, t.Lease):
-                self._roster.actions.append(t.Renew(found))
-            elif found is not None:
-                self._connect(found)
+            answer = self._meeting.look(leases)
+            if isinstance(answer, t.Lease):
+                self._roster.actions.append(t.Renew(answer))
+            elif answer is not None:
+                self._connect(answer)
 
     def _advance_own(self, own: t.Own) -> None:
         self._own = own
@@ -390,7 +389,7 @@ class Membership:
                 self.phase, self._until = "meeting", self._now + self._load_s
                 self._meeting.want(epoch)
             else:
-                store = self._stores and f"{self._stores}/epoch{epoch}-{self._roster.welcome.life}"
+                store = self._stores and f"{self._stores}/epoch{epoch}-{self._roster.welcome.incarnation}"
                 self._connect(t.Connect(epoch, store, ()))
         elif self.phase == "forming" and not self._judging and all(member.formed for member in members):
             self._run()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from weft.common.errors import ConfigError, EngineDead, WeftError
 from weft.common.log import get_logger
-from weft.config.group import compare
+from weft.config.group_settings import compare
 from weft.group import types as t
 from weft.group.sizes import least
 from weft.types import frames as f

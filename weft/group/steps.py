@@ -1,4 +1,4 @@
-"""Steps of an epoch that some rank has ended, and not all. Pure."""
+"""Reports of steps: which ranks have ended a step, and what they sampled. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class Steps:
-    """What ranks say that they sampled."""
+    """Steps of one epoch that some rank has reported, and not all."""
 
     def __init__(self, rank: int, others: Sequence[int], patience: float) -> None:
         """``patience``: seconds that ``others`` may be behind ``rank``."""
@@ -39,7 +39,7 @@ class Steps:
         return None
 
     def extend(self, now: float) -> None:
-        """Nobody has looked at what came for long: others get their time from ``now`` on."""
+        """Frames were not read for long: other ranks get their time from ``now`` on."""
         self._due = dict.fromkeys(self._due, now + self._patience)
 
     def settled(self, step: int) -> bool:

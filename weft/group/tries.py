@@ -10,7 +10,7 @@ log = get_logger(__name__)
 TRIES = 4
 """Of forming a group that was lost."""
 MOST, WINDOW = 4, 600.0
-"""Losses of one group in so many seconds that are made good; the next one ends it."""
+"""How many losses of one group are followed by another epoch within so many seconds; one more ends it."""
 
 
 class Tries:
@@ -21,7 +21,7 @@ class Tries:
         self.ran = False
         """Whether there was an epoch under this head: till then a rank that differs ends the start."""
         self.fresh = True
-        """Whether no rank was in any epoch: nothing is tried twice, and who started the group hears why."""
+        """Whether no rank was in any epoch yet: then a failure is not tried again, and ends the start."""
         self._left = TRIES
 
     def run(self) -> None:

@@ -1,4 +1,4 @@
-"""What happens to a group, and what its head does about it: the words of ``Membership``."""
+"""Events and actions of ``Membership``: what happens to a group, and what its head is to do."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Lease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     epoch: int
     """That it would begin or, if ``begun``, is in."""
     begun: bool
-    bell: str = ""
+    wakeup: str = ""
     """The address where it is woken."""
     stores: str = ""
     """What the addresses of stores begin with that heads meet at, if this one is the first of all heads."""
@@ -166,7 +166,7 @@ class Connect(_Word, frozen=True):
     epoch: int
     store: str
     """Where ranks meet."""
-    bells: tuple[str, ...]
+    wakeups: tuple[str, ...]
     """Where each head of the domain is woken."""
 
 

@@ -84,7 +84,8 @@ class Caches:
 
         None, and nothing is changed, when some kind has too few blocks for all of them.
         """
-        each, ends = slots.tolist(), upto.tolist()
+        each = slots.tolist()
+        ends = upto.tolist()
         short = [kind.short(each, ends) for kind in self.kinds]
         if not self.fits([sum(lacks) for lacks in short]):
             return None
@@ -133,7 +134,7 @@ class Caches:
             kind.reset()
 
     def num_on_hold(self) -> int:
-        """Blocks of all kinds that somebody outside the group has."""
+        """Blocks of all kinds that are on hold."""
         return sum(kind.pool.num_on_hold() for kind in self.kinds)
 
     def guaranteed(self, lengths: Sequence[int]) -> bool:
@@ -190,7 +191,7 @@ def _agreed(kinds: Sequence[CacheKind], hashes: Sequence[bytes], limit: int) -> 
     Each answer is at most the limit it was given, so limits fall until all agree.
     """
     while True:
-        found = min((kind.hit(hashes, limit) for kind in kinds), default=0)
-        if found == limit:
-            return found
-        limit = found
+        result = min((kind.hit(hashes, limit) for kind in kinds), default=0)
+        if result == limit:
+            return result
+        limit = result

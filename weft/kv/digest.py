@@ -1,7 +1,7 @@
 """The digest of a slot table: what head and ranks compare at every step, before any of them computes.
 
-Each rank keeps one from the plans it was sent. A frame that was lost, rows that were swapped, a tenant that
-should have left, a block in another place: the next digest differs, and whoever notices stops.
+Each rank keeps one from the plans it was sent. A frame that was lost, rows that were swapped, a sequence that
+should have left, a block in another place: the next digest differs, and the rank that notices stops.
 
     digest = XOR over live slots of hash(slot, gen, its AllocSlot, block tables, bound)
              ^ running hash of the other ops ^ hash(step, the step's rows in their order)
@@ -20,13 +20,11 @@ from weft.types.plan import AllocSlot, AppendBlocks, AppendEach, FreeSlot, Op, S
 _U64 = np.uint64
 _MASK = (1 << 64) - 1
 #: Odd constants, so that nothing cancels: for what a slot's hash is made of, for kinds, entries and steps.
-_SLOT, _GEN, _TENANT, _TABLES, _BOUND = (_U64(0x9E3779B97F4A7C15 * (2 * i + 1) & _MASK) for i in range(5))
-_KIND, _ENTRY, _BLOCK, _STEP = (
-    0xD6E8FEB86659FD93,
-    _U64(0xA0761D6478BD642F),
-    _U64(0x8EBC6AF09C88C6E3),
-    0xE7037ED1A0B428DB,
-)
+_SLOT, _GEN, _CONTENT, _TABLES, _BOUND = (_U64(0x9E3779B97F4A7C15 * (2 * i + 1) & _MASK) for i in range(5))
+_KIND = 0xD6E8FEB86659FD93
+_ENTRY = _U64(0xA0761D6478BD642F)
+_BLOCK = _U64(0x8EBC6AF09C88C6E3)
+_STEP = 0xE7037ED1A0B428DB
 
 
 def mix(x: np.ndarray) -> np.ndarray:
@@ -69,7 +67,8 @@ class SlotDigest:
         """The digest with ``plan`` taken in, 0 .. 2^64 - 1.
 
         Raises EngineDead when the plan contradicts the table: a slot outside it, an occupied slot that is
-        allocated and was not freed before in this plan, a row or op of a slot without that tenant.
+        allocated and was not freed before in this plan, a row or op of a slot that has another sequence or
+        none.
         """
         touched = [slots for op in plan.ops if len(slots := self._apply(op))]
         rows = self._row(plan.prefill, touched) + 3 * self._row(plan.decode, touched)
@@ -116,10 +115,10 @@ class SlotDigest:
     def _alloc(self, op: AllocSlot, slots: np.ndarray) -> None:
         self._check_range(slots)
         if self._live[op.slot]:
-            raise EngineDead(f"slot {op.slot} is allocated while generation {self._gen[op.slot]} lives in it")
+            raise EngineDead(f"slot {op.slot} is allocated while generation {self._gen[op.slot]} is in it")
         self._live[op.slot], self._gen[op.slot] = True, op.gen
-        tenant = _hash(encode_part(op))
-        self._fixed[op.slot] = (op.slot * int(_SLOT) + op.gen * int(_GEN) + tenant * int(_TENANT)) & _MASK
+        content = _hash(encode_part(op))
+        self._fixed[op.slot] = (op.slot * int(_SLOT) + op.gen * int(_GEN) + content * int(_CONTENT)) & _MASK
         self._tables[op.slot] = self._bound[op.slot] = 0
         self._entries[:, op.slot] = 0
 
@@ -162,10 +161,10 @@ class SlotDigest:
 
     def _check(self, slots: np.ndarray, gen: np.ndarray | None) -> None:
         self._check_range(slots)
-        lives = self._gen[slots]
-        if gen is not None and (lives == gen).all():
+        present = self._gen[slots]
+        if gen is not None and (present == gen).all():
             return
-        if (lives < 0).any():
+        if (present < 0).any():
             raise EngineDead("step names a slot that is free")
         if gen is not None:
-            raise EngineDead("step names a slot without its tenant")
+            raise EngineDead("a step names a slot without its sequence")

@@ -42,7 +42,8 @@ def block_hash(parent: bytes, tokens: bytes, media: Sequence[bytes] = ()) -> byt
 def prompt_hashes(prompt: bytes, salt: str, block_size: int) -> list[bytes]:
     """The hashes of the full blocks of ``prompt`` (int32 ids), as caches of that block size have them."""
     size = 4 * block_size
-    parent, hashes = salted_root(salt), []
+    parent = salted_root(salt)
+    hashes = []
     for begin in range(0, len(prompt) - size + 1, size):
         parent = block_hash(parent, prompt[begin : begin + size])
         hashes.append(parent)
@@ -71,8 +72,11 @@ class HashChain:
 
         ``tokens`` is an int32 array that holds the sequence from its start and only ever grows.
         """
-        hashes, block, media = self.hashes, self._block, self._media
-        have, full = len(hashes), upto // block
+        hashes = self.hashes
+        block = self._block
+        media = self._media
+        have = len(hashes)
+        full = upto // block
         if have < full:
             parent = hashes[-1] if hashes else self._root
             for number in range(have, full):

@@ -1,8 +1,8 @@
 """Cache kinds: how the layers of one kind use their pool, behind one interface.
 
-What a line holds (keys and values, a latent, a group of positions compressed into one) is of no concern here.
-Kinds differ in what they keep: every line (``FullKind``), the last ones (``WindowKind``), or no lines at all
-but now and then a snapshot (``weft.kv.snapshots``).
+What an entry holds (keys and values, a latent, a group of positions compressed into one) is of no concern
+here. Kinds differ in what they keep: every entry (``FullKind``), the last ones (``WindowKind``), or no
+entries at all but now and then a snapshot (``weft.kv.snapshots``).
 
     positions   0 .......... hit ........ committed ...... scheduled ....... reserved
     blocks      shared, read only | own, full, published | own, being written | own, empty
@@ -106,8 +106,8 @@ class _Table:
 class FullKind:
     """Every position reads all before it: blocks are held from admission to release.
 
-    A block counts source positions, also where one line stands for ``ratio`` of them. It is a whole number of
-    base blocks and of such groups, so a hit, which takes full blocks only, never ends inside a group.
+    A block counts source positions, also where one entry stands for ``ratio`` of them. It is a whole number
+    of base blocks and of such groups, so a hit, which takes full blocks only, never ends inside a group.
     """
 
     slides = False
@@ -120,7 +120,7 @@ class FullKind:
         if spec.block_size % spec.cache.ratio:
             raise ConfigError(
                 f"a cache kind's block of {spec.block_size} is no multiple of its {spec.cache.ratio} "
-                "positions a line"
+                "positions an entry"
             )
         self.number = number
         self.block_size = spec.block_size
@@ -146,7 +146,8 @@ class FullKind:
         return self._blocks(upto) - self._first_read(num_hit) - self._held(hashes, num_hit)
 
     def acquire(self, slot: int, hashes: Sequence[bytes], num_hit: int, upto: int) -> list[Op]:
-        first, hits = self._first_read(num_hit), num_hit // self.block_size
+        first = self._first_read(num_hit)
+        hits = num_hit // self.block_size
         blocks = [NULL_BLOCK] * first + [self.pool.find(key) for key in self._keys(hashes, first, hits)]
         for block in blocks[first:]:  # all hits leave the LRU before anything can be evicted from it
             self.pool.share(block)
@@ -165,12 +166,14 @@ class FullKind:
         return [AppendBlocks(slot=slot, kind=self.number, blocks=column(new))]
 
     def short(self, slots: Sequence[int], upto: Sequence[int]) -> list[int]:
-        tables, size = self._tables, self.block_size
+        tables = self._tables
+        size = self.block_size
         each = zip(slots, upto, strict=True)
         return [max(0, -(-end // size) - len(tables[slot].blocks)) for slot, end in each]
 
     def grow(self, slots: Sequence[int], short: Sequence[int]) -> list[Op]:
-        tables, ops = self._tables, list[Op]()
+        tables = self._tables
+        ops = list[Op]()
         for have in range(max(short, default=0)):  # an op gives a slot one block
             named = [slot for slot, lacks in zip(slots, short, strict=True) if lacks > have]
             new = [self.pool.take() for _ in named]
@@ -183,7 +186,8 @@ class FullKind:
         return end
 
     def publish(self, slot: int, committed: int, hashes: Sequence[bytes]) -> None:
-        table, ratio = self._tables[slot], self._ratio
+        table = self._tables[slot]
+        ratio = self._ratio
         upto = min(committed // self.block_size, len(hashes) // ratio)
         if upto <= table.published:
             return
@@ -227,7 +231,8 @@ class FullKind:
         return 0
 
     def _held(self, hashes: Sequence[bytes], num_hit: int) -> int:
-        first, end = self._first_read(num_hit), num_hit // self.block_size
+        first = self._first_read(num_hit)
+        end = num_hit // self.block_size
         return self.pool.held(self._keys(hashes, first, end))
 
 

@@ -1,4 +1,4 @@
-"""Blocks of one cache kind: who holds them, which are cached, when they may be used again.
+"""Blocks of one cache kind: references to them, which are cached, and when they may be used again.
 
 A block is in exactly one of these places:
 
@@ -10,9 +10,8 @@ A block is in exactly one of these places:
 
 A reference given back while plans in flight still name the block lasts until the last of them commits.
 
-A *hold* is a reference of somebody outside the group who may read the block or write to it (a transfer): it
-goes by no step, and outlives ``reset``. So a block is out of use until its last step and its last hold are
-over.
+A *hold* is a reference of a reader or writer outside the group (a transfer). It belongs to no step, and
+outlives ``reset``. A block is free again after its last step and its last hold.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ NULL_BLOCK = 0
 
 
 class BlockPool:
-    """``num_blocks`` blocks with ids 1 .. num_blocks; 0 is the null block, which nobody holds."""
+    """``num_blocks`` blocks with ids 1 .. num_blocks; 0 is the null block, which is never allocated."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -40,7 +39,7 @@ class BlockPool:
         self._last_commit = -1
 
     def available(self) -> int:
-        """Blocks that ``take`` can give now; cached ones that nobody holds are among them."""
+        """Blocks that ``take`` can give now: free ones, and cached ones without references."""
         return len(self._free) + len(self._cached)
 
     def pending(self) -> int:
@@ -64,12 +63,13 @@ class BlockPool:
         return len(keys)
 
     def held(self, keys: Sequence[bytes]) -> int:
-        """How many of ``keys`` are in held blocks, whose sharing leaves ``available`` as it is."""
-        index, references = self._index, self._references
+        """How many of ``keys`` are in blocks with references; sharing those leaves ``available`` as it is."""
+        index = self._index
+        references = self._references
         return sum([references[index.get(key, NULL_BLOCK)] > 0 for key in keys])
 
     def take(self) -> int:
-        """A block of unknown content, held once by the caller. Evicts the least recently used if it must.
+        """A block of unknown content, with one reference. Evicts the least recently used block if needed.
 
         Raises EngineDead when none is available: callers ask first.
         """
@@ -92,12 +92,12 @@ class BlockPool:
         self._references[block] += 1
 
     def publish(self, block: int, key: bytes) -> None:
-        """Puts a held, full block into the index. Nobody may write to it from now on.
+        """Puts a full block with references into the index. It must not be written from now on.
 
         When another block has this content already, that one stays the indexed one.
         """
         if self._references[block] == 0:
-            raise EngineDead("a block was published that nobody holds")
+            raise EngineDead("a block was published that has no references")
         if self._key[block] is None and key not in self._index:
             self._key[block] = key
             self._index[key] = block
@@ -118,9 +118,9 @@ class BlockPool:
             self._drop(block)
 
     def hold(self, block: int) -> None:
-        """One more hold on a block that somebody has. Raises EngineDead for any other."""
+        """One more hold on a block with references. Raises EngineDead for any other."""
         if not self._references[block]:
-            raise EngineDead("a block was put on hold that nobody has")
+            raise EngineDead("a block was put on hold that has no references")
         self._references[block] += 1
         self._holds[block] = self._holds.get(block, 0) + 1
 
@@ -133,12 +133,16 @@ class BlockPool:
             self._holds[block] = left
         self._drop(block)
 
+    def on_hold(self, block: int) -> bool:
+        """Whether ``block`` has a hold, whoever else has it."""
+        return block in self._holds
+
     def num_on_hold(self) -> int:
-        """Blocks that are on hold, whoever else has them."""
+        """Blocks that are on hold, with other references or without."""
         return len(self._holds)
 
     def reset(self) -> None:
-        """Nothing is cached, no plan is in flight, and nobody has a block but by a hold."""
+        """Forgets all cached content and all plans in flight. The only references left are holds."""
         self._cached.clear()
         self._index.clear()
         self._pending.clear()

@@ -11,8 +11,8 @@ from weft.types.plan import FreeSlot
 class SlotTable:
     """``num_slots`` slots. A slot given back can be taken again after the last plan that names it commits.
 
-    Tenants of a slot are told apart by ``gen``, which only grows. The ``FreeSlot`` of the old tenant is in
-    the ops of the next plan that is made, before any ``AllocSlot``: whoever builds a plan puts
+    Sequences of a slot are told apart by ``gen``, which only grows. The ``FreeSlot`` of the old sequence is
+    in the ops of the next plan that is made, before any ``AllocSlot``: the builder of a plan puts
     ``announce()`` first.
     """
 
@@ -34,7 +34,7 @@ class SlotTable:
         return self._free[0]
 
     def take(self) -> tuple[int, int]:
-        """(slot, gen) of a new tenant. Raises EngineDead when no slot is free: callers ask first."""
+        """(slot, gen) for a new sequence. Raises EngineDead when no slot is free: callers ask first."""
         if not self._free:
             raise EngineDead("a slot was taken when none was free")
         slot = heapq.heappop(self._free)
@@ -43,9 +43,9 @@ class SlotTable:
         return slot, self._gen[slot]
 
     def release(self, slot: int, after_step: int) -> None:
-        """Ends the tenancy, at once or when ``after_step`` commits."""
+        """Frees the slot, at once or when ``after_step`` commits."""
         if not self._taken[slot]:
-            raise EngineDead("a slot was released that has no tenant")
+            raise EngineDead("a slot was released that has no sequence")
         self._taken[slot] = False
         if after_step > self._last_commit:
             self._pending.setdefault(after_step, []).append(slot)
@@ -60,15 +60,18 @@ class SlotTable:
                 self._free_now(slot)
 
     def reset(self) -> None:
-        """Nobody lives anywhere, and no rank knows of a tenant: there is nothing to announce."""
+        """Frees all slots. No rank knows of a sequence any more, so there is no ``FreeSlot`` to announce."""
         self._free = list(range(self.num_slots))
         self._taken = [False] * self.num_slots
         self._pending.clear()
         self._freed = []
 
     def announce(self) -> list[FreeSlot]:
-        """The tenancies that ended and that no plan has said so about yet; each is given once."""
-        freed, self._freed = self._freed, []
+        """(slot, gen) of the sequences that left their slot and that no plan has freed yet; each is given
+        once.
+        """
+        freed = self._freed
+        self._freed = []
         return freed
 
     def _free_now(self, slot: int) -> None:

@@ -1,14 +1,13 @@
 """Recurrent states in the prefix cache: snapshots, and where they are made.
 
-A slot's state is that after all its positions, and takes no block. What a block holds is a copy of it after a
-prefix, which is of use to whoever has exactly that prefix: one such boundary is a hit, whatever is missing
-before it.
+A slot holds the state after all its positions, and needs no block for it. A block holds a copy: the state
+after a prefix. A sequence with exactly that prefix can start from it; earlier snapshots are not needed.
 
     positions   0 ......... boundary ....... num_scheduled
     blocks          [one snapshot]           the live state, in the slot
 
-Snapshots are only ever a gain, so they ask for nothing: one that is named by no plan in flight belongs to
-nobody and is evicted when another is made, and where none can be evicted, none is made. A snapshot has a
+Snapshots are optional: one that no plan in flight names can be evicted when another is made, and where none
+can be evicted, no new one is made. A snapshot has a
 reference while the plan that saves it is in flight, and while one that loads it is.
 """
 
@@ -33,8 +32,8 @@ class Marks:
 
     Boundaries are multiples of ``unit``. Below ``known``, the ids known at admission, chunks are made to end
 
-    * at each of ``ends``: the last boundary before the last known id, for whoever sends the same prompt or a
-      longer one; and the *branch*, where the lines that others left end, for whoever shares that much
+    * at each of ``ends``: the last boundary before the last known id, for requests with the same prompt or a
+      longer one; and the *branch*, where the cached entries of others end, for requests that share that much
       (after Marconi, arXiv 2411.19379);
     * where a snapshot is due, ``stride`` after the last one, at the last boundary of what the chunk would be.
       So it costs no step of its own.
@@ -88,7 +87,7 @@ class _Saving:
     block: int
     key: bytes
     sound: bool = True
-    """Whether it may be published."""
+    """Whether it may be published when its step commits."""
 
 
 class StateKind:
@@ -152,7 +151,7 @@ class StateKind:
         return
 
     def slide(self, slot: int, committed: int, after_step: int) -> None:
-        """Something of the slot has committed, so the plan that loaded its snapshot has."""
+        """A plan of the slot has committed, and so has the plan that loaded its snapshot."""
         self._unload(slot, after_step)
 
     def slide_each(self, slots: np.ndarray, committed: np.ndarray, after_step: np.ndarray) -> None:
@@ -210,7 +209,7 @@ class StateKind:
         return SaveState(slot=slot, kind=self.number, block=block, back=back)
 
     def spoil(self, slot: int) -> None:
-        """What the slot is saving came to be in a step that went wrong: nobody will find it."""
+        """Drops the slot's unfinished snapshot, because its step failed."""
         for savings in self._saving.values():
             for saving in savings:
                 saving.sound = saving.sound and saving.slot != slot
@@ -223,7 +222,7 @@ class StateKind:
             self.pool.release(block, after_step)
 
     def _touch(self, key: bytes, keep: bool) -> None:
-        """``key`` was of use to someone: it is the last to be evicted."""
+        """``key`` was used: it becomes the last to be evicted."""
         block = self.pool.find(key)
         self.pool.share(block)
         self.pool.release(block, -1)
@@ -231,13 +230,13 @@ class StateKind:
             self._keep(key)
 
     def _keep(self, key: bytes) -> None:
-        """Nobody's newer snapshot replaces ``key`` any more."""
+        """Keeps ``key``: newer snapshots of the slot do not replace it."""
         slot = self._owner.pop(key, None)
         if slot is not None:
             del self._newest[slot]
 
     def _replace(self, slot: int) -> None:
-        """Gives up the slot's newest, if nobody is loading it."""
+        """Frees the slot's newest snapshot, unless a plan in flight loads it."""
         key = self._newest.pop(slot, None)
         if key is not None:
             del self._owner[key]

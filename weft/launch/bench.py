@@ -178,15 +178,15 @@ def dispatch(ranks: tuple[int, ...], json_file: str | None) -> int:
     """
     check_writable(json_file, "--json")
     from weft.bench import dispatch as run
-    from weft.moe import cost
+    from weft.moe import exchange_cost
 
     chosen = ranks or (2, 4)
     found = [run.collectives(count) for count in progress_bar(chosen, title="dispatch", unit="group")]
-    cost.MEASUREMENTS.save(found)
+    exchange_cost.MEASUREMENTS.save(found)
     for line in run.summary(found):
         click.echo(line)
-    click.echo(f"written to {cost.MEASUREMENTS.user_file()}")
-    write_json(json_file, cost.MEASUREMENTS.as_json(found))
+    click.echo(f"written to {exchange_cost.MEASUREMENTS.user_file()}")
+    write_json(json_file, exchange_cost.MEASUREMENTS.as_json(found))
     return 0
 
 

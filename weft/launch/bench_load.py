@@ -19,7 +19,7 @@ from weft.config.sections import Config
 from weft.launch import options
 
 if TYPE_CHECKING:
-    from weft.bench.serving import Asked
+    from weft.bench.serving import RunSettings
     from weft.bench.sweep import Sweep
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -154,7 +154,7 @@ def serve(json_file: str | None, plot_file: str | None, **given: Any) -> int:
     return 0 if found["requests"]["ok"] else 1
 
 
-def _asked(given: dict[str, Any]) -> Asked:
+def _asked(given: dict[str, Any]) -> RunSettings:
     """The run that the flags of ``weft bench serve`` ask for. Raises ConfigError."""
     from weft.bench import schedule, serving, stats
     from weft.bench.load import Limits
@@ -178,7 +178,7 @@ def _asked(given: dict[str, Any]) -> Asked:
     concurrency = given["concurrency"]
     if concurrency is None and given["request_rate"] is None and not trace:
         concurrency = (workload.concurrency or workload.requests) if workload else 8
-    return serving.Asked(
+    return serving.RunSettings(
         **_server(given),
         limits=Limits(
             concurrency=concurrency,
@@ -188,10 +188,10 @@ def _asked(given: dict[str, Any]) -> Asked:
         ),
         rate=given["request_rate"],
         burstiness=given["burstiness"],
-        input_len=schedule.Lengths(workload.prompt_tokens, workload.prompt_tokens)
+        input_len=schedule.LengthRange(workload.prompt_tokens, workload.prompt_tokens)
         if workload
         else lengths[0],
-        output_len=schedule.Lengths(workload.output_tokens, workload.output_tokens)
+        output_len=schedule.LengthRange(workload.output_tokens, workload.output_tokens)
         if workload
         else lengths[1],
         trace=trace,
@@ -202,7 +202,7 @@ def _asked(given: dict[str, Any]) -> Asked:
 
 
 def _server(given: dict[str, Any]) -> dict[str, Any]:
-    """Keywords of ``Asked`` that ``server_options`` give. Raises ConfigError."""
+    """Keywords of ``RunSettings`` that ``server_options`` give. Raises ConfigError."""
     from weft.bench.client import base_url
 
     if not given["base_url"]:
@@ -302,7 +302,7 @@ def _sweep(chosen: Sweep, config: Config, given: dict[str, Any]) -> dict[str, An
 
     limits = Limits(concurrency=1, requests=1, duration=None)
     if given["base_url"]:
-        base = serving.Asked(**_server(given), limits=limits)
+        base = serving.RunSettings(**_server(given), limits=limits)
         return sweeps.run_sweep(chosen, base, click.echo)
     # A supervisor's SIGTERM must end the server, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -315,7 +315,7 @@ def _sweep(chosen: Sweep, config: Config, given: dict[str, Any]) -> dict[str, An
     ):
         click.echo(f"starting {config.model.model}", err=True)
         seconds = server.wait_ready(given["ready_timeout"])
-        base = serving.Asked(**_server({**given, "base_url": server.url}), limits=limits)
+        base = serving.RunSettings(**_server({**given, "base_url": server.url}), limits=limits)
         found = sweeps.run_sweep(chosen, base, click.echo)
         memory = server.peak_memory()
     click.echo(f"ready after {seconds:.2f} s; peak memory {memory / 1e9:.2f} GB")

@@ -9,11 +9,16 @@ import signal
 import sys
 import threading
 import time
+from typing import TypeVar
+
+import msgspec
 
 from weft.common import env, signals
 
 _PR_SET_PDEATHSIG = 1
 _POLL_SECONDS = 0.5
+
+Setup = TypeVar("Setup", bound=msgspec.Struct)
 
 
 def forbid_core_dumps() -> None:
@@ -44,3 +49,19 @@ def _watch(parent: int) -> None:
 def ignore_signals() -> None:
     """Leaves the signals that ask to stop to the parent, which drains; see ``weft.common.signals``."""
     signals.ignore()
+
+
+def read_setup(kind: type[Setup]) -> Setup:
+    """What the parent writes to this process's standard input, as msgpack, before anything else.
+
+    A parent that was told to stop may end before it has written all of it: this process then ends quietly,
+    with status 1.
+    """
+    data = sys.stdin.buffer.read()
+    sys.stdin.close()
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except msgspec.ValidationError:
+        raise
+    except msgspec.DecodeError:  # cut short
+        sys.exit(1)

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from weft.cluster.channel import SupervisorLink
-from weft.cluster.registry import Reader, RegistryOwner
+from weft.cluster.process_registry import RegistryOwner, RegistryReader
 from weft.common import env, log, signals
 from weft.common.errors import WeftError
 from weft.common.title import set_title
@@ -51,7 +51,7 @@ def start_front(setup: FrontSetup, link: socket.socket) -> subprocess.Popen[byte
     try:
         with front.stdin as stdin:
             stdin.write(msgspec.msgpack.encode(setup))
-    except BrokenPipeError:  # it died before it read its configuration; whoever watches it sees that
+    except BrokenPipeError:  # it died before it read its configuration; its owner sees its exit status
         pass
     return front
 
@@ -62,12 +62,11 @@ def run(arguments: list[str]) -> int:
     child.die_with_parent(int(parent))
     child.ignore_signals()
     child.forbid_core_dumps()
-    setup = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=FrontSetup)
-    sys.stdin.close()
+    setup = child.read_setup(FrontSetup)
     set_title(f"front {setup.name}", setup.config.served_names[0])
     log.configure(setup.section.log_level, f"front {setup.name}")
     link = SupervisorLink(socket.socket(fileno=int(descriptor)), setup.serving)
-    reader = Reader(Path(setup.folder))
+    reader = RegistryReader(Path(setup.folder))
     owner = RegistryOwner(reader, link.report)
     from weft.front.server import serve
     from weft.front.siblings import Siblings

@@ -111,7 +111,7 @@ async def _answer(config: Config, prompts: Sequence[str], params: SamplingParams
     if chat is None:
         chat = TextModel.load(llm.config.tokenizer_path, config.front.chat_template).chat.source is not None
     several = len(prompts) * params.n > 1
-    printed = [Answer(several) for _ in prompts]
+    printed = [GeneratedAnswer(several) for _ in prompts]
     try:
         streams = [
             asyncio.create_task(_follow(llm, chat_prompt(prompt) if chat else prompt, params, answer))
@@ -131,7 +131,7 @@ def chat_prompt(prompt: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": prompt}]}
 
 
-async def _follow(llm: AsyncLLM, prompt: Any, params: SamplingParams, answer: Answer) -> int:
+async def _follow(llm: AsyncLLM, prompt: Any, params: SamplingParams, answer: GeneratedAnswer) -> int:
     """Feeds one request's output to ``answer``; the status: 0, or 1 when a sequence failed."""
     status = 0
     async for output in llm.generate(prompt, params):
@@ -143,7 +143,7 @@ async def _follow(llm: AsyncLLM, prompt: Any, params: SamplingParams, answer: An
     return status
 
 
-class Answer:
+class GeneratedAnswer:
     """What is printed for one prompt: nothing until ``show``, then all there is, then what comes.
 
     Alternatives (n > 1) and answers to several prompts are printed when they are complete.
@@ -166,7 +166,8 @@ class Answer:
 
     def update(self, texts: list[str], finished: bool) -> None:
         """All text so far, one for each choice."""
-        self._texts, self._finished = texts, finished
+        self._texts = texts
+        self._finished = finished
         if self._shown:
             self._print()
 

@@ -1,6 +1,6 @@
 """Entry point of a head process: ``python -m weft.launch.head_main PARENT ENDPOINT LOG_LEVEL [PIPE]``.
 
-PIPE is the descriptor of a pipe to whoever keeps the head's workers; without it the head starts its own.
+PIPE is the descriptor of a pipe to the rank supervisor; without it the head starts its workers itself.
 
 Its EngineConfig comes on standard input, as msgpack. Ends with status 2 after a configuration error,
 and with 1 when it cannot go on.
@@ -9,8 +9,6 @@ and with 1 when it cannot go on.
 from __future__ import annotations
 
 import sys
-
-import msgspec
 
 from weft.common import log
 from weft.common.errors import ConfigError, WeftError
@@ -26,13 +24,12 @@ def run(arguments: list[str]) -> int:
     child.die_with_parent(int(parent))
     child.ignore_signals()
     child.forbid_core_dumps()
-    config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineConfig)
-    sys.stdin.close()
+    config = child.read_setup(EngineConfig)
     set_title(f"head {config.replica}", config.served_names[0])
     log.configure(level, log.head_name(config.replica, config.parallel.data_parallel_size))
     try:
         listener = listen(config, endpoint)
-        from weft.engine.head import run_head  # imports torch
+        from weft.engine.engine_server import run_head  # imports torch
 
         run_head(config, listener, int(pipe[0]) if pipe else None)
     except WeftError as error:

@@ -26,11 +26,11 @@ from weft.config.resolved import EngineConfig
 from weft.engine.heads import LocalHeads
 from weft.engine.listener import TELL_S
 from weft.engine.ranks import RankProcesses
-from weft.launch.node import RESTARTS, WINDOW, Ranks, until_stopped
+from weft.launch.node import RESTARTS, WINDOW, HostRanks, until_stopped
 from weft.parallel.address import own_address, tcp
 from weft.parallel.board import BoardClient, board_place
 from weft.parallel.remote import host_settings
-from weft.routing.roster import LISTEN_S as HEAD_LISTENS_S
+from weft.routing.instance_table import LISTEN_S as HEAD_LISTENS_S
 from weft.types import board as b
 
 logger = log.get_logger(__name__)
@@ -59,7 +59,8 @@ def serve_host(config: EngineConfig, log_level: str) -> int:
         workers_on(parallel, parallel.node_rank),
         parallel.rdzv,
     )
-    client, folder = BoardClient(place, keys), private_folder()
+    client = BoardClient(place, keys)
+    folder = private_folder()
     made = _Host(config, client, folder, tcp(host, "*"), log_level)
     try:
         return until_stopped(made.run)
@@ -70,10 +71,10 @@ def serve_host(config: EngineConfig, log_level: str) -> int:
 
 
 def due(wanted: Mapping[int, int], started: Mapping[int, int]) -> list[int]:
-    """The replicas whose head is not in the life that it should be in: what runs of it ends, and unless that
-    life is 0 (none) it is started. Pure.
+    """The replicas whose head is not in the incarnation that it should be in: what runs of it ends, and
+    unless that incarnation is 0 (none) it is started. Pure.
     """
-    return [replica for replica, life in wanted.items() if started.get(replica, 0) != life]
+    return [replica for replica, incarnation in wanted.items() if started.get(replica, 0) != incarnation]
 
 
 class _Host:
@@ -83,15 +84,18 @@ class _Host:
         self, config: EngineConfig, client: BoardClient, folder: Path, endpoint: str, log_level: str
     ) -> None:
         self._local = LocalHeads(config, folder, log_level)
-        self._config, self._client, self._endpoint, self._level = config, client, endpoint, log_level
+        self._config = config
+        self._client = client
+        self._endpoint = endpoint
+        self._level = log_level
         self._number = config.parallel.node_rank
         self._mine = heads_on(config.parallel, self._number)
         self._started: dict[int, int] = {}
-        """Replica -> the life that its head was started in last."""
+        """Replica -> the incarnation that its head was started in last."""
         self._heads: dict[int, subprocess.Popen[bytes]] = {}
         self._unheard: dict[int, float] = {}
         """Replica -> when its head was started, until the board says that it listens."""
-        self._ranks: dict[int, tuple[bytes, Ranks]] = {}
+        self._ranks: dict[int, tuple[bytes, HostRanks]] = {}
         """Replica -> where its head's ranks find it, and its ranks here."""
         self._budget = RestartBudget(RESTARTS, WINDOW)
         self._board = 0
@@ -167,8 +171,8 @@ class _Host:
         found = {replica: self._client.entries.get(b.wanted_key(replica)) for replica in self._mine}
         return {r: msgspec.msgpack.decode(data, type=int) for r, data in found.items() if data is not None}
 
-    def _start(self, replica: int, life: int) -> None:
-        self._heads[replica] = self._local.start(replica, self._endpoint, life)
+    def _start(self, replica: int, incarnation: int) -> None:
+        self._heads[replica] = self._local.start(replica, self._endpoint, incarnation)
         self._unheard[replica] = time.monotonic()
         logger.info("head %d is started", replica)
 
@@ -184,15 +188,17 @@ class _Host:
                 self._tell_end(replica, -signal.SIGKILL)
 
     def _listens(self, replica: int) -> bool:
-        """Whether the board says where the head listens, in the life that runs here."""
+        """Whether the board says where the head listens, in the incarnation that runs here."""
         data = self._client.entries.get(b.head_key(replica))
-        life = None if data is None else msgspec.msgpack.decode(data, type=b.Listening).life
-        return life == self._started[replica]
+        incarnation = None if data is None else msgspec.msgpack.decode(data, type=b.Listening).incarnation
+        return incarnation == self._started[replica]
 
     def _tell_end(self, replica: int, status: int) -> None:
-        life = self._started[replica]
+        incarnation = self._started[replica]
         logger.error("head %d ended with status %d", replica, status)
-        self._client.post(b.ended_key(replica), msgspec.msgpack.encode(b.Ended(life=life, status=status)))
+        self._client.post(
+            b.ended_key(replica), msgspec.msgpack.encode(b.HeadEnded(incarnation=incarnation, status=status))
+        )
 
     def _follow_ranks(self) -> None:
         """Ranks of a replica say hello where its present head is: one that was started anew is elsewhere."""
@@ -209,7 +215,7 @@ class _Host:
                 known[1].close()
             own = msgspec.structs.replace(self._config, replica=replica)
             processes = RankProcesses(own, address.decode(), self._level)
-            self._ranks[replica] = address, Ranks(processes, mine, parallel.rank_timeout, self._budget)
+            self._ranks[replica] = address, HostRanks(processes, mine, parallel.rank_timeout, self._budget)
 
     def _end_heads(self) -> list[int]:
         """The replicas whose heads ran."""

@@ -43,7 +43,7 @@ def serve_node(config: EngineConfig, log_level: str) -> int:
     own_address(host, port)
     logger.info("host %d of %d: ranks %s for %s", parallel.node_rank, parallel.nnodes, [*mine], parallel.rdzv)
     processes = RankProcesses(config, tcp(host, port), log_level)
-    ranks = Ranks(processes, [*mine], parallel.rank_timeout, RestartBudget(RESTARTS, WINDOW))
+    ranks = HostRanks(processes, [*mine], parallel.rank_timeout, RestartBudget(RESTARTS, WINDOW))
 
     def keep() -> int:
         while ranks.left:
@@ -70,14 +70,16 @@ def until_stopped(work: Callable[[], int]) -> int:
         signals.ignore()
 
 
-class Ranks:
+class HostRanks:
     """Ranks of one group on this host, which are started again whenever they end of themselves."""
 
     def __init__(
         self, processes: RankProcesses, mine: Sequence[int], rank_timeout: float, budget: RestartBudget
     ) -> None:
         """Starts them. ``budget``: of how often they may be started again."""
-        self._processes, self._timeout, self._budget = processes, rank_timeout, budget
+        self._processes = processes
+        self._timeout = rank_timeout
+        self._budget = budget
         self._stopped: dict[int, float] = {}
         self._alone: dict[int, tuple[float, float]] = {}
         """Of ranks that no head answered again and again: when the first of them began to wait, and the last

@@ -85,7 +85,8 @@ def settings(sections: Iterable[str], also: Iterable[str] = ()) -> Callable[[F],
 
     The command should be a ``Command``, whose help groups them by section.
     """
-    chosen, single = set(sections), set(also)
+    chosen = set(sections)
+    single = set(also)
 
     def add(function: F) -> F:
         options: list[click.Option] = []
@@ -131,9 +132,9 @@ def build(given: dict[str, Any], model: str | None = None) -> Config:
 
 def keywords(config: Config) -> dict[str, Any]:
     """The configuration as keywords of ``LLM``: settings that differ from their defaults, and the model."""
-    found = {"model": config.model.model}
+    result = {"model": config.model.model}
     for name, setting in SETTINGS.items():
         value = getattr(getattr(config, setting.section), name)
         if value != setting.default:
-            found[name] = value
-    return found
+            result[name] = value
+    return result

@@ -11,13 +11,11 @@ import os
 import sys
 import time
 
-import msgspec
-
 from weft import __version__
 from weft.common import log
 from weft.common.errors import WeftError
 from weft.common.title import set_title
-from weft.config.group import shared_settings
+from weft.config.group_settings import shared_settings
 from weft.config.resolved import EngineConfig
 from weft.launch import child
 from weft.parallel.control import HeadLink, RankChannel, ZmqRank
@@ -42,8 +40,7 @@ def run(arguments: list[str]) -> int:
     child.die_with_parent(int(parent))
     child.ignore_signals()
     child.forbid_core_dumps()
-    config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineConfig)
-    sys.stdin.close()
+    config = child.read_setup(EngineConfig)
     set_title(f"worker {rank} of head {config.replica}", config.served_names[0])
     log.configure(level, log.head_name(config.replica, config.parallel.data_parallel_size, int(rank)))
     try:
@@ -69,8 +66,8 @@ def serve(config: EngineConfig, address: str, rank: int) -> None:
         except BaseException:
             channel.close(deliver=False)
             raise
-        beats = ZmqRank(welcome.beats, rank, keys) if welcome.beats else None
-        return HeadLink(channel, beats, welcome.life)
+        heartbeats = ZmqRank(welcome.heartbeats, rank, keys) if welcome.heartbeats else None
+        return HeadLink(channel, heartbeats, welcome.incarnation)
 
     link = join(-1)
     from weft.engine.rank import run_rank

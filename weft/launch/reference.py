@@ -68,16 +68,18 @@ class Reference:
 
     def greedy(self, ids: Sequence[int], count: int) -> list[int]:
         """The ``count`` likeliest tokens that follow ``ids`` (ties: the lowest id); no id ends it."""
-        torch, found, past = self._torch, [], None
+        torch = self._torch
+        result = []
+        past = None
         batch = torch.tensor([list(ids)], device=self.device)
         with torch.inference_mode():
             for _ in range(count):
                 output = self.model(batch, past_key_values=past, use_cache=True)
                 past = output.past_key_values
                 row = output.logits[0, -1, : self.spec.vocab_size]
-                found.append(int((row == row.max()).nonzero()[0]))
-                batch = torch.tensor([[found[-1]]], device=self.device)
-        return found
+                result.append(int((row == row.max()).nonzero()[0]))
+                batch = torch.tensor([[result[-1]]], device=self.device)
+        return result
 
     def chat(self, questions: Sequence[str], max_tokens: int | None) -> list[str]:
         """Greedy answers to single-turn chats, one left-padded batch."""

@@ -117,7 +117,7 @@ def run_fronts(resolved: EngineConfig, front: FrontSection, heads: HeadProcesses
 
     ``folder``: for the registry; only this user may enter it. Raises ConfigError when the port can't be used.
     """
-    from weft.cluster.server import Server
+    from weft.cluster.server import ClusterServer
     from weft.cluster.supervisor import Supervisor
     from weft.front.server import bind, ready_text
     from weft.launch.front_main import FrontSetup, start_front
@@ -150,4 +150,4 @@ def run_fronts(resolved: EngineConfig, front: FrontSection, heads: HeadProcesses
             together=heads.together,
         )
         secret = resolved.parallel.group_secret
-        return Server(supervisor, heads, start, folder, announce, secret=secret).run()
+        return ClusterServer(supervisor, heads, start, folder, announce, secret=secret).run()

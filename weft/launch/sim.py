@@ -21,7 +21,7 @@ from weft.config.resolved import KVConfig
 from weft.config.sections import Config, SchedulerSection
 from weft.launch import options
 from weft.launch.sim_cluster import explore_command, replay_command
-from weft.scheduler.cost import CostModel, StepShape
+from weft.scheduler.step_cost import CostModel, StepShape
 from weft.sim import Arrival, Report, simulate
 from weft.sim.engine import kv_config
 from weft.sim.presets import PRESETS, load
@@ -162,7 +162,7 @@ def overrides(text: str) -> dict[str, Any]:
         raise ConfigError(f"--vs {text[:60]!r}: {error}", param="--vs") from error
     if not words:
         raise ConfigError("--vs is empty: give flags such as itl-target-ms=40", param="--vs")
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for word in words:
         key, equals, value = word.partition("=")
         name = key.lstrip("-").replace("-", "_")
@@ -172,8 +172,8 @@ def overrides(text: str) -> dict[str, Any]:
         if name not in SETTINGS or SETTINGS[name].key not in known:
             near = suggest(name.replace("_", "-"), known)
             raise ConfigError(f"--vs: {key!r} is no flag of the scheduler.{near}", param="--vs")
-        found[name] = SETTINGS[name].parse(value)
-    return found
+        result[name] = SETTINGS[name].parse(value)
+    return result
 
 
 def _arrivals(given: dict[str, Any], cost: CostModel) -> list[Arrival]:
@@ -181,7 +181,8 @@ def _arrivals(given: dict[str, Any], cost: CostModel) -> list[Arrival]:
     rng = random.Random(given["workload_seed"])
     prompt = Lengths.parse(given["prompt_tokens"], "--prompt-tokens")
     output = Lengths.parse(given["output_tokens"], "--output-tokens")
-    running, tokens = given["running"], given["background_tokens"]
+    running = given["running"]
+    tokens = given["background_tokens"]
     step = StepShape(decode_rows=running, decode_tokens=running, decode_pairs=running * tokens // 2)
     quiet = 2 * tokens * cost.predict(step) if running else 0.0
     if given["trace_file"] is not None:
@@ -229,7 +230,8 @@ def _run(
     with progress_bar(title=f"simulating {name}"[:40], unit="request", delay=1.0, leave=False) as bar:
 
         def show(done: int, total: int, now: float) -> None:
-            bar.total, bar.n = total, done
+            bar.total = total
+            bar.n = done
             bar.set_postfix_str(f"{now:.1f} s simulated", refresh=False)
             bar.update(0)
 
@@ -266,7 +268,8 @@ def table(rows: Sequence[tuple[str, Report]]) -> str:
     line("TTFT p50 / p99, ms", [f"{ms(r.ttft.p50)} / {ms(r.ttft.p99)}" for r in reports])
     line("ITL p50 / p99, ms", [f"{ms(r.itl.p50)} / {ms(r.itl.p99)}" for r in reports])
     if any(r.background_itl.count for r in reports):
-        quiet, busy = [r.quiet_itl for r in reports], [r.background_itl for r in reports]
+        quiet = [r.quiet_itl for r in reports]
+        busy = [r.background_itl for r in reports]
         line("background alone, ITL p50 / p99, ms", [f"{ms(q.p50)} / {ms(q.p99)}" for q in quiet])
         line("background beside requests, ms", [f"{ms(b.p50)} / {ms(b.p99)}" for b in busy])
         ratios = [f"{b.p99 / q.p50:.1f}" if q.p50 else "-" for b, q in zip(busy, quiet, strict=True)]

@@ -9,7 +9,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+LINEAR = "linear_attention"
 CHOSEN, COMPRESSED = "compressed_sparse_attention", "heavily_compressed_attention"
 
 _COMMON: dict[str, Any] = {

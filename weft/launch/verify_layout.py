@@ -47,7 +47,8 @@ def against_one_process(config: Config, count: int, tokens: int, say: Say) -> bo
     wrong = [n for n, (a, b) in enumerate(zip(expected, found, strict=True)) if a != b]
     say(f"{_described(config)}: {len(prompts) - len(wrong)} of {len(prompts)} prompts equal ({_done(stats)})")
     for number in wrong:
-        mine, one = found[number], expected[number]
+        mine = found[number]
+        one = expected[number]
         at = next((i for i, (a, b) in enumerate(zip(mine, one, strict=False)) if a != b), len(mine))
         say(
             f"prompt {number} differs from token {at} on: {mine[at : at + 4]}, one process {one[at : at + 4]}"
@@ -103,7 +104,7 @@ def _described(config: Config) -> str:
 
 
 def _done(stats: HeadStats) -> str:
-    return f"{stats.steps} steps, {stats.mixed_steps} mixed, {stats.overlapped_steps} in two halves"
+    return f"{stats.steps} steps, {stats.mixed_steps} mixed, {stats.overlapped_steps} in two micro-batches"
 
 
 def _missing(config: Config, stats: HeadStats) -> list[str]:

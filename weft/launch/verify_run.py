@@ -224,7 +224,8 @@ class _ForwardOnly:
 
     def logits(self, ids: Sequence[int]) -> torch.Tensor:
         """[len(ids), vocab] on the CPU."""
-        kv, count = self._config.kv, len(ids)
+        kv = self._config.kv
+        count = len(ids)
         ops: list[Op] = []
         step = self._step
         if step:
@@ -255,10 +256,10 @@ class _ForwardOnly:
         handle = self._runner.forward(StepPlan(step=step, ops=tuple(ops), prefill=segment))
         self._runner.sample(handle)
         _, logits = handle.forwarded.result()
-        found: torch.Tensor = logits[:, : self._config.spec.vocab_size].clone().cpu()
+        result: torch.Tensor = logits[:, : self._config.spec.vocab_size].clone().cpu()
         self._runner.read(handle)
         self._step += 1
-        return found
+        return result
 
 
 def _resolved(config: Config, dtype: str) -> EngineConfig:

@@ -12,7 +12,7 @@ from torch import nn
 
 from weft.config import sharding
 from weft.config.spec import ModelSpec
-from weft.layers.held import Held, keep_largest, largest_of, mark
+from weft.layers.shard import Shard, keep_largest, largest_of, mark
 from weft.ops import (
     implementations,  # noqa: F401 (registers every implementation)
     torch_ops,
@@ -67,8 +67,8 @@ class Build:
     def op(self, name: str, *, wide: bool = False) -> Implementation:
         """How ``name`` is computed in this model. Raises ConfigError when nothing here can."""
         dtype = self.wide if wide else self.dtype
-        made = self.ops[name, dtype] = choose(name, dtype, self.device, invariant=self.invariant)
-        return made
+        result = self.ops[name, dtype] = choose(name, dtype, self.device, invariant=self.invariant)
+        return result
 
     def matrix_op(self, name: str, *, wide: bool = False) -> Implementation:
         """``op`` for a matrix that quantization applies to (wide ones are never quantized)."""
@@ -80,32 +80,32 @@ class Build:
         """The dtype of what is never rounded to the model's: float64 in a float64 model, else float32."""
         return torch_ops.wide(self.dtype)
 
-    def part(self, size: int) -> Held:
+    def part(self, size: int) -> Shard:
         """This rank's share of ``size`` heads, columns and the like."""
-        return Held((sharding.share(size, self.comm.rank, self.comm.size),), size)
+        return Shard((sharding.share(size, self.comm.rank, self.comm.size),), size)
 
-    def kv_part(self, heads: int) -> Held:
+    def kv_part(self, heads: int) -> Shard:
         """Its share of KV heads: at least one, which other ranks may have too."""
-        return Held((sharding.share_of_kv(heads, self.comm.rank, self.comm.size),), heads)
+        return Shard((sharding.share_of_kv(heads, self.comm.rank, self.comm.size),), heads)
 
     def local(self, spec: ModelSpec) -> ModelSpec:
         """``spec`` as this rank computes it. Raises ConfigError where it does not divide."""
         return sharding.local_spec(spec, self.mesh.layout)
 
-    def weight(self, *shape: int, held: Held | None = None, wide: bool = False) -> nn.Parameter:
+    def weight(self, *shape: int, shard: Shard | None = None, wide: bool = False) -> nn.Parameter:
         """Uninitialized memory for one weight of a local ``shape``; the loader fills it in place.
 
-        held: what part of the global weight it is; by default all.
+        shard: what part of the global weight it is; by default all.
         """
         dtype = self.wide if wide else self.dtype
-        made = nn.Parameter(torch.empty(shape, dtype=dtype, device=self.device), requires_grad=False)
-        if held is not None and not held.whole:
-            assert shape[held.dim] >= held.count
-            made.data.narrow(held.dim, held.count, shape[held.dim] - held.count).zero_()
-            mark(made, held)
-            if self.quantization != "none" and not wide and 0 < held.dim == len(shape) - 1:
-                keep_largest(made, self.wide)
-        return made
+        parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device=self.device), requires_grad=False)
+        if shard is not None and not shard.whole:
+            assert shape[shard.dim] >= shard.count
+            parameter.data.narrow(shard.dim, shard.count, shape[shard.dim] - shard.count).zero_()
+            mark(parameter, shard)
+            if self.quantization != "none" and not wide and 0 < shard.dim == len(shape) - 1:
+                keep_largest(parameter, self.wide)
+        return parameter
 
 
 class Layer(nn.Module):

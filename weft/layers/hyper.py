@@ -39,7 +39,8 @@ class HyperConnection(Layer):
         self.mixer = Linear(n * hidden, (2 + n) * n, build, wide=True)
         self.base = build.weight((2 + n) * n, wide=True)
         self.scale = build.weight(3, wide=True)
-        self._spec, self._eps = spec, eps
+        self._spec = spec
+        self._eps = eps
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x: [T, N, hidden]; (the layer's input [T, hidden], ``out`` wide [T, N], ``mix`` wide [T, N, N])."""
@@ -64,7 +65,8 @@ class HyperHead(Layer):
         self.mixer = Linear(spec.streams * hidden, spec.streams, build, wide=True)
         self.base = build.weight(spec.streams, wide=True)
         self.scale = build.weight(1, wide=True)
-        self._spec, self._eps = spec, eps
+        self._spec = spec
+        self._eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [T, N, hidden]; returns [T, hidden]."""

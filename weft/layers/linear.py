@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from weft.layers.build import Build, Packs
-from weft.layers.held import Held, whole
+from weft.layers.shard import Shard, whole
 from weft.ops import torch_ops
 from weft.parallel.comm import Pending, awaited
 
@@ -23,12 +23,12 @@ class Linear(Packs):
     """
 
     def __init__(
-        self, inputs: int, outputs: int | Held, build: Build, *, bias: bool = False, wide: bool = False
+        self, inputs: int, outputs: int | Shard, build: Build, *, bias: bool = False, wide: bool = False
     ) -> None:
         super().__init__()
-        held = whole(outputs) if isinstance(outputs, int) else outputs
-        self.weight = build.weight(held.count, inputs, held=held, wide=wide)
-        self.bias = build.weight(held.count, held=held, wide=wide) if bias else None
+        shard = whole(outputs) if isinstance(outputs, int) else outputs
+        self.weight = build.weight(shard.count, inputs, shard=shard, wide=wide)
+        self.bias = build.weight(shard.count, shard=shard, wide=wide) if bias else None
         self._op = build.matrix_op("linear", wide=wide)
         self._packed: object = None
 
@@ -36,8 +36,8 @@ class Linear(Packs):
         self._packed = self._give("weight", self._op)
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self._op.run(x, self._packed, self.bias)
-        return made
+        result: Tensor = self._op.run(x, self._packed, self.bias)
+        return result
 
 
 class RowLinear(Packs):
@@ -46,9 +46,9 @@ class RowLinear(Packs):
     x: [T, inputs of this rank]; [T, outputs]. The first rank alone adds the bias.
     """
 
-    def __init__(self, inputs: Held, outputs: int, build: Build, *, bias: bool = False) -> None:
+    def __init__(self, inputs: Shard, outputs: int, build: Build, *, bias: bool = False) -> None:
         super().__init__()
-        self.weight = build.weight(outputs, inputs.count, held=inputs.at(1))
+        self.weight = build.weight(outputs, inputs.count, shard=inputs.at(1))
         self.bias = build.weight(outputs) if bias else None
         self._op = build.matrix_op("linear")
         self._packed: object = None
@@ -71,12 +71,13 @@ class Embedding(Packs):
 
     def __init__(self, vocab_size: int, hidden: int, build: Build, *, tied: bool = False) -> None:
         super().__init__()
-        self.held = build.part(vocab_size)
+        self.shard = build.part(vocab_size)
         """This rank's rows. The table has as many as the largest share; what is beyond its own is zero."""
         rows_of_all = -(-vocab_size // build.comm.size)
-        self.weight = build.weight(rows_of_all, hidden, held=self.held)
-        self._first = self.held.spans[0][0]
-        matrix, rows = build.op("linear"), build.op("embedding")
+        self.weight = build.weight(rows_of_all, hidden, shard=self.shard)
+        self._first = self.shard.spans[0][0]
+        matrix = build.op("linear")
+        rows = build.op("embedding")
         self._matrix = matrix if tied and rows.name == matrix.name else None
         self._rows = rows.run if self._matrix is not None else torch_ops.embedding
         self.table: Any = None
@@ -91,16 +92,16 @@ class Embedding(Packs):
         self.table = self.weight if self._matrix is None else self._give("weight", self._matrix)
 
     def forward(self, ids: Tensor) -> Tensor:
-        if self.held.whole:
-            made: Tensor = self._rows(ids, self.table)
-            return made
+        if self.shard.whole:
+            result: Tensor = self._rows(ids, self.table)
+            return result
         own = ids - self._first
-        others = (own < 0) | (own >= self.held.count)
+        others = (own < 0) | (own >= self.shard.count)
         found: Tensor = self._rows(own.masked_fill_(others, 0), self.table)
         return found.masked_fill_(others.unsqueeze(1), 0)
 
 
-class Head(Packs):
+class LMHead(Packs):
     """Logits of hidden states [L, hidden], of the rows of the vocabulary that the embedding of this rank has.
 
     A tied head uses the embedding's table and owns no weight.
@@ -109,8 +110,9 @@ class Head(Packs):
     def __init__(self, embedding: Embedding, build: Build, *, tied: bool) -> None:
         super().__init__()
         self._tied_to = (embedding,) if tied else ()  # in a tuple: its parameters are not the head's
-        self.weight = None if tied else build.weight(*embedding.weight.shape, held=embedding.held)
-        self._vocab_size, self._comm = embedding.held.size, build.comm
+        self.weight = None if tied else build.weight(*embedding.weight.shape, shard=embedding.shard)
+        self._vocab_size = embedding.shard.size
+        self._comm = build.comm
         self._op = build.op("linear")
         self._packed: object = None
 

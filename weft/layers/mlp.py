@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from weft.layers.build import Build, FeedForward, Packs
-from weft.layers.held import Held, joined
 from weft.layers.linear import RowLinear
+from weft.layers.shard import Shard, joined
 
 Tensor = torch.Tensor
 
@@ -17,11 +17,13 @@ class GateUp(Packs):
     ``weight`` holds both matrices, gate first: [2 * intermediate, hidden]; ``bias`` likewise.
     """
 
-    def __init__(self, hidden: int, intermediate: Held, activation: str, build: Build, *, bias: bool) -> None:
+    def __init__(
+        self, hidden: int, intermediate: Shard, activation: str, build: Build, *, bias: bool
+    ) -> None:
         super().__init__()
         both = joined(intermediate, intermediate)
-        self.weight = build.weight(both.count, hidden, held=both)
-        self.bias = build.weight(both.count, held=both) if bias else None
+        self.weight = build.weight(both.count, hidden, shard=both)
+        self.bias = build.weight(both.count, shard=both) if bias else None
         self._activation = activation
         self._op = build.matrix_op("gated_linear")
         self._packed: object = None
@@ -30,8 +32,8 @@ class GateUp(Packs):
         self._packed = self._give("weight", self._op)
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self._op.run(x, self._packed, self.bias, self._activation)
-        return made
+        result: Tensor = self._op.run(x, self._packed, self.bias, self._activation)
+        return result
 
 
 class GatedMLP(FeedForward):

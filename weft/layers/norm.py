@@ -23,10 +23,10 @@ class RMSNorm(Layer):
         self._add_norm = build.op("add_rms_norm").run
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self._norm(x, self.weight, self._eps)
-        return made
+        result: Tensor = self._norm(x, self.weight, self._eps)
+        return result
 
     def add(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
         """(x + delta, its norm): the residual stream, which may take x's memory, and what a layer reads."""
-        made: tuple[Tensor, Tensor] = self._add_norm(x, delta, self.weight, self._eps)
-        return made
+        result: tuple[Tensor, Tensor] = self._add_norm(x, delta, self.weight, self._eps)
+        return result

@@ -55,10 +55,13 @@ def _yarn(spec: RopeSpec, base: Tensor) -> Tensor:
             / (2 * math.log(spec.theta))
         )
 
-    low, high = pair_with(spec.beta_fast), pair_with(spec.beta_slow)
+    low = pair_with(spec.beta_fast)
+    high = pair_with(spec.beta_slow)
     if spec.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, spec.dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, spec.dim - 1)
     if low == high:
         high += 0.001
     pairs = torch.arange(spec.dim // 2, dtype=torch.float64)

@@ -1,6 +1,6 @@
 """Where one request's token events wait between the head client and the handler that answers the client.
 
-Events that nobody reads are merged, sequence by sequence, so that what waits is bounded by the context
+Unread events are merged, sequence by sequence, so that their number is bounded by the context
 length and a slow client never holds up another one.
 """
 
@@ -70,7 +70,8 @@ class Flow:
         if self._error is not None:
             raise self._error
         self._wake.clear()
-        taken, self._waiting = self._waiting, {}
+        taken = self._waiting
+        self._waiting = {}
         return [event for events in taken.values() for event in merge(events)]
 
 

@@ -1,7 +1,7 @@
 """One connection to the process of an instance: a zmq DEALER, and what is known of that process.
 
-What is sent leaves through one queue, in order, so that a Finish can't overtake its Submit. What happens is
-reported to whoever owns the link, as events of ``weft.routing.events``; the link decides nothing.
+Messages leave through one queue, in order, so a Finish can't overtake its Submit. The link reports events of
+``weft.routing.events`` to its owner, and decides nothing.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from zmq.utils.monitor import parse_monitor_message
 
 from weft.common.errors import EngineDead, WeftError
 from weft.common.log import get_logger
-from weft.parallel.secret import Keys
+from weft.parallel.secret import CurveKeys
 from weft.routing import events as e
 from weft.types import messages as m
 
 log = get_logger(__name__)
 
 POLL = 0.2
-"""Seconds between two looks at processes."""
+"""Seconds between two checks of processes."""
 STATUS_S = 1.0
-"""Seconds that a process whose connection broke gets to end: its status says more."""
+"""Seconds that a process gets to end after its connection broke: its exit status says more."""
 HIGH_WATER = 10_000
 """Messages zmq may hold in each direction."""
 SENT_AT_ONCE = 256 << 10
@@ -36,17 +36,17 @@ SENT_AT_ONCE = 256 << 10
 MESSAGE_COST = 4 << 10
 """Bytes whose sending takes as long as a message's own handling."""
 FLUSH_S = 1.0
-"""Seconds in which what still waits is sent when the link is closed."""
+"""Seconds in which waiting messages are still sent when the link is closed."""
 
 
 class Process(Protocol):
-    """What is needed of an instance's ``subprocess.Popen``."""
+    """The part of ``subprocess.Popen`` that a link needs."""
 
     def poll(self) -> int | None: ...
 
 
 Endpoint: TypeAlias = str | Callable[[], str | None]
-"""Where a head listens; a function, where that is known only when it has started."""
+"""Where a head listens; a function where that is known only after the head has started."""
 
 
 class Address(NamedTuple):
@@ -54,11 +54,11 @@ class Address(NamedTuple):
 
     endpoint: Endpoint
     process: Process
-    keys: Keys | None = None
+    keys: CurveKeys | None = None
     incarnation: int = 0
-    """Tells the processes that an instance has one after the other apart."""
+    """Number of the instance's process, to tell it from earlier ones."""
     draining: bool = False
-    """Whether it is to get nothing new."""
+    """Whether it should get no new sequences."""
 
 
 class Link:
@@ -74,19 +74,23 @@ class Link:
         report: Callable[[e.Event], None],
     ) -> None:
         """``timeout``: seconds after which a process that does not even answer pings counts as gone."""
-        self.instance, self.number = instance, number
-        self.process, self.incarnation = address.process, address.incarnation
+        self.instance = instance
+        self.number = number
+        self.process = address.process
+        self.incarnation = address.incarnation
         self.began = 0.0
-        """When it was made, by the clock of whoever made it."""
+        """When the link was made, by its owner's clock."""
         self.bad_frames = 0
         self.heartbeats = 0
-        self._address, self._context, self._timeout = address, context, timeout
+        self._address = address
+        self._context = context
+        self._timeout = timeout
         self._report = report
         self._outbox: deque[m.ToHead] = deque()
         self._out = asyncio.Event()
         self._broken_at: float | None = None
         self._over = False
-        """Whether the loss of the process was reported, or nobody needs to hear of it."""
+        """Whether the loss of the process was reported, or need not be."""
         self._socket: zmq.asyncio.Socket | None = None
         self._monitor: zmq.asyncio.Socket | None = None
         self._tasks = [asyncio.create_task(self._guard(self._connect()))]
@@ -113,7 +117,7 @@ class Link:
             self._lose(EngineDead("the engine's process does not answer"))
 
     async def close(self, flush: bool) -> None:
-        """Ends the link; ``flush``: what waits is sent first, if that takes no longer than ``FLUSH_S``.
+        """Ends the link; ``flush``: waiting messages are sent first, for at most ``FLUSH_S`` seconds.
 
         Idempotent.
         """

@@ -4,8 +4,8 @@
       ▲         │ ▲              Link 1 ──zmq──→ head 1
     flow ◄─ Deliver ╰──── Received, Lost, .. ◄──╯
 
-Nothing is decided here: whatever happens is given to the fleet as an event, and its actions are carried out
-at once, in order, on the event loop.
+``Links`` decides nothing: it gives events to the fleet and carries out the fleet's actions at once, in order,
+on the event loop.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from weft.links.flow import Flow, Observer
 from weft.links.link import POLL, Address, Link
 from weft.routing import events as e
 from weft.routing.fleet import Fleet
-from weft.routing.instances import Instance, State
+from weft.routing.instance_table import Patience
+from weft.routing.instances import Instance, InstanceState
 from weft.routing.policy import Policy, PromptHashes, block_of
-from weft.routing.roster import Patience
 from weft.types import messages as m
 
 log = get_logger(__name__)
@@ -45,13 +45,13 @@ RELINK_S = 30.0
 
 
 class Owner(Protocol):
-    """Whoever owns the processes of the instances. See ``weft.cluster``. Never waits."""
+    """The owner of the instances' processes. See ``weft.cluster``. Never waits."""
 
     def present(self) -> Mapping[str, Address | WeftError]:
-        """Of each instance its present process, or why none will be started again. Asked again and again."""
+        """For each instance the address of its present process, or why none will be started again. Polled."""
 
     def replace(self, instance: str, incarnation: int, error: WeftError) -> None:
-        """That process is lost, as this front sees it. What comes of it is seen in ``present``, in time."""
+        """This front has lost the process. The owner's reaction shows in ``present``."""
 
 
 class Links:
@@ -79,13 +79,13 @@ class Links:
         self._owner, self._link_timeout = owner, link_timeout
         self._clock = clock or SystemClock()
         self._links: dict[str, Link] = {}
-        """The present one of each instance."""
+        """The present link of each instance."""
         self._started = 0
         self._flows: dict[int, Flow] = {}
         self._pending: deque[e.Event] = deque()
         self._feeding = False
         self._stalled_at = -math.inf
-        """When this process noticed last that it had stood still."""
+        """When this process last noticed that it had stood still."""
         self._context = zmq.asyncio.Context()
         self._ticking: asyncio.Task[None] | None = None
         self._ending: set[asyncio.Task[None]] = set()
@@ -93,9 +93,9 @@ class Links:
         self._ready = asyncio.Event()
         self._past_bad_frames = 0
         self.welcome: m.Welcome | None = None
-        """What all heads can serve."""
+        """The Welcome that holds for all heads."""
         self.died = asyncio.Event()
-        """Set when no head is left, and none will come back."""
+        """Set when no head is left and none will be started again."""
 
     # -- life ---------------------------------------------------------------------------------------
 
@@ -124,30 +124,30 @@ class Links:
             self._ticking.cancel()
             await asyncio.gather(self._ticking, return_exceptions=True)
         answered = {one.name for one in self.instances if one.welcome is not None}
-        # A head that has not answered yet is still loading, and its process is ended by whoever owns it.
+        # A head that has not answered yet is still loading, and its process is ended by its owner.
         await asyncio.gather(*(link.close(flush=name in answered) for name, link in self._links.items()))
         await asyncio.gather(*self._ending, return_exceptions=True)
         self._context.destroy()  # what lingers still does
 
     @property
     def instances(self) -> Sequence[Instance]:
-        """In order; to be read only."""
-        return list(self._fleet.roster.instances.values())
+        """The instances, in order; read only."""
+        return list(self._fleet.table.instances.values())
 
     @property
     def failure(self) -> WeftError | None:
-        """Why no head is left, and none will come back."""
+        """Why no head is left and none will be started again; None while some are."""
         return self._fleet.failure
 
     @property
     def alive(self) -> bool:
-        """Whether a head lives."""
-        return self._fleet.roster.alive
+        """Whether any head is alive."""
+        return self._fleet.table.alive
 
     @property
     def whole(self) -> bool:
-        """Whether all heads live."""
-        return self._fleet.roster.whole
+        """Whether all heads are alive."""
+        return self._fleet.table.whole
 
     def progressing(self, window: float) -> bool:
         """Whether a head proved progress in the last ``window`` seconds."""
@@ -172,7 +172,7 @@ class Links:
 
     @property
     def restarts(self) -> int:
-        return self._fleet.roster.restarts
+        return self._fleet.table.restarts
 
     @property
     def pauses(self) -> int:
@@ -210,7 +210,7 @@ class Links:
         }
 
     def submit_each(self, submits: Sequence[m.Submit]) -> Flow:
-        """One of ``submits`` to each head that lives, which nobody else goes on with. Raises WeftError."""
+        """Sends one of ``submits`` to each live head; it is not moved to another head. Raises WeftError."""
         if (refusal := self._fleet.refusal()) is not None:
             raise refusal
         pairs = list(zip(submits, [one for one in self.instances if one.alive], strict=False))
@@ -226,7 +226,7 @@ class Links:
             self._close([sequence], flow)
 
     def release(self, flow: Flow) -> None:
-        """Ends whatever of the flow is still open. Idempotent; every handler calls it, however it ended."""
+        """Ends the flow's open sequences. Idempotent; every handler calls it at its end."""
         self._close(list(flow.open), flow)
 
     def fail_all(self, error: WeftError) -> None:
@@ -247,7 +247,7 @@ class Links:
             self._feed(e.Resumed(tuple(flow.open)))
 
     async def stats(self, timeout: float) -> list[m.HeadStats]:
-        """The counters of every head that lives, asked for now. Raises EngineDead when one does not say."""
+        """Asks every live head for its counters. Raises EngineDead when one does not answer."""
         asked = {name: link.heartbeats for name, link in self._links.items() if self._lives(name)}
         for name in asked:
             self._links[name].send(m.Hello(versions=(m.OLDEST, m.VERSION), front=self._name))
@@ -260,7 +260,7 @@ class Links:
         return [one.stats for one in self.instances]
 
     def _lives(self, name: str) -> bool:
-        return self._fleet.roster.instances[name].alive
+        return self._fleet.table.instances[name].alive
 
     def _open(self, opened: e.Opened, observe: Observer | None) -> Flow:
         flow = Flow([submit.sequence for submit in opened.submits], observe)
@@ -279,7 +279,7 @@ class Links:
     # -- the fleet ----------------------------------------------------------------------------------
 
     def _feed(self, event: e.Event) -> None:
-        """Gives the fleet an event and carries out what it wants; events that follow from that come later."""
+        """Gives the fleet an event and carries out its actions, then events that these caused."""
         self._pending.append(event)
         if self._feeding:
             return
@@ -292,7 +292,7 @@ class Links:
             self._feeding = False
 
     def _attempt(self, work: Callable[[], None]) -> None:
-        """``work()``, which may fail by itself alone: whatever else there is to do is done."""
+        """Calls ``work()``; an error in it is logged and stops nothing else."""
         try:
             work()
         except Exception:
@@ -332,7 +332,7 @@ class Links:
         recently = self._clock.now() - self._stalled_at < RELINK_S
         if recently and link.began <= self._stalled_at and present and link.process.poll() is None:
             assert isinstance(address, Address)
-            self._connect(name, address)
+            self._connect(name, address, relinked=True)
             relinked = self._links[name]
             asyncio.get_running_loop().call_later(self._link_timeout, self._give_up, relinked)
             return
@@ -342,34 +342,34 @@ class Links:
     def _give_up(self, link: Link) -> None:
         """A process that was linked to once more has had its time to answer."""
         name = link.instance
-        if self._links[name] is link and self._fleet.roster.instances[name].welcome is None:
+        if self._links[name] is link and self._fleet.table.instances[name].welcome is None:
             self._feed(e.Lost(name, link.number, EngineDead("the engine's process does not answer")))
 
     def _follow_owner(self) -> None:
         """Tells the fleet what its instances' owner has changed."""
         present = self._owner.present()
-        for name, instance in self._fleet.roster.instances.items():
+        for name, instance in self._fleet.table.instances.items():
             address = present.get(name)
             link = self._links.get(name)
             if isinstance(address, WeftError):
-                if instance.state is not State.RETIRED:
+                if instance.state is not InstanceState.RETIRED:
                     self._feed(e.Retired(name, address))
             elif address is None:
                 continue
             elif link is None or link.incarnation != address.incarnation:
-                if link is None or instance.state is State.DOWN or not self._fleet.roster.complete:
+                if link is None or instance.state is InstanceState.DOWN or not self._fleet.table.complete:
                     self._connect(name, address)
                 else:  # another front lost it: a Replace follows, and then this again
                     self._feed(e.Lost(name, link.number, EngineDead("the engine was replaced")))
-            elif address.draining and instance.state in (State.UP, State.HALF_OPEN):
+            elif address.draining and instance.state in (InstanceState.UP, InstanceState.HALF_OPEN):
                 self._feed(e.Draining(name))
 
-    def _connect(self, name: str, address: Address) -> None:
+    def _connect(self, name: str, address: Address, relinked: bool = False) -> None:
         number, self._started = self._started, self._started + 1
         if (old := self._links.get(name)) is not None:
             self._past_bad_frames += old.bad_frames
             self._end(old)
-        self._feed(e.Expected(name, number))
+        self._feed(e.Expected(name, number, relinked))
         link = Link(name, number, address, self._context, self._link_timeout, self._feed)
         link.began = self._clock.now()
         self._links[name] = link

@@ -52,8 +52,8 @@ class Model(nn.Module, ABC):
         """The ops that have the host read a value in the middle of a step, each with its implementation."""
         return tuple(sorted({f"{op} ({made.name})" for (op, _), made in self._ops.items() if made.asks}))
 
-    def records(self, *tokens: int) -> bool:
-        """Whether passes over so many tokens each may be recorded on a CPU, in this epoch: their collectives
+    def capturable(self, *tokens: int) -> bool:
+        """Whether passes over so many tokens each may be captured on a CPU, in this epoch: their collectives
         are operators, and the host reads nothing. The same on all ranks of a group."""
         experts = self.experts
         return self.mesh.shares and (experts is None or not any(experts.asks(count) for count in tokens))
@@ -64,9 +64,10 @@ class Model(nn.Module, ABC):
         step: StepInput,
         kv: Sequence[LayerCache],
         backends: Backends,
-        keep: Tensor | None = None,
+        logits_indices: Tensor | None = None,
     ) -> Generator[Pending, None, Tensor]:
-        """One forward pass up to the head: [L, hidden] for the merged rows ``keep`` (int64 [L]), or for all.
+        """One forward pass up to the head: [L, hidden] for the merged rows ``logits_indices`` (int64 [L]), or
+        for all.
 
         kv: for each layer its caches, written in place. Yields once for each collective, in an order that the
         configuration alone fixes; on one rank never.
@@ -78,9 +79,10 @@ class Model(nn.Module, ABC):
         hidden: Tensor,
         kv: Sequence[LayerCache],
         backends: Backends,
-        keep: Tensor | None = None,
+        logits_indices: Tensor | None = None,
     ) -> Generator[Pending, None, Tensor]:
-        """The module that predicts one token further: [L, hidden] for the rows ``keep``, or for all.
+        """The module that predicts one token further: [L, hidden] for the rows ``logits_indices``, or for
+        all.
 
         ``step.ids`` are those one position on, hidden [T, hidden] what ``hidden`` returned for the step's
         positions. What it returns is like it, of the next positions: ``logits`` predict the token after

@@ -16,7 +16,7 @@ from weft.attention.base import Backends, LayerCache, StepInput
 from weft.attention.gqa import AttentionInput
 from weft.config.spec import ModelSpec
 from weft.layers.build import Build, FeedForward, Layer
-from weft.layers.linear import Embedding, Head, Linear
+from weft.layers.linear import Embedding, Linear, LMHead
 from weft.layers.norm import RMSNorm
 from weft.layers.rope import Rope
 from weft.models.base import Model
@@ -45,26 +45,27 @@ class Block(nn.Module):
         delta: Tensor | None,
         shared: AttentionInput,
         caches: LayerCache,
-        keep: Tensor | None = None,
+        logits_indices: Tensor | None = None,
     ) -> Generator[Pending, None, tuple[Tensor, Tensor | None]]:
         """x: [T, hidden], the stream, may be overwritten; delta: [T, hidden] still to be added to it.
 
-        Writes this layer's caches. Returns stream and delta of the rows ``keep`` (int64 [L]), or of all.
+        Writes this layer's caches. Returns stream and delta of rows ``logits_indices`` (int64 [L]; None:
+        all).
         """
         x, normed = self.attention_norm.add(x, delta)
-        partial = self.attention(normed, shared, caches, keep)
-        if keep is not None:
-            x = x[keep]
+        partial = self.attention(normed, shared, caches, logits_indices)
+        if logits_indices is not None:
+            x = x[logits_indices]
         delta = yield from reduced(self._comm, partial)
         x, normed = self.feed_forward_norm.add(x, delta)
         ids = None
         if self.feed_forward.reads_ids:
-            ids = shared.step.ids if keep is None else shared.step.ids[keep]
+            ids = shared.step.ids if logits_indices is None else shared.step.ids[logits_indices]
         delta = yield from self.feed_forward.steps(self._comm, normed, ids, shared.step.exchange)
         return x, delta
 
 
-class Ahead(nn.Module):
+class MTPModule(nn.Module):
     """Predicts one token further, from a hidden state and the embedding of the token that it predicts.
 
     Source: DeepSeek-V3, arXiv 2412.19437, section 2.2.
@@ -85,11 +86,13 @@ class Ahead(nn.Module):
         hidden: Tensor,
         shared: AttentionInput,
         caches: LayerCache,
-        keep: Tensor | None,
+        logits_indices: Tensor | None,
     ) -> Generator[Pending, None, Tensor]:
-        """embedded, hidden: [T, hidden]; returns [L, hidden] after the last norm, for the rows ``keep``."""
+        """embedded, hidden: [T, hidden]; returns [L, hidden] after the last norm, for the rows
+        ``logits_indices``.
+        """
         x = self.project(torch.cat([self.embedding_norm(embedded), self.hidden_norm(hidden)], dim=1))
-        x, delta = yield from self.block.steps(x, None, shared, caches, keep)
+        x, delta = yield from self.block.steps(x, None, shared, caches, logits_indices)
         return self.norm.add(x, delta)[1]
 
 
@@ -107,27 +110,30 @@ class Decoder(Model):
         self.embedding = Embedding(spec.vocab_size, spec.hidden, build, tied=spec.tied)
         self.blocks = nn.ModuleList(make_block(spec, layer, build) for layer in range(spec.layers))
         self.norm = RMSNorm(spec.hidden, spec.norm_eps, build, wide=spec.centred_norms)
-        self.head = Head(self.embedding, build, tied=spec.tied)
+        self.head = LMHead(self.embedding, build, tied=spec.tied)
         self._comm = build.comm
         self._rope = Rope(spec.rope, build)
         modules = range(spec.layers, spec.layers + spec.mtp_layers)
-        self.mtp = nn.ModuleList(Ahead(spec, build, make_block(spec, layer, build)) for layer in modules)
+        self.mtp = nn.ModuleList(MTPModule(spec, build, make_block(spec, layer, build)) for layer in modules)
 
     def hidden(
         self,
         step: StepInput,
         kv: Sequence[LayerCache],
         backends: Backends,
-        keep: Tensor | None = None,
+        logits_indices: Tensor | None = None,
     ) -> Generator[Pending, None, Tensor]:
         shared = self.share(step, kv, backends)
         embedded = yield from self._embed(step.ids)
-        x, delta = self.enter(embedded), None
+        x = self.enter(embedded)
+        delta = None
         last = len(self.blocks) - 1
         for layer, (block, caches) in enumerate(zip(self.blocks, kv[: last + 1], strict=True)):
             assert isinstance(block, Block)
             # After the last layer's keys and values nothing is needed but the rows that are wanted.
-            x, delta = yield from block.steps(x, delta, shared, caches, keep if layer == last else None)
+            x, delta = yield from block.steps(
+                x, delta, shared, caches, logits_indices if layer == last else None
+            )
         return self.leave(x, delta)
 
     def share(self, step: StepInput, kv: Sequence[LayerCache], backends: Backends) -> Any:
@@ -148,15 +154,15 @@ class Decoder(Model):
         hidden: Tensor,
         kv: Sequence[LayerCache],
         backends: Backends,
-        keep: Tensor | None = None,
+        logits_indices: Tensor | None = None,
     ) -> Generator[Pending, None, Tensor]:
         # Rotated by the position of the hidden state. Only differences count, and all are alike.
         embedded = yield from self._embed(step.ids)
         shared = AttentionInput(step=step, angles=self._rope.angles(step.positions), backends=backends)
         module = self.mtp[0]
-        assert isinstance(module, Ahead)
+        assert isinstance(module, MTPModule)
         caches = kv[self.spec.layers]
-        return (yield from module.steps(embedded, hidden, shared, caches, keep))
+        return (yield from module.steps(embedded, hidden, shared, caches, logits_indices))
 
     def logits(self, hidden: Tensor) -> Generator[Pending, None, Tensor]:
         return (yield from self.head.steps(hidden))

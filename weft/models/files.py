@@ -27,19 +27,19 @@ def weight_files(folder: Path, load_format: str) -> list[Path]:
     folder, and when the weights are pickles that were not asked for (naming ``--load-format pickle``).
     """
     if load_format == "pickle":
-        found = _listed(folder, "pytorch_model.bin.index.json") or _pickles(folder)
-        if not found:
+        result = _listed(folder, "pytorch_model.bin.index.json") or _pickles(folder)
+        if not result:
             raise ConfigError(
                 "no pickled weights in the model folder; try --load-format auto", param="--load-format"
             )
-        return found
-    found = _listed(folder, "model.safetensors.index.json")
-    if found:
-        return found
+        return result
+    result = _listed(folder, "model.safetensors.index.json")
+    if result:
+        return result
     single = folder / "model.safetensors"
-    found = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
-    if found:
-        return found
+    result = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    if result:
+        return result
     if _pickles(folder):
         raise ConfigError(
             "the model folder has pickled weights only, and a pickle from an untrusted source can run code. "
@@ -100,7 +100,8 @@ class WeightFile:
     def __exit__(self, *exception: object) -> None:
         if self._safe is not None:
             self._safe.__exit__(None, None, None)
-        self._safe, self._loaded = None, {}
+        self._safe = None
+        self._loaded = {}
 
     def names(self) -> list[str]:
         """Names of all tensors in the file."""
@@ -108,8 +109,8 @@ class WeightFile:
 
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor called ``name``, which may be mapped memory of the file."""
-        found: torch.Tensor = self._safe.get_tensor(name) if self._safe is not None else self._loaded[name]
-        return found
+        result: torch.Tensor = self._safe.get_tensor(name) if self._safe is not None else self._loaded[name]
+        return result
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of the tensor called ``name``, which is not read."""
@@ -126,10 +127,10 @@ class WeightFile:
         """``tensor(name)[place]``, and nothing else of it is read."""
         if not place:
             return self.tensor(name)
-        found: torch.Tensor = (self._safe.get_slice(name) if self._safe is not None else self._loaded[name])[
+        result: torch.Tensor = (self._safe.get_slice(name) if self._safe is not None else self._loaded[name])[
             place
         ]
-        return found
+        return result
 
     def tensors(self, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, tensor), in order. A tensor is the caller's until the next one is taken."""
@@ -141,11 +142,11 @@ def _unpickle(path: Path) -> dict[str, torch.Tensor]:
     """The state dict in a torch file, mapped rather than read; only tensors are unpickled, never code."""
     try:
         # Files from before torch 1.6 are no zip archives and can't be mapped.
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        result = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:
         raise ConfigError(
             f"{path.name} holds more than tensors and is not loaded", param="--load-format"
         ) from error
-    if not isinstance(found, dict) or not all(isinstance(t, torch.Tensor) for t in found.values()):
+    if not isinstance(result, dict) or not all(isinstance(t, torch.Tensor) for t in result.values()):
         raise ConfigError(f"{path.name} is not a dict of tensors", param="--load-format")
-    return found
+    return result

@@ -22,7 +22,7 @@ from weft.common.progress import progress_bar
 from weft.config.families.facts import Facts, read_json
 from weft.config.spec import ModelSpec
 from weft.layers.build import Build, ExpertOptions
-from weft.layers.held import cut, global_shape, held_by
+from weft.layers.shard import cut, global_shape, shard_of
 from weft.models.base import Model
 from weft.models.decoder import Decoder
 from weft.models.files import WeightFile, weight_files
@@ -133,7 +133,7 @@ def _saved_layers(folder: Path, spec: ModelSpec) -> int:
 def fill(model: Model, weights: WeightMap, files: Sequence[Path], saved_layers: int, progress: bool) -> None:
     """Copies every published tensor into its part of a parameter. Checks all names before it copies any.
 
-    Quantized weights are made plain one by one (``weft.models.quantized``).
+    Quantized weights are dequantized one by one (``weft.models.quantized``).
     """
     quantized = model.spec.quantized
     sources = _check_names(weights, files, range(model.spec.layers, saved_layers), quantized is not None)
@@ -154,7 +154,8 @@ def _check_names(
 ) -> list[Source]:
     """What to load. Raises ConfigError for missing, unexpected or doubled names."""
     sources: dict[str, Source] = {}
-    unexpected, doubled = [], []
+    unexpected = []
+    doubled = []
     for path in files:
         with WeightFile(path) as file:
             names = file.names()
@@ -261,14 +262,14 @@ def fill_randomly(model: Model, seed: int) -> None:
         generator = torch.Generator(parameter.device).manual_seed(mixed)
         if not parameter.is_floating_point():
             continue  # a table of ids: as the model was built
-        held = held_by(parameter)
-        whole = parameter if held is None else parameter.new_empty(global_shape(parameter))
+        shard = shard_of(parameter)
+        whole = parameter if shard is None else parameter.new_empty(global_shape(parameter))
         if whole.dim() >= 2:
             whole.normal_(0.0, whole.shape[-1] ** -0.5, generator=generator)
         elif name.endswith(".bias"):
             whole.normal_(0.0, 0.02, generator=generator)
         else:
             whole.fill_(1.0)
-        if held is not None:
-            parameter.narrow(held.dim, 0, held.count).copy_(cut(whole, held))
+        if shard is not None:
+            parameter.narrow(shard.dim, 0, shard.count).copy_(cut(whole, shard))
             note_largest(parameter, (), whole)

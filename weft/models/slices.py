@@ -13,7 +13,7 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
-from weft.layers.held import global_shape, held_by, largest_of
+from weft.layers.shard import global_shape, largest_of, shard_of
 
 Index: TypeAlias = tuple[int | slice, ...]
 
@@ -30,27 +30,31 @@ class Window:
 
 def windows(parameter: nn.Parameter, index: Index) -> list[Window]:
     """What this rank takes of the tensor that fills the global ``parameter[index]``; perhaps nothing."""
-    held = held_by(parameter)
-    if held is None:
+    shard = shard_of(parameter)
+    if shard is None:
         return [Window((), index)]
-    dim = held.dim
+    dim = shard.dim
     entries = index + (slice(None),) * (dim + 1 - len(index))
-    before, entry, after = entries[:dim], entries[dim], entries[dim + 1 :]
+    before = entries[:dim]
+    entry = entries[dim]
+    after = entries[dim + 1 :]
     published = sum(isinstance(one, slice) for one in before)  # an integer takes a dim away
-    found, offset = [], 0
-    for begin, end in held.spans:
+    result = []
+    offset = 0
+    for begin, end in shard.spans:
         if isinstance(entry, int):
             if begin <= entry < end:
-                found.append(Window((), (*before, offset + entry - begin, *after)))
+                result.append(Window((), (*before, offset + entry - begin, *after)))
         else:
-            start, stop, _ = entry.indices(held.size)
-            low, high = max(begin, start), min(end, stop)
+            start, stop, _ = entry.indices(shard.size)
+            low = max(begin, start)
+            high = min(end, stop)
             if low < high:
                 source = (*(slice(None),) * published, slice(low - start, high - start))
                 target = slice(offset + low - begin, offset + high - begin)
-                found.append(Window(source, (*before, target, *after)))
+                result.append(Window(source, (*before, target, *after)))
         offset += end - begin
-    return found
+    return result
 
 
 def whole_groups(
@@ -60,7 +64,9 @@ def whole_groups(
     ``Placement``): the range of groups that the windows ``taken`` are made of, and the same windows of those
     groups alone, arranged. None where they are not the same whole groups of each part.
     """
-    found, chosen, base = list[Window](), set[tuple[int, int]](), 0
+    found = list[Window]()
+    chosen = set[tuple[int, int]]()
+    base = 0
     left = list(taken)
     done = 0
     for begin, end in parts:
@@ -69,13 +75,15 @@ def whole_groups(
             w for w in left if len(w.source) == 1 and base <= w.source[0].start < base + groups * each
         ]
         for window in inside_part:
-            low, high = window.source[0].start - base, window.source[0].stop - base
+            low = window.source[0].start - base
+            high = window.source[0].stop - base
             if low % each or high % each or high > groups * each:
                 return None
             chosen.add((low // each, high // each))
             count = (high - low) // each
             found.append(Window((slice(done * count, (done + each) * count),), window.target))
-        base, done = base + groups * each, done + each
+        base = base + groups * each
+        done = done + each
     if len(found) != len(taken) or len(chosen) != 1:
         return None
     return chosen.pop(), found
@@ -100,7 +108,7 @@ def inside(index: Index, place: int) -> Index:
 
 
 def note_largest(parameter: nn.Parameter, index: Index, values: torch.Tensor) -> None:
-    """Where somebody wants to know the largest of each whole row, which ``values`` of the part are."""
+    """Notes the largest magnitude of each whole row, for parameters that want it."""
     largest = largest_of(parameter)
     if largest is not None:
         largest[index] = values.to(parameter.dtype).to(largest.dtype).abs().amax(-1, keepdim=True)

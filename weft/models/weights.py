@@ -91,16 +91,16 @@ def decoder_weights(spec: ModelSpec, prefix: str = "model") -> WeightMap:
 
     prefix: what the names of everything but the head begin with. Delta net layers get their norms alone.
     """
-    made = WeightMap(ignored=[re.compile(r"\.rotary_emb\.inv_freq$")])
-    made.add(f"{prefix}.embed_tokens.weight", "embedding.weight")
-    made.add_norm(spec, f"{prefix}.norm", "norm")
+    weight_map = WeightMap(ignored=[re.compile(r"\.rotary_emb\.inv_freq$")])
+    weight_map.add(f"{prefix}.embed_tokens.weight", "embedding.weight")
+    weight_map.add_norm(spec, f"{prefix}.norm", "norm")
     if spec.tied:
-        made.same_as["lm_head.weight"] = f"{prefix}.embed_tokens.weight"
+        weight_map.same_as["lm_head.weight"] = f"{prefix}.embed_tokens.weight"
     else:
-        made.add("lm_head.weight", "head.weight")
+        weight_map.add("lm_head.weight", "head.weight")
     for layer in range(spec.layers):
-        add_block(made, spec, layer, f"{prefix}.layers.{layer}", f"blocks.{layer}")
-    return made
+        add_block(weight_map, spec, layer, f"{prefix}.layers.{layer}", f"blocks.{layer}")
+    return weight_map
 
 
 def add_block(made: WeightMap, spec: ModelSpec, layer: int, theirs: str, ours: str) -> None:
@@ -114,7 +114,8 @@ def add_block(made: WeightMap, spec: ModelSpec, layer: int, theirs: str, ours: s
 
 
 def _add_attention(made: WeightMap, spec: ModelSpec, theirs: str, ours: str) -> None:
-    q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    q = spec.heads * spec.head_dim
+    kv = spec.kv_heads * spec.head_dim
     begin = 2 * q if spec.output_gate else q
     for name, first, last in (("k", begin, begin + kv), ("v", begin + kv, begin + 2 * kv)):
         made.add_linear(f"{theirs}.{name}_proj", f"{ours}.qkv", slice(first, last), bias=spec.qkv_bias)
@@ -130,7 +131,8 @@ def _add_attention(made: WeightMap, spec: ModelSpec, theirs: str, ours: str) -> 
 
 def _add_gated_queries(made: WeightMap, spec: ModelSpec, theirs: str, ours: str) -> None:
     """Published head by head, the query before its gate; kept with all gates before all queries."""
-    q, dim = spec.heads * spec.head_dim, spec.head_dim
+    q = spec.heads * spec.head_dim
+    dim = spec.head_dim
     parts = ((dim, 2 * dim), (0, dim))
     for kind in ("weight", "bias") if spec.qkv_bias else ("weight",):
         made.add(f"{theirs}.{kind}", f"{ours}.{kind}", slice(0, 2 * q), groups=spec.heads, parts=parts)

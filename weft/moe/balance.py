@@ -1,9 +1,9 @@
-"""The routed layers of one model whose experts are divided: what they do together, between steps.
+"""Moving experts between ranks: the routed layers of one model whose experts are divided.
 
     rebalance    loads of all ranks, summed -> the same plan on all -> experts move, maps change
     agree        whenever groups have formed: a rank that was started anew takes over where experts are
 
-Everybody calls the first at the same step. Weights are written where they lie, so what was captured stays
+All ranks call the first at the same step. Weights are written where they lie, so what was captured stays
 right.
 """
 
@@ -25,24 +25,25 @@ log = get_logger(__name__)
 
 
 class ExpertLayers:
-    """Of one model on one rank, in order."""
+    """The routed layers of one model on one rank, in order."""
 
     def __init__(self, layers: Sequence[DividedExperts]) -> None:
         self._layers = layers
-        self._ep, self._launcher = layers[0].mesh.ep, layers[0].mesh.launcher
+        self._ep = layers[0].mesh.ep
+        self._launcher = layers[0].mesh.launcher
         self.moved = 0
-        """Experts that came to this rank."""
+        """Number of experts moved to this rank."""
         self.rebalanced = 0
-        """How often placements were looked at."""
+        """Number of rebalancing passes."""
         self.reload: Callable[[Sequence[Placement]], ExpertLayers | None] | None = None
-        """Reads experts from the checkpoint again, as other placements have them."""
+        """Reads experts of another placement from the checkpoint."""
         self._torn = False
-        """Whether experts were on their way when it ended."""
+        """Whether the last pass ended while experts were moving."""
         layers[0].mesh.formed.append(self.agree)
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """Of each layer."""
+        """The placement of each layer."""
         return tuple(layer.map.placement for layer in self._layers)
 
     def asks(self, tokens: int) -> bool:
@@ -53,7 +54,7 @@ class ExpertLayers:
         """Moves experts by the rows that chose them since the last time. Yields once for each collective."""
         counts = [layer.loads for layer in self._layers]
         self._torn = True
-        assert all(count is not None for count in counts), "nobody counted"
+        assert all(count is not None for count in counts), "the loads of experts were not counted"
         own = torch.stack([count for count in counts if count is not None])
         pending = self._ep.all_reduce(own)
         if pending is not None:
@@ -63,7 +64,8 @@ class ExpertLayers:
             for layer, load in zip(self._layers, loads, strict=True):
                 old = layer.map.placement
                 new = plan(load, old)
-                before, after = before + max(rank_loads(old, load)), after + max(rank_loads(new, load))
+                before = before + max(rank_loads(old, load))
+                after = after + max(rank_loads(new, load))
                 if new != old:
                     self.moved += yield from self._move(layer, new)
             if self._ep.rank == 0 and after < before:
@@ -85,7 +87,8 @@ class ExpertLayers:
             self._launcher.moving = False
 
     def agree(self) -> None:
-        """All ranks take the first one's choice of forms, and the placements of who moved experts most often.
+        """All ranks take rank 0's choice of forms, and the placements of the rank that has moved experts most
+        often.
 
         A rank that has others reads its experts again. Where some rank lost experts on their way all go back
         to the order of the checkpoint. Raises ConfigError where ranks' experts would answer in other dtypes.
@@ -113,10 +116,11 @@ class ExpertLayers:
         self.rebalanced = most
 
     def _unflat(self, flat: list[int]) -> list[Placement]:
-        rest, made = iter(flat), []
+        rest = iter(flat)
+        result = []
         for placement in self.placements:
-            made.append(tuple(tuple(next(rest) for _ in mine) for mine in placement))
-        return made
+            result.append(tuple(tuple(next(rest) for _ in mine) for mine in placement))
+        return result
 
     def _take(self, target: list[Placement] | None) -> None:
         """Reads experts anew, as ``target`` has them (None: as a new rank would)."""
@@ -125,7 +129,7 @@ class ExpertLayers:
                 in_order(len(one.map), self._ep.size, sum(map(len, one.map.placement)) - len(one.map))
                 for one in self._layers
             ]
-        assert self.reload is not None, "nobody knows where experts come from"
+        assert self.reload is not None, "there is no loader to read experts with"
         fresh = self.reload(target)
         assert fresh is not None
         for layer, new, placement in zip(self._layers, fresh._layers, target, strict=True):
@@ -138,7 +142,7 @@ class ExpertLayers:
 
 
 def _move(ep: Comm, layer: DividedExperts, new: Placement) -> Generator[Pending, None, int]:
-    """Brings every place's new expert there. Returns how many came to this rank."""
+    """Moves every expert to its new place. Returns how many came to this rank."""
     steps = moves(layer.map.placement, new)
     out = sorted(
         (to, number, place) for number, (source, place, to, _) in enumerate(steps) if source == ep.rank

@@ -14,9 +14,9 @@ from torch import nn
 
 from weft.config.spec import MoESpec
 from weft.layers.build import Build, FeedForward, Packs
-from weft.layers.held import Held, joined, largest_of, mark, picked, whole
+from weft.layers.shard import Shard, joined, largest_of, mark, picked, whole
 from weft.moe.choice import Chooser
-from weft.moe.cost import Shape
+from weft.moe.exchange_cost import ExchangeShape
 from weft.moe.experts import rank_experts
 from weft.moe.parallel import DividedExperts
 from weft.moe.placement import Placement, in_order
@@ -52,16 +52,16 @@ class Experts(nn.Module):
     Ranks divide each of them, or have ``mine`` whole.
     """
 
-    def __init__(self, hidden: int, spec: MoESpec, build: Build, mine: Held | None) -> None:
+    def __init__(self, hidden: int, spec: MoESpec, build: Build, mine: Shard | None) -> None:
         super().__init__()
         inner = build.part(spec.intermediate) if mine is None else whole(spec.intermediate)
         count = spec.experts if mine is None else mine.count
         both = joined(inner, inner).at(1)
         up, down = (both, inner.at(2)) if mine is None else (mine, mine)
-        self.gate_up = build.weight(count, both.count, hidden, held=up)
-        self.down = build.weight(count, hidden, inner.count, held=down)
-        self.gate_up_bias = build.weight(count, both.count, held=up) if spec.bias else None
-        self.down_bias = build.weight(count, hidden, held=mine) if spec.bias else None
+        self.gate_up = build.weight(count, both.count, hidden, shard=up)
+        self.down = build.weight(count, hidden, inner.count, shard=down)
+        self.gate_up_bias = build.weight(count, both.count, shard=up) if spec.bias else None
+        self.down_bias = build.weight(count, hidden, shard=mine) if spec.bias else None
         self.adds_bias = mine is not None or build.comm.rank == 0
         """Whether ``down_bias`` is in what this rank makes."""
 
@@ -76,8 +76,8 @@ class Shared(nn.Module):
         super().__init__()
         inner = whole(spec.shared) if build.divides_experts else build.part(spec.shared)
         both = joined(inner, inner)
-        self.gate_up = build.weight(both.count, hidden, held=both)
-        self.down = build.weight(hidden, inner.count, held=inner.at(1))
+        self.gate_up = build.weight(both.count, hidden, shard=both)
+        self.down = build.weight(hidden, inner.count, shard=inner.at(1))
         self.gate = build.weight(1, hidden, wide=True) if spec.shared_gate else None
 
 
@@ -128,7 +128,9 @@ class RoutedMLP(FeedForward, Packs):
             mark(parameter, mine)
 
     def pack(self) -> None:
-        router, experts, shared = self.router, self.experts, self.shared
+        router = self.router
+        experts = self.experts
+        shared = self.shared
         weights = Routed(
             rule=self._rule,
             gate=self._gate,
@@ -156,9 +158,10 @@ class RoutedMLP(FeedForward, Packs):
                 held.gate_up = held.down = None  # type: ignore[assignment]
 
     def _divide(self, weights: Any) -> DividedExperts:
-        build, pieces = self._build, self._run()
+        build = self._build
+        pieces = self._run()
         size = rank_experts(pieces).answers(build.dtype, build.invariant).itemsize
-        shape = Shape(self.router.weight.shape[1], self._rule.top_k, size, build.invariant)
+        shape = ExchangeShape(self.router.weight.shape[1], self._rule.top_k, size, build.invariant)
         return DividedExperts(
             build.mesh,
             Chooser(build.mesh.layout, build.experts.dispatch, shape),

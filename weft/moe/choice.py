@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.moe.cost import Shape, seconds
+from weft.moe.exchange_cost import ExchangeShape, seconds
 from weft.types.exchange import FORMS, Exchange
 from weft.types.layout import Layout
 
@@ -16,9 +16,11 @@ DOUBLINGS = 18
 class Chooser:
     """The rule of one model's routed layers; the same on all ranks, which know the same table."""
 
-    def __init__(self, layout: Layout, setting: str, shape: Shape) -> None:
+    def __init__(self, layout: Layout, setting: str, shape: ExchangeShape) -> None:
         """setting: as ``ParallelSection.moe_dispatch``; shape: of the layers."""
-        self._layout, self._setting, self._shape = layout, setting, shape
+        self._layout = layout
+        self._setting = setting
+        self._shape = shape
         self._known: dict[int, str] = {}
 
     @property
@@ -33,10 +35,10 @@ class Chooser:
         if self._setting != "auto":
             return self._setting
         doubling = min(max(0, tokens - 1).bit_length(), DOUBLINGS - 1)  # so that few are ever computed
-        made = self._known.get(doubling)
-        if made is None:
-            made = self._known[doubling] = self._fastest(1 << doubling)
-        return made
+        result = self._known.get(doubling)
+        if result is None:
+            result = self._known[doubling] = self._fastest(1 << doubling)
+        return result
 
     def votes(self) -> list[int]:
         """What ``auto`` would take, as numbers in ``FORMS``, for 1, 2, 4 .. tokens."""

@@ -164,7 +164,8 @@ def gather(ep: Comm, rows: Rows, work: Work, most: int | None) -> Steps:
     under = work.under()
     yield pending
     x, pairs, scales = shape._replace(top_k=2 * k).apart(pending.result().view(-1, sent.shape[1]))
-    ranks, places = pairs[:, :k], pairs[:, k:]
+    ranks = pairs[:, :k]
+    places = pairs[:, k:]
     answer = work.answer(x, torch.where(ranks == ep.rank, places, -1), scales)
     pending = ep.reduce_scatter(answer.view(ep.size, most, *answer.shape[1:]))
     yield pending
@@ -174,10 +175,14 @@ def gather(ep: Comm, rows: Rows, work: Work, most: int | None) -> Steps:
 def low_latency(ep: Comm, rows: Rows, work: Work, most: int | None) -> Steps:
     """Every row goes to every rank, and there is as much room for them: the host reads nothing."""
     assert most is not None
-    shape, size, n = _shape(rows, work), ep.size, len(rows.x)
+    shape = _shape(rows, work)
+    size = ep.size
+    n = len(rows.x)
     numbers = torch.arange(size, device=rows.x.device).view(size, 1, 1)
-    x, scales = _padded(rows.x, most), _sent(rows, work)
-    ranks, places = _padded(rows.ranks, most, -1), _padded(rows.places, most, -1)
+    x = _padded(rows.x, most)
+    scales = _sent(rows, work)
+    ranks = _padded(rows.ranks, most, -1)
+    places = _padded(rows.places, most, -1)
     places = torch.where(ranks == numbers, places, -1)  # [size, most, k]
     if scales is not None:
         scales = _padded(scales, most).expand(size, most, -1)
@@ -229,7 +234,7 @@ def throughput(ep: Comm, rows: Rows, work: Work, most: int | None) -> Steps:
 def _in_order(parts: Tensor) -> Tensor:
     """The sum of ``parts[0], parts[1], ..`` in this order, in float32 or wider, rounded once."""
     total = parts[0].to(torch.promote_types(parts.dtype, torch.float32), copy=True)
-    for rank in range(1, len(parts)):  # not over the tensor: that makes a list, which cannot be recorded
+    for rank in range(1, len(parts)):  # not over the tensor: that makes a list, which cannot be captured
         total += parts[rank]
     return total.to(parts.dtype)
 

@@ -54,11 +54,11 @@ class ByPieces(NamedTuple):
     def answer(
         self, x: Tensor, places: Tensor, scales: Tensor | None, weights: Routed, exact: bool
     ) -> Tensor:
-        made = self._pairs(x, places, weights)
+        result = self._pairs(x, places, weights)
         if exact:
-            return made
+            return result
         assert scales is not None
-        return combine(made, scales).to(x.dtype).unsqueeze(1)
+        return combine(result, scales).to(x.dtype).unsqueeze(1)
 
     def answers(self, dtype: torch.dtype, exact: bool) -> torch.dtype:
         return dtype
@@ -83,14 +83,14 @@ class ByPieces(NamedTuple):
     def _pairs(self, x: Tensor, places: Tensor, weights: Routed) -> Tensor:
         if x.device.type != "cpu":  # nothing may depend on how many pairs there are
             none = places < 0
-            made = self.pieces.experts(x, torch.where(none, count_of(weights), places), weights)
-            return made.masked_fill_(none.unsqueeze(2), 0.0)
+            result = self.pieces.experts(x, torch.where(none, count_of(weights), places), weights)
+            return result.masked_fill_(none.unsqueeze(2), 0.0)
         row, choice = (places >= 0).nonzero(as_tuple=True)
-        made = x.new_zeros(*places.shape, x.shape[1])
+        result = x.new_zeros(*places.shape, x.shape[1])
         if len(row):
             ids = places[row, choice].unsqueeze(1)
-            made[row, choice] = self.pieces.experts(x[row], ids, weights).squeeze(1)
-        return made
+            result[row, choice] = self.pieces.experts(x[row], ids, weights).squeeze(1)
+        return result
 
 
 def rank_experts(op: Any) -> RankExperts:

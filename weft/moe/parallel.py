@@ -23,7 +23,7 @@ from weft.moe.dispatch import FORMS, Rows, Work
 from weft.moe.experts import rank_experts
 from weft.moe.placement import Placement
 from weft.parallel.comm import Pending, awaited
-from weft.parallel.group import ONE_SHOT
+from weft.parallel.group_comm import ONE_SHOT
 from weft.parallel.mesh import Mesh
 from weft.types.exchange import Exchange
 
@@ -57,7 +57,9 @@ class Map:
 
     def find(self, chosen: Tensor, turn: int) -> tuple[Tensor, Tensor]:
         """Rank and place, int64 [n, k] each, of the experts ``chosen`` [n, k]. Copies take turns by row."""
-        ranks, places, count = self._columns[0], self._columns[1], self._columns[2]
+        ranks = self._columns[0]
+        places = self._columns[1]
+        count = self._columns[2]
         if self._single:
             return ranks[chosen, 0], places[chosen, 0]
         rows = torch.arange(turn, turn + len(chosen), device=chosen.device).unsqueeze(1)
@@ -96,9 +98,11 @@ class DividedExperts:
         counts: bool,
     ) -> None:
         """exact: experts answer one by one. counts: tokens of each expert are counted, for rebalancing."""
-        self.mesh, self.chooser = mesh, chooser
+        self.mesh = mesh
+        self.chooser = chooser
         self.weights, self._mine = weights, rank_experts(pieces)
-        device, experts = weights.device, weights.experts
+        device = weights.device
+        experts = weights.experts
         self.map = Map(placement, experts, device)
         self._exact = exact
         self.loads = torch.zeros(experts, dtype=torch.int64, device=device) if counts else None
@@ -111,10 +115,10 @@ class DividedExperts:
             return (yield from self._reduced(x, ids, exchange.rows or len(x)))
         tp = self.mesh.tp
         mine = slice_of(len(x), tp.rank, tp.size)
-        made = yield from self._at_home(form, x, ids, mine, most)
+        result = yield from self._at_home(form, x, ids, mine, most)
         if tp.size == 1:
-            return made
-        return (yield from self._all_slices(made, mine, len(x)))
+            return result
+        return (yield from self._all_slices(result, mine, len(x)))
 
     def tensors(self) -> Iterable[Tensor]:
         """All that belongs to this rank's experts; the first dim is their places."""
@@ -138,7 +142,8 @@ class DividedExperts:
         self, form: str, x: Tensor, ids: Tensor | None, mine: Slice, most: int | None
     ) -> Generator[Pending, None, Tensor]:
         """What the block makes of this rank's slice."""
-        x, ids = x[mine.begin : mine.end], None if ids is None else ids[mine.begin : mine.end]
+        x = x[mine.begin : mine.end]
+        ids = None if ids is None else ids[mine.begin : mine.end]
         rows, share, chosen = self._route(x, ids, self.mesh.ep.rank)
         self._count(chosen)
         work = Work(self._answer, self._exact, lambda: self._mine.shared(x, share, self.weights))
@@ -147,8 +152,9 @@ class DividedExperts:
 
     def _reduced(self, x: Tensor, ids: Tensor | None, most: int) -> Generator[Pending, None, Tensor]:
         """All ranks are home to all rows; of many rows each finishes its slice alone. ``most`` decides, the
-        rows of the larger half where there are two: both must communicate equally often."""
-        ep, rows_all = self.mesh.ep, len(x)
+        rows of the larger micro-batch where there are two: both must communicate equally often."""
+        ep = self.mesh.ep
+        rows_all = len(x)
         mine = slice_of(rows_all, ep.rank, ep.size)
         rows, share, chosen = self._route(x, ids, 0)
         self._count(chosen[mine.begin : mine.end])

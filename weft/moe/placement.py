@@ -34,7 +34,8 @@ def places(experts: int, ranks: int, redundant: int = 0) -> tuple[int, ...]:
 
 def in_order(experts: int, ranks: int, redundant: int = 0) -> Placement:
     """Expert after expert, rank after rank; redundant places go on with the first ones again."""
-    made, at = [], 0
+    made = []
+    at = 0
     for count in places(experts, ranks, redundant):
         made.append(tuple((at + i) % experts for i in range(count)))
         at += count
@@ -52,11 +53,11 @@ def check(placement: Placement, experts: int) -> None:
 
 def copies(placement: Placement, experts: int) -> list[list[tuple[int, int]]]:
     """For each expert its places as (rank, number there), in order of ranks."""
-    found: list[list[tuple[int, int]]] = [[] for _ in range(experts)]
+    result: list[list[tuple[int, int]]] = [[] for _ in range(experts)]
     for rank, mine in enumerate(placement):
         for number, expert in enumerate(mine):
-            found[expert].append((rank, number))
-    return found
+            result[expert].append((rank, number))
+    return result
 
 
 def rank_loads(placement: Placement, loads: Sequence[float] | np.ndarray) -> list[float]:
@@ -77,7 +78,8 @@ def plan(loads: Sequence[float] | np.ndarray, old: Placement) -> Placement:
     spread = _spread(loads, room)
     _improve(spread, loads)
     made = _in_place(spread, old)
-    better, now = max(rank_loads(made, loads)), max(rank_loads(old, loads))
+    better = max(rank_loads(made, loads))
+    now = max(rank_loads(old, loads))
     return made if better < now * (1 - WORTH) else old
 
 
@@ -92,7 +94,8 @@ def _copies_wanted(loads: Sequence[float] | np.ndarray, ranks: int, total: int) 
 
 def _spread(loads: Sequence[float] | np.ndarray, room: list[int]) -> list[list[int]]:
     """Experts of each rank, in no particular order."""
-    ranks, left = len(room), list(room)
+    ranks = len(room)
+    left = list(room)
     wanted = _copies_wanted(loads, sum(size > 0 for size in room), sum(room))
     mine: list[list[int]] = [[] for _ in room]
     total = [0.0] * ranks
@@ -126,7 +129,8 @@ def _improve(mine: list[list[int]], loads: Sequence[float] | np.ndarray) -> None
         there = np.zeros((len(mine), len(loads)), bool)
         there[owner, expert] = True
         busiest = int(total.argmax())
-        out, back = np.flatnonzero(owner == busiest), np.flatnonzero(owner != busiest)
+        out = np.flatnonzero(owner == busiest)
+        back = np.flatnonzero(owner != busiest)
         if not len(back):
             return
         change = each[expert[out]][:, None] - each[expert[back]]
@@ -135,7 +139,8 @@ def _improve(mine: list[list[int]], loads: Sequence[float] | np.ndarray) -> None
         i, j = np.unravel_index(int(peak.argmin()), peak.shape)
         if not peak[i, j] < total[busiest] * (1 - 1e-12):
             return
-        a, b = out[i], back[j]
+        a = out[i]
+        b = back[j]
         expert[a], expert[b] = expert[b], expert[a]
         mine[owner[a]][number[a]], mine[owner[b]][number[b]] = int(expert[a]), int(expert[b])
 
@@ -160,7 +165,8 @@ def moves(old: Placement, new: Placement) -> list[tuple[int, int, int, int]]:
     A copy on the rank itself goes first; else copies elsewhere take turns.
     """
     held = copies(old, 1 + max(e for mine in old for e in mine))
-    made, turn = [], 0
+    result = []
+    turn = 0
     for rank, mine in enumerate(new):
         for number, expert in enumerate(mine):
             if old[rank][number] == expert:
@@ -172,5 +178,5 @@ def moves(old: Placement, new: Placement) -> list[tuple[int, int, int, int]]:
             else:
                 source = sources[turn % len(sources)]
                 turn += 1
-            made.append((*source, rank, number))
-    return made
+            result.append((*source, rank, number))
+    return result

@@ -55,22 +55,23 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Each row's bits are a function of that row, the weight and the bias.
     """
-    x, weight = aligned(x), aligned(weight)
+    x = aligned(x)
+    weight = aligned(weight)
     rows = x.shape[0]
     tiles = row_tiles(weight, bias)
     if rows in tiles:
         return F.linear(x, weight, bias)
-    made = x.new_empty(rows, weight.shape[0])
+    result = x.new_empty(rows, weight.shape[0])
     begin = 0
     for tile in tiles:
         while rows - begin >= tile:
-            made[begin : begin + tile] = F.linear(x[begin : begin + tile], weight, bias)
+            result[begin : begin + tile] = F.linear(x[begin : begin + tile], weight, bias)
             begin += tile
     if begin < rows:
         last = x.new_zeros(tiles[-1], x.shape[1])
         last[: rows - begin] = x[begin:]
-        made[begin:] = F.linear(last, weight, bias)[: rows - begin]
-    return made
+        result[begin:] = F.linear(last, weight, bias)[: rows - begin]
+    return result
 
 
 def row_tiles(weight: Tensor, bias: Tensor | None = None) -> tuple[int, ...]:
@@ -159,14 +160,14 @@ def _try_products(
 
 def products(a: Tensor, b: Tensor, batches: tuple[int, ...]) -> Tensor:
     """``a @ b``, matrix by matrix: a [B, M, K], b [B, K, N]; [B, M, N], in calls of ``batches`` matrices."""
-    made = a.new_empty(a.shape[0], a.shape[1], b.shape[2])
+    result = a.new_empty(a.shape[0], a.shape[1], b.shape[2])
     begin = 0
     for batch in batches:
         while a.shape[0] - begin >= batch:
             part = slice(begin, begin + batch)
-            torch.bmm(a[part], b[part], out=made[part])
+            torch.bmm(a[part], b[part], out=result[part])
             begin += batch
-    return made
+    return result
 
 
 def _same(many: Tensor, one: Tensor) -> bool:

@@ -1,9 +1,9 @@
-"""Lines of a KV cache in 8 bits: E4M3 values and one scale, a power of two, for each line.
+"""Entries of a KV cache in 8 bits: E4M3 values and one scale, a power of two, for each entry.
 
 A power of two costs no accuracy, as E4M3 is a float itself, and makes every value exact in bf16 and wider:
-so reading rounds nothing, and what a line becomes depends on the line alone. The scale is the smallest with
-which the largest value is at most 448, E4M3's largest; a line that is not finite has the scale NaN, so that
-all of it reads as NaN.
+so reading rounds nothing, and what an entry becomes depends on the entry alone. The scale is the smallest
+with which the largest value is at most 448, E4M3's largest; an entry that is not finite has the scale NaN, so
+that all of it reads as NaN.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ VALUES = torch.float8_e4m3fn
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(values E4M3 [..., n], scales float32 [...]) of lines x [..., n]; halves round to even."""
+    """(values E4M3 [..., n], scales float32 [...]) of entries x [..., n]; halves round to even."""
     exact = x.to(wide(x.dtype))
     top = exact.abs().amax(dim=-1)
     mantissa, exponent = torch.frexp(top)  # mantissa in [0.5, 1), and 448 is 0.875 * 2^9
@@ -30,7 +30,7 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Lines [..., n] in ``dtype`` of values E4M3 [..., n] and scales float32 [...]."""
+    """Entries [..., n] in ``dtype`` of values E4M3 [..., n] and scales float32 [...]."""
     exact = wide(dtype)
     made = values.to(exact) * scales.to(exact).unsqueeze(-1)
     if dtype == torch.float16:
@@ -39,14 +39,14 @@ def dequantize(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     return made.to(dtype)
 
 
-def write(cache: Tensor, scales: Tensor, rows: Tensor, lines: Tensor) -> None:
-    """Quantizes ``lines`` [N, n] into the lines ``rows`` [N] of a cache.
+def write(cache: Tensor, scales: Tensor, rows: Tensor, entries: Tensor) -> None:
+    """Quantizes ``entries`` [N, n] into the entries ``rows`` [N] of a cache.
 
-    cache: E4M3 [.., n] and scales: float32 [..], contiguous, both counted in lines.
+    cache: E4M3 [.., n] and scales: float32 [..], contiguous, both counted in entries.
     """
-    values, own = quantize(lines)
+    values, own = quantize(entries)
     # Bytes, because copying by index knows no E4M3.
-    cache.view(torch.uint8).view(-1, lines.shape[1]).index_copy_(0, rows, values.view(torch.uint8))
+    cache.view(torch.uint8).view(-1, entries.shape[1]).index_copy_(0, rows, values.view(torch.uint8))
     scales.view(-1).index_copy_(0, rows, own)
 
 

@@ -1,4 +1,4 @@
-"""What latent attention has beside core attention, in torch: the cache line, and which form a segment takes.
+"""What latent attention has beside core attention, in torch: the cache entry, and which form a segment takes.
 
 Importing registers the ops.
 """
@@ -23,7 +23,8 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tens
     exact = x.to(cos.dtype)
     first, second = (exact[..., ::2], exact[..., 1::2]) if interleaved else exact.chunk(2, dim=-1)
     shape = (cos.shape[0], *(1,) * (x.dim() - 2), cos.shape[1])
-    cos, sin = cos.view(shape), sin.view(shape)
+    cos = cos.view(shape)
+    sin = sin.view(shape)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
@@ -38,14 +39,14 @@ def latent_rope_cache(
     cache: Tensor,
     writes: Tensor,
 ) -> Tensor:
-    """Writes each token's line ``[normalized latent | rotated key]``; returns the queries' part [T, first].
+    """Writes each token's entry ``[normalized latent | rotated key]``; returns the queries' part [T, first].
 
     joined: [T, first + kv_lora + rope]. q_weight [first]: RMS norm of the queries' part, None for none;
     weight [kv_lora]: of the latent. cos, sin: [T, rope / 2] (wide). cache: [blocks, block, kv_lora + rope] of
     one layer, written at ``writes``, int64 [T]: block id * block + offset.
     """
-    q, *line = _parts(joined, q_weight, weight, eps, cos, sin, interleaved)
-    cache.view(-1, cache.shape[2]).index_copy_(0, writes, torch.cat(line, dim=1).to(cache.dtype))
+    q, *entry = _parts(joined, q_weight, weight, eps, cos, sin, interleaved)
+    cache.view(-1, cache.shape[2]).index_copy_(0, writes, torch.cat(entry, dim=1).to(cache.dtype))
     return q
 
 
@@ -83,7 +84,8 @@ def _parts(
     interleaved: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of each token the queries' part and the latent, normalized, and the rotated key."""
-    lora, rope = weight.shape[0], 2 * cos.shape[1]
+    lora = weight.shape[0]
+    rope = 2 * cos.shape[1]
     q, latent, key = joined.split((joined.shape[1] - lora - rope, lora, rope), dim=1)
     if q_weight is not None:
         q = rms_norm(q, q_weight, eps)

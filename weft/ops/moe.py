@@ -236,9 +236,11 @@ def by_group(x: Tensor, ids: Tensor, weights: Routed) -> Tensor:
     """``torch._grouped_mm``, one call for all experts: bfloat16; no synchronisation."""
     tokens, top_k = ids.shape
     order = torch.argsort(ids.reshape(-1), stable=True)
-    flat, last = ids.reshape(-1)[order], count_of(weights) - 1
+    flat = ids.reshape(-1)[order]
+    last = count_of(weights) - 1
     ends = torch.searchsorted(flat, torch.arange(last + 1, device=x.device), right=True)
-    ends, flat = ends.to(torch.int32), flat.clamp(max=last)
+    ends = ends.to(torch.int32)
+    flat = flat.clamp(max=last)
     inner = torch._grouped_mm(x[order // top_k], weights.gate_up.transpose(-2, -1), offs=ends)
     if weights.gate_up_bias is not None:
         inner = inner + weights.gate_up_bias[flat]
@@ -317,7 +319,8 @@ def _by_expert(matrix: Multiply, gated: Gated) -> Experts:
 
 
 _gated = torch_ops.gated
-_int8, _tiled_int8 = torch_ops.linear_int8, tiled.linear_int8
+_int8 = torch_ops.linear_int8
+_tiled_int8 = tiled.linear_int8
 PLAIN = Pieces(F.linear, F.linear, _gated, by_table)
 INT8 = Pieces(F.linear, _int8, _gated, _by_expert(_int8, _gated))
 #: Products and activations whose rows don't depend on each other.

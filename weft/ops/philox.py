@@ -52,10 +52,12 @@ def philox(
             k1 = (k1 + WEYL[1]) & WORD
         # An int64 product of two words wraps to the right 64 bits. c1 and c3 keep whole products: what is
         # above their low word falls to the next round's mask, with the arithmetic shift's copies of the sign.
-        product0, product1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
+        product0 = c0 * MULTIPLIERS[0]
+        product1 = c2 * MULTIPLIERS[1]
         c0 = _xor(product1 >> 32, c1, k0, full).bitwise_and_(WORD)
         c2 = _xor(product0 >> 32, c3, k1, full).bitwise_and_(WORD)
-        c1, c3 = product1, product0
+        c1 = product1
+        c3 = product0
     return c0, c1 & WORD, c2, c3 & WORD
 
 

@@ -260,7 +260,7 @@ class Filters:
     top_p: Tensor
     min_p: Tensor
     all_top_k: bool
-    """Known to the host: every row's top_k is below V, so nobody needs the mass of a whole row."""
+    """Known to the host: every row's top_k is below V, so the mass of a whole row is not needed."""
 
     def at(self, rows: Tensor | slice) -> Filters:
         return Filters(

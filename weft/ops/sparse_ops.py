@@ -18,25 +18,26 @@ def rotate_pairs_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     turned = x[..., x.shape[-1] - 2 * cos.shape[1] :]
     first, second = turned.to(cos.dtype).unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    cos = cos.unsqueeze(1)
+    sin = sin.unsqueeze(1)
     turned.copy_(torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2))
     return x
 
 
-def pool(lines: Tensor, sources: Tensor, begun: Tensor, bias: Tensor, overlap: int) -> Tensor:
+def pool(entries: Tensor, sources: Tensor, begun: Tensor, bias: Tensor, overlap: int) -> Tensor:
     """Each group's ``sum of softmax(gate + bias) * kv`` over its sources, channel by channel: wide [C, n].
 
-    lines: [.., overlap * 2 n]: for each group that a source has a part in ``[kv | gate]``, the latest last.
+    entries: [.., overlap * 2 n]: for each group that a source has a part in ``[kv | gate]``, the latest last.
     sources: int64 [C, S], S = overlap * ratio, oldest first; begun: bool [C, S], the others have no part.
     bias: wide [S, n]. A source is the latest group's last part where it is in the group itself, and an
     earlier part where it comes before it.
     """
-    exact = wide(lines.dtype)
+    exact = wide(entries.dtype)
     found = []
-    width = lines.shape[1] // overlap
+    width = entries.shape[1] // overlap
     for part, places in enumerate(sources.chunk(overlap, dim=1)):
         # Of positions ``overlap - 1 - part`` groups back; what they have for a later group comes first.
-        columns = lines[:, part * width : (part + 1) * width]
+        columns = entries[:, part * width : (part + 1) * width]
         found.append(columns.index_select(0, places.reshape(-1)).view(*places.shape, width))
     kv, gate = torch.cat(found, dim=1).to(exact).chunk(2, dim=-1)
     absent = ~begun.unsqueeze(2)

@@ -48,7 +48,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Source: Su et al. 2021, arXiv 2104.09864; halves instead of neighbours, as published checkpoints have it.
     """
     first, second = x.to(cos.dtype).chunk(2, dim=-1)
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    cos = cos.unsqueeze(1)
+    sin = sin.unsqueeze(1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
@@ -96,7 +97,8 @@ def rotated_qkv(
     if k_weight is not None:
         k = rms_norm(k, k_weight, eps)
     if rotated == dim:
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q = rotate(q, cos, sin)
+        k = rotate(k, cos, sin)
     else:
         q = torch.cat((rotate(q[..., :rotated], cos, sin), q[..., rotated:]), dim=-1)
         k = torch.cat((rotate(k[..., :rotated], cos, sin), k[..., rotated:]), dim=-1)

@@ -7,7 +7,7 @@ import torch
 
 
 def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """``array`` as a tensor on ``device``. Nobody may write to the array afterwards.
+    """``array`` as a tensor on ``device``. The array must not be written afterwards.
 
     A GPU gets it from pinned memory of its own, which the allocator keeps until the copy was made; so the
     host never waits. On the CPU it is the array's own memory.

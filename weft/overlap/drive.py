@@ -1,7 +1,7 @@
 """Running a model's step generator.
 
 A generator launches a collective, yields its ``Pending`` and takes ``.result()`` when it is resumed. So
-whoever drives it decides what else runs in between, on one thread, with ordinary exceptions.
+its driver decides what else runs in between, on one thread, with ordinary exceptions.
 """
 
 from __future__ import annotations

@@ -26,21 +26,21 @@ class Sum:
 
 
 def sums(events: Iterable[Mapping[str, Any]]) -> dict[str, Sum]:
-    """Of a trace's events: by kind of step (prompts, decode; whole or in halves), and ``all``."""
-    found: dict[str, Sum] = {}
+    """Of a trace's events: by kind of step (prompts, decode; whole or in micro-batches), and ``all``."""
+    result: dict[str, Sum] = {}
     for event in events:
         args = event.get("args", {})
         if event.get("cat") != "step" or "communication_us" not in args:
             continue
         kind = "prompts" if args["prefill_rows"] else "decode"
-        form = "in halves" if args["halves"] > 1 else "whole"
+        form = "in micro-batches" if args["micro_batches"] > 1 else "whole"
         for name in (f"{kind}, {form}", "all"):
-            made = found.setdefault(name, Sum())
+            made = result.setdefault(name, Sum())
             made.steps += 1
             made.compute += args["compute_us"] / 1e6
             made.communication += args["communication_us"] / 1e6
             made.hidden += args["hidden_us"] / 1e6
-    return found
+    return result
 
 
 def table(found: Mapping[str, Sum]) -> str:

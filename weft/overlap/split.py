@@ -1,15 +1,17 @@
-"""A step as two halves, of which one communicates while the other computes.
+"""A step as two micro-batches, of which one communicates while the other computes.
 
-Rows keep their order: the first half has the first rows of each segment, the second the rest. Decode rows go
-by their number, prompts by tokens; where no boundary of rows balances, the cut goes through a long prompt:
+Rows keep their order: the first micro-batch has the first rows of each segment, the second the rest. Decode
+rows go by their number, prompts by tokens; where no boundary of rows balances, the cut goes through a long
+prompt:
 
     plan      [p0 | p1 ............ | p2 | d0 d1 d2 d3]
     first     [p0 | p1 .....  | d0 d1]
     second          [. p1 ... | p2 | d2 d3]         its first row begins ``cut`` tokens into p1's
 
-Each half is a plan of rows alone (ops come once, before both), the second after the first. Interleaved, the
-second half of a cut prompt reads, in every layer, what the first half wrote in that layer: the first is
-always one layer's stretch ahead (see ``interleave``). Pure: numbers alone, the same on all ranks.
+Each micro-batch is a plan of rows alone (ops come once, before both), the second after the first.
+Interleaved, the second micro-batch of a cut prompt reads, in every layer, what the first micro-batch wrote in
+that layer: the first is always one layer's stretch ahead (see ``interleave``). Pure: numbers alone, the same
+on all ranks.
 """
 
 from __future__ import annotations
@@ -26,44 +28,47 @@ LEAST = 16
 """Tokens that a part of a cut prompt has at least: fewer are not worth a row of their own."""
 
 
-class Halves(NamedTuple):
+class MicroBatches(NamedTuple):
     """What ``split`` made."""
 
     first: StepPlan
     second: StepPlan
     cut: int
-    """Tokens of the second half's first prompt row that the first half computes; 0: no prompt is cut."""
+    """Tokens of the second micro-batch's first prompt row that the first micro-batch computes; 0: no prompt
+    is cut.
+    """
 
 
-def split(plan: PlannedRows) -> Halves | None:
-    """The plan as two halves, neither of them empty; None where it has but one row that cannot be cut.
+def split(plan: PlannedRows) -> MicroBatches | None:
+    """The plan as two micro-batches, neither of them empty; None where it has but one row that cannot be cut.
 
     A plan without rows (an idle replica's) gives two like it.
     """
     if not plan.rows:
-        return _halves(plan, 0, 0, 0)
-    total, half, counts = plan.tokens, plan.tokens // 2, plan.decode.count
+        return _micro_batches(plan, 0, 0, 0)
+    total = plan.tokens
+    counts = plan.decode.count
     best: tuple[int, int, int, int, int] | None = None
     few = plan.decode.rows // 2
     for decodes in range(few, few + plan.decode.rows % 2 + 1):
         decoded = int(counts[:decodes].sum())
-        for rows, cut, tokens in _places(plan.prefill, half - decoded):
+        for rows, cut, tokens in _places(plan.prefill, total // 2 - decoded):
             if not (rows or cut or decodes) or (rows == plan.prefill.rows and decodes == plan.decode.rows):
                 continue
             found = (abs(2 * (tokens + decoded) - total), int(cut > 0), decodes, rows, cut)
             best = found if best is None else min(best, found)
-    return None if best is None else _halves(plan, *best[2:])
+    return None if best is None else _micro_batches(plan, *best[2:])
 
 
 def splits(plan: PlannedRows) -> bool:
-    """What a replica votes: whether its plan has two halves. An idle one's has two empty ones."""
+    """What a replica votes: whether its plan has two micro-batches. An idle one's has two empty ones."""
     return plan.rows != 1 or split(plan) is not None
 
 
-def larger_half(plan: PlannedRows) -> int:
-    """Tokens of the larger half of a plan that splits."""
-    halves = split(plan)
-    return 0 if halves is None else max(halves.first.tokens, halves.second.tokens)
+def larger_micro_batch(plan: PlannedRows) -> int:
+    """Tokens of the larger micro-batch of a plan that splits."""
+    micro_batches = split(plan)
+    return 0 if micro_batches is None else max(micro_batches.first.tokens, micro_batches.second.tokens)
 
 
 def _places(prefill: Segment, want: int) -> Iterator[tuple[int, int, int]]:
@@ -81,9 +86,11 @@ def _places(prefill: Segment, want: int) -> Iterator[tuple[int, int, int]]:
         yield rows, cut, before + cut
 
 
-def _halves(plan: PlannedRows, decodes: int, rows: int, cut: int) -> Halves:
-    prefill, decode = plan.prefill, plan.decode
-    first, second = _rows(prefill, 0, rows + int(cut > 0)), _rows(prefill, rows, prefill.rows)
+def _micro_batches(plan: PlannedRows, decodes: int, rows: int, cut: int) -> MicroBatches:
+    prefill = plan.prefill
+    decode = plan.decode
+    first = _rows(prefill, 0, rows + int(cut > 0))
+    second = _rows(prefill, rows, prefill.rows)
     if cut:
         rest = int(prefill.count[rows]) - cut
         trailing = int(prefill.logits[rows])
@@ -91,7 +98,7 @@ def _halves(plan: PlannedRows, decodes: int, rows: int, cut: int) -> Halves:
         second = _with(
             second, 0, start=int(prefill.start[rows]) + cut, count=rest, logits=min(trailing, rest)
         )
-    return Halves(
+    return MicroBatches(
         StepPlan(step=plan.step, prefill=first, decode=_rows(decode, 0, decodes)),
         StepPlan(step=plan.step, prefill=second, decode=_rows(decode, decodes, decode.rows)),
         cut,

@@ -1,4 +1,4 @@
-"""What a step's time went into: compute and communication, of each half."""
+"""What a step's time went into: compute and communication, of each micro-batch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from weft.parallel.launcher import Flight
 
 
 class Stretch(NamedTuple):
-    """A half at work, from one communication point to its next. Seconds of ``time.monotonic``."""
+    """A micro-batch at work, from one communication point to its next. Seconds of ``time.monotonic``."""
 
-    half: int
+    micro_batch: int
     began: float
     ended: float
 
@@ -21,8 +21,8 @@ class Stretch(NamedTuple):
 class StepTimes:
     """One step up to its logits on one rank. Seconds."""
 
-    halves: int
-    """2 if it was computed in halves."""
+    micro_batches: int
+    """2 if it was computed in micro-batches."""
     seconds: float
     stretches: Sequence[Stretch] = ()
     """In order of time; of a whole step one."""
@@ -53,7 +53,8 @@ class StepTimes:
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
     """The length of the union of ``spans``."""
-    total, reached = 0.0, float("-inf")
+    total = 0.0
+    reached = float("-inf")
     for began, ended in sorted(spans):
         total += max(ended - max(began, reached), 0.0)
         reached = max(reached, ended)

@@ -1,8 +1,9 @@
-"""A board on host 0 where heads, and the hosts that run them, say how they are and read how others are.
+"""A board on host 0: a table in which hosts and heads publish their state and read that of others.
 
-A table of small entries, each with one writer. Whoever knows the group's secret may write and read (CURVE:
-see ``weft.parallel.secret``). Writers send their entries with every question, so one that was lost, or that a
-dead process's last bytes overwrote, is right again with the next. ``weft.types.board`` says what there is.
+A table of small entries, each with one writer. Clients that know the group's secret may write and read
+(CURVE: see ``weft.parallel.secret``). Writers send their entries with every question, so an entry that was
+lost or overwritten by a dead process is right again with the next question. ``weft.types.board`` lists the
+entries.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from weft.common.log import get_logger
 from weft.config.hosts import meeting_place
 from weft.config.sections import ParallelSection
 from weft.parallel.address import listen_at, own_address, tcp
-from weft.parallel.secret import Keys, admit_ranks, read_keys
+from weft.parallel.secret import CurveKeys, admit_ranks, read_keys
 from weft.types.board import MOST_BYTES, Ask, Table
 
 log = get_logger(__name__)
@@ -33,7 +34,7 @@ _QUEUE = 1000
 class Board:
     """The table, and a thread that serves it. ``post`` and ``get`` may be called from any thread."""
 
-    def __init__(self, address: str, keys: Keys) -> None:
+    def __init__(self, address: str, keys: CurveKeys) -> None:
         """Listens at ``address``. Raises ConfigError when it is taken."""
         self._context = zmq.Context()
         self._doorman = admit_ranks(self._context, keys)
@@ -49,19 +50,20 @@ class Board:
         self._lock = threading.Lock()
         self._entries: dict[str, bytes] = {}
         self._heard: dict[str, float] = {}
-        """When each was posted last, if nothing new."""
-        self._life, self._version = secrets.randbits(63), 1
+        """When each entry was posted last, also with the same value."""
+        self._incarnation = secrets.randbits(63)
+        self._version = 1
         self._stop = False
         self._thread = threading.Thread(target=self._run, name="weft-board", daemon=True)
         self._thread.start()
 
     def post(self, key: str, value: bytes) -> None:
-        """``key`` is so from now on."""
+        """Sets the entry ``key``."""
         with self._lock:
             self._post(key, value)
 
     def get(self, key: str) -> bytes | None:
-        """What was posted last under ``key``."""
+        """The entry ``key``; None if there is none."""
         with self._lock:
             return self._entries.get(key)
 
@@ -107,12 +109,12 @@ class Board:
         with self._lock:
             for key, value in ask.entries.items():
                 self._post(key, value)
-            known = (ask.board, ask.version) == (self._life, self._version)
+            known = (ask.board, ask.version) == (self._incarnation, self._version)
             entries = {} if known else dict(self._entries)
-            answer = Table(number=ask.number, board=self._life, version=self._version, entries=entries)
+            answer = Table(number=ask.number, board=self._incarnation, version=self._version, entries=entries)
         try:
             self._socket.send_multipart([client, msgspec.msgpack.encode(answer)], zmq.NOBLOCK)
-        except zmq.ZMQError:  # it does not read: it will ask again, or not
+        except zmq.ZMQError:  # the client does not read; it may ask again
             return
 
     def _end(self) -> None:
@@ -122,10 +124,11 @@ class Board:
 
 
 class BoardClient:
-    """One writer's and reader's end. To be used from one thread at a time."""
+    """A client of the board. Used from one thread at a time."""
 
-    def __init__(self, address: str, keys: Keys) -> None:
-        self._address, self._keys = address, keys
+    def __init__(self, address: str, keys: CurveKeys) -> None:
+        self._address = address
+        self._keys = keys
         self._context = zmq.Context()
         self._connect()
         self._posted: dict[str, bytes] = {}
@@ -133,21 +136,21 @@ class BoardClient:
         self._answered = 0
         self._asked = -RENEW_S
         self.entries: dict[str, bytes] = {}
-        """The table as it was told last."""
+        """The table as received last."""
         self.board = self.version = 0
-        """Whose, and which."""
+        """Id and version of the received table."""
         self.heard = time.monotonic()
-        """When the board answered last; before the first time, when this was made."""
+        """When the board answered last; before its first answer, when the client was made."""
 
     def post(self, key: str, value: bytes) -> None:
-        """Goes with every ``look`` from now on."""
+        """Sets the entry ``key``; every later ``look`` sends it."""
         self._posted[key] = value
 
     def look(self, wait: float) -> bool:
-        """Says what was posted, and takes in what the board answers. Whether this question was answered.
+        """Sends the posted entries, and takes in answers. Returns whether this question was answered.
 
-        ``wait``: seconds for the answer. With 0 it asks, unless it waits for an answer anyway, and takes in
-        what has come so far.
+        ``wait``: seconds for the answer. With 0 it asks, unless an answer is outstanding, and takes in
+        answers that have come.
         """
         self._take(0)
         if wait <= 0 and self._answered < self._number and time.monotonic() - self._asked < RENEW_S:
@@ -198,11 +201,13 @@ class BoardClient:
             self.heard = time.monotonic()
             self._answered = max(self._answered, table.number)
             if table.board != self.board or table.version > self.version:
-                self.entries, self.board, self.version = table.entries, table.board, table.version
+                self.entries = table.entries
+                self.board = table.board
+                self.version = table.version
 
 
-def board_place(parallel: ParallelSection) -> tuple[str, Keys]:
-    """Where the board is, and the keys to it. Raises ConfigError."""
+def board_place(parallel: ParallelSection) -> tuple[str, CurveKeys]:
+    """The board's address and its keys. Raises ConfigError."""
     assert parallel.group_secret is not None, "checked when the configuration was resolved"
     return tcp(*meeting_place(parallel)), read_keys(parallel.group_secret)
 

@@ -19,7 +19,7 @@ import zmq
 
 from weft.common.errors import EngineDead
 from weft.parallel.address import listen_at
-from weft.parallel.secret import Keys, admit_ranks
+from weft.parallel.secret import CurveKeys, admit_ranks
 from weft.types.frames import MAX_FRAME
 
 QUEUE = 10_000
@@ -87,18 +87,19 @@ class HeadLink(NamedTuple):
     """A rank's connections to one head, which has welcomed it."""
 
     channel: RankChannel
-    beats: RankChannel | None
-    life: str
+    heartbeats: RankChannel | None
+    incarnation: str
     """Of that head."""
 
 
 class ZmqHead(HeadChannel):
     """A ROUTER, listening."""
 
-    def __init__(self, endpoint: str, keys: Keys | None = None, patience: float = 0.0) -> None:
+    def __init__(self, endpoint: str, keys: CurveKeys | None = None, patience: float = 0.0) -> None:
         """``endpoint``: ``ipc://path`` in a folder that only this user can enter, or ``tcp://address:port``
         (port ``*`` takes a free one). Beyond loopback ``keys`` must be given: ranks without them are refused.
-        ``patience``: seconds for whoever holds the port of ``--rdzv`` to end; then it raises ConfigError.
+        ``patience``: seconds to wait for the port of ``--rdzv`` if another process has it; then it raises
+        ConfigError.
         """
         self._context = zmq.Context()
         self._doorman = admit_ranks(self._context, keys) if keys is not None else None
@@ -128,7 +129,7 @@ class ZmqHead(HeadChannel):
         parts = self._inbox.take(timeout)
         if parts is None:
             return None
-        # What is no pair comes from no rank of ours: an empty frame, which whoever decodes it refuses.
+        # Anything but a pair comes from no rank of ours: an empty frame, which the decoder refuses.
         return (parts[0], parts[1]) if len(parts) == 2 else (parts[0], b"")
 
     def close(self) -> None:
@@ -141,7 +142,7 @@ class ZmqHead(HeadChannel):
 class ZmqRank(RankChannel):
     """A DEALER. It connects in the background, and anew whenever the connection is lost."""
 
-    def __init__(self, address: str, rank: int, keys: Keys | None = None) -> None:
+    def __init__(self, address: str, rank: int, keys: CurveKeys | None = None) -> None:
         self._context = zmq.Context()
         socket = _configured(self._context.socket(zmq.DEALER))
         socket.setsockopt(zmq.IDENTITY, b"%d." % rank + secrets.token_hex(8).encode())

@@ -1,8 +1,8 @@
-"""Where a rank's collectives run: at once, where the caller computes, or beside it, in order.
+"""Where a rank's collectives run: at once on the caller's thread, or beside it, in order.
 
     Launcher          at once, on the caller's thread and stream
-    ThreadLauncher    on a CPU: steps in halves have them on a thread of their own
-    StreamLauncher    on a GPU, for NCCL: steps in halves have them on a stream of their own
+    ThreadLauncher    on a CPU: steps in micro-batches have them on a thread of their own
+    StreamLauncher    on a GPU, for NCCL: steps in micro-batches have them on a stream of their own
 
 The order of launches is the same on all ranks, so one thread (or stream) for all communicators of a rank
 cannot deadlock, and what it runs goes on while the caller computes.
@@ -33,14 +33,14 @@ class CommLost(EngineDead):
 class Flight:
     """One collective's times, in seconds of ``time.monotonic``."""
 
-    half: int
-    """Whose it was: half 0 or 1 of a step (0 of a whole one)."""
+    micro_batch: int
+    """The micro-batch, 0 or 1, that it belongs to (0 for a whole step)."""
     launched: float
     began: float = 0.0
-    """When all before it had ended."""
+    """When all collectives before it had ended."""
     ended: float = 0.0
     waited: float = 0.0
-    """Seconds that compute stood still for it."""
+    """Seconds that compute waited for it."""
 
     @property
     def seconds(self) -> float:
@@ -51,17 +51,17 @@ class Launcher:
     """Runs the collectives of one rank, in the order of their launch: here at once."""
 
     def __init__(self) -> None:
-        self.half = 0
-        """Which half of a step launches; for the record alone."""
+        self.micro_batch = 0
+        """The micro-batch that launches now; noted in ``flights``."""
         self.recording = False
-        """Whether ``flights`` are kept; whoever asks for it calls ``take``."""
+        """Whether ``flights`` are kept; a caller that sets it must call ``take``."""
         self.flights: list[Flight] = []
-        """Launched since ``take``."""
+        """Collectives launched since ``take``."""
         self.broken = False
         """Whether the groups were aborted, and not formed anew: what the device computes may be garbage. Set
         before the first of them is."""
         self.moving = False
-        """Whether what is launched moves experts, for whoever plants faults."""
+        """Whether the launched collectives move experts; read by planted faults."""
         self.before: Callable[[], None] | None = None
         """Called before each launch: planted faults."""
 
@@ -75,30 +75,31 @@ class Launcher:
         return Done(made)
 
     def threaded(self, wanted: bool) -> None:
-        """From now on collectives need (or need not) go on under compute. None may be in flight."""
+        """Sets whether collectives run beside compute from now on. None may be in flight."""
 
     @property
     def direct(self) -> bool:
-        """Whether a whole step's collectives are calls of the caller's thread, which can be recorded."""
+        """Whether a whole step's collectives are calls of the caller's thread, which can be captured."""
         return True
 
     def flew(self, times: Iterable[tuple[float, float]]) -> None:
-        """Collectives of a whole step ran elsewhere: (began, ended) of each."""
+        """Notes collectives of a whole step that ran elsewhere: (began, ended) of each."""
         self.flights += [Flight(0, began, began, ended, ended - began) for began, ended in times]
 
     def take(self) -> list[Flight]:
         """The flights since the last call. All of them must have been waited for."""
-        taken, self.flights = self.flights, []
+        taken = self.flights
+        self.flights = []
         return taken
 
     def cancel(self) -> None:
-        """What is queued never runs: whoever waits for it gets CommLost. After the groups were aborted."""
+        """Drops queued collectives: waiting for one raises CommLost. Call it after groups were aborted."""
 
     def settle(self, timeout: float) -> None:
-        """Waits until nothing runs. Raises CommLost after ``timeout`` seconds."""
+        """Waits until no collective runs. Raises CommLost after ``timeout`` seconds."""
 
     def close(self) -> None:
-        """Ends what runs collectives."""
+        """Ends the thread or stream that runs collectives."""
 
     def check(self) -> None:
         """Raises CommLost when results of the device cannot be trusted: see ``broken``."""
@@ -108,7 +109,7 @@ class Launcher:
     def _flight(self) -> Flight:
         if self.before is not None:
             self.before()
-        flight = Flight(self.half, time.monotonic())
+        flight = Flight(self.micro_batch, time.monotonic())
         if self.recording:
             self.flights.append(flight)
         return flight
@@ -120,7 +121,8 @@ class _Flying(Pending):
     def __init__(self, work: Callable[[], Tensor], flight: Flight, timeout: float) -> None:
         self.work: Callable[[], Tensor] | None = work
         self.inference = torch.is_inference_mode_enabled()
-        self._flight, self._timeout = flight, timeout
+        self._flight = flight
+        self._timeout = timeout
         self._ended = threading.Event()
         self._made: Tensor | None = None
         self._error: BaseException | None = None
@@ -139,8 +141,9 @@ class _Flying(Pending):
         self._ended.set()
 
     def drop(self) -> None:
-        """It will not run."""
-        self.work, self._error = None, CommLost("a collective was dropped: its group was aborted")
+        """Drops the collective: it will not run."""
+        self.work = None
+        self._error = CommLost("a collective was dropped: its group was aborted")
         self._ended.set()
 
     def result(self) -> Tensor:
@@ -162,15 +165,15 @@ class ThreadLauncher(Launcher):
 
     A step that is computed whole waits for each collective where it launches it, and a thread would only cost
     it the way there and back. What a layer computes between launch and result (a shared expert under a
-    dispatch) is under the collective in steps in halves, and comes after it in others.
+    dispatch) is under the collective in steps in micro-batches, and comes after it in others.
     """
 
     def __init__(self, timeout: float = 600.0, delay: float = 0.0) -> None:
-        """``timeout``: seconds that anybody waits for a collective; longer than the groups' own."""
+        """``timeout``: seconds that a caller waits for a collective; longer than the groups' own timeout."""
         super().__init__()
         self._timeout = timeout
         self._delay = delay
-        """Seconds by which everything arrives later."""
+        """Seconds added to every collective."""
         self._wanted = False
         self._queue: queue.SimpleQueue[_Flying | None] = queue.SimpleQueue()
         self._idle = threading.Condition()
@@ -242,12 +245,12 @@ class DelayedLauncher(ThreadLauncher):
 
 
 class StreamLauncher(Launcher):
-    """On a GPU: collectives of steps in halves on a stream of their own, which the compute stream waits for
-    at ``result``; those of whole steps on the compute stream itself.
+    """On a GPU: collectives of steps in micro-batches on a stream of their own, which the compute stream
+    waits for at ``result``; those of whole steps on the compute stream itself.
 
     For communicators whose collectives are queued on the current stream (NCCL). Fork and join are events
-    alone, so a step in halves can be captured in a CUDA graph. Times are of launches, not of what the device
-    does.
+    alone, so a step in micro-batches can be captured in a CUDA graph. Times are of launches, not of what the
+    device does.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -276,7 +279,8 @@ class StreamLauncher(Launcher):
     def settle(self, timeout: float) -> None:
         if self._stream is None:
             return
-        ended, until = self._stream.record_event(), time.monotonic() + timeout
+        ended = self._stream.record_event()
+        until = time.monotonic() + timeout
         while not ended.query():
             if time.monotonic() > until:
                 raise CommLost("collectives of an epoch that has ended are still running on the GPU")
@@ -296,7 +300,7 @@ class _Streaming(Pending):
     * What the collective itself allocated in between is of the other stream, and used there alone.
 
     A collective whose result nobody takes breaks the first rule. That happens only in an epoch that ends, and
-    nothing is computed from then on until the device has come to rest (``Runner.reset``).
+    nothing is computed from then on until the device has been synchronized (``Runner.reset``).
     """
 
     def __init__(
@@ -304,7 +308,8 @@ class _Streaming(Pending):
     ) -> None:
         self._device = device
         self._given: Callable[[], Tensor] | None = work
-        self._made, self._joined = made, joined
+        self._made = made
+        self._joined = joined
 
     def result(self) -> Tensor:
         here = torch.cuda.current_stream(self._device)

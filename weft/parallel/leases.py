@@ -1,4 +1,4 @@
-"""Where heads of a domain see each other's leases: files of one host, or the board of host 0."""
+"""The leases of a domain's heads: files on one host, or entries of the board of host 0."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from weft.parallel.board import BoardClient
 from weft.types.board import lease_key
 
 ANSWER_S = 0.5
-"""Seconds that the board may take to hear of a lease; later looks say it again."""
+"""Seconds to wait for the board when a lease is written; later looks send it again."""
 
 
 class Leases(Protocol):
     """Used from one thread at a time."""
 
     def read(self) -> Sequence[Lease | None]:
-        """Everybody's, by replica, as far as is known. Does not wait."""
+        """The leases of all replicas, in order; None where one is not known. Does not wait."""
 
     def write(self, lease: Lease) -> None:
-        """This head's own."""
+        """Publishes this head's lease."""
 
 
 class FolderLeases:
@@ -50,7 +50,7 @@ class FolderLeases:
 
 
 class BoardLeases:
-    """Entries of the board of host 0: a look tells what the one before it asked for."""
+    """Leases as entries of the board of host 0. A look returns the answer to the question before it."""
 
     def __init__(self, client: BoardClient, replica: int, replicas: int) -> None:
         self._client = client

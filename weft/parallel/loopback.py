@@ -52,7 +52,9 @@ class _Link:
     faults: list[LinkFault] = field(default_factory=list)
 
     def put(self, data: bytes) -> None:
-        number, made, due = self.sent, [data], self.clock.now()
+        number = self.sent
+        made = [data]
+        due = self.clock.now()
         self.sent += 1
         for fault in self.faults:
             if fault.at is None or fault.at == number:
@@ -169,9 +171,9 @@ class LoopbackHead(HeadChannel):
         until = self._net.clock.now() + timeout
         while True:
             busy = self._net.turn()
-            found = self._net.take_for_head()
-            if found is not None or (timeout <= 0 and not busy):
-                return found
+            result = self._net.take_for_head()
+            if result is not None or (timeout <= 0 and not busy):
+                return result
             if not busy and not self._net.wait(until):
                 return None
 
@@ -183,7 +185,8 @@ class LoopbackRank(RankChannel):
     """See ``Loopback``. It never waits."""
 
     def __init__(self, net: Loopback, peer: bytes) -> None:
-        self._net, self._peer = net, peer
+        self._net = net
+        self._peer = peer
 
     def send(self, data: bytes) -> None:
         self._net.put(self._peer, False, data)

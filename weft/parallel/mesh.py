@@ -15,7 +15,7 @@ import torch
 
 from weft.common.log import get_logger
 from weft.parallel.comm import Comm, LocalComm
-from weft.parallel.group import CommLost, GroupComm
+from weft.parallel.group_comm import CommLost, GroupComm
 from weft.parallel.launcher import Launcher, default_launcher
 from weft.parallel.nccl import check_nccl
 from weft.types.layout import ALONE, Layout
@@ -83,7 +83,7 @@ class Mesh:
             agree()
 
     def abort(self) -> None:
-        """Ends every group: whoever waits in one gets CommLost. From any thread; does not wait."""
+        """Ends every group: a waiting collective raises CommLost. From any thread; does not wait."""
         self.launcher.broken = True
         for comm in self._groups():
             comm.abort()
@@ -115,12 +115,14 @@ def make_mesh(
 
     ``collectives``: as ``ParallelSection.collectives``. Raises ConfigError where there is no NCCL to use.
     """
-    replica, place = layout.replica(rank), layout.place(rank)
+    replica = layout.replica(rank)
+    place = layout.place(rank)
     nccl = device.type == "cuda" and collectives != "gloo" and layout.domain > 1
     if nccl:
         check_nccl()
     launcher = launcher or default_launcher(device, nccl)
-    gpu, share = device if nccl else None, collectives != "gloo"
+    gpu = device if nccl else None
+    share = collectives != "gloo"
 
     def comm(name: str, ranks: range) -> Comm:
         if len(ranks) == 1:
@@ -129,9 +131,9 @@ def make_mesh(
 
     first = replica * layout.tensor
     tp = comm(f"tp{replica}", range(first, first + layout.tensor))
-    made = Mesh(layout=layout, rank=rank, tp=tp, launcher=launcher, nccl=nccl, ordered=ordered)
+    mesh = Mesh(layout=layout, rank=rank, tp=tp, launcher=launcher, nccl=nccl, ordered=ordered)
     if not layout.expert:
-        return made
+        return mesh
     ep = comm("ep", range(layout.ranks))
     dp = comm(f"dp{place}", range(place, layout.ranks, layout.tensor))
-    return replace(made, ep=ep, dp=dp)
+    return replace(mesh, ep=ep, dp=dp)

@@ -1,7 +1,7 @@
 """NCCL communicators of one group and epoch, for CUDA tensors.
 
 Collectives are queued on the current stream; nothing here waits for the device. So a collective whose peer is
-gone hangs on the device and raises nowhere: whoever reads a step's result has a deadline, and ``abort`` has
+gone hangs on the device and raises nowhere: reading a step's result has a deadline, and ``abort`` has
 the kernels that hang end, with garbage for a result (``Launcher.broken`` says so).
 
     formed by ``connect`` ──► used ──► abort ──► ended       ``settle`` waits for the end
@@ -71,7 +71,8 @@ class NcclGroup:
     def abort(self) -> None:
         """Collectives in flight end, with garbage, and none can be launched any more. Does not wait."""
         with self._lock:
-            group, self._group = self._group, None
+            group = self._group
+            self._group = None
             if group is None:
                 return
             self._ending = threading.Thread(
@@ -120,7 +121,9 @@ def connect(store: Any, rank: int, size: int, device: torch.device, timeout: flo
     env.prepare_nccl(host)
     made: list[Any] = []
     errors: list[Exception] = []
-    late, lock, done = threading.Event(), threading.Lock(), threading.Event()
+    late = threading.Event()
+    lock = threading.Lock()
+    done = threading.Event()
 
     def form() -> None:
         try:

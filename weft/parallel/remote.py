@@ -1,7 +1,7 @@
-"""Heads on other hosts, as the host with the front sees them.
+"""Heads on other hosts, seen from the host with the front.
 
-It says on the board which life each of them should be in, and the hosts that they belong to make it so: see
-``weft.launch.host``. A host that is silent is waited for; its heads' links tell whoever needs them.
+It says on the board which incarnation each of them should be in, and the hosts that they belong to make it
+so: see ``weft.launch.host``. A silent host is waited for; the links of its heads report the loss.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 
 from weft.common.errors import ConfigError
 from weft.common.log import get_logger
-from weft.config.group import compare, shared_settings
+from weft.config.group_settings import compare, shared_settings
 from weft.config.hosts import heads_on
 from weft.config.resolved import EngineConfig
 from weft.parallel.board import Board, board_place, open_board
@@ -43,7 +43,9 @@ class RemoteHeads:
         self._board = open_board(parallel)
         # Hosts outlive a server: what they say of one's heads must not be taken for another's.
         first = secrets.randbits(48) << 14
-        self._lives = {r: first for node in range(1, parallel.nnodes) for r in heads_on(parallel, node)}
+        self._incarnations = {
+            r: first for node in range(1, parallel.nnodes) for r in heads_on(parallel, node)
+        }
         self._hosts = range(1, parallel.nnodes)
         self._present: dict[int, str] = {}
         """Host -> the key under which its process, if it may work, says its settings."""
@@ -57,13 +59,13 @@ class RemoteHeads:
 
     def __contains__(self, replica: int) -> bool:
         """Whether its head is on another host."""
-        return replica in self._lives
+        return replica in self._incarnations
 
     def start(self, replica: int) -> RemoteHead:
         """Has the head of ``replica`` started, in place of whatever runs. Does not wait."""
-        self._lives[replica] += 1
-        self._want(replica, self._lives[replica])
-        return RemoteHead(self._board, replica, self._lives[replica], self._lacks, self._end(replica))
+        self._incarnations[replica] += 1
+        self._want(replica, self._incarnations[replica])
+        return RemoteHead(self._board, replica, self._incarnations[replica], self._lacks, self._end(replica))
 
     def close(self, seconds: float, status: int = 0) -> None:
         """Tells all hosts that the server ends, and gives them ``seconds`` to read it."""
@@ -76,12 +78,12 @@ class RemoteHeads:
             log.warning("host %d did not read that the server ends", host)
         self._board.close()
 
-    def _want(self, replica: int, life: int) -> None:
-        self._board.post(b.wanted_key(replica), msgspec.msgpack.encode(life))
+    def _want(self, replica: int, incarnation: int) -> None:
+        self._board.post(b.wanted_key(replica), msgspec.msgpack.encode(incarnation))
 
     def _end(self, replica: int) -> Callable[[int], None]:
-        def end(life: int) -> None:
-            if self._lives[replica] == life:
+        def end(incarnation: int) -> None:
+            if self._incarnations[replica] == incarnation:
                 self._want(replica, 0)
 
         return end
@@ -148,14 +150,22 @@ class RemoteHeads:
 
 
 class RemoteHead:
-    """One life of a head on another host. It has what is needed of a ``subprocess.Popen``."""
+    """One incarnation of a head on another host. It has what is needed of a ``subprocess.Popen``."""
 
     def __init__(
-        self, board: Board, replica: int, life: int, refused: Callable[[], bool], end: Callable[[int], None]
+        self,
+        board: Board,
+        replica: int,
+        incarnation: int,
+        refused: Callable[[], bool],
+        end: Callable[[int], None],
     ) -> None:
-        """``refused``: whether it can never start. ``end(life)`` has it ended."""
-        self._board, self._replica, self.life = board, replica, life
-        self._refused, self._end = refused, end
+        """``refused``: whether it can never start. ``end(incarnation)`` has it ended."""
+        self._board = board
+        self._replica = replica
+        self.incarnation = incarnation
+        self._refused = refused
+        self._end = end
         self._address: str | None = None
 
     def endpoint(self) -> str | None:
@@ -169,15 +179,18 @@ class RemoteHead:
         if self._refused():
             return REFUSED
         data = self._board.get(b.ended_key(self._replica))
-        if data is not None and (ended := msgspec.msgpack.decode(data, type=b.Ended)).life == self.life:
+        if (
+            data is not None
+            and (ended := msgspec.msgpack.decode(data, type=b.HeadEnded)).incarnation == self.incarnation
+        ):
             return ended.status
         # Its host was started anew and did as it had been told: that is another process.
         moved = self._address is not None and self._listens() not in (None, self._address)
         return 1 if moved else None
 
     def kill(self) -> None:
-        """Has it ended, unless another life has begun. Does not wait."""
-        self._end(self.life)
+        """Has it ended, unless another incarnation has begun. Does not wait."""
+        self._end(self.incarnation)
 
     def wait(self, timeout: float) -> int:
         """Its status. Raises subprocess.TimeoutExpired."""
@@ -193,7 +206,7 @@ class RemoteHead:
         if data is None:
             return None
         listening = msgspec.msgpack.decode(data, type=b.Listening)
-        return listening.address if listening.life == self.life else None
+        return listening.address if listening.incarnation == self.incarnation else None
 
 
 def host_settings(config: EngineConfig) -> dict[str, str]:

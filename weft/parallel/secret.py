@@ -1,4 +1,4 @@
-"""Who may join a group across hosts: whoever knows its secret. CURVE keys are derived from it.
+"""Access to a group across hosts: processes that know its secret. CURVE keys are derived from the secret.
 
 The head knows the one public key that ranks have, and admits no other; a rank knows the head's. Neither key
 travels or lies in any file, so a stranger can neither join nor pose as the head, nor read what is sent.
@@ -21,7 +21,7 @@ LEAST_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Keys:
+class CurveKeys:
     """Both sides' keys, in Z85. ``repr`` shows none."""
 
     head: tuple[bytes, bytes]
@@ -42,7 +42,7 @@ class Keys:
         socket.curve_serverkey = self.head[0]
 
 
-def derive(secret: bytes) -> Keys:
+def derive(secret: bytes) -> CurveKeys:
     """The keys of a group. Raises ConfigError when zmq was built without CURVE, or for a short secret."""
     if not zmq.has("curve"):
         raise ConfigError("--group-secret: the installed libzmq has no CURVE", param="--group-secret")
@@ -55,10 +55,10 @@ def derive(secret: bytes) -> Keys:
         private = z85.encode(hashlib.blake2b(secret, digest_size=32, person=b"weft-" + who).digest())
         return zmq.curve_public(private), private
 
-    return Keys(pair(b"head"), pair(b"rank"))
+    return CurveKeys(pair(b"head"), pair(b"rank"))
 
 
-def read_keys(file: str) -> Keys:
+def read_keys(file: str) -> CurveKeys:
     """The keys of the group whose secret is in ``file``. Raises ConfigError."""
     try:
         secret = Path(file).read_bytes().strip()
@@ -69,8 +69,8 @@ def read_keys(file: str) -> Keys:
     return derive(secret)
 
 
-def admit_ranks(context: Any, keys: Keys) -> ThreadAuthenticator:
-    """Has ``context`` refuse whoever has not the ranks' key. Stop it before the context ends."""
+def admit_ranks(context: Any, keys: CurveKeys) -> ThreadAuthenticator:
+    """Has ``context`` refuse peers without the ranks' key. Stop it before the context ends."""
 
     class Callback:
         def callback(self, domain: str, key: bytes) -> bool:

@@ -62,7 +62,8 @@ class SharedRing:
         self._ring: int = ops.ring_open.default(fd, rank, pids, slot, timeout, spin)
         weakref.finalize(self, ops.ring_close.default, self._ring)
         self._abort = ops.ring_abort.default
-        self._gather, self._sum = ops.ring_gather.default, ops.ring_sum.default
+        self._gather = ops.ring_gather.default
+        self._sum = ops.ring_sum.default
         self._exchange = ops.ring_exchange.default
 
     def gather(self, x: Tensor) -> Tensor:
@@ -78,7 +79,9 @@ class SharedRing:
         return self._exchange(x, sends, receives, self._ring)
 
     def abort(self) -> None:
-        """Whoever waits, here or on another rank, gets an error at once. Memory goes when all left it."""
+        """Every wait, here or on another rank, fails at once. The memory is freed when all ranks have left
+        it.
+        """
         self._abort(self._ring)
 
 
@@ -95,7 +98,8 @@ def meet(store: Any, rank: int, size: int, timeout: float, slot: int = SLOT) -> 
     ]
     if not all(place.able and place.host and place.host == mine.host for place in places):
         return None
-    fd, ring = -1, None
+    fd = -1
+    ring = None
     try:
         if rank == 0:
             fd, ring = _map(

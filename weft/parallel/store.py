@@ -11,13 +11,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from weft.parallel.group import CommLost
+from weft.parallel.group_comm import CommLost
 
 _FILE, _TCP = "file://", "tcp://"
 
 
 def host_store(host: str, timeout: float) -> tuple[Any, str]:
-    """A new store at a port of ``host``, and its address. Whoever hosts it keeps it. Raises CommLost."""
+    """A new store at a port of ``host``, and its address. The caller keeps a reference to it. Raises
+    CommLost.
+    """
     try:
         store = dist.TCPStore(host, 0, None, True, timedelta(seconds=timeout), wait_for_workers=False)
     except Exception as error:

@@ -1,7 +1,7 @@
-"""What happens to a fleet, and what it wants done. Data only; see ``weft.routing.fleet``.
+"""Events that a fleet takes in, and actions that it asks for. Data only; see ``weft.routing.fleet``.
 
-An instance has a name for life and a new *link* (an integer) for each of its processes: what comes over an
-old link is of a process that was given up, and changes nothing.
+An instance keeps its name, and gets a new *link* (an integer) for each of its processes. Events of an old
+link come from a process that was given up; they change nothing.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from weft.types.messages import Submit, ToFront, ToHead, TokenEvent
 
 
 class Opened(NamedTuple):
-    """A request of a client: its sequences are to be computed. See ``Fleet.refusal`` first."""
+    """A client's request came: compute its sequences. Ask ``Fleet.refusal`` first."""
 
     submits: tuple[Submit, ...]
     hashes: Mapping[int, PromptHashes] = {}
     """Request id -> hashes of its prompt, where they were computed already."""
     pinned: str | None = None
-    """The only instance that may compute it; it ends with that instance."""
+    """The only instance that may compute the request, which fails when that instance is lost."""
 
 
 class Closed(NamedTuple):
-    """Nobody wants these sequences any more: the text side ended them, or the client left. Idempotent."""
+    """The text side ended these sequences, or their client left. Idempotent."""
 
     sequences: tuple[int, ...]
 
 
 class Paused(NamedTuple):
-    """Nobody reads these sequences: they leave their instances until ``Resumed``. Idempotent."""
+    """The client does not read these sequences: they leave their instances until ``Resumed``. Idempotent."""
 
     sequences: tuple[int, ...]
 
 
 class Resumed(NamedTuple):
-    """They are read again. Idempotent."""
+    """The client reads these sequences again. Idempotent."""
 
     sequences: tuple[int, ...]
 
@@ -48,28 +48,32 @@ class Resumed(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """A process of ``instance`` was started; it is, or will be, connected to over ``link``."""
+    """A process of ``instance`` was started; ``link`` is the connection to it.
+
+    ``relinked``: it is the process that was there, over another link.
+    """
 
     instance: str
     link: int
+    relinked: bool = False
 
 
 class Located(NamedTuple):
-    """It is known where the process will listen."""
+    """The address at which the process will listen is known."""
 
     instance: str
     link: int
 
 
 class Linked(NamedTuple):
-    """There is a connection, so the process listens."""
+    """The connection to the process is up: it listens."""
 
     instance: str
     link: int
 
 
 class Received(NamedTuple):
-    """A message came."""
+    """A message of the process came over ``link``."""
 
     instance: str
     link: int
@@ -98,7 +102,9 @@ class Draining(NamedTuple):
 
 
 class Stalled(NamedTuple):
-    """This process itself stood still for ``seconds``: silence in that time proves nothing."""
+    """The front's own process stood still for ``seconds``, so silence of instances in that time proves
+    nothing.
+    """
 
     seconds: float
 
@@ -108,7 +114,7 @@ class Tick(NamedTuple):
 
 
 class Closing(NamedTuple):
-    """This front ends. ``shutdown``: the instances end with it."""
+    """This front ends. ``shutdown``: its instances end with it."""
 
     shutdown: bool
 
@@ -134,7 +140,7 @@ Event: TypeAlias = (
 
 
 class Send(NamedTuple):
-    """``message`` leaves over ``link``; messages of one link stay in order."""
+    """Send ``message`` over ``link``. Messages of one link stay in order."""
 
     instance: str
     link: int
@@ -142,14 +148,14 @@ class Send(NamedTuple):
 
 
 class Deliver(NamedTuple):
-    """New events of open sequences, for whoever reads them. A sequence gets exactly one with ``finish``."""
+    """Hand new events of open sequences to their readers. A sequence gets exactly one with ``finish``."""
 
     events: tuple[TokenEvent, ...]
 
 
 class Replace(NamedTuple):
-    """``instance`` is lost: its owner ends what is left of the process and answers ``Expected`` for another
-    one, or ``Retired``.
+    """``instance`` is lost: its owner ends the rest of the process and answers with ``Expected`` for a new
+    process, or ``Retired``.
     """
 
     instance: str
@@ -157,14 +163,14 @@ class Replace(NamedTuple):
 
 
 class Unlink(NamedTuple):
-    """``link`` is of no use any more: it is closed."""
+    """Close ``link``, which is not used any more."""
 
     instance: str
     link: int
 
 
 class Complete(NamedTuple):
-    """All instances have answered for the first time: requests may come."""
+    """All instances have answered for the first time: accept requests."""
 
 
 class Failed(NamedTuple):

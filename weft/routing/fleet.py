@@ -5,10 +5,10 @@
                  ├──────────────────┤
                  └─ Resumed ─ paused ◄─ Paused
 
-Whatever happens is an event, whatever is to be done an action: no clock, socket, thread or process is touched
-here, so a simulator runs this very class. An open sequence is parked, paused, or at one instance or more; it
+Input is events, output is actions (``weft.routing.events``). The class uses no clock, socket, thread or
+process, so the simulator runs it, too. An open sequence is parked, paused, or at one instance or more; it
 ends exactly once, with an event that has ``finish``. When an instance is lost its sequences go on at others,
-from the tokens that came so far. Where none lives they wait for one that is started anew, if any is.
+from the tokens that came so far. If no instance is alive, they wait for one that is being started, if any is.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from weft.common.errors import EngineDead, ReportedError, Unavailable, WeftError
 from weft.common.log import get_logger
 from weft.common.restarts import MOST_LOSSES
 from weft.routing import events as e
-from weft.routing.instances import Instance, State
-from weft.routing.ledger import Entry
+from weft.routing.instance_table import InstanceTable, Patience
+from weft.routing.instances import Instance, InstanceState
+from weft.routing.ledger import LedgerEntry
 from weft.routing.policy import Policy, PrefixAffinity, hashes_of
-from weft.routing.roster import Patience, Roster
 from weft.types import messages as m
 
 log = get_logger(__name__)
@@ -37,7 +37,7 @@ LATE = "the engine failed and did not come back in time; try again later"
 
 
 class Fleet:
-    """Times are seconds of one monotonic clock, which never falls."""
+    """All instances behind one front. Times are seconds of one monotonic clock."""
 
     def __init__(
         self,
@@ -48,17 +48,17 @@ class Fleet:
         joining: bool = False,
     ) -> None:
         """``instances``: name -> domain; those of one domain work together or not at all, "" is none.
-        ``front``: the name of this front. ``joining``: others serve already, so it need not wait for all
-        instances, and one that is lost before it has been up is no reason to give up.
+        ``front``: the name of this front. ``joining``: other fronts serve already, so this one does not
+        wait for all instances, and goes on when one is lost before it was up.
         """
-        self.roster = Roster(instances, patience, joining)
+        self.table = InstanceTable(instances, patience, joining)
         self._joining = joining
-        self.entries: dict[int, Entry] = {}
+        self.entries: dict[int, LedgerEntry] = {}
         """Open sequences."""
         self.failure: WeftError | None = None
-        """Set when no instance lives and none will come back."""
+        """Set when no instance is left and none will be started again."""
         self.late_events = 0
-        """Of sequences, or attempts, that nobody waits for any more."""
+        """Events of sequences or attempts that have ended already."""
         self.failovers = 0
         """Sequences that went on after an instance was lost."""
         self.pauses = 0
@@ -67,23 +67,25 @@ class Fleet:
         self._parked: dict[int, None] = {}
         """Open sequences that wait for an instance, in order."""
         self._paused: dict[int, None] = {}
-        """Open sequences that nobody reads."""
+        """Open sequences that their client does not read."""
         self._requests: dict[int, dict[int, None]] = {}
         """Request -> its open sequences: they share a prompt, and its blocks where they are together."""
         self._bereft: set[int] = set()
-        """Parked or paused sequences whose instance was lost."""
+        """Parked or paused sequences that lost their instance."""
         self._closing = False
         self._late = False
-        """Whether sequences have waited long enough for one, so that none should begin to."""
+        """Whether sequences have waited for an instance for longer than ``Patience.recovery``: new ones are
+        refused.
+        """
         self._now = -math.inf
         self._actions: list[e.Action] = []
         self._events: list[m.TokenEvent] = []
 
     def on(self, event: e.Event, now: float) -> list[e.Action]:
-        """What is to be done after ``event``, which happened at ``now``."""
+        """Takes in ``event``, which happened at ``now``; returns the actions to carry out, in order."""
         self._now, self._actions, self._events = now, [], []
         _HANDLERS[type(event)](self, event)
-        self._late = self._late and self.roster.unready_since < math.inf
+        self._late = self._late and self.table.unready_since < math.inf
         if self._parked:
             self._place_parked()
         if self._events:
@@ -92,14 +94,14 @@ class Fleet:
 
     def next_deadline(self) -> float:
         """When a ``Tick`` will change something, if nothing happens before; inf for never."""
-        unready = math.inf if self._late else self.roster.unready_since + self._patience.recovery
-        return min(self.roster.deadline(), unready)
+        unready = math.inf if self._late else self.table.unready_since + self._patience.recovery
+        return min(self.table.deadline(), unready)
 
     def refusal(self) -> WeftError | None:
         """Why no request can begin now; None when it can."""
         if self.failure is not None:
             return Unavailable("the engine has failed; the server is stopping")
-        if self._closing or not self.roster.complete:
+        if self._closing or not self.table.complete:
             return Unavailable("the engine is not ready yet; try again later")
         if self._late:
             return Unavailable("the engine has failed and is being started again; try again later")
@@ -110,10 +112,10 @@ class Fleet:
     def _opened(self, event: e.Opened) -> None:
         for submit in event.submits:
             hashes = event.hashes.get(submit.request)
-            self.entries[submit.sequence] = Entry(submit, hashes, event.pinned)
+            self.entries[submit.sequence] = LedgerEntry(submit, hashes, event.pinned)
             self._requests.setdefault(submit.request, {})[submit.sequence] = None
             self._parked[submit.sequence] = None
-        if event.pinned is not None and not self.roster.instances[event.pinned].alive:
+        if event.pinned is not None and not self.table.instances[event.pinned].alive:
             self._end_pinned(event.pinned, Unavailable("the engine that was asked for is not there"))
 
     def _end_pinned(self, name: str, error: WeftError) -> None:
@@ -149,7 +151,7 @@ class Fleet:
         """Takes an open sequence from wherever it is."""
         entry = self.entries[sequence]
         for name in entry.places:
-            instance = self.roster.instances[name]
+            instance = self.table.instances[name]
             instance.end(sequence)
             self._send(instance, m.Finish(sequence=sequence))
             if instance.version < 2:
@@ -160,7 +162,7 @@ class Fleet:
         """It has ended."""
         entry = self.entries.pop(sequence)
         for name in entry.places:
-            self.roster.instances[name].end(sequence)
+            self.table.instances[name].end(sequence)
         siblings = self._requests[entry.submit.request]
         del siblings[sequence]
         if not siblings:
@@ -178,7 +180,7 @@ class Fleet:
 
     def _place_parked(self) -> None:
         """Sends parked sequences to instances, those of one prompt together."""
-        takers = self.roster.takers()
+        takers = self.table.takers()
         if not takers:
             return
         groups: dict[int, list[int]] = {}
@@ -193,8 +195,8 @@ class Fleet:
             with_siblings = [taker for taker in able if self._has_siblings(taker, first.submit.request)]
             hashes = hashes_of(first.submit.prompt_ids, first.submit.salt, first.hashes)
             self._place(self._policy.choose(with_siblings or able, hashes), group)
-            if any(taker.state is State.HALF_OPEN for taker in takers):
-                takers = self.roster.takers()
+            if any(taker.state is InstanceState.HALF_OPEN for taker in takers):
+                takers = self.table.takers()
 
     def _can_take(self, instance: Instance, group: Iterable[int], pinned: str | None) -> bool:
         if pinned is not None and pinned != instance.name:
@@ -228,8 +230,8 @@ class Fleet:
     # -- what instances say -------------------------------------------------------------------------
 
     def _received(self, event: e.Received) -> None:
-        instance, message = self.roster.instances[event.instance], event.message
-        if instance.link != event.link or instance.state in (State.DOWN, State.RETIRED):
+        instance, message = self.table.instances[event.instance], event.message
+        if instance.link != event.link or instance.state in (InstanceState.DOWN, InstanceState.RETIRED):
             self.late_events += len(message.events) if isinstance(message, m.Tokens) else 0
             return
         instance.heard = self._now
@@ -245,15 +247,15 @@ class Fleet:
             self._lose(instance, ReportedError(message.error))
 
     def _welcome(self, instance: Instance, welcome: m.Welcome) -> None:
-        complete = self.roster.complete
+        complete = self.table.complete
         try:
-            up = self.roster.welcome(instance, welcome, self._now)
+            up = self.table.welcome(instance, welcome, self._now)
         except EngineDead as error:
             self._lose(instance, error)
             return
         if up:
             self._policy.forget(instance.name)  # its cache is empty
-        if self.roster.complete and not complete:
+        if self.table.complete and not complete:
             self._actions.append(e.Complete())
 
     def _take(self, instance: Instance, event: m.TokenEvent) -> None:
@@ -280,16 +282,16 @@ class Fleet:
         elif event.finish is not None:
             self._forget(sequence)
             if event.finish != "error":
-                self.roster.prove(instance)
+                self.table.prove(instance)
 
-    def _may_retry(self, instance: Instance, entry: Entry, event: m.TokenEvent) -> bool:
+    def _may_retry(self, instance: Instance, entry: LedgerEntry, event: m.TokenEvent) -> bool:
         """Whether ``event`` says that this instance has no room, and another one may have."""
         error = event.error
         if event.finish != "error" or error is None or error.blame != "capacity" or not error.retryable:
             return False
         if entry.pinned is not None:
             return False
-        return any(i.name != instance.name and i.name not in entry.refused for i in self.roster.takers())
+        return any(i.name != instance.name and i.name not in entry.refused for i in self.table.takers())
 
     def _give_back(self, instance: Instance, sequence: int) -> None:
         """``instance`` has ``sequence`` no longer, and its stream goes on: where it is, too, or elsewhere."""
@@ -307,23 +309,23 @@ class Fleet:
     # -- instances that come and go -----------------------------------------------------------------
 
     def _expected(self, event: e.Expected) -> None:
-        instance = self.roster.instances[event.instance]
+        instance = self.table.instances[event.instance]
         if instance.link >= 0:  # the end of the process before it may be told later, or never
             self._lose(instance, EngineDead("another process took its place"), replace=False)
-        self.roster.expect(instance, event.link, self._now)
+        self.table.expect(instance, event.link, self._now, event.relinked)
 
     def _located(self, event: e.Located) -> None:
         if (instance := self._linked_to(event.instance, event.link)) is not None:
-            self.roster.locate(instance, self._now)
+            self.table.locate(instance, self._now)
 
     def _listening(self, event: e.Linked) -> None:
         instance = self._linked_to(event.instance, event.link)
-        if instance is not None and self.roster.listen(instance, self._now):
+        if instance is not None and self.table.listen(instance, self._now):
             self._send(instance, m.Hello(versions=(m.OLDEST, m.VERSION), front=self._front))
 
     def _linked_to(self, name: str, link: int) -> Instance | None:
         """The instance, if ``link`` is its present one."""
-        instance = self.roster.instances[name]
+        instance = self.table.instances[name]
         return instance if instance.link == link else None
 
     def _lost(self, event: e.Lost) -> None:
@@ -332,7 +334,7 @@ class Fleet:
 
     def _lose(self, instance: Instance, error: WeftError, replace: bool = True) -> None:
         """The process of ``instance`` is gone, or as good as gone."""
-        if not self.roster.lose(instance, self._now):
+        if not self.table.lose(instance, self._now):
             return
         log.error("engine %s is lost: %s", instance.name, error.message)
         self._actions.append(e.Unlink(instance.name, instance.link))
@@ -340,7 +342,7 @@ class Fleet:
             self._bereave(instance, sequence, error)
         self._end_pinned(instance.name, error)
         if (
-            not self.roster.complete and not self._joining
+            not self.table.complete and not self._joining
         ):  # it failed to start: who waits for that hears of it
             self._fail(error)
         elif replace and not self._closing:
@@ -361,16 +363,16 @@ class Fleet:
 
     def _retired(self, event: e.Retired) -> None:
         """With one of a domain all of it are lost for good."""
-        retired = self.roster.instances[event.instance]
-        for instance in self.roster.instances.values():
+        retired = self.table.instances[event.instance]
+        for instance in self.table.instances.values():
             if instance is retired or (retired.domain and instance.domain == retired.domain):
                 self._lose(instance, event.error, replace=False)
-                self.roster.retire(instance)
-        if self.roster.over:
+                self.table.retire(instance)
+        if self.table.over:
             self._fail(event.error)
 
     def _draining(self, event: e.Draining) -> None:
-        self.roster.drain(self.roster.instances[event.instance], self._now)
+        self.table.drain(self.table.instances[event.instance], self._now)
 
     def _fail(self, error: WeftError) -> None:
         if self.failure is None:
@@ -380,21 +382,21 @@ class Fleet:
             self._end(sequence, error)
 
     def _tick(self, event: e.Tick) -> None:
-        for instance, error in self.roster.overdue(self._now):
+        for instance, error in self.table.overdue(self._now):
             self._lose(instance, error)
-        if not self._late and self._now >= self.roster.unready_since + self._patience.recovery:
+        if not self._late and self._now >= self.table.unready_since + self._patience.recovery:
             self._late = True
             log.error("no engine is back: %d sequences fail", len(self._parked))
             for sequence in list(self._parked):
                 self._end(sequence, Unavailable(LATE))
 
     def _stalled(self, event: e.Stalled) -> None:
-        self.roster.stall(event.seconds, self._now)
+        self.table.stall(event.seconds, self._now)
 
     def _close(self, event: e.Closing) -> None:
         self._closing = True
-        for instance in self.roster.instances.values():
-            if not instance.listens or instance.state in (State.DOWN, State.RETIRED):
+        for instance in self.table.instances.values():
+            if not instance.listens or instance.state in (InstanceState.DOWN, InstanceState.RETIRED):
                 continue
             if event.shutdown:
                 self._send(instance, m.Shutdown())

@@ -1,4 +1,4 @@
-"""The head's side of the messages: fronts, and which of them each live sequence belongs to. Sans-IO.
+"""The head's side of the messages: its fronts, and the front of each live sequence. Does no I/O.
 
 Every Submit is answered by exactly one event with ``finish``, unless its front sent a later attempt, or
 left. A front that is gone, or does not read, loses its own sequences and nothing else.
@@ -15,11 +15,11 @@ from weft.common.errors import EngineDead, InvalidRequest, Unavailable, WeftErro
 from weft.types import messages as m
 
 Outgoing: TypeAlias = list[tuple[bytes, m.ToFront]]
-"""(front, message), in the order in which they are to be sent."""
+"""(front, message), in the order of sending."""
 
 
-class Engine(Protocol):
-    """What computes. See ``weft.engine.core.EngineCore``."""
+class HeadEngine(Protocol):
+    """The engine behind the protocol. See ``weft.engine.core.EngineCore``."""
 
     @property
     def recovering(self) -> bool: ...
@@ -37,7 +37,7 @@ class Engine(Protocol):
 
 class _Front(NamedTuple):
     name: str
-    """Of its process; every connection of it says so."""
+    """The front's name, the same for all its connections."""
     version: int
     quiet: bool
     """Whether it wants heartbeats only while it has sequences."""
@@ -49,16 +49,17 @@ class _Owner(NamedTuple):
 
 
 class HeadProtocol:
-    """One for each life of a head's process. Fronts are named by their connection."""
+    """One for each head process. A front is named by its connection."""
 
-    def __init__(self, engine: Engine, incarnation: int) -> None:
-        self._engine, self._incarnation = engine, incarnation
+    def __init__(self, engine: HeadEngine, incarnation: int) -> None:
+        self._engine = engine
+        self._incarnation = incarnation
         self._fronts: dict[bytes, _Front] = {}
         self._owners: dict[int, _Owner] = {}
-        """Of live sequences."""
+        """Front of each live sequence."""
         self.bad_frames = 0
         self.draining = False
-        """Whether nothing new is taken."""
+        """Whether new sequences are refused."""
         self.stopped = False
         """Whether the head was told to end."""
 
@@ -68,7 +69,7 @@ class HeadProtocol:
         return bool(self._owners)
 
     def on(self, front: bytes, message: m.ToHead) -> Outgoing:
-        """What to answer to a message of ``front``."""
+        """Handles a message of ``front``; returns the messages to send."""
         if isinstance(message, m.Hello):
             return self._hello(front, message)
         if front not in self._fronts:
@@ -89,7 +90,7 @@ class HeadProtocol:
         return []
 
     def events(self, events: Sequence[m.TokenEvent], step: int = -1) -> Outgoing:
-        """What the engine made in ``step``, one message to each front."""
+        """The engine's events of ``step``, as one message to each front."""
         by_front: dict[bytes, list[m.TokenEvent]] = {}
         for event in events:
             owner = self._owners.get(event.sequence)
@@ -103,7 +104,7 @@ class HeadProtocol:
         return [(front, m.Tokens(step=step, events=tuple(each))) for front, each in by_front.items()]
 
     def heartbeats(self) -> Outgoing:
-        """To every front that wants one now."""
+        """A heartbeat to every front that wants one now."""
         heartbeat = self._heartbeat()
         busy = {owner.front for owner in self._owners.values()}
         return [(name, heartbeat) for name, front in self._fronts.items() if name in busy or not front.quiet]
@@ -113,7 +114,7 @@ class HeadProtocol:
         return [(front, m.HeadFailed(error=error.info())) for front in self._fronts]
 
     def forget(self, front: bytes) -> None:
-        """It is gone: its sequences end."""
+        """The front is gone: its sequences end."""
         self._fronts.pop(front, None)
         for sequence in [s for s, owner in self._owners.items() if owner.front == front]:
             del self._owners[sequence]

@@ -1,8 +1,8 @@
 """An instance (a head, and the group behind it) as one front knows it: its state, its load, its progress.
 
-Load is counted in sequences. One that is open here counts 1, and its prompt's tokens count as further ones
-until the prompt has been computed: so an instance that reads a long prompt gets no other one meanwhile. What
-heartbeats tell beyond that is the load of other fronts.
+Load is counted in sequences. An open sequence counts 1, and its prompt's tokens count extra
+until the prompt has been computed, so that an instance with a long prompt gets no other long one meanwhile.
+Sequences that heartbeats report beyond this front's own are the load of other fronts.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ PROMPT_TOKENS = 256
 """Tokens of a prompt still to be computed that weigh as much as a running sequence."""
 
 
-class State(Enum):
+class InstanceState(Enum):
     """
     starting ──Welcome──► up ──Draining──► draining
        ▲                  ▲│ lost            │ lost
        │Expected  healthy ││                 ▼
       down ◄──────────────┼┴──────────────── ·        half_open: it died twice in a row, and gets one prompt
-       │ Retired          half_open ◄─ Welcome        at a time until it has shown that it lives
+       │ Retired          half_open ◄─ Welcome        at a time until it was healthy for long
        ▼
      retired
     """
@@ -36,7 +36,7 @@ class State(Enum):
     RETIRED = "retired"
 
 
-ALIVE = (State.UP, State.HALF_OPEN, State.DRAINING)
+ALIVE = (InstanceState.UP, InstanceState.HALF_OPEN, InstanceState.DRAINING)
 
 
 @dataclass(slots=True)
@@ -47,34 +47,34 @@ class Instance:
     domain: str = ""
     """Instances of one domain work together or not at all; "" is none."""
     order: int = 0
-    """Among equals the first is chosen."""
-    state: State = State.STARTING
+    """Position in the list of instances; of equal loads the first is chosen."""
+    state: InstanceState = InstanceState.STARTING
     link: int = -1
-    """Of its present process."""
+    """The Welcome of its present process."""
     welcome: Welcome | None = None
     version: int = 0
-    """Of the messages that both ends speak."""
+    """Version of the messages that both ends speak."""
     stats: HeadStats = field(default_factory=HeadStats)
     open: dict[int, int] = field(default_factory=dict)
-    """This front's sequences there: prompt tokens that are still to be computed."""
+    """This front's open sequences -> their load: 1, and the prompt's share until it is computed."""
     prompt_tokens: int = 0
     """The sum of ``open``."""
     elsewhere: int = 0
-    """Sequences of other fronts there, by its last heartbeat."""
+    """Sequences of other fronts, by the last heartbeat."""
     chosen: int = 0
-    """How often it was chosen."""
+    """How often a sequence was sent there."""
     unanswered: set[int] = field(default_factory=set)
     """Sequences that were taken from an instance that knows no attempts, and whose end is still to come."""
     deaths: int = 0
-    """In a row: since it was healthy last."""
+    """Deaths in a row, since the instance was healthy last."""
     since: float = -math.inf
-    """When it came up last."""
+    """When the instance came up last."""
     heard: float = math.inf
-    """When something came from it last."""
+    """When the last message came."""
     moved: float = math.inf
     """When it proved progress last: its step counter moved, or it had nothing to do."""
     deadline: float = math.inf
-    """While it starts: until when it must listen or, once it does, answer."""
+    """While it starts: when it must listen at the latest or, once it listens, answer."""
     listens: bool = False
 
     @property
@@ -102,19 +102,23 @@ class Instance:
         """``sequence`` is there no longer. Idempotent."""
         self.prompt_tokens -= self.open.pop(sequence, 0)
 
-    def heartbeat(self, beat: Heartbeat, now: float) -> None:
-        """Takes in what it says of itself."""
-        if beat.idle or beat.stats.steps != self.stats.steps:
+    def heartbeat(self, message: Heartbeat, now: float) -> None:
+        """Takes in the load and progress that the instance reports."""
+        if message.idle or message.stats.steps != self.stats.steps:
             self.moved = now
-        self.stats = beat.stats
-        self.elsewhere = max(0, beat.stats.running + beat.stats.waiting - len(self.open))
+        self.stats = message.stats
+        self.elsewhere = max(0, message.stats.running + message.stats.waiting - len(self.open))
 
     def start(self, link: int, deadline: float) -> None:
-        """Another process takes its place."""
-        self.state, self.link, self.deadline = State.STARTING, link, deadline
-        self.welcome, self.listens = None, False
+        """Takes note of a new process."""
+        self.state = InstanceState.STARTING
+        self.link = link
+        self.deadline = deadline
+        self.welcome = None
+        self.listens = False
         self.heard = self.moved = math.inf
-        self.stats, self.elsewhere = HeadStats(), 0
+        self.stats = HeadStats()
+        self.elsewhere = 0
         self.unanswered.clear()
 
     def overdue(self, timeout: float, now: float) -> str | None:

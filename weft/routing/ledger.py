@@ -1,11 +1,11 @@
-"""What each open sequence was asked and has given: enough for another instance to go on with it.
+"""An open sequence's request and output so far: enough for another instance to continue it.
 
 The Submit made by ``again`` carries every token that came, so penalties, limits and stops count them, and
-the next token is drawn at the next position. What is computed twice (prompt logprobs that came before the
-first token) is dropped here, so whoever reads the events sees each thing once.
+the next token is drawn at the next position. Prompt logprobs that are computed twice (they came
+before the first token) are dropped here, so a reader of the events gets each once.
 
-A sequence may be at several instances at once. Each time that it is sent anywhere is an *attempt* of its own,
-which the events of it carry: so those of an earlier attempt, which may still be on their way, are told apart.
+A sequence may be at several instances at once. Each sending is an *attempt* with a number of its
+own. Events carry the number, so late events of an earlier attempt are recognized.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from weft.routing.policy import PromptHashes
 from weft.types.messages import LogprobColumns, Submit, TokenEvent, ids_to_bytes
 
 
-class Entry:
+class LedgerEntry:
     """One open sequence."""
 
     __slots__ = (
@@ -39,32 +39,32 @@ class Entry:
 
     def __init__(self, submit: Submit, hashes: PromptHashes | None = None, pinned: str | None = None) -> None:
         self.submit = submit
-        """What was asked."""
+        """The request."""
         self.hashes = hashes
-        """Of its prompt, if they are known."""
+        """Block hashes of the prompt; None while they are not known."""
         self.pinned = pinned
         """The only instance that may compute it."""
         self.tokens: array[int] = array("i")
-        """What came."""
+        """Output tokens so far."""
         self.places: dict[str, int] = {}
-        """Instances that work on it -> their attempt."""
+        """Instance -> attempt, of the instances that work on the sequence."""
         self.attempt = -1
-        """The latest."""
+        """Number of the latest attempt; -1 before the first."""
         self.refused: dict[str, int] = {}
-        """Instances that refused it, or gave it back, since a token came, and how often."""
+        """Instance -> how often it refused the sequence or gave it back since the last token."""
         self.losses = 0
         """Instances that were lost while they worked on it."""
         self.prompt_logprobs = 0
-        """Prompt logprobs that came: positions."""
+        """Positions of prompt logprobs received."""
         self.skip = 0
-        """Of those that the present attempt will send, the first ones came before."""
+        """Positions of prompt logprobs to drop from the present attempt: they came in an earlier one."""
         self.cached = 0
         """Prompt tokens that its first instance found in its cache."""
         self.continued = False
-        """Whether the present attempt goes on behind tokens of an earlier one."""
+        """Whether the present attempt continues after tokens of an earlier one."""
 
     def again(self) -> Submit:
-        """The Submit of its next attempt: it goes on behind everything that came."""
+        """The Submit of the next attempt, which continues after all tokens so far."""
         self.attempt += 1
         self.skip = self.prompt_logprobs
         if not self.tokens:

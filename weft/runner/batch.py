@@ -17,7 +17,7 @@ import torch
 from weft.attention.base import Backends, SegmentInput, StepInput
 from weft.config.resolved import KVConfig
 from weft.ops.upload import upload
-from weft.runner.columns import logits_columns, ragged, row_columns, verify_columns
+from weft.runner.plan_columns import logits_columns, ragged, row_columns, verify_columns
 from weft.runner.sampler import SampleRows
 from weft.runner.slot_state import SlotState
 from weft.runner.staging import StagingBuffer
@@ -92,7 +92,8 @@ class BatchBuilder:
         self._backends = backends
         self._dtype = dtype
         # Columns of steps that never change, and the segment of no rows.
-        most, device = state.history.shape[0] * kv.copies, state.history.device
+        most = state.history.shape[0] * kv.copies
+        device = state.history.device
         self._order = torch.arange(most + 1, device=device)
         self._offsets = self._order.int()
         self._ones = torch.ones(most, dtype=torch.int64, device=device)
@@ -107,19 +108,22 @@ class BatchBuilder:
         return Batch(step=step, **self._sampling(rows, starts, staged, step.ids, step.positions))
 
     def rows(self, plan: StepPlan, buffer: StagingBuffer) -> tuple[StepRows, Tensor]:
-        """``build`` without the step: of a plan that is computed in halves. And int64 [L], the merged rows
-        with logits."""
+        """``build`` without the step: of a plan that is computed in micro-batches. And int64 [L], the merged
+        rows with logits."""
         rows, staged = self._stage(plan, buffer)
         starts = self._state.num_computed[rows[0]]
-        slots, row = rows[0][rows[2]], rows[2]
+        slots = rows[0][rows[2]]
+        row = rows[2]
         positions = starts[row] + rows[3]
         ids = self._state.history[slots, positions].long() if staged.merged is not None else positions
         return StepRows(**self._sampling(rows, starts, staged, ids, positions)), staged.logits_index
 
-    def half(self, plan: StepPlan, cut: int, exchange: Exchange, buffer: StagingBuffer) -> StepInput:
-        """The step of a half. ``cut``: tokens of the first prompt row that the other half computes before it;
-        the state that they leave is in copy 0. ``exchange``: the same for both halves."""
-        prefill, decode = plan.prefill, plan.decode
+    def micro_batch(self, plan: StepPlan, cut: int, exchange: Exchange, buffer: StagingBuffer) -> StepInput:
+        """The step of a micro-batch. ``cut``: tokens of the first prompt row that the other micro-batch
+        computes before it; the state that they leave is in copy 0. ``exchange``: the same for both
+        micro-batches."""
+        prefill = plan.prefill
+        decode = plan.decode
         index, _ = logits_columns(plan)
         columns = [*row_columns(prefill, decode), index]
         if cut:
@@ -216,7 +220,8 @@ class BatchBuilder:
         first = prefill.rows
         if live is None:
             live = self._state.live[slots]
-        p, d = slice(None, first), slice(first, None)
+        p = slice(None, first)
+        d = slice(first, None)
         segments = (
             self._segment(prefill, 0, slots[p], starts[p], prefill_offsets.int(), live[p]),
             self._segment(decode, prefill.tokens, slots[d], starts[d], decode_offsets.int(), live[d]),
@@ -257,7 +262,8 @@ class BatchBuilder:
 
         ``staged``: see ``stage_decode``.
         """
-        slots, rows = staged[0], len(staged[0])
+        slots = staged[0]
+        rows = len(staged[0])
         each = len(positions) // rows if rows else 1
         row = self._order[: rows * each]
         verify = None
@@ -265,9 +271,13 @@ class BatchBuilder:
             counts, slot, row = staged[1:4]
             entries, merged = (column.view(rows, -1) for column in staged[4:])
             verify = Verify(entries=entries, drafts=torch.where(merged < 0, merged, ids[merged]))
-            at, slot_host = positions[row], np.repeat(plan.decode.slot, plan.decode.count)
+            at = positions[row]
+            slot_host = np.repeat(plan.decode.slot, plan.decode.count)
         else:
-            counts, slot, at, slot_host = self._ones[:rows], slots, positions, plan.decode.slot
+            counts = self._ones[:rows]
+            slot = slots
+            at = positions
+            slot_host = plan.decode.slot
             if each > 1:
                 counts = counts * each
                 slot = slots.repeat_interleave(each, output_size=rows * each)
@@ -300,10 +310,13 @@ class BatchBuilder:
         all of one count, and its largest start bounds the context of all. ``starts``, ``shift``: as for
         ``follow``. A position beyond the longest sequence stands for the last one.
         """
-        rows, each = len(slots), int(bound.count.max(initial=1))
+        rows = len(slots)
+        each = int(bound.count.max(initial=1))
         if starts is None:
             starts = self._state.num_computed[slots]
-        positions, token_slots, offsets = starts, slots, self._offsets[: rows + 1]
+        positions = starts
+        token_slots = slots
+        offsets = self._offsets[: rows + 1]
         if each > 1:
             most = self._state.history.shape[1] - 1 - shift
             positions = (starts.unsqueeze(1) + self._order[:each]).clamp(max=most).view(-1)
@@ -321,7 +334,7 @@ class BatchBuilder:
         )
 
     def _writes(self, token_slots: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-        """For each cache kind where each token's line goes."""
+        """For each cache kind where each token's cache entry goes."""
         writes = []
         for table, pool in zip(self._state.tables, self._pools, strict=True):
             if not table.shape[1]:

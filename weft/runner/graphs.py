@@ -15,12 +15,12 @@ prompt in it, is launched op by op.
 Where ranks meet over NCCL, a graph holds the communicator of one epoch: it is captured when a step first
 needs it, by all ranks in the same step, and dropped with the epoch, before the communicator can end.
 
-On a CPU they are recorded calls (weft/runner/programs.py), each made when it is first needed.
+On a CPU they are captured calls (weft/runner/programs.py), each made when it is first needed.
 
 INVARIANT of ranks, which meet in the middle of a step: what a step computes, and with it the order, kinds and
 sizes of its collectives, follows from its plan, the settings, and the plans before it in its epoch, on every
-rank alike. So ``find`` asks nothing else (what a rank recorded already, say). Whether a rank then replays the
-step, records it or launches the same calls one by one is its own affair. Recordings name the epoch's memory
+rank alike. So ``find`` asks nothing else (what a rank captured already, say). Whether a rank then replays the
+step, records it or launches the same calls one by one is its own affair. Captures name the epoch's memory
 and end with it.
 
 A spare row is at position 0 of a sequence without blocks: it reads and writes the null block, which nobody
@@ -47,8 +47,8 @@ from weft.overlap.drive import drive
 from weft.overlap.interleave import interleave
 from weft.parallel.launcher import Launcher
 from weft.runner.batch import BatchBuilder, StepRows
-from weft.runner.columns import even, most_each
-from weft.runner.programs import CannotRecord
+from weft.runner.plan_columns import even, most_each
+from weft.runner.programs import CannotCapture
 from weft.runner.slot_state import SlotState
 from weft.runner.staging import StagingBuffer
 from weft.types.exchange import PADS, UNAGREED, Exchange
@@ -67,8 +67,8 @@ class Key(NamedTuple):
     """Tokens of a row."""
     context: int
     """Positions, at most."""
-    halves: int = 1
-    """2 for a step in halves."""
+    micro_batches: int = 1
+    """2 for a step in micro-batches."""
     padded: int = 0
     """What replicas agreed on: ``Agreement.padded_tokens``; 0: nothing."""
 
@@ -87,7 +87,7 @@ WORTH_CAPTURING = 2
 """Steps of a bucket after which a lazy capture is made, where there are many buckets: as rows with drafts
 come and go, some are met once, and to capture takes about what two steps op by op take more than replayed."""
 MOST_KEPT = 512
-"""Recordings of a runner. Each takes half a kilobyte a call, or tens to hundreds in all."""
+"""Captures of a runner. Each takes half a kilobyte a call, or tens to hundreds in all."""
 FIRST_CONTEXT = 2048
 
 
@@ -100,7 +100,8 @@ def row_buckets(most: int) -> list[int]:
 
 def context_buckets(most: int) -> list[int]:
     """2,048 and fourfold upwards; the last is ``most``, a sequence's greatest length."""
-    buckets, context = [], FIRST_CONTEXT
+    buckets = []
+    context = FIRST_CONTEXT
     while context < most:
         buckets.append(context)
         context *= 4
@@ -154,11 +155,13 @@ class GraphOptions:
     """Most tokens of a row."""
     keeps_hidden: bool = True
     """Whether somebody reads the hidden states of a step."""
-    halves: bool = False
-    """Capture steps in halves, too: the pair as one graph. For ranks whose collectives can be captured."""
+    micro_batches: bool = False
+    """Capture steps in micro-batches, too: the pair as one graph. For ranks whose collectives can be
+    captured.
+    """
     lazy: bool = False
     """Capture when a step first needs it: ``capture`` then computes that step, too, also if it raises
-    CannotRecord."""
+    CannotCapture."""
     exact: bool = False
     """Capture for exactly a step's rows, not for the bucket that holds them. On a CPU."""
 
@@ -176,27 +179,31 @@ class DecodeGraphs:
         max_len: int,
         options: GraphOptions,
         launcher: Launcher | None = None,
-        keeper: Callable[[Tensor, Tensor, Tensor], None] | None = None,
+        hidden_sink: Callable[[Tensor, Tensor, Tensor], None] | None = None,
     ) -> None:
         """Captures everything, unless lazy: runs each bucket on spare rows.
 
-        ``max_len``: a sequence's greatest length. ``launcher``: of the model's collectives. ``keeper``:
-        called at the end of steps of one token a row, see ``Drafter.keeper``.
+        ``max_len``: a sequence's greatest length. ``launcher``: of the model's collectives. ``hidden_sink``:
+        called at the end of steps of one token a row, see ``Drafter.hidden_sink``.
         """
-        self.keeps = keeper is not None
+        self.keeps = hidden_sink is not None
         """Whether it is called."""
-        self._keeper = keeper
+        self._hidden_sink = hidden_sink
         self.replayed = 0
         """Steps that ran as a graph."""
-        self.cold = False
+        self.uncaptured = False
         """Whether a step like the last one will be replayed, which that was not."""
-        self._model, self._cache, self._backends, self._builder = model, cache, backends, builder
+        self._model = model
+        self._cache = cache
+        self._backends = backends
+        self._builder = builder
         exact = list(range(1, min(options.max_rows, MOST_EXACT) + 1))
         self._rows = exact if options.exact else row_buckets(options.max_rows)
         self._launcher = launcher or Launcher()
         self._contexts = context_buckets(max_len)
         self._options = options
-        most, device = self._rows[-1], model.device
+        most = self._rows[-1]
+        device = model.device
         self._spare = state.spare
         self._slots = torch.full((most,), state.spare, dtype=torch.int64, device=device)
         tokens = most * options.most_each
@@ -209,17 +216,18 @@ class DecodeGraphs:
             MOST_KEPT if device.type == "cpu" else sys.maxsize
         )
         self._met: dict[Key, int] = {}
-        self._records = True
+        self._captures = True
         if not options.lazy:
             self._capture(options)
 
     @torch.inference_mode()
     def _capture(self, options: GraphOptions) -> None:
-        began, before = time.monotonic(), _reserved(self._slots.device)
+        began = time.monotonic()
+        before = _reserved(self._slots.device)
         # The largest first: the others then fit in its memory.
         each = reversed(range(1, options.most_each + 1))
-        halves = (1, 2) if options.halves else (1,)
-        buckets = itertools.product(reversed(self._rows), each, reversed(self._contexts), halves)
+        micro_batches = (1, 2) if options.micro_batches else (1,)
+        buckets = itertools.product(reversed(self._rows), each, reversed(self._contexts), micro_batches)
         keys = [Key(*key) for key in buckets if key[0] >= key[3]]
         for key in progress_bar(keys, title="capturing decode", unit="graph", shown=options.progress):
             self._replays.put(key, options.capture(self._closure(key)))
@@ -232,11 +240,16 @@ class DecodeGraphs:
         )
 
     def _closure(self, key: Key) -> Callable[[], None]:
-        rows, each, context, halves, padded = key
+        rows, each, context, micro_batches, padded = key
         tokens = slice(rows * each)
-        slots, logits, positions = self._slots[:rows], self._logits[tokens], self._positions[tokens]
-        hidden, ids = self._hidden[tokens], self._ids[tokens]
-        parts = slots.chunk(halves)  # as with ``split``, rows by their number; those that fill up are last
+        slots = self._slots[:rows]
+        logits = self._logits[tokens]
+        positions = self._positions[tokens]
+        hidden = self._hidden[tokens]
+        ids = self._ids[tokens]
+        parts = slots.chunk(
+            micro_batches
+        )  # as with ``split``, rows by their number; those that fill up are last
         bounds = [_bound(len(part), each, context) for part in parts]
         exchange = Exchange(rows=padded) if padded else UNAGREED
 
@@ -252,13 +265,13 @@ class DecodeGraphs:
                 ids.copy_(torch.cat([step.ids for step in steps]))
             logits.copy_(drive(self._model.logits(made)))
             positions.copy_(torch.cat([step.positions for step in steps]))
-            if self._keeper is not None and each == 1:
-                self._keeper(slots, positions, made)
+            if self._hidden_sink is not None and each == 1:
+                self._hidden_sink(slots, positions, made)
 
         return run
 
     def _hidden_of(self, steps: list[StepInput]) -> Tensor:
-        """Of a step, or of two halves, whose collectives then go on under each other's compute."""
+        """Of a step, or of two micro-batches, whose collectives then go on under each other's compute."""
         parts = [self._model.hidden(step, self._cache, self._backends) for step in steps]
         if len(parts) == 1:
             return drive(parts[0])
@@ -270,8 +283,9 @@ class DecodeGraphs:
 
     def find(self, plan: StepPlan) -> Key | None:
         """The bucket that holds the plan's step; None when it must be launched op by op. Once a step."""
-        self.cold = False
-        rows, padded = plan.decode, 0 if plan.agreed is None else plan.agreed.padded_tokens
+        self.uncaptured = False
+        rows = plan.decode
+        padded = 0 if plan.agreed is None else plan.agreed.padded_tokens
         each = 1 if padded and not plan.rows else most_each(plan)  # without rows: other replicas have some
         if rows.rows > self._rows[-1] or not 1 <= each <= self._options.most_each:
             return None
@@ -279,20 +293,20 @@ class DecodeGraphs:
         if longest > self._contexts[-1] or padded > MOST_PADDED:
             return None
         bucket = _bucket(self._rows, rows.rows) if rows.rows else 0
-        key = Key(bucket, each, _bucket(self._contexts, longest), plan.halves, padded)
-        if plan.halves > 1 and not self._options.halves:
+        key = Key(bucket, each, _bucket(self._contexts, longest), plan.micro_batches, padded)
+        if plan.micro_batches > 1 and not self._options.micro_batches:
             return None
         if not self._options.lazy:
             return key
         if padded:  # rows that are filled up may be more than were agreed on
-            if bucket * each > padded or not self._model.records(padded):
+            if bucket * each > padded or not self._model.capturable(padded):
                 return None
-        elif self._options.exact and not self._model.records(bucket * each):
+        elif self._options.exact and not self._model.capturable(bucket * each):
             return None
         if each > 1 or padded:
             self._met[key] = met = self._met.get(key, 0) + 1
             if met < WORTH_CAPTURING:
-                self.cold = self._records
+                self.uncaptured = self._captures
                 return None
         return key
 
@@ -301,14 +315,15 @@ class DecodeGraphs:
 
         Rows of fewer tokens than others are filled up; what is computed of the filling is nobody's.
         """
-        rows, each = plan.decode.rows, key.each
+        rows = plan.decode.rows
+        each = key.each
         staged = self._builder.stage_decode(plan, 0 if even(plan, each) else each, buffer)
         self._slots[:rows].copy_(staged[0])
         self._slots[rows : key.rows] = self._spare
         if key in self._replays:
             self.replay(key)
-        elif self._records and self._model.mesh.launcher.direct:
-            self.cold = True
+        elif self._captures and self._model.mesh.launcher.direct:
+            self.uncaptured = True
             self._capture_now(key)
         else:
             self._closure(key)()
@@ -340,14 +355,15 @@ class DecodeGraphs:
         """Computes a step while capturing it. What cannot be captured was computed all the same."""
         try:
             self._replays.put(key, self._options.capture(self._closure(key)))
-        except CannotRecord as error:
+        except CannotCapture as error:
             log.warning("decode steps are launched op by op, and not replayed: %s", error)
-            self._records = self.cold = False
+            self._captures = self.uncaptured = False
 
 
 def _bound(rows: int, each: int, context: int) -> Segment:
     """Rows of ``each`` tokens that end at ``context`` at most, as far as shapes depend on them."""
-    zero, count = column([0] * rows), column([each] * rows)
+    zero = column([0] * rows)
+    count = column([each] * rows)
     return Segment(slot=zero, gen=zero, start=column([context - each] * rows), count=count)
 
 

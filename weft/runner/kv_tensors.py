@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 
 from weft.attention.base import LayerCache
+from weft.config.cache_layout import TensorLayout
 from weft.config.resolved import KVConfig, PoolSpec
-from weft.kv.layout import TensorLayout
 
 
 def allocate(kv: KVConfig, dtype: torch.dtype, device: torch.device) -> list[LayerCache]:

@@ -1,10 +1,10 @@
-"""Decode steps on a CPU without Python: operator calls recorded once, run by the CPU extension.
+"""Decode steps on a CPU without Python: operator calls captured once, run by the CPU extension.
 
 A step of one token a row is the same sequence of operator calls for every step of as many rows, on tensors
-that are either the same (weights, caches, slot columns) or made by an earlier call. ``record`` runs such a
-function once, watches its calls below Python, and returns a function that makes the same calls again from
-C++ (csrc/program.cpp). What the function computes on the host (shapes, slices, choices) is fixed by the
-recording, so it must follow from the number of rows and the bucket of context alone.
+that are either the same (weights, caches, slot columns) or made by an earlier call. ``capture_calls`` runs
+such a function once, watches its calls below Python, and returns a function that makes the same calls again
+from C++ (csrc/program.cpp). What the function computes on the host (shapes, slices, choices) is fixed by the
+capture, so it must follow from the number of rows and the bucket of context alone.
 
 Collectives in shared memory are calls like others (csrc/collectives.cpp). They name the memory of one epoch,
 so a program with such calls is of that epoch: afterwards it raises CommLost.
@@ -22,10 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from weft.ops import cpu
-from weft.ops.cpu import CannotRecord
+from weft.ops.cpu import CannotCapture
 from weft.parallel.launcher import CommLost, Launcher
 
-__all__ = ["CannotRecord", "record"]
+__all__ = ["CannotCapture", "capture_calls"]
 
 Tensor = torch.Tensor
 
@@ -51,7 +51,7 @@ class _Watch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[_Call] = []
-        self.obstacle: CannotRecord | None = None
+        self.obstacle: CannotCapture | None = None
         """The first call that a program cannot hold. The function goes on: what it does it does once."""
 
     def __torch_dispatch__(
@@ -67,18 +67,18 @@ class _Watch(TorchDispatchMode):
         if not any(isinstance(value, Tensor) for value in (*results, *tree_leaves(arguments))):
             return made  # a fact of types, say: the same each time
         if signature.makes_list:
-            self.obstacle = self.obstacle or CannotRecord(f"{func} makes a list of tensors")
+            self.obstacle = self.obstacle or CannotCapture(f"{func} makes a list of tensors")
         if any(result is not None and not isinstance(result, Tensor) for result in results):
-            self.obstacle = self.obstacle or CannotRecord(f"{func} gives the host a value")
+            self.obstacle = self.obstacle or CannotCapture(f"{func} gives the host a value")
         self.calls.append(_Call(func, arguments, results))
         return made
 
 
-def record(run: Callable[[], None], launcher: Launcher | None = None) -> Callable[[], None]:
+def capture_calls(run: Callable[[], None], launcher: Launcher | None = None) -> Callable[[], None]:
     """Runs ``run`` once, and returns what does the same again without Python.
 
-    ``launcher`` is told of the collectives that are replayed. Raises CannotRecord, when ``run`` has ended, if
-    one of its calls read a value on the host, or made a list of tensors. What is returned raises CommLost
+    ``launcher`` is told of the collectives that are replayed. Raises CannotCapture, when ``run`` has ended,
+    if one of its calls read a value on the host, or made a list of tensors. What is returned raises CommLost
     when a collective fails; of its other calls what they raise.
     """
     with _Watch() as watch:
@@ -118,7 +118,8 @@ class _Signature:
 
 @functools.cache
 def _signature(op: torch._ops.OpOverload) -> _Signature:
-    arguments, returns = op._schema.arguments, op._schema.returns
+    arguments = op._schema.arguments
+    returns = op._schema.returns
     return _Signature(
         named=tuple((argument.name, argument.default_value) for argument in arguments),
         kinds=tuple(str(argument.type) for argument in arguments),
@@ -145,11 +146,11 @@ class _Code:
 
     def program(self) -> Any:
         """A ``Program`` of it."""
-        made: Any = torch.classes.weft_cpu.Program()
+        program: Any = torch.classes.weft_cpu.Program()
         for value in self.objects:
-            made.object(value)
-        made.load(list(self.operators), self.numbers, self.tensors, self.floats, self.strings)
-        return made
+            program.object(value)
+        program.load(list(self.operators), self.numbers, self.tensors, self.floats, self.strings)
+        return program
 
 
 class _Builder:
@@ -162,7 +163,7 @@ class _Builder:
         self._code = _Code()
 
     def program(self) -> Any:
-        """The program. Raises CannotRecord for an argument of a kind that is not known."""
+        """The program. Raises CannotCapture for an argument of a kind that is not known."""
         results = [self._results(call) for call in self._calls]
         last: dict[int, int] = {}
         for number, (call, made) in enumerate(zip(self._calls, results, strict=True)):
@@ -202,7 +203,8 @@ class _Builder:
         return found
 
     def _argument(self, call: _Call, kind: str, value: Any) -> None:
-        code, numbers = self._code, self._code.numbers
+        code = self._code
+        numbers = self._code.numbers
         if value is None:
             numbers.append(code.NONE)
         elif isinstance(value, Tensor):
@@ -234,7 +236,7 @@ class _Builder:
         elif all(isinstance(entry, int) for entry in value):
             code.numbers += (code.INTS, len(value), *value)
         else:
-            raise CannotRecord(f"{call.op} takes {value!r}")
+            raise CannotCapture(f"{call.op} takes {value!r}")
 
     def _thing(self, call: _Call, value: Any) -> None:
         """What is neither a tensor nor a number."""
@@ -254,7 +256,7 @@ class _Builder:
         elif isinstance(value, torch.layout) and value is torch.strided:
             code.numbers += (code.INT, 0)
         else:
-            raise CannotRecord(f"{call.op} takes {value!r}")
+            raise CannotCapture(f"{call.op} takes {value!r}")
 
 
 @functools.cache

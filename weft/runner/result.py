@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from weft.common.errors import EngineDead, ErrorInfo, RowError
-from weft.runner.columns import most_each, offsets_of
+from weft.runner.plan_columns import most_each, offsets_of
 from weft.runner.sampler import LogprobTensors, SampleOutput
 from weft.types.plan import EMPTY, LogprobRows, StepPlan, StepResult, column
 
@@ -79,7 +79,7 @@ def come_to_rest(device: torch.device, timeout: float) -> None:
     event.record(torch.cuda.current_stream(device))
     while not event.query():
         if time.monotonic() > deadline:
-            raise EngineDead("the GPU did not come to rest: its process must be started anew")
+            raise EngineDead("the GPU did not synchronize in time: its process must be started anew")
         time.sleep(0.0001)
 
 
@@ -91,8 +91,10 @@ def to_result(plan: StepPlan, copy: HostCopy) -> StepResult:
     logits = np.concatenate([s.logits for s in both]).astype(np.int64)
     sample = np.concatenate([s.sample for s in both]).astype(np.int64)
     rows = np.flatnonzero(logits)
-    sampled, known = sample[rows], (logits - sample)[rows]
-    owner, prompt_owner = np.repeat(np.arange(len(rows)), sampled), np.repeat(np.arange(len(rows)), known)
+    sampled = sample[rows]
+    known = (logits - sample)[rows]
+    owner = np.repeat(np.arange(len(rows)), sampled)
+    prompt_owner = np.repeat(np.arange(len(rows)), known)
     offsets = offsets_of(sampled)
     accepted = np.zeros(len(rows), np.int64)
     if copy.accepted is not None:  # decode rows all have logits, and come last

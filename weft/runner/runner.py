@@ -28,7 +28,6 @@ from weft.overlap.drive import drive
 from weft.overlap.times import StepTimes, Stretch
 from weft.parallel.launcher import Launcher
 from weft.runner.batch import BatchBuilder, StepRows
-from weft.runner.columns import even, most_each
 from weft.runner.device_queue import DeviceQueue, result_of
 from weft.runner.graphs import (
     MOST_EXACT,
@@ -38,8 +37,9 @@ from weft.runner.graphs import (
     GraphOptions,
     context_buckets,
 )
-from weft.runner.halves import HalvedSteps
 from weft.runner.kv_tensors import by_layer, stacked
+from weft.runner.micro_batches import MicroBatchedSteps
+from weft.runner.plan_columns import even, most_each
 from weft.runner.result import HostCopy, come_to_rest, to_result
 from weft.runner.sampler import Sampler
 from weft.runner.slot_state import SlotState
@@ -48,7 +48,7 @@ from weft.runner.states import States
 from weft.runner.trace import StepTrace
 from weft.runner.verify import accept
 from weft.speculation.base import Drafter, Sampled
-from weft.speculation.chain import Recording
+from weft.speculation.chain import CaptureOptions
 from weft.speculation.mtp import MtpDrafter
 from weft.speculation.ngram import NgramDrafter
 from weft.types.plan import AllocSlot, FreeSlot, Rebalance, StepPlan, StepResult
@@ -69,10 +69,10 @@ class StepHandle:
     """[T, hidden] of the step's tokens, where a drafter reads them."""
     each: int = 0
     """Tokens that every row takes up there; 0: as many as it has."""
-    cold: bool = False
+    uncaptured: bool = False
     """Whether it took longer, once it was read, than later ones of its kind will: those are replayed."""
-    halves: list[StagingBuffer] = field(default_factory=list, repr=False)
-    """Buffers of a step in halves."""
+    micro_batches: list[StagingBuffer] = field(default_factory=list, repr=False)
+    """Buffers of a step in micro-batches."""
     times: StepTimes | None = None
     """Where its time went, once it was read; None on a rank alone."""
 
@@ -116,7 +116,7 @@ class Runner:
         self._builder = BatchBuilder(self._state, kv, backends, dtype)
         self._launcher = launcher or Launcher()
         self._launcher.recording = launcher is not None
-        self._halved = HalvedSteps(
+        self._micro_batched = MicroBatchedSteps(
             model,
             self._cache,
             backends,
@@ -136,8 +136,10 @@ class Runner:
         self.graphs: DecodeGraphs | None = None
         if graphs is not None:
             parts = (model, self._cache, backends, self._builder, self._state)
-            keeper = self.drafter.keeper() if self.drafter is not None and device.type == "cpu" else None
-            self.graphs = DecodeGraphs(*parts, kv.max_model_len, graphs, self._launcher, keeper)
+            hidden_sink = (
+                self.drafter.hidden_sink() if self.drafter is not None and device.type == "cpu" else None
+            )
+            self.graphs = DecodeGraphs(*parts, kv.max_model_len, graphs, self._launcher, hidden_sink)
 
     @property
     def cache(self) -> Sequence[LayerCache]:
@@ -182,13 +184,13 @@ class Runner:
         result = to_result(handle.plan, copy)
         assert handle.buffer is not None
         self._ring.release(handle.buffer)
-        self._halved.release(handle.halves)
+        self._micro_batched.release(handle.micro_batches)
         if self._trace is not None:
             self._trace.step(handle.plan, handle.launched, time.monotonic(), handle.times)
         return result
 
     def reset(self) -> None:
-        """Forgets every tenant and every step in flight: slots are free, any step may be the next.
+        """Forgets every sequence and every step in flight: slots are free, any step may be the next.
 
         Weights and memory stay. Raises EngineDead when what was launched does not end.
         """
@@ -200,13 +202,14 @@ class Runner:
         self._state.clear()
         self._sampler.clear()
         self._ring.clear()
-        self._halved.clear()
+        self._micro_batched.clear()
         self._launcher.take()
         if self.graphs is not None:
             self.graphs.forget()
         if self.drafter is not None:
             self.drafter.reset()
-        self._next_step, self._failed = None, False
+        self._next_step = None
+        self._failed = False
 
     def close(self) -> None:
         """Ends the device thread, the launcher's and the trace."""
@@ -222,9 +225,9 @@ class Runner:
         if self._failed:
             raise EngineDead("a step before it failed")
         self._failed = True
-        made = self._forward_whole(handle)
+        result = self._forward_whole(handle)
         self._failed = False
-        return made
+        return result
 
     @torch.inference_mode()
     def _forward_whole(self, handle: StepHandle) -> tuple[StepRows, Tensor]:
@@ -252,14 +255,14 @@ class Runner:
         handle.buffer = self._ring.acquire()
         began = time.monotonic()
         made = self._replay(plan, handle)
-        if made is not None or plan.halves == 1:
+        if made is not None or plan.micro_batches == 1:
             rows, logits = made or self._compute(plan, handle)
             stretches = [Stretch(0, began, time.monotonic())]
         else:
-            rows, logits, stretches = self._compute_halves(plan, handle)
+            rows, logits, stretches = self._compute_micro_batches(plan, handle)
         if self._launcher.recording:
             handle.times = StepTimes(
-                halves=plan.halves,
+                micro_batches=plan.micro_batches,
                 seconds=time.monotonic() - began,
                 stretches=stretches,
                 flights=self._launcher.take(),
@@ -273,21 +276,25 @@ class Runner:
             return None
         key = self.graphs.find(plan)
         if key is None:
-            handle.cold = self.graphs.cold
+            handle.uncaptured = self.graphs.uncaptured
             return None
         rows, logits = self.graphs.run(key, plan, handle.buffer)
-        handle.hidden, handle.each = self.graphs.hidden(key, plan.rows), key.each
-        handle.cold = self.graphs.cold
+        handle.hidden = self.graphs.hidden(key, plan.rows)
+        handle.each = key.each
+        handle.uncaptured = self.graphs.uncaptured
         return rows, logits
 
-    def _compute_halves(self, plan: StepPlan, handle: StepHandle) -> tuple[StepRows, Tensor, list[Stretch]]:
-        """The step's logits, computed as two halves."""
+    def _compute_micro_batches(
+        self, plan: StepPlan, handle: StepHandle
+    ) -> tuple[StepRows, Tensor, list[Stretch]]:
+        """The step's logits, computed as two micro-batches."""
         assert handle.buffer is not None
         rows, logits_index = self._builder.rows(plan, handle.buffer)
         whole = self.drafter is not None and self.drafter.reads_hidden
-        hidden, stretches = self._halved.hidden(plan, handle.halves, whole=whole)
+        hidden, stretches = self._micro_batched.hidden(plan, handle.micro_batches, whole=whole)
         if whole:
-            handle.hidden, hidden = hidden, hidden[logits_index]
+            handle.hidden = hidden
+            hidden = hidden[logits_index]
         return rows, drive(self._model.logits(hidden)), stretches
 
     def _compute(self, plan: StepPlan, handle: StepHandle) -> tuple[StepRows, Tensor]:
@@ -304,15 +311,17 @@ class Runner:
         return batch, drive(self._model.logits(wanted))
 
     def _sample(self, handle: StepHandle) -> HostCopy:
-        failed, self._failed = self._failed, True
-        made = self._sample_whole(handle)
+        failed = self._failed
+        self._failed = True
+        result = self._sample_whole(handle)
         self._failed = failed
-        return made
+        return result
 
     @torch.inference_mode()
     def _sample_whole(self, handle: StepHandle) -> HostCopy:
         step, logits = handle.forwarded.result()
-        state, rows = self._state, step.sample_rows
+        state = self._state
+        rows = step.sample_rows
         output = self._sampler.sample(logits, rows, state.history, state.num_prompt)
         accepted = None if step.verify is None else accept(step.verify, output)
         state.history[rows.slot, rows.position] = output.tokens.to(state.history.dtype)
@@ -326,7 +335,7 @@ class Runner:
         """New drafts, which are in history when this returns."""
         state = self._state
         kept = handle.each == 1 and self.graphs is not None and self.graphs.keeps
-        if kept and drafter.rests(handle.plan):
+        if kept and drafter.is_idle(handle.plan):
             handle.hidden = None
             return None
         sampled = Sampled(
@@ -339,7 +348,7 @@ class Runner:
             kept=kept,
         )
         drafts = drafter.propose(sampled)
-        handle.cold = handle.cold or drafter.cold
+        handle.uncaptured = handle.uncaptured or drafter.uncaptured
         handle.hidden = None
         if drafts is not None:
             state.draft(sampled.slots, sampled.ends, drafts, sampled.next_k)
@@ -350,10 +359,10 @@ class Runner:
     ) -> Drafter | None:
         if speculation is None or speculation.speculative_method == "none":
             return None
-        recording = None
+        capturing = None
         if graphs is not None and graphs.lazy and self._device.type == "cpu":
-            recording = Recording(
-                record=graphs.capture,
+            capturing = CaptureOptions(
+                capture=graphs.capture,
                 contexts=context_buckets(self.kv.max_model_len + self.kv.copies),
                 most_rows=min(graphs.max_rows, MOST_EXACT),
                 most_each=graphs.most_each,
@@ -369,7 +378,7 @@ class Runner:
                 self._state.history,
                 self._vocab_size,
                 self.kv.block_size,
-                recording,
+                capturing,
                 defers=self._model.mesh.layout.domain == 1
                 and not any(pool.cache.window for pool in self.kv.pools),
             )

@@ -133,9 +133,9 @@ class Sampler:
         self._lists: list[Lists | None] = [None] * num_slots
 
     def alloc(self, op: AllocSlot) -> None:
-        """Gives the slot its tenant's parameters. Raises EngineDead when the slot is taken."""
+        """Gives the slot its sequence's parameters. Raises EngineDead when the slot is taken."""
         if self._taken[op.slot]:
-            raise EngineDead(f"sampler: slot {op.slot} is given to a tenant before the last one was freed")
+            raise EngineDead(f"sampler: slot {op.slot} is given to a sequence before the last one was freed")
         params = op.params
         top_k = params.top_k if 0 < params.top_k < self._vocab else self._vocab
         own = {"top_k": top_k, "seed": signed_seed(op.seed), "choice": op.choice}
@@ -147,14 +147,14 @@ class Sampler:
         self._classes[op.slot] = self._class(params, top_k, lists)
 
     def free(self, slot: int) -> None:
-        """Ends the slot's tenancy. Raises EngineDead when it has none."""
+        """Frees the slot. Raises EngineDead when it has no sequence."""
         if not self._taken[slot]:
-            raise EngineDead(f"sampler: slot {slot} is freed and has no tenant")
+            raise EngineDead(f"sampler: slot {slot} is freed and has no sequence")
         self._taken[slot] = False
         self._lists[slot] = None
 
     def clear(self) -> None:
-        """Ends every tenancy."""
+        """Frees every slot."""
         self._taken.fill(False)
         self._lists = [None] * len(self._lists)
 
@@ -258,7 +258,8 @@ class Sampler:
         """Rows of the logits without padded columns: [R, V]. A view where that costs nothing to find out."""
         logits = logits[:, : self._vocab]
         if rows.device.type == "cpu":
-            first, count = int(rows[0]), len(rows)
+            first = int(rows[0])
+            count = len(rows)
             if int(rows[-1]) == first + count - 1 and bool((rows.diff() == 1).all()):
                 return logits[first : first + count]
         return logits[rows]

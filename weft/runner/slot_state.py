@@ -1,6 +1,6 @@
 """What the device knows of each slot: the truth that plans only bound from above.
 
-``history`` holds every id of the tenant, prompt and output, the output written by sampling itself; so a
+``history`` holds every id of the sequence, prompt and output, the output written by sampling itself; so a
 step can be launched before the one ahead of it was read, and a sequence that sat out any number of steps
 still continues with its true last token. Positions and cache indices derive from ``num_computed`` here.
 
@@ -41,12 +41,13 @@ class SlotState:
     tables        for each cache kind, int32 [slots + 1, entries]: block ids, 0 beyond what was appended; no
                   entries for a state
 
-    The last line, ``spare``, has no tenant ever and stays 0: what pads a step to a fixed number of rows names
+    The last row, ``spare``, has no sequence and stays 0: what pads a step to a fixed number of rows names
     it, and computes token 0 at position 0 in the null block.
     """
 
     def __init__(self, kv: KVConfig, device: torch.device) -> None:
-        slots, length = kv.num_slots + 1, kv.max_model_len + 1
+        slots = kv.num_slots + 1
+        length = kv.max_model_len + 1
         self.history = torch.zeros(slots, length, dtype=torch.int32, device=device)
         self.num_computed = torch.zeros(slots, dtype=torch.int64, device=device)
         self.num_prompt = torch.zeros(slots, dtype=torch.int64, device=device)
@@ -54,7 +55,8 @@ class SlotState:
         entries = [0 if p.cache.kind == "state" else -(-length // p.block_size) + 1 for p in kv.pools]
         self.tables = tuple(torch.zeros(slots, n, dtype=torch.int32, device=device) for n in entries)
         self._block_sizes = tuple(pool.block_size for pool in kv.pools)
-        # Host mirrors: who lives in a slot, and how far its tables reach. Only for checks and offsets.
+        # Host mirrors: the generation in each slot, and the length of its tables. Only for checks and
+        # offsets.
         self._gen = np.zeros(kv.num_slots, np.int64)
         self._live = np.zeros(kv.num_slots, bool)
         self._entries = np.zeros((len(kv.pools), kv.num_slots), np.int64)
@@ -65,11 +67,11 @@ class SlotState:
 
     @property
     def spare(self) -> int:
-        """The line that no tenant has."""
+        """The row of no sequence."""
         return len(self._live)
 
     def clear(self) -> None:
-        """Every slot is free. What its lines hold, the next tenant writes over."""
+        """Every slot is free. What its rows hold, the next sequence writes over."""
         self._live.fill(False)
         self._entries.fill(0)
 
@@ -94,7 +96,7 @@ class SlotState:
 
     def _alloc(self, op: AllocSlot) -> None:
         if self._live[op.slot]:
-            raise EngineDead(f"slot {op.slot} is allocated while generation {self._gen[op.slot]} lives in it")
+            raise EngineDead(f"slot {op.slot} is allocated while generation {self._gen[op.slot]} is in it")
         known = len(op.token_ids)
         if not 0 < op.num_prompt <= known < self.history.shape[1] or not 0 <= op.num_cached < known:
             raise EngineDead(f"slot {op.slot} is allocated with lengths that cannot be")
@@ -127,7 +129,8 @@ class SlotState:
             raise EngineDead("blocks are appended to slots outside the table, or twice to one")
         if not self._live[slots].all():
             raise EngineDead("blocks are appended to a slot that is free")
-        table, at = self.tables[op.kind], self._entries[op.kind, slots]
+        table = self.tables[op.kind]
+        at = self._entries[op.kind, slots]
         if at.max() >= table.shape[1]:
             raise EngineDead("the block table of a slot overflows")
         where = upload(np.stack([slots, at, op.blocks]), table.device)  # one copy for all three
@@ -160,9 +163,10 @@ class SlotState:
         rows = np.flatnonzero(next_k)
         if len(rows) < len(next_k):
             at = upload(rows, slots.device)
-            slots, ends = slots[at], ends[at]
+            slots = slots[at]
+            ends = ends[at]
         places = ends.unsqueeze(1) + torch.arange(1, drafts.shape[1] + 1, device=slots.device)
-        # The last place of a line is no position.
+        # The last place of a row is no position.
         places.clamp_(max=self.history.shape[1] - 1)
         self.history[slots.unsqueeze(1), places] = drafts.to(self.history.dtype)
 
@@ -171,10 +175,10 @@ class SlotState:
 
     def _check(self, slot: int, gen: int) -> None:
         if not self._live[slot] or self._gen[slot] != gen:
-            raise EngineDead(f"slot {slot} is named with generation {gen}, which does not live in it")
+            raise EngineDead(f"slot {slot} is named with generation {gen}, which is not in it")
 
     def validate(self, segment: Segment) -> None:
-        """Before anything is launched: every row names a live tenant whose tables cover its positions, and
+        """Before anything is launched: every row names a live sequence whose tables cover its positions, and
         those of its next drafts."""
         if not segment.rows:
             return
@@ -182,7 +186,7 @@ class SlotState:
         if slots.min() < 0 or slots.max() >= self.num_slots:
             raise EngineDead("a row names a slot outside the table")
         if not self._live[slots].all() or (self._gen[slots] != segment.gen).any():
-            raise EngineDead("a row names a slot without its tenant")
+            raise EngineDead("a row names a slot without its sequence")
         ends = segment.start.astype(np.int64) + segment.count + segment.next_k
         for table, entries, size in zip(self.tables, self._entries, self._block_sizes, strict=True):
             if table.shape[1] and (entries[slots] * size < ends).any():

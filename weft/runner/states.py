@@ -27,7 +27,7 @@ on the device only."""
 
 
 class _Kind:
-    """One state kind: for each part its slots and its snapshots, both ``[layers, lines, elements]``."""
+    """One state kind: for each part its slots and its snapshots, both ``[layers, rows, elements]``."""
 
     def __init__(self, slots: Sequence[Tensor], snapshots: Sequence[Tensor]) -> None:
         self.copies = slots[0].shape[2]
@@ -38,19 +38,19 @@ class _Kind:
         self.slots = [part.view(part.shape[0], part.shape[1] * part.shape[2], -1) for part in slots]
         self.snapshots = [part.flatten(2) for part in snapshots]
 
-    def copy(self, ends: Sequence[tuple[Tensor, Tensor]], to: Tensor, lines: Tensor) -> None:
-        """For each (source, destination) of ``ends``: line ``to[i]`` becomes line ``lines[i]``, int64 [n]."""
+    def copy(self, ends: Sequence[tuple[Tensor, Tensor]], to: Tensor, rows: Tensor) -> None:
+        """For each (source, destination) of ``ends``: row ``to[i]`` becomes row ``rows[i]``, int64 [n]."""
         if not self.batched:
-            for begin, end in zip(lines.tolist(), to.tolist(), strict=True):
+            for begin, end in zip(rows.tolist(), to.tolist(), strict=True):
                 for source, destination in ends:
                     destination[:, end].copy_(source[:, begin])
             return
         for source, destination in ends:
-            line = source.shape[0] * source.shape[2] * source.itemsize
-            most = max(1, PASSING_BYTES // max(line, 1))
+            row = source.shape[0] * source.shape[2] * source.itemsize
+            most = max(1, PASSING_BYTES // max(row, 1))
             for begin in range(0, len(to), most):
                 part = slice(begin, begin + most)
-                destination.index_copy_(1, to[part], source.index_select(1, lines[part]))
+                destination.index_copy_(1, to[part], source.index_select(1, rows[part]))
 
 
 class States:
@@ -109,8 +109,8 @@ class States:
             raise EngineDead("step copies two states to one place")
         slot, block, behind = upload(columns, self._live.device)
         if save:
-            lines = slot * kind.copies + self._live[slot] - behind
-            kind.copy(list(zip(kind.slots, kind.snapshots, strict=True)), block, lines)
+            rows = slot * kind.copies + self._live[slot] - behind
+            kind.copy(list(zip(kind.slots, kind.snapshots, strict=True)), block, rows)
         else:
             self._live[slot] = 0
             kind.copy(list(zip(kind.snapshots, kind.slots, strict=True)), slot * kind.copies, block)

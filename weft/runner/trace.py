@@ -1,8 +1,8 @@
 """One trace event a step, in Chrome's trace format (load the file in Perfetto or chrome://tracing).
 
-Of steps that communicate also what each half did: four tracks of a process called ``halves``, compute and
-communication of the first half and of the second (a step that is computed whole is all first half).
-``python -m weft.overlap.report FILE`` adds them up.
+Of steps that communicate also what each micro-batch did: four tracks of a process called ``micro_batches``,
+compute and communication of the first micro-batch and of the second (a step that is computed whole is all
+first micro-batch). ``python -m weft.overlap.report FILE`` adds them up.
 """
 
 from __future__ import annotations
@@ -22,7 +22,12 @@ from weft.types.plan import StepPlan
 log = get_logger(__name__)
 
 
-TRACKS = ("first half", "second half", "first half's communication", "second half's communication")
+TRACKS = (
+    "first micro-batch",
+    "second micro-batch",
+    "first micro-batch's communication",
+    "second micro-batch's communication",
+)
 
 
 def _micros(seconds: float) -> int:
@@ -31,7 +36,8 @@ def _micros(seconds: float) -> int:
 
 def composition(plan: StepPlan) -> str:
     """What a step holds: ``prefill rows/tokens + decode rows/tokens``."""
-    prefill, decode = plan.prefill, plan.decode
+    prefill = plan.prefill
+    decode = plan.decode
     return f"{prefill.rows}/{prefill.tokens} + {decode.rows}/{decode.tokens}"
 
 
@@ -71,26 +77,33 @@ class StepTrace:
         }
         if times is not None:
             event["args"] |= {
-                "halves": times.halves,
+                "micro_batches": times.micro_batches,
                 "compute_us": _micros(times.compute),
                 "communication_us": _micros(times.communication),
                 "hidden_us": _micros(times.hidden),
             }
         self._event(event)
         if times is not None:
-            self._halves(plan, times)
+            self._micro_batches(plan, times)
 
-    def _halves(self, plan: StepPlan, times: StepTimes) -> None:
-        """Compute and communication of each half, on tracks of their own."""
+    def _micro_batches(self, plan: StepPlan, times: StepTimes) -> None:
+        """Compute and communication of each micro-batch, on tracks of their own."""
         if not self._named:
             self._named = True
-            self._event({"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "halves"}})
+            self._event({"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "micro_batches"}})
             for tid, name in enumerate(TRACKS):
                 self._event({"name": "thread_name", "ph": "M", "pid": 1, "tid": tid, "args": {"name": name}})
-        for half, began, ended in times.stretches:
+        for micro_batch, began, ended in times.stretches:
             span = self._span(began, ended)
             self._event(
-                {"name": f"step {plan.step}", "cat": "compute", "ph": "X", "pid": 1, "tid": half, **span}
+                {
+                    "name": f"step {plan.step}",
+                    "cat": "compute",
+                    "ph": "X",
+                    "pid": 1,
+                    "tid": micro_batch,
+                    **span,
+                }
             )
         for flight in (*times.flights, *times.drafting):
             self._event(
@@ -99,7 +112,7 @@ class StepTrace:
                     "cat": "communication",
                     "ph": "X",
                     "pid": 1,
-                    "tid": 2 + flight.half,
+                    "tid": 2 + flight.micro_batch,
                     **self._span(flight.began, flight.ended),
                     "args": {
                         "step": plan.step,

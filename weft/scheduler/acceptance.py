@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from weft.scheduler.columns import Columns
+from weft.scheduler.slot_columns import SlotColumns
 
 EXPECTED = 0.7
 """Share of drafts accepted, before the first."""
@@ -16,19 +16,19 @@ _SLOT_WEIGHT, _ALL_WEIGHT = 0.1, 0.02
 class Acceptance:
     """What became of drafts. The share of each slot is in ``columns.acceptance``."""
 
-    def __init__(self, most: int, columns: Columns) -> None:
+    def __init__(self, most: int, columns: SlotColumns) -> None:
         """``most``: drafts of a row."""
         self.expected = EXPECTED
         """Share of first drafts accepted, over all sequences."""
         self.later = np.full(most - 1, EXPECTED)
         """Share of drafts 2, 3, .. accepted where the one before was."""
         self.rose = False
-        """Whether first drafts were accepted more often lately than before. Whoever saw it takes it back."""
+        """Whether first drafts were accepted more often lately than before. The reader resets it."""
         self._columns = columns
         self._seen: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
 
     def enter(self, slot: int) -> None:
-        """A new tenant, of whom nothing is known."""
+        """The slot has a new sequence, of which nothing is known."""
         self.learn()
         self._columns.acceptance[slot] = self.expected
 
@@ -62,8 +62,8 @@ class Acceptance:
 
     def chain(self) -> np.ndarray:
         """float64 [most]: chance of each draft, where the first one is right."""
-        made: np.ndarray = np.cumprod(np.concatenate([[1.0], self.later]))
-        return made
+        result: np.ndarray = np.cumprod(np.concatenate([[1.0], self.later]))
+        return result
 
 
 def _weight(count: int) -> float:

@@ -11,8 +11,8 @@ as the cost model allows: the largest for which the predicted time of the whole 
 
 from __future__ import annotations
 
-from weft.scheduler.cost import CostModel, StepShape, shape_of
 from weft.scheduler.fit import CostFitter
+from weft.scheduler.step_cost import CostModel, StepShape, shape_of
 from weft.types.plan import StepPlan
 
 FLOOR_TOKENS = 16
@@ -68,7 +68,9 @@ class ChunkPolicy:
 
     def _largest(self, start: int, low: int, high: int) -> int:
         """The largest count in ``low .. high`` that is predicted to fit, or ``low`` if none is."""
-        cost, shape, target = self._fitter.model, self._shape, self.target
+        cost = self._fitter.model
+        shape = self._shape
+        target = self.target
         if cost.predict(shape.with_chunk(start, high)) <= target:
             return high
         high -= 1

@@ -1,4 +1,5 @@
-"""Commit: what a step's result changes. Rows of tenancies that ended since the plan was made are dropped.
+"""Commit: what a step's result changes. Rows of sequences that left their slot since the plan was made are
+dropped.
 
 Most rows are quiet: a decode row whose one token ends nothing, and that has nothing else to tell. Those
 commit together, as columns; every other row by itself.
@@ -46,8 +47,10 @@ def commit(
     if not state.in_flight or state.in_flight[0] is not plan or result.step != plan.step:
         raise EngineDead("steps must commit in the order they were planned, each with its own result")
     _check_rows(plan, result)
-    prefill, decode = plan.prefill, plan.decode
-    alive, tokens = _alive(state, decode), _first_tokens(decode, result)
+    prefill = plan.prefill
+    decode = plan.decode
+    alive = _alive(state, decode)
+    tokens = _first_tokens(decode, result)
     if policy is not None:
         _count_drafts(state, decode, alive, result, policy)
     calm = alive & _quiet(state, decode, tokens, result)
@@ -55,7 +58,7 @@ def commit(
     for _, row in _rows(state, prefill, _alive(state, prefill), 0, result):
         event = _commit_row(state, row, result)
         told += [(0, event)] if event is not None else []
-    quiet = np.flatnonzero(calm)
+    quiet = calm.nonzero()[0]
     plain = _commit_quiet(state, decode.slot[quiet], tokens[quiet])
     for number, row in _rows(state, decode, alive & ~calm, prefill.rows, result):
         event = _commit_row(state, row, result)
@@ -71,13 +74,12 @@ def _check_rows(plan: StepPlan, result: StepResult) -> None:
     logits = plan.decode.logits
     if plan.prefill.rows:
         logits = np.concatenate([plan.prefill.logits, logits])
-    wanted = np.flatnonzero(logits)
-    if len(wanted) != len(result.rows) or (wanted != result.rows).any():
+    if logits.nonzero()[0].tolist() != result.rows.tolist():
         raise EngineDead("a step's result has other rows than its plan")
 
 
 def _alive(state: SchedulerState, segment: Segment) -> np.ndarray:
-    """bool: the rows whose tenancies have not ended since the plan was made."""
+    """bool: the rows whose sequences are still in their slots."""
     alive: np.ndarray = state.columns.gen[segment.slot] == segment.gen
     return alive
 
@@ -89,7 +91,8 @@ def _count_drafts(
     rows = np.flatnonzero(alive & (decode.count > 1))
     if not len(rows):
         return
-    drafts, accepted = decode.count[rows] - 1, result.accepted[len(result.rows) - decode.rows :][rows]
+    drafts = decode.count[rows] - 1
+    accepted = result.accepted[len(result.rows) - decode.rows :][rows]
     for place in range(int(drafts.max())):
         state.counts.drafts[place] += int((drafts > place).sum())
         state.counts.drafts_accepted[place] += int((accepted > place).sum())
@@ -110,7 +113,10 @@ def _quiet(state: SchedulerState, decode: Segment, tokens: np.ndarray, result: S
 
     It is for ``Sequence.ending`` to say what ends a sequence, here only that nothing can have.
     """
-    columns, first = state.columns, len(result.rows) - decode.rows
+    if not decode.rows:
+        return np.zeros(0, bool)
+    columns = state.columns
+    first = len(result.rows) - decode.rows
     quiet: np.ndarray = columns.quiet[decode.slot] & (decode.sample == 1)
     quiet &= ~columns.may_end(decode.slot, tokens)
     for answer, _ in result.row_error:
@@ -121,17 +127,22 @@ def _quiet(state: SchedulerState, decode: Segment, tokens: np.ndarray, result: S
 
 def _commit_quiet(state: SchedulerState, slots: np.ndarray, tokens: np.ndarray) -> list[TokenEvent]:
     """Advances each of ``slots`` by one position and one token: an event for each."""
-    columns, told, each = state.columns, tokens.tolist(), slots.tolist()
-    sequences: list[Sequence] = state.tenants[slots].tolist()
+    if not len(slots):
+        return []
+    columns = state.columns
+    told = tokens.tolist()
+    each = slots.tolist()
+    sequences: list[Sequence] = state.in_slot[slots].tolist()
     committed = columns.num_computed[slots] + 1
     columns.num_computed[slots] = committed
-    for row in np.flatnonzero(committed % state.kv.block_size == 0).tolist():
+    for row in (committed % state.kv.block_size == 0).nonzero()[0].tolist():
         state.publish(sequences[row], each[row], int(committed[row]))
     state.caches.slide_each(slots, committed, columns.last_step[slots])
     for sequence, token in zip(sequences, told, strict=True):
         sequence.tokens.append(token)
     state.counts.generation_tokens += len(told)
-    ids, cached = columns.sequence[slots].tolist(), columns.num_cached[slots].tolist()
+    ids = columns.sequence[slots].tolist()
+    cached = columns.num_cached[slots].tolist()
     return [
         TokenEvent(sequence=sequence, token_ids=(token,), num_cached=num_cached)
         for sequence, token, num_cached in zip(ids, told, cached, strict=True)
@@ -164,39 +175,51 @@ def _rows(
 
     ``first``: rows of the plan before the segment.
     """
-    numbers = np.flatnonzero(which)
-    if not len(numbers):
+    numbers = which.nonzero()[0].tolist()
+    if not numbers:
         return []
-    slots, logits, sample = segment.slot[numbers], segment.logits[numbers], segment.sample[numbers]
-    answers = np.where(logits > 0, np.searchsorted(result.rows, numbers + first), -1)
-    begins = result.offsets[answers]
-    ends = begins + np.where(sample > 0, np.append(result.accepted, 0)[answers] + 1, 0)
+    slots, counts = segment.slot.tolist(), segment.count.tolist()
+    logits, sample = segment.logits.tolist(), segment.sample.tolist()
+    answers = {row: answer for answer, row in enumerate(result.rows.tolist())}
+    offsets, accepted = result.offsets.tolist(), result.accepted.tolist()
     errors = dict(result.row_error)
-    columns = (
-        [_running(sequence) for sequence in state.tenants[slots].tolist()],
-        state.columns.num_computed[slots].tolist(),
-        segment.count[numbers].tolist(),
-        logits.tolist(),
-        sample.tolist(),
-        answers.tolist(),
-        [errors.get(answer) for answer in answers.tolist()],
-        [result.tokens[i:j].tolist() for i, j in zip(begins.tolist(), ends.tolist(), strict=True)],
-    )
-    rows = [_Row(*who, *values) for who, *values in zip(*columns, strict=True)]
-    return list(zip(numbers.tolist(), rows, strict=True))
+    computed = state.columns.num_computed
+    rows: list[tuple[int, _Row]] = []
+    for number in numbers:
+        slot = slots[number]
+        answer = answers[number + first] if logits[number] else -1
+        tokens: list[int] = []
+        if sample[number]:
+            begin = offsets[answer]
+            tokens = result.tokens[begin : begin + accepted[answer] + 1].tolist()
+        row = _Row(
+            *_running(state.in_slot[slot]),
+            int(computed[slot]),
+            counts[number],
+            logits[number],
+            sample[number],
+            answer,
+            errors.get(answer),
+            tokens,
+        )
+        rows.append((number, row))
+    return rows
 
 
 def _running(sequence: Sequence) -> tuple[Sequence, Running]:
-    """A tenant, and its tenancy."""
+    """A sequence in a slot, and its running state."""
     run = sequence.state
     if not isinstance(run, Running):
-        raise EngineDead("a slot has a tenant that does not run")
+        raise EngineDead("a slot has a sequence that does not run")
     return sequence, run
 
 
 def _commit_row(state: SchedulerState, row: _Row, result: StepResult) -> TokenEvent | None:
-    sequence, tokens, error = row.sequence, row.tokens, row.error
-    accepted, drafts = max(len(tokens) - 1, 0), max(row.sample - 1, 0)
+    sequence = row.sequence
+    tokens = row.tokens
+    error = row.error
+    accepted = max(len(tokens) - 1, 0)
+    drafts = max(row.sample - 1, 0)
     if error is not None:
         tokens = tokens[:-1]
     rejected = drafts - accepted
@@ -206,7 +229,7 @@ def _commit_row(state: SchedulerState, row: _Row, result: StepResult) -> TokenEv
             row.run.exact = row.count - rejected
     made, ending = _append(sequence, tokens)  # first: blocks are published by the ids in them
     prompt_logprobs = None
-    if error is None:  # else nobody must find its blocks
+    if error is None:  # else its blocks must not be found
         _advance(state, row, row.computed + row.count - rejected)
         prompt_logprobs = _deliver_prompt_logprobs(row, result)
     state.counts.generation_tokens += len(made)
@@ -238,7 +261,9 @@ def _commit_row(state: SchedulerState, row: _Row, result: StepResult) -> TokenEv
 
 def _advance(state: SchedulerState, row: _Row, num_computed: int) -> None:
     """Moves the committed length; at block boundaries publishes what is full and slides windows."""
-    sequence, run, block = row.sequence, row.run, state.kv.block_size
+    sequence = row.sequence
+    run = row.run
+    block = state.kv.block_size
     run.num_computed = num_computed
     if num_computed // block > row.computed // block:
         state.publish(sequence, run.slot, num_computed)
@@ -258,7 +283,8 @@ def _append(sequence: Sequence, tokens: list[int]) -> tuple[list[int], tuple[str
 
 
 def _deliver_prompt_logprobs(row: _Row, result: StepResult) -> LogprobColumns | None:
-    sequence, count = row.sequence, row.logits - row.sample
+    sequence = row.sequence
+    count = row.logits - row.sample
     if count <= 0:
         return None
     sequence.delivered += count
@@ -271,7 +297,8 @@ def _columns(rows: LogprobRows | None, index: int, count: int, top: int) -> Logp
         raise EngineDead("a step's result lacks logprobs that its sequences asked for")
     begin = int(rows.offsets[index])
     part = slice(begin, begin + count)
-    ids, values = rows.ids[part, : top + 1], rows.values[part, : top + 1]
+    ids = rows.ids[part, : top + 1]
+    values = rows.values[part, : top + 1]
     return LogprobColumns(
         width=ids.shape[1],
         ids=np.ascontiguousarray(ids, "<i4").tobytes(),

@@ -11,7 +11,8 @@ step is bound by arithmetic.
 To know what it rejects the policy has to try: for every size of batch that lasts, a few steps without drafts,
 then the most drafts a few times, later fewer; steps without drafts now and then, and drafts where they do not
 pay, less and less often. All of that, and all that drafts lose where a model was wrong, is bounded: a ledger
-sets every step with drafts against what its tokens would have taken without (``weft/scheduler/ledger.py``).
+sets every step with drafts against what its tokens would have taken without
+(``weft/scheduler/draft_budget.py``).
 
 Pure: no clock, no randomness.
 """
@@ -21,10 +22,10 @@ from __future__ import annotations
 import numpy as np
 
 from weft.scheduler.acceptance import Acceptance
-from weft.scheduler.columns import Columns
-from weft.scheduler.cost import CostModel, StepShape, decode_shape, shape_of
+from weft.scheduler.draft_budget import DraftBudget, has_drafts
 from weft.scheduler.fit import CostFitter
-from weft.scheduler.ledger import Ledger, has_drafts
+from weft.scheduler.slot_columns import SlotColumns
+from weft.scheduler.step_cost import CostModel, StepShape, decode_shape, shape_of
 from weft.types.plan import StepPlan
 
 TRIALS = 4
@@ -46,8 +47,8 @@ LEARN_EVERY = 5
 """Steps of which one is learned from, while nothing changes. Nothing else comes every so many."""
 MAX_IN_FLIGHT = 4
 """Plans that may be under way, and more."""
-REST = 24
-"""Plans for which nothing is reckoned once there are no drafts: where they do not pay nor must the policy."""
+IDLE_STEPS = 24
+"""Plans without a new choice once drafts do not pay, so that the policy costs nothing then."""
 WORTH = 1.01
 """Expected tokens a second with drafts over those without from which on there are drafts."""
 
@@ -59,12 +60,12 @@ class DraftPolicy:
     ``verified`` when its result commits, then ``observe`` when its time is known.
     """
 
-    def __init__(self, most: int, adaptive: bool, columns: Columns, fitter: CostFitter) -> None:
+    def __init__(self, most: int, adaptive: bool, columns: SlotColumns, fitter: CostFitter) -> None:
         """``most``: drafts of a row, >= 1. Not ``adaptive``: always as many."""
         self.most = most
         self.adaptive = adaptive
         self.fitter = fitter
-        self.ledger = Ledger()
+        self.budget = DraftBudget()
         self._columns = columns
         self._shares = Acceptance(most, columns)
         self._beside: StepPlan | None = None
@@ -90,19 +91,21 @@ class DraftPolicy:
         """Drafts of every row of this plan; -1: as reckoned."""
         self._observed = 0
         """Steps that could have been learned from."""
-        self._rest = self._rested = 0
-        """Plans that need not ask, as nothing is drafted; and those that did not."""
+        self._idle_left = self._rested = 0
+        """Plans for which drafting stays idle; and idle plans so far."""
 
     def enter(self, slot: int) -> None:
-        """A new tenant."""
+        """``slot`` has a new sequence."""
         self._shares.enter(slot)
         self._columns.wanted[slot] = self._wants()
 
-    def resting(self) -> bool:
-        """Whether the next plan has no drafts anyway, and nothing is to choose. To be asked once a plan."""
-        if not self._rest:
+    def idle(self) -> bool:
+        """Whether drafting is idle for the next plan: it has no drafts, and nothing is chosen. Call it once a
+        plan.
+        """
+        if not self._idle_left:
             return False
-        self._rest -= 1
+        self._idle_left -= 1
         self._rested += 1
         self._forced = -1
         return True
@@ -119,7 +122,7 @@ class DraftPolicy:
         self._steps += 1
         if not self._opened(len(slots)):
             self._least = np.inf
-            self._rest = REST * (len(slots).bit_length() in self._tried)
+            self._idle_left = IDLE_STEPS * (len(slots).bit_length() in self._tried)
             return np.zeros(len(slots), np.int32)
         self._forced = self._trial(len(slots))
         if self._forced >= 0:
@@ -134,14 +137,16 @@ class DraftPolicy:
         if self._probing(drafting):
             chosen = np.maximum(chosen, np.minimum(most, 1))
             return chosen
-        self._rest = 0 if drafting else REST
+        self._idle_left = 0 if drafting else IDLE_STEPS
         return chosen
 
     def _keep(self, size: int, total: int) -> None:
         """Numbers were reckoned for batches of ``size``, in all ``total``."""
         alike = size == self._size and total == self._total > 0
         self._hold = min(2 * self._hold, LONGEST_HOLD) if alike else HOLD
-        self._next, self._size, self._total = self._steps + self._hold, size, total
+        self._next = self._steps + self._hold
+        self._size = size
+        self._total = total
 
     def first(self, room: int) -> int:
         """Drafts that a sequence proposes after its prompt."""
@@ -162,26 +167,27 @@ class DraftPolicy:
         self._accepted = int(accepted.sum())
         self._shares.see(slots, drafts, accepted, now=self._least == np.inf)
         if self._shares.rose:  # better than it was: look again soon
-            self._shares.rose, self._probe = False, FIRST_PROBE
+            self._shares.rose = False
+            self._probe = FIRST_PROBE
             if self._least == np.inf:
                 self._next = self._steps
 
-    def observe(self, plan: StepPlan, seconds: float, fit: bool, cold: bool = False) -> None:
+    def observe(self, plan: StepPlan, seconds: float, fit: bool, uncaptured: bool = False) -> None:
         """``plan`` took ``seconds``. ``fit``: the cost model should learn from it; else it does already.
 
-        ``cold``: longer than later ones like it will, so the model learns nothing; a trial is made again.
-        While nothing is drafted, the model learns from one step in ``REST``.
+        ``uncaptured``: longer than later ones like it will, so the model learns nothing; a trial is made
+        again. While nothing is drafted, the model learns from one step in ``IDLE_STEPS``.
         """
         if not self.adaptive:
             return
-        if 0 < self._rest < REST - MAX_IN_FLIGHT:  # there were none in flight when the rest began
-            self.ledger.rest(plan.decode.rows, seconds)
+        if 0 < self._idle_left < IDLE_STEPS - MAX_IN_FLIGHT:  # no drafts were in flight when the pause began
+            self.budget.pause(plan.decode.rows, seconds)
             return
-        self.ledger.step(plan, seconds, self._accepted, cold)
+        self.budget.step(plan, seconds, self._accepted, uncaptured)
         self._accepted = 0
-        if cold:
+        if uncaptured:
             self._repeat(plan)
-        elif not self._rest and (self.ledger.settled or plan.prefill.rows or has_drafts(plan)):
+        elif not self._idle_left and (self.budget.settled or plan.prefill.rows or has_drafts(plan)):
             self._beside = plan
             self._observed += 1
             if fit and (self._hold == HOLD or self._forced >= 0 or self._observed % LEARN_EVERY == 0):
@@ -207,30 +213,34 @@ class DraftPolicy:
             if met < PATIENCE:
                 return False
         tried = self._tried.setdefault(size, np.zeros(self.most + 1, np.int64))
-        return bool(tried[0] < TRIALS) or self.ledger.allows(rows)
+        return bool(tried[0] < TRIALS) or self.budget.allows(rows)
 
     def _trial(self, rows: int) -> int:
         """Drafts to try with that many rows; -1 when there is nothing to try now."""
-        tried, drafts = self._tried[rows.bit_length()], 0
+        tried = self._tried[rows.bit_length()]
+        drafts = 0
         if tried[0] >= TRIALS:
             if self._steps % PLAIN_EVERY >= PLAIN_EVERY - PLAIN_STEPS:
                 return 0
             drafts = int(np.flatnonzero(tried < TRIALS).max(initial=0))
-            if not drafts or (drafts < self.most and not self.ledger.allows_trial(rows, drafts)):
+            if not drafts or (drafts < self.most and not self.budget.allows_trial(rows, drafts)):
                 return -1
         tried[drafts] += 1
         return drafts
 
     def _probing(self, drafting: bool) -> bool:
         """Whether rows without drafts get one in this plan, to see what would become of it."""
-        if drafting:  # whoever has none tries one beside the others
-            self._idle, self._rested, self._probe = 0, 0, FIRST_PROBE
+        if drafting:  # rows without drafts try one beside the others
+            self._idle = 0
+            self._rested = 0
+            self._probe = FIRST_PROBE
             return self._steps % FIRST_PROBE == 0
         self._idle += 1 + self._rested
         self._rested = 0
         if self._idle < self._probe:
             return False
-        self._idle, self._probe = 0, min(2 * self._probe, LAST_PROBE)
+        self._idle = 0
+        self._probe = min(2 * self._probe, LAST_PROBE)
         return True
 
     def _best(self, slots: np.ndarray, starts: np.ndarray) -> np.ndarray:
@@ -270,5 +280,5 @@ class DraftPolicy:
         extra = tokens[1:] - tokens[0] + model.coefficient("decode_pair") * pairs
         extra += model.coefficient("verify") + model.coefficient("draft_pass") * deepest
         # A model that has seen few steps may say that one costs nothing.
-        plain = max(model.predict(shape), 0.5 * self.ledger.plain(shape.decode_rows))
+        plain = max(model.predict(shape), 0.5 * self.budget.plain(shape.decode_rows))
         return plain, extra + model.coefficient("draft") * count

@@ -14,7 +14,7 @@ from collections import OrderedDict
 
 import numpy as np
 
-from weft.scheduler.cost import FIRST_SLOPE, NAMES, NUM_SLOPES, PRIOR, CostModel, StepShape, features
+from weft.scheduler.step_cost import FIRST_SLOPE, NAMES, NUM_SLOPES, PRIOR, CostModel, StepShape, features
 
 KINDS, LATEST = 192, 8
 """Kinds of steps remembered, and observations of each."""
@@ -23,7 +23,9 @@ _SMOOTH_WEIGHT = 3e-3
 _HALF_LIFE = 4096.0
 """Steps after which an observation counts half."""
 _ROUNDS = 4
-_SURPRISE, _SOON, _AT_LEAST = 0.25, 4, 64
+_SURPRISE = 0.25
+_SOON = 4
+_AT_LEAST = 64
 _TINY = 1e-9
 
 
@@ -38,7 +40,7 @@ class CostFitter:
         self._soon = _SOON
         """Of those, how many there must be when the model was far off; more while new fits do not help."""
         self._due = False
-        """Whether the next who asks for the model gets a new one: a fit that nobody asks for is not made."""
+        """Whether the next read of ``model`` fits a new one; models are fitted only when read."""
         self._prior = np.array(prior.coefficients)
         self._rows: OrderedDict[tuple[int, ...], int] = OrderedDict()
         self._x = np.zeros((KINDS, LATEST, len(NAMES)))
@@ -82,7 +84,8 @@ class CostFitter:
         used = np.arange(LATEST) < self._filled[:, None]
         if not used.any():
             return self._model
-        self._since, self._due = 0, False
+        self._since = 0
+        self._due = False
         kinds = self._filled > 0
         middle = np.zeros(KINDS)
         middle[kinds] = np.nanmedian(np.where(used[kinds], self._y[kinds], np.nan), axis=1)

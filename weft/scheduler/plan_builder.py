@@ -1,8 +1,8 @@
 """A step in the making: rows can still be taken out of it, and nothing in it has been promised to anyone.
 
 scheduler             rows, and the ops that they need; ``close`` fixes them and makes their columns
-balance, overlap,     their share: ``rebalance``, ``halves``, ``agreed``. They read the rows as they would
-domain                a plan's (``weft.types.plan.PlannedRows``)
+balance, overlap,     their share: ``rebalance``, ``micro_batches``, ``agreed``. They read the rows as they
+would domain                a plan's (``weft.types.plan.PlannedRows``)
 scheduler             ``seal``: the one immutable plan, which is launched, kept in flight and committed
 """
 
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weft.scheduler.columns import Columns
-from weft.scheduler.cost import StepShape, decode_shape
 from weft.scheduler.sequence import Running, Sequence
+from weft.scheduler.slot_columns import SlotColumns
+from weft.scheduler.step_cost import StepShape, decode_shape
 from weft.types.plan import (
     EMPTY,
     EMPTY_SEGMENT,
@@ -83,10 +83,10 @@ class PlanBuilder:
     """Rows of step ``step``, ``budget`` tokens of which are left to give. One row a sequence at most.
 
     A prefill row is an object. Decode rows are columns; what else is known of them is in the scheduler's
-    ``columns``, which nobody advances before the plan is sealed.
+    ``columns``, which do not advance before the plan is sealed.
     """
 
-    def __init__(self, step: int, budget: int, columns: Columns) -> None:
+    def __init__(self, step: int, budget: int, columns: SlotColumns) -> None:
         self.step = step
         self.budget = budget
         self.prompt_logits = min(MAX_PROMPT_LOGITS, max(1, budget // 2))  # they cost as much as the rest
@@ -95,14 +95,14 @@ class PlanBuilder:
         """Prefill rows by sequence, in the order of the plan."""
         self.decodes = NO_ROWS
         self.lacking: tuple[int, int, int] | None = None
-        """Key of the oldest sequence that sits out for want of blocks: nobody younger may take any."""
+        """Key of the oldest sequence that sits out for lack of blocks: younger sequences may not take any."""
         self.preempted = False
         self.prefill = self.decode = EMPTY_SEGMENT
         """The rows as they will be in the plan, from ``close`` on."""
         self.rebalance = False
         """Whether experts move before the step."""
-        self.halves = 1
-        """2: to be computed as two halves."""
+        self.micro_batches = 1
+        """2: to be computed as two micro-batches."""
         self.agreed: Agreement | None = None
         """What the replicas of a domain agreed on for the step."""
         self._columns = columns
@@ -181,7 +181,7 @@ class PlanBuilder:
             prefill=self.prefill,
             decode=self.decode,
             agreed=self.agreed,
-            halves=self.halves,
+            micro_batches=self.micro_batches,
         )
 
     def _decode_segment(self) -> Segment:
@@ -203,15 +203,11 @@ class PlanBuilder:
 def _prefill_segment(rows: list[Row]) -> Segment:
     if not rows:
         return EMPTY_SEGMENT
-    return Segment(
-        slot=column([row.run.slot for row in rows]),
-        gen=column([row.run.gen for row in rows]),
-        start=column([row.start for row in rows]),
-        count=column([row.count for row in rows]),
-        logits=column([row.logits for row in rows]),
-        sample=column([row.sample for row in rows]),
-        next_k=column([row.next_k for row in rows]),
-    )
+    each = [
+        (row.run.slot, row.run.gen, row.start, row.count, row.logits, row.sample, row.next_k) for row in rows
+    ]
+    slot, gen, start, count, logits, sample, next_k = column(list(zip(*each, strict=True)))
+    return Segment(slot=slot, gen=gen, start=start, count=count, logits=logits, sample=sample, next_k=next_k)
 
 
 def _without(op: Op, slot: int) -> Op | None:

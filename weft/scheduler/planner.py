@@ -43,10 +43,13 @@ class Planner:
             adaptive = speculation is None or speculation.speculative_adaptive
             self.drafts = DraftPolicy(state.kv.drafts, adaptive, state.columns, fitter)
         self.lacked = False
+        self.starved = False
+        """Whether in the last plan a sequence could not be admitted for want of blocks."""
         """Whether the last step left out a row for want of blocks."""
 
     def fill(self, builder: PlanBuilder) -> None:
         """The rows of a step, within the budget of ``builder``."""
+        self.starved = False
         if self._exclusive:
             self._fill_exclusive(builder)
         else:
@@ -74,11 +77,14 @@ class Planner:
 
     def _decode(self, builder: PlanBuilder) -> None:
         """One row for every sequence past its known ids. One that may have reached its limit sits out."""
-        state, columns = self._state, self._state.columns
+        state = self._state
+        columns = self._state.columns
         slots = state.order()
+        if not len(slots):
+            return
         ready = ~columns.prefilling(slots) & (columns.num_scheduled[slots] + 1 < columns.limit[slots])
         rows = DecodeRows.plain(slots[ready][: max(builder.budget, 0)])
-        if self.drafts is not None and not self.drafts.resting():
+        if self.drafts is not None and not self.drafts.idle():
             rows = self._with_drafts(self.drafts, rows, builder.budget)
         ends = columns.num_scheduled[rows.slots] + rows.counts + rows.next_k
         short = ends > columns.reserved[rows.slots]
@@ -91,7 +97,9 @@ class Planner:
 
         Drafts are shortened so that prompts get a block of the ``budget``, if there are any.
         """
-        state, columns, slots = self._state, self._state.columns, rows.slots
+        state = self._state
+        columns = self._state.columns
+        slots = rows.slots
         starts = columns.num_scheduled[slots]
         room = columns.limit[slots] - 1 - starts
         waits = len(state.waiting) or len(slots) < len(state.running)
@@ -104,7 +112,7 @@ class Planner:
         """The next chunk of every prefill under way."""
         state = self._state
         slots = state.order()
-        for sequence in state.tenants[slots[state.columns.prefilling(slots)]].tolist():
+        for sequence in state.in_slot[slots[state.columns.prefilling(slots)]].tolist():
             run = sequence.state
             if not isinstance(run, Running):  # preempted just now
                 continue
@@ -125,14 +133,15 @@ class Planner:
         """Waiting sequences in their order, while a slot, budget and blocks for all known ids are there.
 
         Where a slot alone is missing, a sequence of a larger share gives its own up; while steps in flight
-        still name that, nobody else does.
+        still name that, no other share does.
         """
         state = self._state
         if builder.lacking is not None or builder.preempted or not state.waiting:
             return
         promised = self._promised()
         while state.waiting and builder.budget >= 1:
-            sequence, yielding = state.waiting.first(), None
+            sequence = state.waiting.first()
+            yielding = None
             if len(state.running) >= self._most_running:
                 yielding = state.crowding(sequence)
                 if yielding is None:
@@ -145,6 +154,7 @@ class Planner:
             known = len(sequence.tokens)
             needed = state.caches.needed(NO_SLOT, known + 1, num_hit, hashes)
             if not state.caches.fits([n + p for n, p in zip(needed, promised, strict=True)]):
+                self.starved = True
                 return
             if yielding is not None:
                 state.waiting.invite(sequence)
@@ -189,7 +199,8 @@ class Planner:
         room = sequence.limit - 2 - known
         if self.drafts is None or end < known or room < 1 or builder.lacking is not None:
             return 0
-        next_k, caches = self.drafts.first(room), self._state.caches
+        next_k = self.drafts.first(room)
+        caches = self._state.caches
         upto = end + next_k
         fits = caches.cut(start, upto) == upto and caches.fits(caches.needed(slot, upto, start, hashes))
         return next_k if fits else 0

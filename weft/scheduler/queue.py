@@ -1,4 +1,4 @@
-"""The order of sequences: by key (priority, turn, arrival), whatever order they come in; and who is next.
+"""The order of sequences: by key (priority, turn, arrival), whatever order they come in; and the next one.
 
 The turn of a sequence is the number of client requests that came before its own, plus its place among the
 sequences of its own. Where every client asks for one sequence that is first come, first served; of a large
@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from operator import attrgetter
 
 from weft.common.errors import EngineDead
-from weft.scheduler.sequence import Sequence, Share
+from weft.scheduler.sequence import OwnerShare, Sequence
 
-_key, _place = attrgetter("key"), attrgetter("place")
+_key = attrgetter("key")
+_place = attrgetter("place")
 
 
 class SequenceQueue:
@@ -61,8 +62,8 @@ class FairQueue:
     """
 
     def __init__(self) -> None:
-        self._shares: dict[tuple[int, int], Share] = {}
-        self._order: list[Share] = []
+        self._shares: dict[tuple[int, int], OwnerShare] = {}
+        self._order: list[OwnerShare] = []
         """Those with waiting sequences, by place. Places are unique (arrival is)."""
         self._length = 0
         self._arrived = 0
@@ -74,7 +75,7 @@ class FairQueue:
         priority, _, arrival = sequence.key
         share = self._shares.get((priority, sequence.owner))
         if share is None:
-            share = self._shares[priority, sequence.owner] = Share(priority, self._arrived)
+            share = self._shares[priority, sequence.owner] = OwnerShare(priority, self._arrived)
             self._arrived += 1
         sequence.share = share
         sequence.key = (priority, share.number + share.arrived, arrival)
@@ -118,7 +119,7 @@ class FairQueue:
         self._put(share)
 
     def invite(self, sequence: Sequence) -> None:
-        """``sequence``, which waits, is first until it runs: somebody gives a slot up for it."""
+        """Puts the waiting ``sequence`` first until it runs: another one gives up its slot for it."""
         share = self._lift(sequence)
         share.invited = sequence
         self._put(share)
@@ -134,26 +135,26 @@ class FairQueue:
     def __len__(self) -> int:
         return self._length
 
-    def _share(self, sequence: Sequence) -> Share:
+    def _share(self, sequence: Sequence) -> OwnerShare:
         if sequence.share is None:
             raise EngineDead("a sequence was asked for its share that is not live")
         return sequence.share
 
-    def _lift(self, sequence: Sequence) -> Share:
+    def _lift(self, sequence: Sequence) -> OwnerShare:
         """The share of ``sequence``, taken out of the order if it is there: what it has may change."""
         share = self._share(sequence)
         if share.waiting:
             del self._order[bisect_left(self._order, share.place, key=_place)]
         return share
 
-    def _put(self, share: Share) -> None:
+    def _put(self, share: OwnerShare) -> None:
         if share.waiting:
             _, turn, arrival = share.waiting[0].key
             running = share.running if share.invited is None else -1
             share.place = (share.priority, running, turn, arrival)
             insort(self._order, share, key=_place)
 
-    def _take(self, share: Share, sequence: Sequence) -> None:
+    def _take(self, share: OwnerShare, sequence: Sequence) -> None:
         at = bisect_left(share.waiting, sequence.key, key=_key)
         if at == len(share.waiting) or share.waiting[at] is not sequence:
             raise EngineDead("a sequence was taken from a queue that does not hold it")

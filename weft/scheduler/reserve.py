@@ -23,7 +23,8 @@ class Reserver:
         All at once when blocks are there, else without their drafts; else one by one, in order, which may
         preempt. Returns the rows that can run.
         """
-        state, columns = self._state, self._state.columns
+        state = self._state
+        columns = self._state.columns
         whole = builder.lacking is None
         if whole and self._grow_all(rows, short, builder):
             return rows
@@ -34,7 +35,7 @@ class Reserver:
                 return rows
         out = np.zeros(len(columns.gen), bool)
         for slot in rows.slots[short].tolist():
-            sequence = state.tenants[slot]
+            sequence = state.in_slot[slot]
             if sequence is None:  # preempted just now
                 continue
             reserved = self.reserve(sequence, sequence.state, int(columns.num_scheduled[slot]) + 1, builder)
@@ -44,7 +45,8 @@ class Reserver:
 
     def _grow_all(self, rows: DecodeRows, short: np.ndarray, builder: PlanBuilder) -> bool:
         """Makes the tables of all rows ``short`` reach as far as they need, or changes nothing."""
-        columns, slots = self._state.columns, rows.slots[short]
+        columns = self._state.columns
+        slots = rows.slots[short]
         ends = columns.num_scheduled[slots] + rows.counts[short] + rows.next_k[short]
         grown = self._state.caches.grow(slots, ends)
         if grown is None:
@@ -70,8 +72,8 @@ class Reserver:
     def _make_room(self, sequence: Sequence, run: Running, end: int, builder: PlanBuilder) -> bool:
         """Preempts until the blocks up to ``end`` are available. False: not in this plan.
 
-        The victim is the last by key that is not protected; it may be the one that asks. Nobody is
-        preempted while blocks that steps in flight still name will do, and nobody preempts itself while its
+        The victim is the last by key that is not protected; it may be the one that asks. No sequence is
+        preempted while blocks that steps in flight still name will do, and none preempts itself while its
         own last step is in flight: that may free blocks, and computes tokens that need not be lost.
         """
         caches = self._state.caches

@@ -1,16 +1,17 @@
 """The scheduler: takes sequences in, plans steps, commits their results. Pure: no I/O, no clock, no torch.
 
-``draft`` offers the next step (``weft.scheduler.planner`` chooses its rows); whoever has a say in how it runs
-sets that on the draft; ``seal`` makes the plan, which is what is in flight and what ``commit`` takes. A step
-may be drafted while another one awaits its commit.
+``build`` returns the next step as a ``PlanBuilder`` (``weft.scheduler.planner`` chooses its rows). Expert
+balance, overlap and the domain set their fields on it. ``seal`` makes the immutable plan, which is in flight
+until ``commit`` takes it. A step may be built while another one awaits its commit.
 
-What a sequence lacks that comes from outside the group is awaited: neither it, nor one that only lacks blocks
-which are on hold, is work; nor does a step that cannot be made meanwhile count against progress.
+What a sequence lacks that comes from outside the group is awaited, until a deadline: it is no work meanwhile.
+Whoever waits for anything else must get on. Sequences that wait without a row in flight are excused by one
+thing alone: that they lack blocks, and some are on hold whose deadline has not passed.
 """
 
 from __future__ import annotations
 
-from weft.common.errors import EngineDead, InvalidRequest, Overloaded
+from weft.common.errors import DeadlineExceeded, EngineDead, InvalidRequest, Overloaded
 from weft.common.log import get_logger
 from weft.common.restarts import MOST_LOSSES
 from weft.config.budget import check_budget
@@ -27,7 +28,9 @@ from weft.types.plan import Op, StepPlan, StepResult
 
 MAX_IN_FLIGHT = 2
 MAX_EMPTY_PLANS = 64
-"""Plans in a row that may be empty while work waits and nothing is in flight, before the group gives up."""
+"""Plans without rows in a row, while work waits and no row is in flight, before the group gives up."""
+AWAIT_S = 600.0
+"""Seconds that a sequence awaits what it lacks, unless whoever adds it says until when."""
 
 _log = get_logger(__name__)
 
@@ -59,22 +62,28 @@ class Scheduler:
         self._step = 0
         self._arrivals = 0
         self._empty_plans = 0
-        self._drafted: PlanBuilder | None = None  # what is to be sealed next
+        self._built: PlanBuilder | None = None  # what is to be sealed next
         self._blocked = False  # whether nothing can run until a block on hold is given back
+        self._awaited: dict[int, float] = {}  # sequence -> until when it awaits what it lacks
+        self._holds: dict[tuple[int, int], float] = {}  # (kind, block) on hold -> its latest deadline
 
     # ---- sequences
 
-    def add(self, submit: Submit, now: float, awaits: bool = False) -> list[TokenEvent]:
+    def add(
+        self, submit: Submit, now: float, awaits: bool = False, until: float | None = None
+    ) -> list[TokenEvent]:
         """Takes in a sequence. The returned event, if any, is its end: the emitted ids were complete already.
 
-        ``awaits``: it cannot be admitted before ``arrived``. Raises InvalidRequest, ContextLength or
+        ``awaits``: it cannot be admitted before ``arrived``, and fails if that does not come ``until`` then
+        (``AWAIT_S`` from ``now`` on by default). Raises InvalidRequest, ContextLength or
         Overloaded before anything is changed.
         """
         state = self._state
         tokens, num_prompt = check_submit(submit, self._vocab_size, state.kv.max_model_len)
         if submit.sequence in state.live:
             raise InvalidRequest("a sequence of this id is live", param="sequence")
-        # Whom the next step can admit does not queue: a burst on an idle engine fills its slots first.
+        # A sequence that the next step can admit does not queue: a burst on an idle engine fills its slots
+        # first.
         unused = self._section.max_num_seqs - len(state.running)
         if self._num_waiting >= self._section.max_queued_requests + unused:
             raise Overloaded(f"{self._section.max_queued_requests} sequences wait already; try again later")
@@ -86,21 +95,44 @@ class Scheduler:
         if ending is not None:
             return [TokenEvent(sequence=sequence.id, finish=ending[0], stop_id=ending[1])]
         state.arrive(sequence)
+        if awaits:
+            self._awaited[sequence.id] = now + AWAIT_S if until is None else until
         self._blocked = False
         return []
 
     def arrived(self, sequence: int) -> None:
         """What a sequence awaited is there: it waits for its turn like any other. Unknown ids are fine."""
         found = self._state.live.get(sequence)
+        self._awaited.pop(sequence, None)
         if found is not None:
             self._state.arrived(found)
             self._blocked = False
+
+    def expire(self, now: float) -> list[TokenEvent]:
+        """Ends sequences that have awaited what they lack for too long. Call it often, work or none."""
+        self._blocked = self._blocked and now < max(self._holds.values(), default=now)
+        late = [sequence for sequence, until in self._awaited.items() if now >= until]
+        events: list[TokenEvent] = []
+        for number in late:
+            del self._awaited[number]
+            if (sequence := self._state.live.get(number)) is None:
+                continue
+            error = DeadlineExceeded("what the request awaited did not come in time").info()
+            self._state.end(sequence, "error")
+            events.append(TokenEvent(sequence=number, finish="error", error=error))
+        return events
+
+    @property
+    def awaiting(self) -> bool:
+        """Whether nothing can be done before something comes from outside: what is awaited, or a block."""
+        return bool(self._awaited or self._blocked) and not self.has_work()
 
     def finish(self, sequence: int) -> list[TokenEvent]:
         """Ends a sequence from outside. Unknown and ended ones are fine: then there is no event."""
         found = self._state.live.get(sequence)
         if found is None:
             return []
+        self._awaited.pop(sequence, None)
         self._state.end(found, "abort")
         self._blocked = False
         return [TokenEvent(sequence=sequence, num_cached=max(found.num_cached, 0), finish="abort")]
@@ -113,7 +145,8 @@ class Scheduler:
         Returns the ends of those with which the group was lost too often.
         """
         self._blocked = self.planner.lacked = False
-        self._empty_plans, self._drafted = 0, None
+        self._empty_plans = 0
+        self._built = None
         often = [sequence for sequence in self._state.requeue() if sequence.lost()]
         for sequence in often:
             self._state.end(sequence, "error")
@@ -128,14 +161,19 @@ class Scheduler:
         names has its sequence by the plans before; if that ends first, the op is dropped."""
         self._state.ops.append(op)
 
-    def hold(self, kind: int, block: int) -> None:
-        """Nobody else gets ``block`` of cache kind ``kind`` before ``unhold``: somebody outside the group may
-        read or write it. Outlives the block's sequence, and ``requeue_all``."""
+    def hold(self, kind: int, block: int, until: float) -> None:
+        """Keeps ``block`` of cache kind ``kind`` out of use until ``unhold``: a transfer outside the group
+        may read or write it. Outlives the block's sequence, ``requeue_all``, and ``until``: from then on it
+        no longer excuses that others lack blocks."""
         self._state.caches.kinds[kind].pool.hold(block)
+        self._holds[kind, block] = max(until, self._holds.get((kind, block), until))
 
     def unhold(self, kind: int, block: int) -> None:
         """The other side of one ``hold``."""
-        self._state.caches.kinds[kind].pool.unhold(block)
+        pool = self._state.caches.kinds[kind].pool
+        pool.unhold(block)
+        if not pool.on_hold(block):
+            del self._holds[kind, block]
         self._blocked = False
 
     def has_work(self) -> bool:
@@ -152,65 +190,71 @@ class Scheduler:
     # ---- steps
 
     def plan(self, now: float) -> StepPlan | None:
-        """``draft`` and ``seal``, where nobody else has a say."""
-        builder = self.draft(now)
+        """``build`` and ``seal`` at once, where no other component sets fields of the plan."""
+        builder = self.build(now)
         return None if builder is None else self.seal(builder)
 
-    def draft(self, now: float) -> PlanBuilder | None:
+    def build(self, now: float) -> PlanBuilder | None:
         """The next step, for ``seal``, or None when nothing can run before a commit or an arrival.
 
         Nothing else may be asked of the scheduler between the two. Raises EngineDead when two steps are in
-        flight already, when the last draft was not sealed, and when nothing could be planned for long though
-        work waits and no step is in flight.
+        flight already, when the last builder was not sealed, and when nothing could be planned for long
+        though work waits and no step is in flight.
         """
         while True:
             builder = self._begin(self._section.max_num_batched_tokens)
             self.planner.fill(builder)
             if builder.rows or not builder.preempted:
-                break  # else the blocks of whoever was preempted may be free at once: try again
+                break  # else the blocks of preempted sequences may be free at once: try again
         self.planner.lacked = builder.lacking is not None
-        if not builder.rows and not self._state.ops:
-            self._watch_progress()
-            return None
-        self._empty_plans = 0
-        self._drafted = builder.close()
+        if builder.rows:
+            self._empty_plans = 0
+        else:
+            self._watch_progress(now)
+            if not self._state.ops:
+                return None
+        self._built = builder.close()
         return builder
 
     def idle(self) -> PlanBuilder:
         """The next step without rows, since nothing can run here while other replicas of the domain step.
 
-        Raises as ``draft``.
+        Raises as ``build``.
         """
-        self._drafted = self._begin(0)
-        return self._drafted
+        self._built = self._begin(0)
+        return self._built
 
     def seal(self, builder: PlanBuilder) -> StepPlan:
-        """The plan of what was drafted, which is in flight from now on. Raises EngineDead for any other."""
-        if builder is not self._drafted:
-            raise EngineDead("a step is to be launched that is not the one that was drafted last")
-        state, step = self._state, builder.step
+        """Makes the plan of ``builder``, which is in flight from now on. Raises EngineDead for any but the
+        last builder.
+        """
+        if builder is not self._built:
+            raise EngineDead("a step is to be launched that is not the one that was built last")
+        state = self._state
+        step = builder.step
         plan = builder.seal([*state.slots.announce(), *state.take_ops(step), *state.snapshots(step)])
         state.launched(plan)
         self._step += 1
-        self._drafted = None
+        self._built = None
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenEvent]:
         """Applies the result of the oldest plan in flight. See ``weft.scheduler.commit``."""
         return commit(self._state, plan, result, self.planner.drafts)
 
-    def observe(self, plan: StepPlan, seconds: float, cold: bool = False) -> None:
+    def observe(self, plan: StepPlan, seconds: float, uncaptured: bool = False) -> None:
         """``plan`` took the device ``seconds``, from the end of the step before it if that was later.
 
-        ``cold``: longer than others like it will, which are replayed; so nothing is learned from it.
+        ``uncaptured``: longer than others like it will, which are replayed; so nothing is learned from it.
         """
         if not plan.rows:
             return
-        chunks, drafts = self.planner.chunks, self.planner.drafts
-        if chunks is not None and not cold:
+        chunks = self.planner.chunks
+        drafts = self.planner.drafts
+        if chunks is not None and not uncaptured:
             chunks.observe(plan, seconds)
         if drafts is not None:
-            drafts.observe(plan, seconds, fit=chunks is None, cold=cold)
+            drafts.observe(plan, seconds, fit=chunks is None, uncaptured=uncaptured)
 
     @property
     def steps(self) -> int:
@@ -219,7 +263,8 @@ class Scheduler:
 
     def stats(self) -> HeadStats:
         """Counters and gauges."""
-        state, counts = self._state, self._state.counts
+        state = self._state
+        counts = self._state.counts
         return HeadStats(
             steps=counts.steps,
             mixed_steps=counts.mixed_steps,
@@ -246,19 +291,26 @@ class Scheduler:
     def _begin(self, budget: int) -> PlanBuilder:
         if len(self._state.in_flight) >= MAX_IN_FLIGHT:
             raise EngineDead(f"{MAX_IN_FLIGHT} steps are in flight already")
-        if self._drafted is not None:
-            raise EngineDead("a step was drafted and never sealed")
+        if self._built is not None:
+            raise EngineDead("a step was built and never sealed")
         return PlanBuilder(self._step, budget, self._state.columns)
 
     @property
     def _num_waiting(self) -> int:
         return len(self._state.live) - len(self._state.running)
 
-    def _watch_progress(self) -> None:
-        """Counts empty plans in a row that nothing explains; too many end the group."""
+    def _watch_progress(self, now: float) -> None:
+        """Counts plans without rows in a row that nothing explains; too many end the group.
+
+        Rows in flight are progress. A hold explains it until its deadline, where blocks are what is lacking.
+        """
         state = self._state
-        self._blocked = not state.in_flight and state.caches.num_on_hold() > 0
-        if not self.has_work() or state.in_flight:
+        waits = state.waiting or len(state.running)
+        excused = (self.planner.lacked or self.planner.starved) and now < max(
+            self._holds.values(), default=now
+        )
+        self._blocked = bool(excused and not state.in_flight)
+        if not waits or excused or any(plan.rows for plan in state.in_flight):
             self._empty_plans = 0
             return
         self._empty_plans += 1

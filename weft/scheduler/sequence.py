@@ -1,11 +1,11 @@
-"""A sequence, and the states it passes through. A state owns what the sequence holds while it is in it.
+"""A sequence and its states. The state object owns the sequence's slot and block tables.
 
 AwaitingLeader ──> Awaiting ──> Waiting ──> Running
    │  │               │         ^ │ ^─preempted─╯ │
    │  ╰───────────────┼─────────╯ │               │
    ╰──────────────────┴───────────┴──> Ended <────╯
 
-Running: a slot, and its block tables. Ended: nothing, for ever. The others: nothing but the tokens.
+Running owns a slot and its block tables; all other states own nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from weft.common.errors import EngineDead
 from weft.common.restarts import MOST_LOSSES
 from weft.kv.hashing import HashChain
 from weft.kv.snapshots import Marks
-from weft.scheduler.columns import Columns
+from weft.scheduler.slot_columns import SlotColumns
 from weft.types.messages import Submit
 from weft.types.sampling import TokenParams
 
@@ -25,9 +25,9 @@ PROTECT_AFTER = 2
 """Preemptions for want of blocks after which a sequence is admitted only with a guarantee, and never
 preempted again."""
 TURN = 32
-"""Tokens that a sequence may make in its slot before a newcomer may ask for it."""
+"""Tokens that a sequence may generate before a newcomer may take its slot."""
 MOST_YIELDS = 4
-"""Times that it gives way to others at most."""
+"""Most times that a sequence gives up its slot for others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ class AwaitingLeader:
 
 @dataclass(frozen=True, slots=True)
 class Awaiting:
-    """Lacks what comes from outside the group: KV that is on its way, say. The scheduler can do nothing about
-    it, so it is no work, nor is a plan that stays empty meanwhile a lack of progress."""
+    """Lacks input from outside the group, such as KV of another engine. It counts as no work, and an empty
+    plan meanwhile is no lack of progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Waiting:
 
 
 class _Entry:
-    """An attribute that lives in the column of its name, at the object's slot."""
+    """An attribute that is stored in the column of its name, at the object's slot."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -61,31 +61,31 @@ class _Entry:
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """One tenancy of a slot, from admission to preemption or end. Compared by identity.
+    """A sequence's time in one slot, from admission to preemption or end. Compared by identity.
 
     0 ... num_computed ... num_scheduled ... known        prefill rows, then
     0 ... known ... num_computed ... num_scheduled        decode rows
 
-    What changes is in ``columns``, and the slot's next tenant will write over it: once the tenancy has
-    ended, nobody may ask.
+    What changes is in ``columns``, and the slot's next sequence writes over it: once the
+    sequence has left the slot, it must not be read.
     """
 
-    columns: Columns
+    columns: SlotColumns
     slot: int
     gen: int
     known: int
-    """Ids that AllocSlot wrote; the later ones are on the device before they are here."""
+    """Number of ids that AllocSlot wrote; later ids are on the device before they are here."""
     marks: Marks | None = None
     """Where snapshots of its recurrent state are wanted; None: nowhere."""
 
     num_computed = _Entry()
-    """By committed steps."""
+    """Positions computed by committed steps."""
     num_scheduled = _Entry()
-    """By all steps planned."""
+    """Positions computed once all planned steps are done."""
     reserved = _Entry()
-    """How far the block tables reach."""
+    """Positions that the block tables cover."""
     last_step = _Entry()
-    """The last plan that names the slot; what the tenancy holds is free when it has committed."""
+    """The last plan that names the slot; the slot and its blocks are free when it has committed."""
     exact = _Entry()
     snapshot = _Entry()
 
@@ -96,7 +96,7 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Had its one terminal event."""
+    """Has had its one terminal event."""
 
     finish: str
 
@@ -155,20 +155,20 @@ class Sequence:
         self.owner = submit.owner or submit.request
         self.key = (submit.priority, arrival, arrival)
         """(priority, turn, arrival): the order of sequences; survives preemption. Its share sets the turn."""
-        self.share: Share | None = None
+        self.share: OwnerShare | None = None
         """From arrival to the end."""
         wanted = submit.params.prompt_logprobs >= 0 and submit.choice == 0 and len(tokens) == num_prompt
         self.prompt_logprobs = num_prompt - 1 if wanted else 0
         """Leading positions whose prompt logprobs this sequence computes. Only choice 0 does; with output
         emitted already they were delivered before."""
         self.delivered = 0
-        """Of those, how many were sent."""
+        """How many of these positions were sent."""
         self.chain: HashChain | None = None
         self.num_cached = -1
         """Prompt tokens found in the cache at the first admission; -1 before it."""
         self.preemptions = 0
         self.yielded = 0
-        """How many of them were to give way to another."""
+        """Preemptions that made room for another sequence."""
         self.losses = (0, 0)
         """(losses of the group while it ran, tokens when they began)."""
         self.awaits = False
@@ -194,7 +194,7 @@ class Sequence:
         return self.num_cached < 0
 
     def lost(self) -> bool:
-        """Its group was lost while it ran. Whether that happened too often."""
+        """Counts that its group was lost while it ran. Returns whether that happened too often."""
         times, tokens = self.losses
         times = times + 1 if tokens == len(self.tokens) else 1
         self.losses = (times, len(self.tokens))
@@ -227,20 +227,20 @@ class Sequence:
 
 
 @dataclass(slots=True, eq=False)
-class Share:
-    """What one owner has at one priority. Compared by identity; changed by ``FairQueue`` alone."""
+class OwnerShare:
+    """The sequences of one owner at one priority. Compared by identity; only ``FairQueue`` changes it."""
 
     priority: int
     number: int
-    """Shares that arrived before it."""
+    """Number of shares that arrived before it."""
     arrived: int = 0
-    """Sequences that it ever had."""
+    """Number of sequences that it has ever had."""
     live: int = 0
     running: int = 0
     waiting: list[Sequence] = field(default_factory=list)
-    """By key."""
+    """Its waiting sequences, by key."""
     invited: Sequence | None = None
-    """One of those, for which another share gives up a slot."""
+    """The waiting sequence for which another share gives up a slot, if any."""
     place: tuple[int, int, int, int] = (0, 0, 0, 0)
     """Where it is in the queue, while it has waiting sequences: (priority, running, turn, arrival), and -1
     for ``running`` while one is invited."""

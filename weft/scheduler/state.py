@@ -1,7 +1,7 @@
-"""Who is live and what they hold: the one place where sequences get and give back slots and blocks.
+"""The live sequences with their slots and blocks: the only place that allocates and frees them.
 
-``SchedulerState`` has the operations that keep sequences, queues, requests and caches consistent; which of
-them to do when is decided by the planner and by ``commit``.
+The operations of ``SchedulerState`` keep sequences, queues, requests and caches consistent. The planner and
+``commit`` decide which of them to call, and when.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from weft.kv.caches import Caches, make_kinds
 from weft.kv.hashing import HashChain, request_root, salted_root
 from weft.kv.slots import SlotTable
 from weft.kv.snapshots import Marks
-from weft.scheduler.columns import Columns
 from weft.scheduler.queue import FairQueue, SequenceQueue
 from weft.scheduler.sequence import (
     MOST_YIELDS,
@@ -28,18 +27,20 @@ from weft.scheduler.sequence import (
     Sequence,
     Waiting,
 )
+from weft.scheduler.slot_columns import SlotColumns
 from weft.types.plan import AllocSlot, Op, StepPlan, column
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class LiveRequest:
     """The live sequences of one request. The leader computes the prompt; the others wait for it."""
 
     leader: Sequence
     members: dict[int, Sequence] = field(default_factory=dict)
     prompt_computed: bool = False
     shared: bool = False
-    """Whether it ever had two members: its prompt's blocks are shared, prefix caching or not."""
+    """Whether it ever had two members: then they share the prompt's blocks, with prefix caching or without.
+    """
 
 
 @dataclass(slots=True)
@@ -69,15 +70,15 @@ class SchedulerState:
         self.kv = kv
         self.caches = Caches(make_kinds(kv, max_chunk), kv.max_model_len)
         self.slots = SlotTable(kv.num_slots)
-        self.columns = Columns(kv.num_slots)
-        self.tenants = np.full(kv.num_slots, None, object)
+        self.columns = SlotColumns(kv.num_slots)
+        self.in_slot = np.full(kv.num_slots, None, object)
         """The running sequence of each slot; None where there is none."""
         self.live: dict[int, Sequence] = {}
-        self.requests: dict[int, Request] = {}
+        self.requests: dict[int, LiveRequest] = {}
         self.waiting = FairQueue()
         self.running = SequenceQueue()
         self.ops: list[Op] = []
-        """That wait for no row: they go out with the next plan, whatever else is in it."""
+        """Ops that belong to no row; the next plan carries them, whatever else it has."""
         self._order: np.ndarray | None = None
         self.in_flight: deque[StepPlan] = deque()
         """Plans that have not committed, oldest first."""
@@ -93,7 +94,7 @@ class SchedulerState:
         self.waiting.enter(sequence)
         request = self.requests.get(sequence.request)
         if request is None:
-            request = self.requests[sequence.request] = Request(leader=sequence)
+            request = self.requests[sequence.request] = LiveRequest(leader=sequence)
         else:
             self._share(request)
         request.members[sequence.id] = sequence
@@ -101,13 +102,13 @@ class SchedulerState:
             self._enqueue(sequence)
 
     def arrived(self, sequence: Sequence) -> None:
-        """What the sequence awaited is there. Idempotent."""
+        """The input that the sequence awaited has come. Idempotent."""
         sequence.awaits = False
         if isinstance(sequence.state, Awaiting):
             self._enqueue(sequence)
 
     def end(self, sequence: Sequence, finish: str) -> None:
-        """Ends a live sequence, whatever its state, and frees what it holds."""
+        """Ends a live sequence in any state, and frees its slot and blocks."""
         state = sequence.state
         sequence.move(Ended(finish))
         if isinstance(state, Running):
@@ -121,9 +122,9 @@ class SchedulerState:
         self._leave(sequence)
 
     def preempt(self, sequence: Sequence, run: Running, *, yields: bool = False) -> None:
-        """Sends a running sequence back to its place in the queue; everything is computed again later.
+        """Sends a running sequence back to its place in the queue; it is recomputed later.
 
-        ``yields``: it gives way to another that waits.
+        ``yields``: it makes room for a waiting sequence.
         """
         sequence.move(Waiting())
         self._release(sequence, run)
@@ -133,11 +134,11 @@ class SchedulerState:
         self.waiting.add(sequence)
 
     def requeue(self) -> list[Sequence]:
-        """The ranks were lost and formed anew, with empty tables: whoever ran goes back to the queue.
+        """Sends all running sequences back to the queue, after ranks were lost and the group formed anew.
 
-        Plans in flight are forgotten with what they would have made, and so is all that the caches held; but
-        a block on hold stays out of use, as whoever has the hold may not know of the loss yet. It counts as
-        no preemption: nobody is to be protected for it. Returns who ran.
+        Plans in flight and all cached blocks are dropped. A block on hold stays out of use, because the owner
+        of the hold may not know of the loss yet. Sequences get no protection as after a preemption. Returns
+        the sequences that ran.
         """
         ran = self.running.snapshot()
         for sequence in ran:
@@ -150,7 +151,7 @@ class SchedulerState:
         self.caches.reset()
         self.slots.reset()
         self.columns.gen[:] = 0
-        self.tenants[:] = None
+        self.in_slot[:] = None
         self._order = None
         self.counts.recoveries += 1
         self.counts.requeued += len(ran)
@@ -197,7 +198,9 @@ class SchedulerState:
         return self.caches.guaranteed([*lengths, sequence.limit])
 
     def crowding(self, sequence: Sequence) -> Sequence | None:
-        """Who should give way to ``sequence``, which waits and finds all slots taken; None: nobody."""
+        """The sequence that should give up its slot for ``sequence``, which waits while all slots are taken;
+        or None.
+        """
         return self._of_larger_share(sequence) or self._of_longer_turn(sequence)
 
     def _of_larger_share(self, sequence: Sequence) -> Sequence | None:
@@ -205,7 +208,7 @@ class SchedulerState:
 
         If that runs at least two more than the share of ``sequence``: then the difference falls, so that no
         two ever send each other away in turns. Nobody gives way so twice, and who is protected never does;
-        nor who was admitted in this plan: ranks do not know of that tenancy, and could not end it.
+        nor one that was admitted in this plan: ranks do not know of it yet, and could not free its slot.
         """
         share, victim = sequence.share, None
         if share is None or not self.waiting.large:
@@ -236,14 +239,14 @@ class SchedulerState:
             return None
         slots, columns = self.order(), self.columns
         had = columns.num_computed[slots] - columns.known[slots]
-        for other in self.tenants[slots[had >= TURN][::-1]].tolist():
+        for other in self.in_slot[slots[had >= TURN][::-1]].tolist():
             if not sequence.newcomer and other.key < sequence.key:
                 return None  # nor who comes before it
             if other.key[0] != sequence.key[0] or other.protected or other.yielded >= MOST_YIELDS:
                 continue
             if other.share.running > share.running:
-                found: Sequence = other
-                return found
+                result: Sequence = other
+                return result
         return None
 
     # ---- prefix sharing
@@ -270,7 +273,9 @@ class SchedulerState:
             self.caches.publish(slot, committed, hashes)
 
     def prompt_computed(self, sequence: Sequence) -> None:
-        """A commit has computed the prompt of ``sequence``: whoever is held for it joins the queue."""
+        """A commit has computed the prompt of ``sequence``: its siblings, which waited for that, join the
+        queue.
+        """
         request = self.requests[sequence.request]
         if request.prompt_computed:
             return
@@ -324,6 +329,8 @@ class SchedulerState:
     def launched(self, plan: StepPlan) -> None:
         """``plan`` is out: its rows' slots are named by it, and scheduled as far as it goes."""
         for segment in (plan.prefill, plan.decode):
+            if not segment.rows:
+                continue
             self.columns.num_scheduled[segment.slot] += segment.count
             self.columns.last_step[segment.slot] = plan.step
             self.columns.drafts[segment.slot] = segment.next_k
@@ -342,7 +349,7 @@ class SchedulerState:
     # ----
 
     def _enqueue(self, sequence: Sequence) -> None:
-        """A sequence that is held for nobody waits for its turn, or awaits what is missing."""
+        """Moves a sequence that waits for no leader to the queue, or to awaiting its missing input."""
         if sequence.awaits:
             sequence.move(Awaiting())
         else:
@@ -350,7 +357,7 @@ class SchedulerState:
             self.waiting.add(sequence)
 
     def _enter(self, sequence: Sequence, run: Running) -> None:
-        """Fills the columns of what does not change during a tenancy."""
+        """Fills the columns of what does not change while the sequence is in the slot."""
         columns, slot = self.columns, run.slot
         columns.gen[slot] = run.gen
         columns.sequence[slot] = sequence.id
@@ -361,12 +368,12 @@ class SchedulerState:
         columns.last_step[slot] = -1
         columns.drafts[slot] = 0
         columns.exact[slot] = 0
-        self.tenants[slot] = sequence
+        self.in_slot[slot] = sequence
         self._order = None
 
     def _snapshot(self, slot: int, back: int, step: int) -> list[Op]:
         """Saves the state of ``slot`` as it was ``back`` positions ago, if it is wanted and there is room."""
-        sequence = self.tenants[slot]
+        sequence = self.in_slot[slot]
         run = sequence.state
         boundary = run.num_scheduled - back
         if run.marks is None or not run.marks.wants(boundary, run.snapshot):
@@ -391,10 +398,10 @@ class SchedulerState:
         self.slots.release(run.slot, last_step)
         self.ops = [op for op in self.ops if getattr(op, "slot", None) != run.slot]
         self.columns.gen[run.slot] = 0
-        self.tenants[run.slot] = None
+        self.in_slot[run.slot] = None
         self._order = None
 
-    def _share(self, request: Request) -> None:
+    def _share(self, request: LiveRequest) -> None:
         if request.shared:
             return
         request.shared = True

@@ -60,7 +60,8 @@ def _within(name: str, ids: array[int] | Sequence[int], vocab_size: int) -> None
     if not len(ids):
         return
     values = np.asarray(ids)  # a prompt's array is not copied
-    low, high = int(values.min()), int(values.max())
+    low = int(values.min())
+    high = int(values.max())
     if low < 0 or high >= vocab_size:
         wrong = low if low < 0 else high
         raise InvalidRequest(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from weft.types.plan import AllocSlot, LogprobRows, StepPlan, StepResult, column
 from weft.types.sampling import TokenParams
 
 VOCABULARY = 40
+_NO_DRAFTS = column([0] * 64)
 
 
 class Violation(Exception):
@@ -43,13 +45,32 @@ def token(key: int, position: int) -> int:
 
 def output(key: int, num_prompt: int, params: TokenParams, max_model_len: int) -> tuple[list[int], str]:
     """All tokens of a sequence that nobody disturbs, and how it ends."""
-    made: list[int] = []
+    tokens: list[int] = []
     while True:
-        made.append(token(key, num_prompt + len(made)))
-        if made[-1] in params.stop_ids:
-            return made, "stop"
-        if len(made) >= params.max_tokens or num_prompt + len(made) >= max_model_len:
-            return made, "length"
+        tokens.append(token(key, num_prompt + len(tokens)))
+        if tokens[-1] in params.stop_ids:
+            return tokens, "stop"
+        if len(tokens) >= params.max_tokens or num_prompt + len(tokens) >= max_model_len:
+            return tokens, "length"
+
+
+class RankStep(NamedTuple):
+    """What a rank needs of a plan: it computes from that and its slot table, and from nothing else."""
+
+    allocated: list[tuple[int, int]]
+    """(slot, key) of sequences that get a slot."""
+    sampled: list[tuple[int, int]]
+    """(slot, position) of tokens."""
+    tokens: int
+    """That are computed."""
+
+    def run(self, slots: dict[int, int]) -> int:
+        """Takes the step in. Returns the checksum of what it samples; ``slots``: slot -> key."""
+        slots.update(self.allocated)
+        checksum = 1
+        for slot, position in self.sampled:
+            checksum = (checksum * VOCABULARY + token(slots[slot], position)) & 0xFFFFFFFF
+        return checksum
 
 
 class TokenModel:
@@ -64,11 +85,16 @@ class TokenModel:
         self._slots: dict[int, tuple[int, list[int]]] = {}
         """Slot -> key, known ids."""
 
-    def run(self, plan: StepPlan) -> tuple[StepResult, bool]:
-        """The result of ``plan``, and whether the process dies of it."""
+    def clear(self) -> None:
+        """All slots are empty."""
+        self._slots.clear()
+
+    def run(self, plan: StepPlan) -> tuple[StepResult, RankStep, bool]:
+        """The result of ``plan``, the same step for another rank, and whether the process dies of it."""
+        step = RankStep([], [], 0)
         for op in plan.ops:
             if isinstance(op, AllocSlot):
-                self._allocate(op)
+                step.allocated.append((op.slot, self._allocate(op)))
         rows: list[int] = []
         tokens: list[int] = []
         offsets = [0]
@@ -76,11 +102,15 @@ class TokenModel:
         logprobs: list[tuple[int, int]] = []  # (prompt token, its position)
         logprob_offsets = [0]
         dies = False
+        total = 0
         number = -1
         for segment in (plan.prefill, plan.decode):
+            if not segment.rows:
+                continue
             columns = (segment.slot, segment.start, segment.count, segment.logits, segment.sample)
             for slot, start, count, logits, sample in zip(*(one.tolist() for one in columns), strict=True):
                 number += 1
+                total += count
                 if not logits:
                     continue
                 key, ids = self._slots[slot]
@@ -90,27 +120,31 @@ class TokenModel:
                     if end >= self._row_errors.get(key, end + 1):
                         errors.append((len(rows), RowError("logits are not finite").info()))
                     tokens.append(token(key, end))
+                    step.sampled.append((slot, end))
                 rows.append(number)
                 offsets.append(len(tokens))
                 logprobs += [(ids[p + 1], p + 1) for p in range(end - logits, end - sample)]
                 logprob_offsets.append(len(logprobs))
+        table = column(rows + offsets + tokens)
+        begin, end = len(rows), len(rows) + len(offsets)
         result = StepResult(
             step=plan.step,
-            rows=column(rows),
-            offsets=column(offsets),
-            tokens=column(tokens),
-            accepted=column([0] * len(rows)),
+            rows=table[:begin],
+            offsets=table[begin:end],
+            tokens=table[end:],
+            accepted=_NO_DRAFTS[: len(rows)],
             row_error=tuple(errors),
             prompt_logprobs=_logprobs(logprobs, logprob_offsets) if logprobs else None,
         )
-        return result, dies
+        return result, step._replace(tokens=total), dies
 
-    def _allocate(self, op: AllocSlot) -> None:
+    def _allocate(self, op: AllocSlot) -> int:
         ids = op.token_ids.tolist()
         key = token_key(op.token_ids[: op.num_prompt].tobytes(), op.seed, op.choice)
         emitted = [token(key, position) for position in range(op.num_prompt, len(ids))]
         require(ids[op.num_prompt :] == emitted, "an instance goes on from output that was never made")
         self._slots[op.slot] = key, ids
+        return key
 
 
 def _logprobs(entries: list[tuple[int, int]], offsets: list[int]) -> LogprobRows:

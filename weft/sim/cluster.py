@@ -7,23 +7,25 @@ serves. A simulated group of ranks plugs in behind ``weft.sim.head.Engine``.
 
 from __future__ import annotations
 
-import heapq
 import random
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 from weft.config.resolved import KVConfig
 from weft.config.sections import SchedulerSection
-from weft.routing.instances import State
+from weft.group.types import Lease
+from weft.routing.instances import InstanceState
 from weft.sim import faults
 from weft.sim.check import Violation, require, token_key
 from weft.sim.clients import MOST_TRIES, Client, random_client
+from weft.sim.collectives import Collectives
 from weft.sim.engine import kv_config
 from weft.sim.front import FrontProcess
 from weft.sim.head import HeadProcess
 from weft.sim.network import Link, Network
+from weft.sim.ranks import Pace, Replica, patience_of
 from weft.sim.supervisor import Supervisor
+from weft.sim.timeline import Timeline
 from weft.types.messages import ids_to_bytes
 
 HORIZON = 90.0
@@ -32,25 +34,24 @@ SETTLE = 0.25
 """Virtual seconds between two looks at whether all is quiet."""
 BLOCK = 4
 MAX_MODEL_LEN = 24
+REAPED_S = 0.02
+"""Virtual seconds in which ranks end that were told to."""
 
 
-class Cluster:
+class Cluster(Timeline):
     """One schedule. ``run`` raises Violation where an invariant does not hold."""
 
     def __init__(self, seed: int, log: Callable[[float, str], None] | None = None) -> None:
         """``log``: gets (virtual seconds, what happened) of every event."""
+        super().__init__(seed, log)
         self.seed = seed
-        self.rng = rng = random.Random(seed)
-        self.now = 0.0
-        self.counts: Counter[str] = Counter()
-        """What happened, by name."""
+        rng = self.rng
         self.faults: Counter[str] = Counter()
         """Faults that were seen to happen, by kind."""
-        self.events = 0
         self.groups_lost = 0
-        self._log = log
-        self._heap: list[tuple[float, int, Any, Callable[..., object], tuple[Any, ...]]] = []
-        self._number = 0
+        """Epochs that were lost while they ran."""
+        self._mishaps: Counter[tuple[str, int]] = Counter()
+        """What will fail at which rank, and how often."""
         self._links = 0
         self._sequence = 1
         self.section, self.kv = _settings(rng)
@@ -66,6 +67,16 @@ class Cluster:
         fronts = rng.choice((1, 1, 2, 3))
         domain = "d" if heads > 1 and rng.random() < 0.15 else ""
         self.instances = {f"head{number}": domain for number in range(heads)}
+        self.tensor = rng.choice((1, 1, 1, 1, 1, 2, 2, 3))
+        """Ranks of a group."""
+        self.counts["groups of several ranks"] += self.tensor > 1
+        """Schedules that have them."""
+        self.lag = rng.choice((0, 1, 1))
+        """See ``Membership.counts``; 1 is what serves."""
+        self.rank_budget = rng.choice((1, 2, 4, 4))
+        """Epochs that one head may lose."""
+        self.leases: list[Lease | None] = [None] * heads
+        self.replicas = self._make_replicas(domain)
         self.fronts: list[FrontProcess] = []
         self.supervisor = Supervisor(self, self.instances, rng.choice((1, 3, 5, 8)), rng.random() < 0.5)
         old = rng.random() < 0.3
@@ -73,8 +84,9 @@ class Cluster:
         for number in range(fronts):
             version = 1 if old and rng.random() < 0.4 else 2
             self.counts["fronts of version 1"] += version == 1
-            front = FrontProcess(self, f"front{number}", self.instances, version)
-            if number and rng.random() < 0.1:
+            joins = number > 0 and rng.random() < 0.1
+            front = FrontProcess(self, f"front{number}", self.instances, version, joins)
+            if joins:
                 self.at(rng.uniform(0.3, 1.0), None, self._join, front)
             else:
                 self.fronts.append(front)
@@ -89,28 +101,13 @@ class Cluster:
 
     # -- time
 
-    def at(self, time: float, process: Any, what: Callable[..., object], *arguments: Any) -> None:
-        """``what`` happens at ``time`` to ``process``, if that lives then, or later if it stands still."""
-        self._number += 1
-        heapq.heappush(self._heap, (time, self._number, process, what, arguments))
-
     def run(self) -> None:
         """Until all is quiet. Raises Violation."""
-        heap = self._heap
         settled = 0.0
         quiet = False
-        while heap:
-            time, _, process, what, arguments = heapq.heappop(heap)
-            self.now = max(time, self.now)
-            if process is not None:
-                if not process.alive:
-                    continue
-                if process.stalled_until > self.now:
-                    self.counts["events that waited for a stalled process"] += 1
-                    self.at(process.stalled_until, process, what, *arguments)
-                    continue
-            self.events += 1
-            what(*arguments)
+        advance = self.advance
+        while self._heap:
+            advance()
             if self.now >= settled:
                 settled = self.now + SETTLE
                 before = quiet
@@ -120,14 +117,6 @@ class Cluster:
                 if self.now > HORIZON:
                     raise Violation(f"not at an end after {HORIZON:g} s: {self._unfinished()}")
         self._finish()
-
-    def note(self, source: str, arrow: str, target: str, what: object) -> None:
-        """For the log."""
-        if self._log is not None:
-            self._log(self.now, f"{source} {arrow} {target}  {what}")
-
-    def count(self, name: str, number: int = 1) -> None:
-        self.counts[name] += number
 
     def happened(self, kind: str) -> None:
         """A fault has had its effect."""
@@ -141,7 +130,11 @@ class Cluster:
         heads = [head for head in self.supervisor.heads.values() if head.alive]
         if any(front.alive and front.stalled_until > self.now for front in self.fronts):
             return False
-        if any(head.stalled_until > self.now or head.engine.has_work() for head in heads):
+        if any(
+            head.stalled_until > self.now or head.engine.has_work() or head.engine.holds for head in heads
+        ):
+            return False
+        if any(head.ready and not head.group.running for head in heads):
             return False
         links = [link for front in self.fronts for link in front.links.values()]
         # Heartbeats are always under way.
@@ -162,11 +155,14 @@ class Cluster:
             self.counts["pauses"] += fleet.pauses
             self.counts["late events"] += fleet.late_events
             losses = sum(stream.losses for stream in front.streams.values())
+            processes = len({link.head for link in front.links.values()})
+            counted = f"{front.name}: {fleet.table.restarts} restarts, and it saw {processes} processes"
+            require(fleet.table.restarts <= max(0, processes - len(self.instances)), counted)
             require(fleet.failovers <= losses, f"{front.name}: {fleet.failovers} fail-overs, {losses} losses")
             if not front.alive:
                 continue
             require(not fleet.entries, f"{front.name}: sequences {list(fleet.entries)} are open at the end")
-            for name, one in fleet.roster.instances.items():
+            for name, one in fleet.table.instances.items():
                 load = one.load if one.alive else len(one.open)
                 require(not load, f"{front.name}: {name} has a load of {load:g} at the end")
         disturbed = any(self.counts[why] for why in ("paused", "abandoned", "ended by the text side"))
@@ -174,9 +170,28 @@ class Cluster:
             for name in ("fail-overs", "late events", "retired"):
                 require(not self.counts[name], f"{name} without a fault")
             require(not self.supervisor.restarts, "restarts without a fault")
+            require(not self.counts["epochs lost"], "an epoch was lost without a fault")
         for head in self.supervisor.heads.values():
             if head.alive and head.ready:
                 self._check_idle(head)
+        self._reap()
+
+    def _reap(self) -> None:
+        """Ends all heads in order, and with them their ranks; then nobody is left."""
+        ended = [head for head in self.supervisor.heads.values() if head.alive and head.ready]
+        for head in ended:
+            head.group.end(dismiss=True)
+        end = self.now + REAPED_S
+        while self._heap and self._heap[0][0] <= end:
+            self.advance()
+        for head in ended:
+            for process in head.replica.living.values():
+                excused = process.stalled_until > self.now or process.rank in head.replica.remote
+                require(excused, f"{process.name} runs, and its head has ended in order")
+        for replica in self.replicas.values():
+            replica.close()
+            left = sorted(one.name for one in replica.by_peer.values() if one.alive)
+            require(not left, f"processes {left} of {replica.name} are not reaped")
 
     def _check_idle(self, head: HeadProcess) -> None:
         head.check()
@@ -189,6 +204,43 @@ class Cluster:
         require(stats.free_blocks == blocks, f"{head.name}: blocks are missing when idle")
 
     # -- processes and links
+
+    def befalls(self, kind: str, rank: int) -> bool:
+        """See ``Mishaps``."""
+        if not self._mishaps or not self._mishaps[kind, rank]:
+            return False
+        self._mishaps[kind, rank] -= 1
+        self.happened(faults.MISHAPS[kind])
+        return True
+
+    def plan_mishap(self, kind: str, rank: int, times: int) -> None:
+        """``kind`` will fail at ``rank`` so often: see ``Mishaps``."""
+        self._mishaps[kind, rank] += times
+
+    def seen(self, kind: str) -> None:
+        """See ``Mishaps``."""
+        self.happened(kind)
+
+    def _make_replicas(self, domain: str) -> dict[str, Replica]:
+        """The ranks of every instance. Those of a domain form their epochs together."""
+        rng, pace, tensor = self.rng, Pace(), self.tensor
+        shared = Collectives(self, patience_of(pace), 0.05)
+        replicas: dict[str, Replica] = {}
+        for number, name in enumerate(self.instances):
+            ranks = range(number * tensor, (number + 1) * tensor)
+            remote = frozenset(rank for rank in ranks[1:] if rng.random() < 0.15)
+            collectives = shared if domain else Collectives(self, patience_of(pace), 0.05)
+            replica = Replica(
+                self, name, ranks, collectives=collectives, mishaps=self, table=dict, remote=remote, pace=pace
+            )
+            if domain:
+                replica.size = tensor * len(self.instances)
+            replicas[name] = replica
+        for replica in replicas.values():
+            if domain:
+                replica.domain = list(replicas.values())
+            replica.start_remote()
+        return replicas
 
     def start_times(self, head: HeadProcess, listen: float, load: float) -> tuple[float, float]:
         """When a process listens and serves."""
@@ -203,7 +255,7 @@ class Cluster:
         """A link of ``front`` to ``head``, not connected yet."""
         self._links += 1
         link = Link(self._links, front, head, self.rng.uniform(0.0002, 0.004))
-        link.excused = head.slow or not head.alive
+        link.excused = head.excused
         link.silence = max(0.0, head.stalled_until - self.now)
         return link
 
@@ -224,11 +276,19 @@ class Cluster:
         self.network.cut(link, lingers=self.rng.random() < 0.3)
         self.at(self.now + self.rng.random() * 0.05, link.head, link.head.forget, link)
 
-    def end_head(self, head: HeadProcess, lingers: bool | None = None) -> bool:
-        """Its process ends now. Whether it lived."""
+    def end_head(self, head: HeadProcess, lingers: bool | None = None, dismiss: bool | None = None) -> bool:
+        """Its process ends now. Whether it lived. ``dismiss``: see ``Group.end``."""
         if not head.alive:
             return False
+        epoch = -1
+        if head.engine.group is not None:
+            epoch = head.group.membership.epoch
+            head.group.end(dismiss)
         head.alive = False
+        for other in self.supervisor.others(head):
+            other.domain_gone = True
+            if other.engine.group is not None:
+                self.after(0.01, 0.2, other, other.group.peer_replica_gone, epoch)
         self.note(head.name, "..", "", "its process ends")
         for front in self.fronts:
             for link in front.links.values():
@@ -272,11 +332,11 @@ class Cluster:
     def front_failed(self, front: FrontProcess) -> None:
         """A fleet says that no instance is left, or that one failed to start: its front ends."""
         gone = all(name in self.supervisor.retired for name in self.instances)
-        states = [one.state for one in front.fleet.roster.instances.values()]
+        states = [one.state for one in front.fleet.table.instances.values()]
         require(
-            gone or not front.fleet.roster.complete, f"{front.name} failed, and instances are left: {states}"
+            gone or not front.fleet.table.complete, f"{front.name} failed, and instances are left: {states}"
         )
-        require(State.UP not in states or not gone, f"{front.name} failed while an instance is up")
+        require(InstanceState.UP not in states or not gone, f"{front.name} failed while an instance is up")
         self.count("fronts failed")
         self.at(self.now, None, self.end_front, front)
 
@@ -284,7 +344,7 @@ class Cluster:
         """A head was told to shut down."""
         others = [front.name for front in self.fronts if front.alive and not front.closing]
         require(not others, f"{head.name} was shut down while {others} use it")
-        self.end_head(head)
+        self.end_head(head, dismiss=True)
 
     def poisoned(self, head: HeadProcess) -> None:
         """A head died of what it computed."""
@@ -293,16 +353,6 @@ class Cluster:
             self.poison.clear()
         self.happened("poison")
         self.end_head(head)
-
-    def lose_group(self, head: HeadProcess, seconds: float | None) -> None:
-        """The ranks of a head are lost, for so long, or until its domain is whole."""
-        if head.ready and not head.engine.recovering:
-            self.groups_lost += 1
-            lost = head.lose_group()
-            self.note(head.name, "..", "", f"its ranks are lost, with {lost} steps")
-            self.counts["steps lost with their ranks"] += lost
-            if seconds is not None:
-                self.at(self.now + seconds, head, head.regroup)
 
     def _join(self, front: FrontProcess) -> None:
         """A front begins while others serve."""

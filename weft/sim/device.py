@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 
-from weft.scheduler.cost import CostModel, shape_of
+from weft.scheduler.step_cost import CostModel, shape_of
 from weft.types.plan import StepPlan, StepResult, column
 
 

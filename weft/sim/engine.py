@@ -16,7 +16,7 @@ from weft.config.resolved import KVConfig, PoolSpec
 from weft.config.sections import SchedulerSection, SpeculationSection
 from weft.config.spec import CacheSpec
 from weft.scheduler import Scheduler
-from weft.scheduler.cost import CostModel
+from weft.scheduler.step_cost import CostModel
 from weft.sim.clock import VirtualClock
 from weft.sim.device import FakeDevice
 from weft.sim.metrics import Latency, Report, Stream, gaps, prompt_window, rate
@@ -160,7 +160,7 @@ class Simulation:
 
     def _plan(self, now: float) -> StepPlan | None:
         """Nobody else has a share in it: one rank has no overlap, no domain and no experts to move."""
-        builder = self.scheduler.draft(now)
+        builder = self.scheduler.build(now)
         return None if builder is None else self.scheduler.seal(builder)
 
     def _launch(self, plan: StepPlan, began: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import time
@@ -46,21 +47,21 @@ class Exploration:
 
 def run_schedules(seeds: range) -> Exploration:
     """Runs the schedules of ``seeds`` one after another, in this process."""
-    found = Exploration()
+    part = Exploration()
     began = time.process_time()
-    with silent_log():
+    with silent_log(), rare_collection():
         for seed in seeds:
             try:
                 cluster = simulate_cluster(seed)
             except Violation as violation:
-                found.failures.append((seed, str(violation)))
+                part.failures.append((seed, str(violation)))
             else:
-                found.events += cluster.events
-                found.faults.update(cluster.faults.keys())
-                found.counts.update(cluster.counts)
-            found.schedules += 1
-    found.seconds = time.process_time() - began
-    return found
+                part.events += cluster.events
+                part.faults.update(cluster.faults.keys())
+                part.counts.update(cluster.counts)
+            part.schedules += 1
+    part.seconds = time.process_time() - began
+    return part
 
 
 def explore(
@@ -76,12 +77,12 @@ def explore(
     """
     end = seed + schedules
     chunks = [range(first, min(first + CHUNK, end)) for first in range(seed, end, CHUNK)]
-    found = Exploration()
+    total = Exploration()
     for part in map(run_schedules, chunks) if jobs == 1 else _in_processes(chunks, jobs, begin):
-        found.add(part)
+        total.add(part)
         if progress is not None:
             progress(part.schedules)
-    return found
+    return total
 
 
 def _in_processes(
@@ -90,6 +91,19 @@ def _in_processes(
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), begin) as pool:
         for done in as_completed([pool.submit(run_schedules, chunk) for chunk in chunks]):
             yield done.result()
+
+
+@contextmanager
+def rare_collection() -> Iterator[None]:
+    """Looks rarely for cycles, a schedule being one that is dropped as a whole, and not among modules."""
+    thresholds = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(200_000, 10, 10)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
 
 
 @contextmanager

@@ -13,10 +13,14 @@ from typing import TYPE_CHECKING
 from weft.common.errors import EngineDead
 from weft.sim.head import HeadProcess
 from weft.sim.network import Link
+from weft.sim.ranks import RankProcess
 
 if TYPE_CHECKING:
     from weft.sim.cluster import Cluster
     from weft.sim.front import FrontProcess
+
+
+FOR_EVER = 1e6
 
 
 def plan(cluster: Cluster) -> int:
@@ -24,9 +28,11 @@ def plan(cluster: Cluster) -> int:
     rng = cluster.rng
     if rng.random() < 0.1:
         return 0
-    weights = [weight for weight, _ in KINDS.values()]
+    kinds = {
+        kind: weight for kind, (weight, _) in KINDS.items() if cluster.tensor > 1 or kind not in OF_RANKS
+    }
     planned = 0
-    for kind in rng.choices(list(KINDS), weights, k=rng.choice((1, 1, 2, 3))):
+    for kind in rng.choices(list(kinds), list(kinds.values()), k=rng.choice((1, 1, 2, 3))):
         at = 0.4 + rng.random() * 0.9
         if kind == "head killed" and rng.random() < 0.3:
             planned += _plan_row(cluster, at)
@@ -84,6 +90,16 @@ def _link(cluster: Cluster, version: int = 1) -> Link | None:
     return cluster.rng.choice(busy or links) if links else None
 
 
+def _rank(cluster: Cluster) -> RankProcess | None:
+    """A process of a rank; rather one whose group takes steps."""
+    head = _head(cluster)
+    if head is None:
+        return None
+    living = list(head.replica.living.values())
+    running = [process for process in living if process.running and process.stalled_until <= cluster.now]
+    return cluster.rng.choice(running or living) if living else None
+
+
 # -- what it does; whether that was possible
 
 
@@ -114,6 +130,7 @@ def _stall_head(cluster: Cluster) -> bool:
     seconds = cluster.rng.uniform(0.05, 1.0) if cluster.rng.random() < 0.6 else cluster.rng.uniform(5.0, 9.0)
     if head is None or not _stall(cluster, head, seconds):
         return False
+    head.replica.excuse(seconds)
     for front in cluster.fronts:
         for link in front.links.values():
             if link.head is head:
@@ -129,18 +146,6 @@ def _stall_front(cluster: Cluster) -> bool:
         return False
     cluster.at(front.stalled_until, front, front.woke, seconds)
     return True
-
-
-def _lose_group(cluster: Cluster) -> bool:
-    """The ranks behind a head are lost, with the steps in flight."""
-    head = _head(cluster)
-    if head is None or head.engine.recovering or cluster.instances[head.instance]:
-        return False
-    if head.stalled_until > cluster.now:
-        return False
-    before = cluster.counts["steps lost with their ranks"]
-    cluster.lose_group(head, cluster.rng.uniform(0.05, 0.6))
-    return cluster.counts["steps lost with their ranks"] > before
 
 
 def _poison(cluster: Cluster) -> bool:
@@ -241,12 +246,131 @@ def _drain(cluster: Cluster) -> bool:
     return head is not None and cluster.supervisor.drain(head.instance)
 
 
+def _end_rank(cluster: Cluster, process: RankProcess | None) -> bool:
+    """Its process ends now. Whether it lived."""
+    if process is None or not process.alive:
+        return False
+    process.end()
+    cluster.happened("rank killed")
+    return True
+
+
+def _kill_rank(cluster: Cluster) -> bool:
+    _end_rank(cluster, _rank(cluster))
+    return False  # it was counted
+
+
+def _stop_rank(cluster: Cluster) -> bool:
+    """It is stopped, and wakes shortly after, or when its group has given it up, or not by itself."""
+    process = _rank(cluster)
+    if process is None or process.stalled_until > cluster.now:
+        return False
+    rng = cluster.rng
+    seconds = rng.choice((rng.uniform(0.05, 0.5), rng.uniform(0.6, 1.5), rng.uniform(1.5, 3.0), FOR_EVER))
+    process.stop(seconds)
+    cluster.note(process.name, "..", "", f"is stopped for {seconds:.3f} s")
+    if seconds == FOR_EVER and process.rank in process.replica.remote:  # its own host ends it
+        cluster.at(cluster.now + process.replica.pace.timeout, None, process.end)
+    return True
+
+
+def _rank_raises(cluster: Cluster) -> bool:
+    """The next step raises at a rank, or at the head's own: proved where it does."""
+    process = _rank(cluster)
+    if process is not None:
+        own = cluster.rng.random() < 0.25
+        cluster.plan_mishap("step", process.replica.ranks[0] if own else process.rank, 1)
+    return False
+
+
+def _late_report(cluster: Cluster) -> bool:
+    """What a rank reports takes long: proved by a report of a step that does."""
+    process = _rank(cluster)
+    if process is not None:
+        rng = cluster.rng
+        seconds = rng.uniform(0.05, 0.5) if rng.random() < 0.6 else rng.uniform(0.9, 1.6)
+        process.delay_reports(seconds)
+    return False
+
+
+def _lost_report(cluster: Cluster) -> bool:
+    """The next report of a step is lost with its connection: proved where one is."""
+    process = _rank(cluster)
+    if process is not None:
+        process.loses_report = True
+    return False
+
+
+def _cannot_load(cluster: Cluster) -> bool:
+    """A rank dies, and the next processes cannot load: proved where one cannot."""
+    process = _rank(cluster)
+    if process is not None:
+        cluster.plan_mishap("load", process.rank, cluster.rng.choice((1, 1, 2, 5)))
+        _end_rank(cluster, process)
+    return False
+
+
+def _cannot_form(cluster: Cluster) -> bool:
+    """A rank dies, and it or the head cannot form the next epochs: proved where one cannot."""
+    process = _rank(cluster)
+    if process is not None:
+        times = cluster.rng.choice((1, 1, 2, 5))
+        if cluster.rng.random() < 0.3:
+            cluster.plan_mishap("connect", process.replica.ranks[0], times)
+        else:
+            cluster.plan_mishap("form", process.rank, times)
+        _end_rank(cluster, process)
+    return False
+
+
+def _hold(cluster: Cluster) -> bool:
+    """Somebody outside may write to blocks of a sequence, and the group may be lost meanwhile."""
+    head = _head(cluster)
+    if head is None or head.stalled_until > cluster.now or head.engine.recovering:
+        return False
+    held = head.hold(cluster.rng.uniform(0.1, 1.5))
+    living = list(head.replica.living.values())
+    if held and living and cluster.rng.random() < 0.7:
+        cluster.after(0.0, 0.1, None, _end_rank, cluster, cluster.rng.choice(living))
+    return held
+
+
+def _kill_rank_again(cluster: Cluster) -> bool:
+    """A rank dies whenever its group runs again, until the head has lost too many epochs: proved there."""
+    process = _rank(cluster)
+    if process is not None:
+        instance = process.replica.name
+        _end_rank(cluster, process)
+        for again in range(1, 6):
+            cluster.at(cluster.now + again * cluster.rng.uniform(0.5, 0.9), None, _kill_of, cluster, instance)
+    return False
+
+
+def _kill_of(cluster: Cluster, instance: str) -> None:
+    _end_rank(cluster, next(iter(cluster.replicas[instance].living.values()), None))
+
+
+MISHAPS = {
+    "load": "rank cannot load",
+    "form": "rank cannot form",
+    "connect": "rank cannot form",
+    "step": "rank raised",
+}
+"""Kinds of faults whose effect ranks report."""
+OF_RANKS = {
+    *MISHAPS.values(),
+    "rank killed",
+    "rank stopped",
+    "report late",
+    "report lost",
+    "group given up",
+}
+"""Kinds that need a group of several ranks."""
 KINDS: dict[str, tuple[int, Callable[[Cluster], bool]]] = {
     "head killed": (8, _kill_head),
     "engine failed": (3, _fail_head),
     "head stalled": (4, _stall_head),
     "front stalled": (4, _stall_front),
-    "ranks lost": (9, _lose_group),
     "poison": (3, _poison),
     "row error": (4, _row_error),
     "slow start": (2, _slow_start),
@@ -258,6 +382,15 @@ KINDS: dict[str, tuple[int, Callable[[Cluster], bool]]] = {
     "submit sent twice": (6, _duplicate),
     "evicted": (7, _evict),
     "head upgraded": (4, _drain),
+    "block on hold": (4, _hold),
+    "rank killed": (8, _kill_rank),
+    "rank stopped": (8, _stop_rank),
+    "rank raised": (5, _rank_raises),
+    "report late": (5, _late_report),
+    "report lost": (5, _lost_report),
+    "rank cannot load": (4, _cannot_load),
+    "rank cannot form": (4, _cannot_form),
+    "group given up": (4, _kill_rank_again),
 }
 """Kind -> how often it is planned, what it does and whether that was seen. Where the effect comes later,
 whoever sees it calls ``Cluster.happened``."""

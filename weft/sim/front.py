@@ -13,8 +13,8 @@ from weft.common.errors import EngineDead, WeftError
 from weft.common.restarts import MOST_LOSSES
 from weft.routing import events as e
 from weft.routing.fleet import LATE, MOST_REFUSALS, Fleet
-from weft.routing.instances import State
-from weft.routing.roster import Patience
+from weft.routing.instance_table import Patience
+from weft.routing.instances import InstanceState
 from weft.sim.check import Stream, Violation, output, require, token_key
 from weft.sim.clients import Client
 from weft.sim.network import Link
@@ -32,14 +32,22 @@ MOST_SILENCE = 1.2
 class FrontProcess:
     """A process with a fleet. Links are its own: a number for each process that it connects to."""
 
-    def __init__(self, cluster: Cluster, name: str, instances: dict[str, str], version: int) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        name: str,
+        instances: dict[str, str],
+        version: int,
+        joining: bool = False,
+    ) -> None:
+        """``joining``: see ``Fleet``."""
         self.cluster = cluster
         self.name = name
         self.version = version
         self.alive = True
         self.closing = False
         self.stalled_until = 0.0
-        self.fleet = Fleet(instances, PATIENCE, front=name)
+        self.fleet = Fleet(instances, PATIENCE, front=name, joining=joining)
         self.links: dict[int, Link] = {}
         self.streams: dict[int, Stream] = {}
         self.clients: dict[int, Client] = {}
@@ -56,6 +64,8 @@ class FrontProcess:
         self._ticks_at = float("inf")
         self._unready_since = 0.0
         """Since when no instance was up, in time in which this process ran."""
+        self._took = False
+        """Whether one was up at the last event."""
 
     # -- the shell
 
@@ -64,15 +74,21 @@ class FrontProcess:
         if not self.alive:
             return
         cluster = self.cluster
-        fleet = self.fleet
-        for action in fleet.on(event, cluster.now):
-            self._carry_out(action)
-        if self._takes():
+        if self._took:
             self._unready_since = cluster.now
-        self._check()
+        actions = self.fleet.on(event, cluster.now)
+        if not actions and isinstance(event, e.Received) and isinstance(event.message, m.Heartbeat):
+            return  # deadlines are later than they were, which ``_tick`` will see
+        for action in actions:
+            self._carry_out(action)
+        tokens = isinstance(event, e.Received) and isinstance(event.message, m.Tokens)
+        if not tokens:
+            self._took = self._takes()
+        if not (tokens and _goes_on(actions)):
+            self._check()
         if self.clients:
             self._after()
-        if self.alive:
+        if self.alive and not tokens:  # which put no deadline forward
             self._schedule_tick()
 
     def _carry_out(self, action: e.Action) -> None:
@@ -89,7 +105,7 @@ class FrontProcess:
             self._unlink(action)
         elif isinstance(action, e.Replace):
             require(action.instance not in self.retired_instances, f"{self.name}: a retired one replaced")
-            number = self.fleet.roster.instances[action.instance].link
+            number = self.fleet.table.instances[action.instance].link
             require(number not in self.replaced, f"{self.name}: link {number} was replaced twice")
             self.replaced.add(number)
             head = self.links[number].head
@@ -127,7 +143,7 @@ class FrontProcess:
         cluster = self.cluster
         link = self.links[action.link]
         require(not link.unlinked, f"{self.name}: link {link.number} was given up twice")
-        excused = link.excused or link.silence > MOST_SILENCE
+        excused = link.excused or link.head.excused or link.silence > MOST_SILENCE
         require(excused, f"{self.name} gave {link.head.name} up, and nothing had happened to it")
         link.unlinked = True
         cluster.note(self.name, "..", link.head.name, f"link {link.number} given up")
@@ -143,7 +159,8 @@ class FrontProcess:
         stream = self.streams.get(event.sequence)
         require(stream is not None, f"{self.name}: an event of sequence {event.sequence}, which nobody asked")
         assert stream is not None
-        self.cluster.note(self.name, "=>", "client", event)
+        if self.cluster.logs:
+            self.cluster.note(self.name, "=>", "client", event)
         stream.take(event)
         if event.finish is not None:
             stream.links.clear()
@@ -160,7 +177,7 @@ class FrontProcess:
         if fleet.failure is not None:
             return  # see front_failed
         if code == "overloaded":
-            takers = [i.name for i in fleet.roster.takers() if stream.pinned in (None, i.name)]
+            takers = [i.name for i in fleet.table.takers() if stream.pinned in (None, i.name)]
             left = [name for name in takers if name not in stream.given_back]
             require(stream.pinned is not None or not left, f"{why}, and {left} had not refused it")
         elif message == LATE:
@@ -213,16 +230,17 @@ class FrontProcess:
         """A message arrived."""
         if link.unlinked:
             self.cluster.count("messages of a link given up")
-        note = message if isinstance(message, m.Tokens | m.HeadFailed) else type(message).__name__
-        self.cluster.note(link.head.name, "->", self.name, note)
+        if self.cluster.logs:
+            note = message if isinstance(message, m.Tokens | m.HeadFailed) else type(message).__name__
+            self.cluster.note(link.head.name, "->", self.name, note)
         if isinstance(message, m.Tokens):
             for event in message.events:
                 self._track_back(link, event)
-        if isinstance(message, m.Welcome) and self.version < 2:
+        elif isinstance(message, m.Welcome) and self.version < 2:
             message = msgspec.structs.replace(message, versions=(1, 1))
         self.feed(e.Received(link.head.instance, link.number, message))
         if isinstance(message, m.Welcome):
-            half_open = self.fleet.roster.instances[link.head.instance].state is State.HALF_OPEN
+            half_open = self.fleet.table.instances[link.head.instance].state is InstanceState.HALF_OPEN
             self.cluster.count("half-open instances", half_open)
 
     def _track_back(self, link: Link, event: m.TokenEvent) -> None:
@@ -250,10 +268,11 @@ class FrontProcess:
 
     def started(self, head: HeadProcess) -> None:
         """The registry says that there is another process, or another way to it."""
+        relinked = any(link.head is head for link in self.links.values())
         link = self.cluster.new_link(self, head)
         self.links[link.number] = link
         self.cluster.note(self.name, "..", head.name, f"expected over link {link.number}")
-        self.feed(e.Expected(head.instance, link.number))
+        self.feed(e.Expected(head.instance, link.number, relinked))
         self.feed(e.Located(head.instance, link.number))
         self.cluster.connect(link)
 
@@ -369,9 +388,9 @@ class FrontProcess:
 
     def _takes(self) -> bool:
         """Whether an instance takes sequences, now or after one that it has."""
-        instances = self.fleet.roster.instances.values()
+        instances = self.fleet.table.instances.values()
         broken = {one.domain for one in instances if one.domain and not one.alive}
-        up = (State.UP, State.HALF_OPEN)
+        up = (InstanceState.UP, InstanceState.HALF_OPEN)
         return any(one.state in up and one.domain not in broken for one in instances)
 
     def _check(self) -> None:
@@ -386,16 +405,23 @@ class FrontProcess:
                 raise Violation(f"{name}: sequence {sequence} is in {states} states at once")
             placed += len(entry.places)
             for place in entry.places:
-                if sequence not in fleet.roster.instances[place].open:
+                if sequence not in fleet.table.instances[place].open:
                     raise Violation(f"{name}: the load of {place} lacks sequence {sequence}")
             if entry.losses != stream.losses:
                 counts = f"{stream.losses} instances, {entry.losses} counted"
                 raise Violation(f"{name}: sequence {sequence} lost {counts}")
             if not stream.open:
                 raise Violation(f"{name}: sequence {sequence} ended and is open in the fleet")
-        for place, one in fleet.roster.instances.items():
+        for place, one in fleet.table.instances.items():
             placed -= len(one.open)
             if one.prompt_tokens != sum(one.open.values()):
                 raise Violation(f"{name}: the load of {place} is off")
         if placed:
             raise Violation(f"{name}: instances have {-placed} sequences that are not open")
+
+
+def _goes_on(actions: list[e.Action]) -> bool:
+    """Whether ``actions`` tell tokens alone, and no end: then no sequence has changed its place."""
+    if len(actions) != 1 or not isinstance(actions[0], e.Deliver):
+        return not actions
+    return all(event.finish is None for event in actions[0].events)

@@ -1,116 +1,32 @@
 """A simulated head: the real ``HeadProtocol`` over the real ``Scheduler``, in a process of virtual time.
 
-Its engine is one rank. A simulated group of ranks plugs in at ``Engine._launch`` and ``lose_group``: there a
-step goes out and a result comes back, and there ranks are lost. What lies between (membership: who takes
-part, since which epoch, and when all have reported) is a state machine beside the scheduler, driven by the
-same events.
+Its group (``weft.sim.group``) has one rank or several. A step goes out at ``Engine._launch``, to all ranks,
+and its result is committed when the group's ``Membership`` says that it counts; ``lose_group`` and
+``regroup`` are the loss of an epoch and the beginning of the next one (``weft.sim.head_engine``).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from weft.common.errors import EngineDead
-from weft.config.resolved import KVConfig
-from weft.config.sections import SchedulerSection
+from weft.common.errors import EngineDead, WeftError
+from weft.common.restarts import RestartBudget
+from weft.group.meeting import Meeting
 from weft.routing.head_protocol import HeadProtocol, Outgoing
-from weft.scheduler import Scheduler
-from weft.sim.check import VOCABULARY, TokenModel, Violation, require
-from weft.sim.engine import depth_of
+from weft.sim.check import TokenModel, Violation, require
+from weft.sim.group import Group
+from weft.sim.head_engine import Engine
 from weft.sim.network import Link
+from weft.sim.ranks import Replica
 from weft.types import messages as m
-from weft.types.plan import StepPlan, StepResult
 
 if TYPE_CHECKING:
     from weft.sim.cluster import Cluster
 
 HEARTBEAT_S = 1.0
-STEP_S = 0.02
-"""Of a step; and as much again for every 8 tokens."""
-
-
-class _Launched(NamedTuple):
-    plan: StepPlan
-    result: StepResult
-    complete: float
-    dies: bool
-
-
-class Engine:
-    """``EngineCore``'s loop on virtual time: one or two steps in flight."""
-
-    def __init__(self, kv: KVConfig, section: SchedulerSection, model: TokenModel) -> None:
-        self.kv = kv
-        self.section = section
-        self.model = model
-        self.scheduler = Scheduler(kv, section, VOCABULARY)
-        self.recovering = False
-        """Whether ranks were lost, and no step is made until the group is whole."""
-        self._depth = depth_of(section)
-        self._in_flight: deque[_Launched] = deque()
-        self._free_at = 0.0
-
-    def submit(self, submit: m.Submit) -> list[m.TokenEvent]:
-        return self.scheduler.add(submit, 0.0)
-
-    def finish(self, sequence: int) -> list[m.TokenEvent]:
-        return self.scheduler.finish(sequence)
-
-    def has_work(self) -> bool:
-        return self.recovering or bool(self._in_flight) or self.scheduler.has_work()
-
-    def stats(self) -> m.HeadStats:
-        return self.scheduler.stats()
-
-    def welcome(self, incarnation: int) -> m.Welcome:
-        """What a front must know of it."""
-        return m.Welcome(
-            versions=(m.OLDEST, m.VERSION),
-            vocab_size=VOCABULARY,
-            max_model_len=self.kv.max_model_len,
-            max_num_seqs=self.section.max_num_seqs,
-            num_blocks=tuple(pool.num_blocks for pool in self.kv.pools),
-            incarnation=incarnation,
-            block_size=self.kv.block_size,
-        )
-
-    def launch(self, now: float) -> float | None:
-        """Launches the next step, if any. Until when the oldest one is waited for; None if it is not."""
-        plan = self.scheduler.plan(now) if len(self._in_flight) < self._depth else None
-        if plan is not None:
-            self._launch(plan, now)
-        if self._in_flight and (plan is None or len(self._in_flight) >= self._depth):
-            return self._in_flight[0].complete
-        return None
-
-    def commit_oldest(self, now: float) -> list[m.TokenEvent] | None:
-        """What the oldest step made; None when the process died of it."""
-        step = self._in_flight.popleft()
-        if step.dies:
-            return None
-        return self.scheduler.commit(step.plan, step.result, now)
-
-    def lose_group(self) -> int:
-        """Ranks are lost, and the steps in flight with them. Returns how many those were."""
-        lost = len(self._in_flight)
-        self._in_flight.clear()
-        self.recovering = True
-        return lost
-
-    def regroup(self) -> list[m.TokenEvent]:
-        """The ranks are there again, with empty slot tables."""
-        self.recovering = False
-        self._free_at = 0.0
-        return self.scheduler.requeue_all()
-
-    def _launch(self, plan: StepPlan, now: float) -> None:
-        result, dies = self.model.run(plan)
-        seconds = STEP_S * (1.0 + plan.tokens / 8)
-        self._free_at = max(now, self._free_at) + seconds
-        self._in_flight.append(_Launched(plan, result, self._free_at, dies))
 
 
 class OldHeadProtocol(HeadProtocol):
@@ -133,8 +49,8 @@ class OldHeadProtocol(HeadProtocol):
 
 
 class HeadProcess:
-    """A process: it listens, loads, serves, and ends. The loop is that of ``weft.engine.head``: between steps
-    it takes what came, and while it waits for a step it takes nothing.
+    """A process: it listens, loads, serves, and ends. The loop is that of ``weft.engine.engine_server``:
+    between steps it takes what came, and while it waits for a step it takes nothing.
     """
 
     def __init__(self, cluster: Cluster, instance: str, number: int, version: int) -> None:
@@ -150,9 +66,14 @@ class HeadProcess:
         """Whether another one takes its place, or none."""
         self.slow = False
         """Whether it will not start in time."""
+        self.incarnation = cluster.rng.getrandbits(32)
+        self.replica: Replica = cluster.replicas[instance]
+        self.domain_gone = False
+        """Whether another head of its domain ended while it lived."""
+        self._load_s = 0.0
         self.engine = Engine(cluster.kv, cluster.section, TokenModel(cluster.row_errors, cluster.poison))
         kind = HeadProtocol if version > 1 else OldHeadProtocol
-        self.protocol = kind(self.engine, cluster.rng.getrandbits(32))
+        self.protocol = kind(self.engine, self.incarnation)
         self.links: dict[bytes, Link] = {}
         """Connection -> its link."""
         self.connecting: list[Link] = []
@@ -163,23 +84,51 @@ class HeadProcess:
         self._busy = False
         self._heartbeat_due = False
 
-    # -- life
+    # -- start and end
 
     def start(self, listen: float, load: float) -> None:
         """It will listen after ``listen`` seconds, and serve ``load`` seconds later."""
-        now = self.cluster.now
-        self.cluster.at(now + listen, self, self._listen)
-        self.cluster.at(now + listen + load, self, self._serve)
+        self._load_s = load
+        self.cluster.at(self.cluster.now + listen, self, self._listen)
+
+    @property
+    def group(self) -> Group:
+        """Once it listens."""
+        assert self.engine.group is not None
+        return self.engine.group
+
+    @property
+    def excused(self) -> bool:
+        """Whether something happened to it, or to its ranks, for which it may not start in time."""
+        group = self.engine.group
+        troubled = group is not None and group.troubled
+        return self.slow or not self.alive or (not self.ready and (troubled or self.domain_gone))
 
     def _listen(self) -> None:
+        cluster = self.cluster
         self.listens = True
         for link in self.connecting:
-            self.cluster.connect(link)
+            cluster.connect(link)
         self.connecting.clear()
+        domain = cluster.instances[self.instance]
+        meeting = None
+        if domain:
+            number = list(cluster.instances).index(self.instance)
+            meeting = Meeting(number, f"store{self.name}", "", self.name)
+        self.engine.group = Group(
+            self,
+            self.replica,
+            self.name,
+            load=self._load_s,
+            meeting=meeting,
+            leases=cluster.leases,
+            budget=RestartBudget(cluster.rank_budget, 600.0),
+            lag=cluster.lag,
+        )
+        self.engine.group.start()
 
     def _serve(self) -> None:
         self.ready = True
-        self.cluster.supervisor.serves(self)
         self.cluster.at(self.cluster.now + HEARTBEAT_S, self, self._timer)
         self._turn()
 
@@ -217,22 +166,25 @@ class HeadProcess:
             if self.protocol.stopped:
                 cluster.stopped(self)
                 return
-            if self.engine.recovering:
+            if self.engine.recovering or not self.group.running:
                 return
             if not self.engine.has_work():
                 if self.protocol.draining:
                     cluster.supervisor.drained(self)
                 break
             try:
-                complete = self.engine.launch(cluster.now)
+                step = self.engine.launch(cluster.now)
             except EngineDead as error:
                 raise Violation(f"{self.name}: the engine failed by itself: {error.message}") from error
-            if complete is not None:
+            if step is not None:
                 self._busy = True
                 self._waits += 1
-                cluster.at(max(complete, cluster.now), self, self._complete, self._waits)
+                if self.group.others:
+                    self.group.wait_for(step.plan.step)
+                else:
+                    cluster.at(max(step.complete, cluster.now), self, self._complete, self._waits)
                 return
-            if not self.engine.scheduler.in_flight:
+            if not self.engine.scheduler.in_flight and self.engine.has_work():
                 raise Violation(f"{self.name}: work waits and nothing is planned")
         if worked or self._heartbeat_due:
             self._heartbeat()
@@ -273,18 +225,52 @@ class HeadProcess:
 
     # -- what happens to it
 
-    def lose_group(self) -> int:
-        """Its ranks are lost. Returns how many steps were in flight."""
+    def group_lost(self) -> None:
+        """See ``Owner``."""
+        cluster = self.cluster
         self._busy = False
         lost = self.engine.lose_group()
+        cluster.groups_lost += 1
+        cluster.counts["steps lost with their ranks"] += lost
+        cluster.note(self.name, "..", "", f"its epoch is lost, with {lost} steps")
+        if self._heartbeat_due:
+            self._heartbeat()
         self._turn()
-        return lost
 
-    def regroup(self) -> None:
-        """Its ranks are there again."""
-        if self.engine.recovering:
+    def group_runs(self) -> None:
+        """See ``Owner``."""
+        if not self.ready:
+            self._serve()
+        elif self.engine.recovering:
             self._send(self.protocol.events(self.engine.regroup()))
+            if self.engine.held_over:
+                self.cluster.count("blocks on hold over a loss", len(self.engine.held_over))
             self._turn(worked=True)
+
+    def group_failed(self, error: WeftError) -> None:
+        """See ``Owner``."""
+        self.cluster.happened("group given up")
+        if self.ready:
+            self.fail(EngineDead(error.message))
+        else:
+            self.cluster.end_head(self)
+
+    def step_counts(self) -> None:
+        """See ``Owner``."""
+        self.cluster.at(self.cluster.now, self, self._complete, self._waits)
+
+    def hold(self, seconds: float) -> bool:
+        """Blocks of a running sequence are on hold for so long. Whether there were any."""
+        blocks = self.engine.hold(seconds, self.cluster.now)
+        if blocks:
+            self.cluster.note(self.name, "..", "", f"blocks {blocks} are on hold for {seconds:.3f} s")
+            self.cluster.at(self.cluster.now + seconds, self, self._unhold, blocks)
+        return bool(blocks)
+
+    def _unhold(self, blocks: list[int]) -> None:
+        self.engine.unhold(blocks)
+        if self.ready and not self._busy:
+            self._turn()
 
     def drain(self) -> None:
         """It takes nothing new, and ends when nothing is left."""

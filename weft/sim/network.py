@@ -83,7 +83,8 @@ class Network:
         new = isinstance(message, m.Goodbye) or (isinstance(message, m.Submit) and bool(message.attempt))
         if new and link.version < 2:
             raise Violation(f"{type(message).__name__} of version 2 to one that speaks version 1")
-        cluster.note(link.front.name, "->", link.head.name, message)
+        if cluster.logs:
+            cluster.note(link.front.name, "->", link.head.name, message)
         if not link.up:
             self.lost += 1
             return
@@ -130,7 +131,8 @@ class Network:
 
     def _arrival(self, link: Link, after: float) -> float:
         cluster = self._cluster
-        return max(after, cluster.now + link.latency * (1.0 + cluster.rng.random()))
+        due = cluster.now + link.latency * (1.0 + cluster.rng.random())
+        return due if due > after else after
 
     def _deliver_to_head(self, link: Link) -> None:
         now = self._cluster.now

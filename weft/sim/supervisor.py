@@ -101,17 +101,13 @@ class Supervisor:
     def drained(self, head: HeadProcess) -> None:
         """Nothing is left to do for a process that was told to take nothing new."""
         self._cluster.count("upgraded")
-        self._cluster.end_head(head, lingers=True)
+        self._cluster.end_head(head, lingers=True, dismiss=True)
 
-    def serves(self, head: HeadProcess) -> None:
-        """It has loaded. In a domain the others form their groups with it."""
+    def others(self, head: HeadProcess) -> list[HeadProcess]:
+        """The other living heads of its domain."""
         domain = self._domains[head.instance]
-        members = [self.heads[name] for name, other in self._domains.items() if other == domain]
-        if not domain or not all(member.alive and member.ready for member in members):
-            return
-        for member in members:
-            if member is not head:
-                self._cluster.at(self._cluster.now + 0.05, member, member.regroup)
+        names = [name for name, other in self._domains.items() if domain and other == domain]
+        return [self.heads[n] for n in names if self.heads[n] is not head and self.heads[n].alive]
 
     def _present(self, head: HeadProcess) -> bool:
         """Whether nothing was done yet about the end of ``head``."""
@@ -123,10 +119,6 @@ class Supervisor:
         head.replaced = True
         upgrade = instance in self._upgrading
         self._upgrading.discard(instance)
-        domain = self._domains[instance]
-        for name, other in self._domains.items():
-            if domain and other == domain and name != instance and self.heads[name].alive:
-                cluster.lose_group(self.heads[name], None)
         if not upgrade and not self._budget.grant(cluster.now):
             self._retire(instance, why)
             return
@@ -146,5 +138,6 @@ class Supervisor:
             cluster.note("supervisor", "..", name, "retired")
             self.retired.add(name)
             cluster.end_head(self.heads[name])
+            cluster.replicas[name].close()
             for front in cluster.fronts:
                 self.tell(front, front.retired, name, EngineDead(f"{why}, and was too often"))

@@ -38,7 +38,7 @@ class Sampled:
     each: int = 0
     """Tokens that every row takes up in ``hidden``; 0: as many as it has."""
     kept: bool = False
-    """Whether ``Drafter.keeper`` got the step's hidden states already."""
+    """Whether ``Drafter.hidden_sink`` got the step's hidden states already."""
 
     @cached_property
     def next_k(self) -> np.ndarray:
@@ -59,14 +59,14 @@ class Sampled:
         if self.each:
             return np.arange(self.plan.rows) * self.each
         count = np.concatenate([self.plan.prefill.count, self.plan.decode.count]).astype(np.int64)
-        made: np.ndarray = np.cumsum(count) - count
-        return made
+        result: np.ndarray = np.cumsum(count) - count
+        return result
 
     def bounds(self) -> np.ndarray:
         """int64 [rows], on the host: upper bounds of ``ends``."""
         both = (self.plan.prefill, self.plan.decode)
-        made: np.ndarray = np.concatenate([s.start.astype(np.int64) + s.count for s in both])
-        return made
+        result: np.ndarray = np.concatenate([s.start.astype(np.int64) + s.count for s in both])
+        return result
 
 
 class Drafter(ABC):
@@ -75,28 +75,28 @@ class Drafter(ABC):
     #: Whether ``Sampled.hidden`` must be there.
     reads_hidden: bool = False
     #: Whether the last drafts took longer than later ones of the kind will, which are replayed.
-    cold: bool = False
+    uncaptured: bool = False
 
     def enter(self, slot: int) -> None:
-        """``slot`` has a new tenant."""
+        """``slot`` has a new sequence."""
         return
 
     def reset(self) -> None:
         """An epoch has ended: all slots are free."""
         return
 
-    def keeper(self) -> Callable[[Tensor, Tensor, Tensor], None] | None:
+    def hidden_sink(self) -> Callable[[Tensor, Tensor, Tensor], None] | None:
         """What a replayed step of one token a row ends with: a function of slots, positions (int64 [rows])
-        and hidden [rows, hidden], that may be recorded. None: there is nothing to do."""
+        and hidden [rows, hidden], that may be captured. None: there is nothing to do."""
         return None
 
     def prepare(self, ops: Sequence[Op]) -> None:
-        """A step's ``ops`` are about to be carried out: tenants that leave, and that find others' blocks."""
+        """A step's ``ops`` are about to be carried out: sequences leave, and others find their blocks."""
         return
 
-    def rests(self, plan: StepPlan) -> bool:
-        """Behind a step whose states ``keeper`` got: whether there is nothing else to do. If not, ``propose``
-        is called, and else it is not."""
+    def is_idle(self, plan: StepPlan) -> bool:
+        """After a step whose states ``hidden_sink`` got: whether there is nothing else to do. If there is,
+        ``propose`` is called."""
         return False
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""The module that predicts one token further, run on its own output, and the recordings of that."""
+"""The module that predicts one token further, run on its own output, and the captures of that."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.common.log import get_logger
 from weft.common.recent import Recent
 from weft.models.base import Model
 from weft.ops import sampling as ops
-from weft.ops.cpu import CannotRecord
+from weft.ops.cpu import CannotCapture
 from weft.ops.cpu import sampling as direct
 from weft.overlap.drive import drive
 from weft.speculation.base import Sampled
@@ -25,7 +25,7 @@ log = get_logger(__name__)
 Tensor = torch.Tensor
 
 
-class Steps(Protocol):
+class DraftSteps(Protocol):
     """Makes steps over rows of a drafter's own. ``runner.batch.BatchBuilder`` does."""
 
     def follow(
@@ -47,21 +47,23 @@ class Chain:
         model: Model,
         cache: Sequence[LayerCache],
         backends: Backends,
-        steps: Steps,
+        steps: DraftSteps,
         history: Tensor,
         vocab_size: int,
     ) -> None:
         """history: int32 [slots + 1, longest]."""
-        self._model, self._cache, self._backends = model, cache, backends
+        self._model = model
+        self._cache = cache
+        self._backends = backends
         self.steps = steps
         self.history = history
         self._vocab = vocab_size
         self.passes = 0
         """Of the module, so far."""
 
-    def records(self, *tokens: int) -> bool:
-        """``Model.records``."""
-        return self._model.records(*tokens)
+    def capturable(self, *tokens: int) -> bool:
+        """``Model.capturable``."""
+        return self._model.capturable(*tokens)
 
     @property
     def direct(self) -> bool:
@@ -73,10 +75,10 @@ class Chain:
         """Of hidden states."""
         return self._model.spec.hidden, self._model.dtype, self._model.device
 
-    def ahead(self, step: StepInput, hidden: Tensor, keep: Tensor | None = None) -> Tensor:
+    def ahead(self, step: StepInput, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
         """``Model.ahead``."""
         self.passes += 1
-        return drive(self._model.ahead(step, hidden, self._cache, self._backends, keep))
+        return drive(self._model.ahead(step, hidden, self._cache, self._backends, rows))
 
     def run_empty(self) -> None:
         """A pass without rows: collectives of the module, for ranks that have some."""
@@ -89,7 +91,7 @@ class Chain:
         """int64 [rows, count]: the drafts behind the newest tokens, at ``ends`` (int64 [rows]).
 
         hidden: the module's [rows, hidden] at the positions before. ``bounds``: of ``ends``, on the host.
-        Rows that want fewer drafts than others run along: what they get is dropped, and so are their lines.
+        Rows that want fewer drafts than others run along: what they get is dropped, and so are their entries.
         """
         most = self.history.shape[1] - 1
         drafts = [self._best(hidden)]
@@ -120,68 +122,70 @@ def _rows(starts: np.ndarray, each: int) -> Segment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recording:
-    """How drafting behind steps of decode rows alone is recorded, and replayed."""
+class CaptureOptions:
+    """How drafting behind steps of decode rows alone is captured, and replayed."""
 
-    record: Callable[[Callable[[], None]], Callable[[], None]]
-    """Runs a function of fixed tensors and returns what does the same again. Raises CannotRecord, when it
+    capture: Callable[[Callable[[], None]], Callable[[], None]]
+    """Runs a function of fixed tensors and returns what does the same again. Raises CannotCapture, when it
     ran, if nothing can."""
     contexts: Sequence[int]
-    """Bounds of a row's positions, one recording for each; increasing, the last holds all."""
+    """Bounds of a row's positions, one capture for each; increasing, the last holds all."""
     most_rows: int
     most_each: int
     after: int
-    """Steps alike after which one is recorded."""
+    """Steps alike after which one is captured."""
     most_kept: int
-    """Recordings."""
+    """Captures."""
 
 
-class RecordedChains:
+class CapturedChains:
     """Drafting behind steps of decode rows that take up equally many tokens each, and what is left of it
     behind any step once the module ran: functions of
 
     slots, starts, ends [rows]; hidden [rows * each, hidden]
 
-    alone, all of which are copied to where the recording reads them. As with steps (weft/runner/graphs.py),
+    alone, all of which are copied to where the capture reads them. As with steps (weft/runner/graphs.py),
     what is computed follows from plans alone; whether this rank replays it is its own affair.
     """
 
-    def __init__(self, chain: Chain, recording: Recording) -> None:
+    def __init__(self, chain: Chain, capturing: CaptureOptions) -> None:
         hidden, dtype, device = chain.sizes
-        rows = recording.most_rows
+        rows = capturing.most_rows
         self.replayed = 0
         """Steps."""
-        self.cold = False
+        self.uncaptured = False
         """Whether a step like the last one will be replayed, which that was not."""
-        self._chain, self._recording = chain, recording
+        self._chain = chain
+        self._capturing = capturing
         self._slots, self._starts, self._ends = torch.zeros(3, rows, dtype=torch.int64, device=device)
-        self._hidden = torch.zeros(rows * recording.most_each, hidden, dtype=dtype, device=device)
-        self._drafts = torch.zeros(rows, recording.most_each, dtype=torch.int64, device=device)
+        self._hidden = torch.zeros(rows * capturing.most_each, hidden, dtype=dtype, device=device)
+        self._drafts = torch.zeros(rows, capturing.most_each, dtype=torch.int64, device=device)
         self._order = torch.arange(rows, device=device)
-        self._replays: Recent[tuple[int, int, int, int], Callable[[], None]] = Recent(recording.most_kept)
+        self._replays: Recent[tuple[int, int, int, int], Callable[[], None]] = Recent(capturing.most_kept)
         self._met: dict[tuple[int, int, int, int], int] = {}
         self._works = True
 
     def reset(self) -> None:
-        """An epoch has ended, and with it what was recorded."""
+        """An epoch has ended, and with it what was captured."""
         self._replays.clear()
         self._met.clear()
 
     def propose(self, step: Sampled) -> Tensor | None:
-        """int64 [rows, most ``next_k``], of all rows; None where there is no recording of such steps."""
+        """int64 [rows, most ``next_k``], of all rows; None where there is no capture of such steps."""
         assert step.hidden is not None
-        rows, count = step.plan.rows, int(step.next_k.max())
+        rows = step.plan.rows
+        count = int(step.next_k.max())
         each, odd = divmod(len(step.hidden), rows)
         even = step.each or (step.plan.decode.count == each).all()
         if odd or not even:
-            self.cold = False
+            self.uncaptured = False
             return None
         return self._replayed(step.hidden, step.slots, step.ends, step.bounds(), count, each, step.starts)
 
     def go_on(
         self, hidden: Tensor, slots: Tensor, ends: Tensor, bounds: np.ndarray, count: int
     ) -> Tensor | None:
-        """``Chain.go_on``; None where there is no recording of it."""
+        """``Chain.go_on``; None where there is no capture of it."""
         return self._replayed(hidden, slots, ends, bounds, count) if count > 1 else None
 
     def _replayed(
@@ -195,13 +199,13 @@ class RecordedChains:
         starts: Tensor | None = None,
     ) -> Tensor | None:
         """``each``: tokens of every row in ``hidden``, from ``starts`` on; 0: it is the module's already."""
-        self.cold = False
+        self.uncaptured = False
         rows = len(slots)
         longest = int(bounds.max()) + each + count
-        context = next((bound for bound in self._recording.contexts if bound >= longest), None)
-        if context is None or rows > self._recording.most_rows or each > self._recording.most_each:
+        context = next((bound for bound in self._capturing.contexts if bound >= longest), None)
+        if context is None or rows > self._capturing.most_rows or each > self._capturing.most_each:
             return None
-        if not self._chain.records(*([rows * each, rows] if each else [rows])):
+        if not self._chain.capturable(*([rows * each, rows] if each else [rows])):
             return None
         self._slots[:rows].copy_(slots)
         self._ends[:rows].copy_(ends)
@@ -211,32 +215,37 @@ class RecordedChains:
         key = (rows, each, count, context)
         self._met[key] = met = self._met.get(key, 0) + 1
         works = self._works and self._chain.direct
-        self.cold = works and key not in self._replays
-        if met < self._recording.after:
+        self.uncaptured = works and key not in self._replays
+        if met < self._capturing.after:
             return None
         replay = self._replays.get(key)
         if replay is not None:
             replay()
             self.replayed += 1
         elif works:
-            self._record(key)
+            self._capture(key)
         else:
             self._closure(key)()
         return self._drafts[:rows, :count].clone()
 
-    def _record(self, key: tuple[int, int, int, int]) -> None:
+    def _capture(self, key: tuple[int, int, int, int]) -> None:
         try:
-            self._replays.put(key, self._recording.record(self._closure(key)))
-        except CannotRecord as error:
+            self._replays.put(key, self._capturing.capture(self._closure(key)))
+        except CannotCapture as error:
             log.warning("drafts are made op by op, and not replayed: %s", error)
-            self._works = self.cold = False
+            self._works = self.uncaptured = False
 
     def _closure(self, key: tuple[int, int, int, int]) -> Callable[[], None]:
         rows, each, count, context = key
-        slots, starts, ends = self._slots[:rows], self._starts[:rows], self._ends[:rows]
-        hidden, drafts = self._hidden[: rows * max(each, 1)], self._drafts[:rows, :count]
-        order, chain = self._order[:rows], self._chain
-        first, bounds = _rows(np.full(rows, context - each - count), each), np.full(rows, context - count)
+        slots = self._slots[:rows]
+        starts = self._starts[:rows]
+        ends = self._ends[:rows]
+        hidden = self._hidden[: rows * max(each, 1)]
+        drafts = self._drafts[:rows, :count]
+        order = self._order[:rows]
+        chain = self._chain
+        first = _rows(np.full(rows, context - each - count), each)
+        bounds = np.full(rows, context - count)
 
         def run() -> None:
             if not each:

@@ -1,17 +1,17 @@
 """Drafts from the model's own module that predicts further tokens.
 
-It is one more layer, with a cache of its own. Its line at position p is made from the model's hidden state
+It is one more layer, with a cache of its own. Its entry at position p is made from the model's hidden state
 there and from the token at p + 1, so it can be made when that is sampled:
 
     position        p - 1          p            p + 1        p + 2
     token                          t            sampled      draft 1      draft 2
-    line of     hidden, t    hidden, sampled    | own output, draft 1 ...
+    entry of     hidden, t    hidden, sampled    | own output, draft 1 ...
                              └─ draft 1         └─ draft 2
 
-The line of the last accepted position gives the first draft. For each further one the module runs on its own
-output and the last draft; those lines are guesses, and made again when their positions have been computed.
+The entry of the last accepted position gives the first draft. For each further one the module runs on its own
+output and the last draft; those entries are guesses, and made again when their positions have been computed.
 
-A row that wants no drafts needs no lines yet: its hidden states wait until the lines are drafted from, or
+A row that wants no drafts needs no entries yet: its hidden states wait until the entries are drafted from, or
 others may find its block. That is when the block is full; or, where a pass of the module concerns no other
 ranks, when somebody comes who found blocks, and when the sequence ends. There the states of prompts wait,
 too, as long as they are few. So where nothing is drafted, the module costs little.
@@ -29,20 +29,20 @@ from weft.attention.base import Backends, LayerCache, StepInput
 from weft.models.base import Model
 from weft.ops.upload import upload
 from weft.speculation.base import Drafter, Sampled
-from weft.speculation.chain import Chain, RecordedChains, Recording, Steps
-from weft.speculation.waiting import Waiting, most_waiting
+from weft.speculation.chain import CapturedChains, CaptureOptions, Chain, DraftSteps
+from weft.speculation.pending_hidden import PendingHidden, most_waiting
 from weft.types.plan import EMPTY_SEGMENT, AllocSlot, FreeSlot, Op, Segment, StepPlan, column
 
 Tensor = torch.Tensor
 
 PASS_TOKENS = 2048
-"""Most tokens of a pass over lines that waited: it comes on top of a step. Nor do more states wait, of all
-slots, as a step that drafts anew makes the lines of all its rows."""
+"""Most tokens of a pass over entries that waited: it comes on top of a step. Nor do more states wait, of all
+slots, as a step that drafts anew makes the entries of all its rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Rows of a step whose lines are made now, in the order of the drafter's step: chunks first."""
+    """Rows of a step whose entries are made now, in the order of the drafter's step: chunks first."""
 
     rows: np.ndarray
     """Of the plan, int64."""
@@ -55,8 +55,8 @@ class _Rows:
 
     def begins(self) -> np.ndarray:
         """The first token of each in the drafter's step."""
-        made: np.ndarray = np.cumsum(self.counts) - self.counts
-        return made
+        result: np.ndarray = np.cumsum(self.counts) - self.counts
+        return result
 
 
 class MtpDrafter(Drafter):
@@ -69,18 +69,18 @@ class MtpDrafter(Drafter):
         model: Model,
         cache: Sequence[LayerCache],
         backends: Backends,
-        steps: Steps,
+        steps: DraftSteps,
         history: Tensor,
         vocab_size: int,
         block_size: int,
-        recording: Recording | None = None,
+        capturing: CaptureOptions | None = None,
         *,
         defers: bool = False,
     ) -> None:
         """history: int32 [slots + 1, longest]. ``block_size``: positions of a block, which others may find
         once it is full: with prefix caching anybody, without it the sequences of the same prompt.
 
-        ``defers``: lines of full blocks may wait, for ``prepare``. Not where other ranks have a part in a
+        ``defers``: entries of full blocks may wait, for ``prepare``. Not where other ranks have a part in a
         pass, nor where blocks are given up while their sequence goes on.
         """
         self._chain = Chain(model, cache, backends, steps, history, vocab_size)
@@ -90,22 +90,22 @@ class MtpDrafter(Drafter):
         slots = history.shape[0]
         hidden, dtype, device = self._chain.sizes
         most = most_waiting(block_size, slots * hidden * dtype.itemsize, defers)
-        self.waiting = Waiting(slots, most, hidden, dtype, device)
-        """Hidden states whose lines are still to be made."""
+        self.waiting = PendingHidden(slots, most, hidden, dtype, device)
+        """Hidden states whose entries are still to be made."""
         self._verified = np.zeros(slots, bool)
-        """Whether the slot's last row had drafts: then nobody here knows where the next one starts."""
+        """Whether the slot's last row had drafts: then the host does not know where the next one starts."""
         self._any_verified = False
         """Whether one of ``_verified`` may be."""
         self._computed: Tensor | None = None
         """``Sampled.num_computed``."""
-        self.recorded = None if recording is None else RecordedChains(self._chain, recording)
+        self.captured = None if capturing is None else CapturedChains(self._chain, capturing)
         """Drafting that is replayed."""
 
     def enter(self, slot: int) -> None:
         self.waiting.forget(slot)
         self._verified[slot] = False
 
-    def keeper(self) -> Callable[[Tensor, Tensor, Tensor], None]:
+    def hidden_sink(self) -> Callable[[Tensor, Tensor, Tensor], None]:
         self.waiting.make()
         return self.waiting.keep
 
@@ -124,9 +124,10 @@ class MtpDrafter(Drafter):
             self.waiting.forget(slot)
 
     def _settle(self, slots: np.ndarray) -> None:
-        """Makes all lines of ``slots`` (int64 [rows]) that wait."""
+        """Makes all entries of ``slots`` (int64 [rows]) that wait."""
         assert self._computed is not None
-        counts, ends = self.waiting.counts[slots], self.waiting.ends[slots]
+        counts = self.waiting.counts[slots]
+        ends = self.waiting.ends[slots]
         segment = Segment(slot=column(slots), start=column(ends - counts), count=column(counts))
         device = self._computed.device
         at, behind = upload(np.stack([slots, counts]), device)
@@ -139,12 +140,13 @@ class MtpDrafter(Drafter):
     def reset(self) -> None:
         self.waiting.clear()
         self._verified.fill(False)
-        if self.recorded is not None:
-            self.recorded.reset()
+        if self.captured is not None:
+            self.captured.reset()
 
     def propose(self, step: Sampled) -> Tensor | None:
         """Where replicas agreed on the step, the module runs as often in each of them: it may communicate."""
-        agreed, begun = step.plan.agreed, self._chain.passes
+        agreed = step.plan.agreed
+        begun = self._chain.passes
         drafts = self._propose(step) if step.plan.rows else None
         if agreed is not None:
             for _ in range(begun + max(agreed.drafts, 1) - self._chain.passes):
@@ -152,10 +154,10 @@ class MtpDrafter(Drafter):
         return drafts
 
     def _propose(self, step: Sampled) -> Tensor | None:
-        assert step.hidden is not None, "hidden states that nobody kept"
-        self.cold = False
+        assert step.hidden is not None, "the step kept no hidden states"
+        self.uncaptured = False
         self._computed = step.num_computed
-        if len(step.hidden) == step.plan.rows and self._rests(step.plan):
+        if len(step.hidden) == step.plan.rows and self._is_idle(step.plan):
             if not step.kept:
                 self.waiting.keep(step.slots, step.starts, step.hidden)
             return None
@@ -163,27 +165,29 @@ class MtpDrafter(Drafter):
         made = self._due(step, len(wanted) > 0)
         if not len(made.rows):
             return None
-        recorded = self.recorded if step.plan.agreed is None else None
-        if len(wanted) and recorded is not None and not step.plan.prefill.rows and not made.chunks:
-            drafts = recorded.propose(step)
-            self.cold = recorded.cold
+        captured = self.captured if step.plan.agreed is None else None
+        if len(wanted) and captured is not None and not step.plan.prefill.rows and not made.chunks:
+            drafts = captured.propose(step)
+            self.uncaptured = captured.uncaptured
             if drafts is not None:
                 return drafts if len(wanted) == len(drafts) else drafts[upload(wanted, drafts.device)]
         hidden = self._first(step, made, wanted)
         if not len(wanted):
             return None
-        ends, slots = step.ends, step.slots
+        ends = step.ends
+        slots = step.slots
         if len(wanted) < len(step.next_k):
             at = upload(wanted, slots.device)
-            ends, slots = ends[at], slots[at]
+            ends = ends[at]
+            slots = slots[at]
         rest = hidden, slots, ends, step.bounds()[wanted], int(step.next_k.max())
-        drafts = None if recorded is None else recorded.go_on(*rest)
+        drafts = None if captured is None else captured.go_on(*rest)
         return self._chain.go_on(*rest) if drafts is None else drafts
 
-    def rests(self, plan: StepPlan) -> bool:
-        return plan.agreed is None and self._rests(plan)
+    def is_idle(self, plan: StepPlan) -> bool:
+        return plan.agreed is None and self._is_idle(plan)
 
-    def _rests(self, plan: StepPlan) -> bool:
+    def _is_idle(self, plan: StepPlan) -> bool:
         """Whether only the hidden states of all rows, of one token each, are to be kept; if so, notes that
         they wait."""
         decode = plan.decode
@@ -198,15 +202,17 @@ class MtpDrafter(Drafter):
         return True
 
     def _is_late(self, decode: Segment) -> bool:
-        """Whether lines of decode rows must be made, not as a slot is full, but because of all of them."""
+        """Whether entries of decode rows must be made, not as a slot is full, but because of all of them."""
         if self._defers:
             return self.waiting.total + decode.rows > PASS_TOKENS
         return bool(((decode.start + 1) % self._block == 0).any())
 
     def _due(self, step: Sampled, drafting: bool) -> _Rows:
-        """The rows whose lines are made now: all, if any drafts. Of others the hidden states are kept."""
-        prefill, decode = step.plan.prefill, step.plan.decode
-        both, first = (prefill, decode), prefill.rows
+        """The rows whose entries are made now: all, if any drafts. Of others the hidden states are kept."""
+        prefill = step.plan.prefill
+        decode = step.plan.decode
+        both = (prefill, decode)
+        first = prefill.rows
         slots = np.concatenate([s.slot for s in both])
         counts = np.concatenate([s.count for s in both]).astype(np.int64)
         ends = np.concatenate([s.start for s in both]) + counts
@@ -225,9 +231,10 @@ class MtpDrafter(Drafter):
         return _Rows(rows, waiting[rows], counts[rows] + waiting[rows], int(chunk.sum()))
 
     def _can_wait(self, waiting: np.ndarray, counts: np.ndarray, ends: np.ndarray, chunks: int) -> np.ndarray:
-        """bool [rows]: whose lines need not be made now. Of rows, the first ``chunks`` of them of prompts:
+        """bool [rows]: whose entries need not be made now. Of rows, the first ``chunks`` of them of prompts:
         states that wait, tokens of the step, and where they end."""
-        most, after = self.waiting.most, waiting + counts
+        most = self.waiting.most
+        after = waiting + counts
         fits: np.ndarray = after < most
         if not self._defers:
             fits &= ends % self._block != 0
@@ -245,19 +252,20 @@ class MtpDrafter(Drafter):
     def _keep(self, step: Sampled, rows: np.ndarray, counts: np.ndarray) -> None:
         """Keeps the hidden states of ``rows`` of the plan, each of ``counts`` (int64 [all rows]) tokens."""
         assert step.hidden is not None
-        device, counts = step.slots.device, counts[rows]
+        device = step.slots.device
+        counts = counts[rows]
         within, source = _ranges(np.zeros(len(rows), np.int64), step.begins()[rows], counts)
         owner, place, source_ = upload(np.stack([np.repeat(rows, counts), within, source]), device)
         hidden = step.hidden if len(source) == len(step.hidden) else step.hidden[source_]
         self.waiting.keep(step.slots[owner], step.starts[owner] + place, hidden)
 
     def _first(self, step: Sampled, made: _Rows, wanted: np.ndarray) -> Tensor:
-        """Makes the lines of ``made``: [wanted rows, hidden] at their last accepted positions."""
+        """Makes the entries of ``made``: [wanted rows, hidden] at their last accepted positions."""
         device = step.slots.device
         parts = _segments(step, made)
         rows, behind = upload(np.stack([made.rows, made.waiting]), device)
         starts = step.starts[rows] - behind
-        # Nothing but its line is wanted of any other token; of a step where nobody wants drafts, of none.
+        # Nothing but its entry is wanted of any other token; of a step where nobody wants drafts, of none.
         first = np.zeros(step.plan.rows, np.int64)
         first[made.rows] = made.begins() + made.waiting
         at = upload(np.stack([wanted, first[wanted]]), device)

@@ -23,17 +23,20 @@ class NgramDrafter(Drafter):
     def __init__(self, history: Tensor, least: int, most: int) -> None:
         """history: int32 [slots + 1, longest]."""
         self._history = history
-        self._least, self._most = least, most
+        self._least = least
+        self._most = most
 
     def propose(self, step: Sampled) -> Tensor | None:
         rows = step.wanted()
         if not len(rows):
             return None
         longest = int(step.bounds()[rows].max()) + 1
-        slots, ends = step.slots, step.ends
+        slots = step.slots
+        ends = step.ends
         if len(rows) < len(step.next_k):
             at = upload(rows, slots.device)
-            slots, ends = slots[at], ends[at]
+            slots = slots[at]
+            ends = ends[at]
         ids = self._history[slots, :longest]
         return follow(ids, ends, int(step.next_k.max()), self._least, self._most)
 

@@ -186,12 +186,12 @@ class ChatFormat:
         role = message["role"]
         if role == "developer" and not template.names_developer:
             role = "system"  # what the template knows the same thing as
-        made: dict[str, Any] = {"role": role}
+        result: dict[str, Any] = {"role": role}
         text = self._marks.around(message["content"], mark)
-        made["content"] = [{"type": "text", "text": text}] if template.wants_parts else text
+        result["content"] = [{"type": "text", "text": text}] if template.wants_parts else text
         if "name" in message:
-            made["name"] = self._marks.around(message["name"], mark)
-        return made
+            result["name"] = self._marks.around(message["name"], mark)
+        return result
 
 
 class _Marks:
@@ -262,26 +262,26 @@ def _check_message(message: Any, where: str) -> dict[str, Any]:
     role = message.get("role")
     if role not in ROLES:
         raise InvalidRequest(f"{where}.role must be one of {', '.join(ROLES)}", param=f"{where}.role")
-    made: dict[str, Any] = {"role": role}
+    result: dict[str, Any] = {"role": role}
     for key, value in message.items():
         if key == "role":
             continue
         if key == "content" and not (value is None and role == "assistant"):
-            made["content"] = _content_text(value, f"{where}.content")
+            result["content"] = _content_text(value, f"{where}.content")
         elif key == "name" and (value is None or isinstance(value, str)):
             if value is not None:
                 check_text(value, f"{where}.name")
-                made["name"] = value
+                result["name"] = value
         elif value is None or (key in _NOT_BUILT and value in ([], "")):
             continue
         else:
             shown = key if isinstance(key, str) and re.fullmatch(r"\w{1,40}", key) else "a field"
             raise InvalidRequest(f"{where}.{shown} is not supported", param=f"{where}.{shown}")
-    if "content" not in made:
+    if "content" not in result:
         if role == "assistant":  # one that said nothing, as clients send it back
-            return {**made, "content": ""}
+            return {**result, "content": ""}
         raise InvalidRequest(f"{where}.content is missing", param=f"{where}.content")
-    return made
+    return result
 
 
 def _content_text(content: Any, where: str) -> str:

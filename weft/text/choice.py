@@ -22,7 +22,7 @@ from weft.types.sampling import SamplingParams
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
 
 
-class Delta(msgspec.Struct, frozen=True, kw_only=True):
+class TextDelta(msgspec.Struct, frozen=True, kw_only=True):
     """What an event added to a choice."""
 
     index: int
@@ -104,7 +104,7 @@ class Choice:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
-    def on_event(self, event: TokenEvent) -> Delta | None:
+    def on_event(self, event: TokenEvent) -> TextDelta | None:
         """Takes the head's next event of this sequence. None when it adds nothing a client would see."""
         if self.finished:
             return None
@@ -137,7 +137,7 @@ class Choice:
             fresh, "error", error=event.error or ErrorInfo(code="internal_error", message="failed")
         )
 
-    def abort(self, error: ErrorInfo | None = None) -> Delta | None:
+    def abort(self, error: ErrorInfo | None = None) -> TextDelta | None:
         """Ends the choice from this side: the client left, or (with ``error``) its head is gone.
 
         None when it had ended. With an error there is no head to send ``Finish`` to.
@@ -200,7 +200,7 @@ class Choice:
         if fresh.match is None:
             fresh.text += self._stops.finish()
 
-    def _delta(self, fresh: _Fresh) -> Delta:
+    def _delta(self, fresh: _Fresh) -> TextDelta:
         self.text += fresh.text
         logprobs = None
         if self.logprobs is not None:
@@ -209,7 +209,7 @@ class Choice:
                 logprobs.add(fresh.logprobs)
                 if self._keep_logprobs:
                     self.logprobs.add(fresh.logprobs)
-        return Delta(
+        return TextDelta(
             index=self.index,
             text=fresh.text,
             token_ids=tuple(fresh.token_ids),
@@ -228,8 +228,10 @@ class Choice:
         stop_reason: str | int | None = None,
         error: ErrorInfo | None = None,
         send_finish: bool = False,
-    ) -> Delta:
-        self.finish_reason, self.stop_reason, self.error = reason, stop_reason, error
+    ) -> TextDelta:
+        self.finish_reason = reason
+        self.stop_reason = stop_reason
+        self.error = error
         fresh.send_finish = send_finish
         return self._delta(fresh)
 

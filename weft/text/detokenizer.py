@@ -12,7 +12,7 @@ import codecs
 import copy
 from typing import Protocol
 
-from weft.text.pieces import DecoderForm, Piece
+from weft.text.pieces import DecoderForm, TextPiece
 
 REPLACEMENT = "\ufffd"
 
@@ -22,7 +22,7 @@ class PieceSource(Protocol):
 
     form: DecoderForm
 
-    def piece(self, token: int) -> Piece | None: ...
+    def piece(self, token: int) -> TextPiece | None: ...
 
     def is_special(self, token: int) -> bool: ...
 
@@ -95,7 +95,8 @@ class Detokenizer:
         """The text of the byte run, which has ended: valid as a whole, or replaced byte by byte."""
         if not self._run:
             return ""
-        run, self._run = self._run, bytearray()
+        run = self._run
+        self._run = bytearray()
         try:
             return run.decode()
         except UnicodeDecodeError:
@@ -107,7 +108,8 @@ class Detokenizer:
             return text
         char = self._source.form.strip
         while self._strip and text.startswith(char):
-            text, self._strip = text[len(char) :], self._strip - 1
+            text = text[len(char) :]
+            self._strip = self._strip - 1
         if text:
             self._strip = 0
         return text

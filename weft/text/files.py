@@ -57,12 +57,12 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        result = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
         raise ConfigError(f"{path.name} of the model is not valid JSON") from None
-    if not isinstance(found, dict):
+    if not isinstance(result, dict):
         raise ConfigError(f"{path.name} of the model must hold a JSON object")
-    return found
+    return result
 
 
 def _content(token: Any) -> str | None:

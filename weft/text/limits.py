@@ -121,7 +121,9 @@ def check_method(function: Any, args: tuple[Any, ...]) -> None:
 
 def replaced(text: Any, old: Any = "", new: Any = "", *_: Any) -> int:
     """Upper bound of the length of ``text`` with ``old`` replaced."""
-    subject, gone, added = str(text), str(old), str(new)
+    subject = str(text)
+    gone = str(old)
+    added = str(new)
     return len(subject) + subject.count(gone) * max(len(added) - len(gone), 0)
 
 

@@ -80,7 +80,8 @@ class Logprobs(Sequence[PositionLogprobs]):
 def _positions(columns: LogprobColumns, tokenizer: Tokenizer) -> Iterator[PositionLogprobs]:
     ids, values, ranks = columns.arrays()
     for row, scores, rank in zip(ids, values, ranks.tolist(), strict=True):
-        tokens, logprobs = row.tolist(), scores.tolist()
+        tokens = row.tolist()
+        logprobs = scores.tolist()
         entry = {tokens[0]: Logprob(logprobs[0], rank, tokenizer.token_text(tokens[0]))}
         for place, (token, score) in enumerate(zip(tokens[1:], logprobs[1:], strict=True), 1):
             if token >= 0 and token not in entry:

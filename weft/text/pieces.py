@@ -20,7 +20,7 @@ Join = Literal["level", "fallback", "plain", "whole"]
 single bytes that are text only if the whole run is valid. plain: strings. whole: only the decoder knows."""
 
 
-class Piece(msgspec.Struct, frozen=True):
+class TextPiece(msgspec.Struct, frozen=True):
     """One token's part. ``first`` is for the first token of a decode, ``rest`` for all others."""
 
     first: bytes
@@ -59,7 +59,9 @@ def read_decoder(decoder: Any) -> DecoderForm:
         return DecoderForm("level", tuple(maps))
     join: Join = "plain"
     if kinds[:1] == ["ByteFallback"]:
-        join, kinds, stages = "fallback", kinds[1:], stages[1:]
+        join = "fallback"
+        kinds = kinds[1:]
+        stages = stages[1:]
     if kinds == []:
         return DecoderForm(join, tuple(maps))
     if kinds == ["Fuse"]:
@@ -79,17 +81,21 @@ def _token_map(spec: dict[str, Any]) -> Callable[[str, bool], str] | None:
     """The stage as a function of one token, or None if it is not one."""
     kind = spec["type"]
     if kind == "Replace" and "String" in spec["pattern"]:
-        old, new = spec["pattern"]["String"], spec["content"]
+        old = spec["pattern"]["String"]
+        new = spec["content"]
         return lambda text, first: text.replace(old, new)
     if kind == "Metaspace":
-        space, never = spec["replacement"], spec.get("prepend_scheme", "always") == "never"
+        space = spec["replacement"]
+        never = spec.get("prepend_scheme", "always") == "never"
         return lambda text, first: text.replace(space, "" if first and not never else " ")
     if kind == "WordPiece":
         later = decoders.WordPiece(prefix=spec["prefix"], cleanup=spec["cleanup"])
         # decoded behind an empty token, a token takes the form it has inside a text
         return lambda text, first: later.decode([text] if first else ["", text])
     if kind == "Strip":
-        content, start, stop = spec["content"], spec["start"], spec["stop"]
+        content = spec["content"]
+        start = spec["start"]
+        stop = spec["stop"]
         strip = decoders.Strip(content=content, left=start, right=stop)
         return lambda text, first: strip.decode([text]) if len(text) >= stop else text
     return None
@@ -123,13 +129,15 @@ def fallback_byte(text: str) -> bytes | None:
     return None if found is None else bytes([int(found[1], 16)])
 
 
-def make_piece(form: DecoderForm, text: str) -> Piece:
+def make_piece(form: DecoderForm, text: str) -> TextPiece:
     """The piece of a token with this text."""
-    first, rest = text, text
+    first = text
+    rest = text
     for apply in form.maps:
-        first, rest = apply(first, True), apply(rest, False)
+        first = apply(first, True)
+        rest = apply(rest, False)
     if form.join == "level":
-        return Piece(level_bytes(first), level_bytes(rest))
+        return TextPiece(level_bytes(first), level_bytes(rest))
     if form.join == "fallback" and (byte := fallback_byte(rest)) is not None:
-        return Piece(byte, byte, True)
-    return Piece(first.encode(), rest.encode())
+        return TextPiece(byte, byte, True)
+    return TextPiece(first.encode(), rest.encode())

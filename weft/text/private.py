@@ -24,7 +24,8 @@ _DIGITS = 40
 
 
 def secret_digits() -> str:
-    """A string of digits that nobody outside can guess, of a fixed length (so no such string begins another).
+    """A random string of digits that clients cannot guess, of a fixed length (so no such string begins
+    another).
 
     Digits survive every normalizer, ``upper``, ``lower``, ``trim`` and JSON escaping.
     """

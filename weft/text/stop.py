@@ -35,7 +35,8 @@ class StopFinder:
 
     def __init__(self, stops: Sequence[str] | Stops) -> None:
         shared = stops if isinstance(stops, Stops) else Stops(stops)
-        self._stops, self._tables = shared.texts, shared.tables
+        self._stops = shared.texts
+        self._tables = shared.tables
         self._states = [0] * len(self._stops)
         """For each stop: how many of its characters the text ends with."""
         self._held = ""
@@ -81,7 +82,8 @@ class StopFinder:
 
     def finish(self) -> str:
         """The text still held back: the end came before a stop string did."""
-        held, self._held = self._held, ""
+        held = self._held
+        self._held = ""
         return held
 
     def _advance(self, char: str) -> int | None:

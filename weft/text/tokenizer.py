@@ -17,7 +17,7 @@ from tokenizers import AddedToken
 
 from weft.common.errors import ConfigError, InvalidRequest
 from weft.text.files import TextFiles, read_text_files
-from weft.text.pieces import DecoderForm, Piece, make_piece, read_decoder
+from weft.text.pieces import DecoderForm, TextPiece, make_piece, read_decoder
 from weft.text.private import build_private
 
 LONG_CHARS = 1 << 16
@@ -57,7 +57,7 @@ class Tokenizer:
         self._special_ids = frozenset(self.special.values())
         self._private, self._names = build_private(data, self.special)
         self.form: DecoderForm = read_decoder(self._public.decoder)
-        self._pieces: dict[int, Piece | None] = {}
+        self._pieces: dict[int, TextPiece | None] = {}
         longest_first = sorted(self.special, key=lambda text: (-len(text), text))
         self._special_pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
         vocab = self._public.get_vocab(with_added_tokens=True)
@@ -134,15 +134,15 @@ class Tokenizer:
         """Whether ``skip_special_tokens`` drops this id."""
         return token in self._special_ids
 
-    def piece(self, token: int) -> Piece | None:
+    def piece(self, token: int) -> TextPiece | None:
         """What a token contributes to text; None for an id the tokenizer does not know. Kept once made."""
         try:
             return self._pieces[token]
         except KeyError:
             text = self._public.id_to_token(token)
-            found = None if text is None else make_piece(self.form, text)
-            self._pieces[token] = found
-            return found
+            result = None if text is None else make_piece(self.form, text)
+            self._pieces[token] = result
+            return result
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes of one token as it stands inside a text; a special token's are its name."""

@@ -1,18 +1,19 @@
-"""What the hosts of one server tell each other about heads: entries of a board that host 0 keeps.
+"""The entries of the board on host 0, by which hosts and heads of one server know of each other, and its
+messages.
 
     key             who writes it            what it says
-    settings/HOST/  the host, when it comes  what all hosts must have alike; of each of its processes (MARK)
-    answer/HOST/    the front                empty: that one may work; else why not
-    wanted/REPLICA  the front                the life that this replica's head should be in; 0: none
-    head/REPLICA    the head                 Listening: where its front finds it
-    ended/REPLICA   the head's host          Ended: how that life ended
-    control/REPLICA the head                 where ranks of other hosts find it
+    settings/HOST/  the host, when it starts settings that all hosts must have alike; one entry a process
+    (MARK) answer/HOST/    the front                empty: the host's process may work; else the reason why
+    not wanted/REPLICA  the front                the incarnation of the head that should run; 0: none
+    head/REPLICA    the head                 Listening: the address that its front connects to
+    ended/REPLICA   the head's host          HeadEnded: the exit status of that incarnation
+    control/REPLICA the head                 the address that ranks of other hosts connect to
     lease/REPLICA   the head                 see weft/group/meeting.py
-    over            the front                the server ends, with this status
-    gone/HOST       the host                 it has read that
+    over            the front                the server ends with this exit status
+    gone/HOST       the host                 it has read ``over``
 
-A life is a number that the front gives a head: of all starts, in all servers, another one. What is said of an
-older life is nothing to anybody.
+An incarnation is a number that the front gives each start of a head. It is unique over all starts of all
+servers. Entries of an older incarnation are ignored.
 """
 
 from __future__ import annotations
@@ -20,47 +21,47 @@ from __future__ import annotations
 import msgspec
 
 MOST_BYTES = 16 << 20
-"""Of one frame."""
+"""Size of one frame at most."""
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """To the board: these entries are so, and how is the rest?"""
+    """Client to board, at every look: the client's own entries, and the version of the table that it has."""
 
     number: int
-    """The answer says it again."""
+    """Number of this question; the answer repeats it."""
     board: int
     version: int
-    """Of the last table that came, and whose: the same one is not sent again."""
+    """``board`` and ``version`` of the last table received; the board does not send the same one again."""
     entries: dict[str, bytes]
 
 
 class Table(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The board's answer."""
+    """Board to client: the answer to one ``Ask``."""
 
     number: int
     board: int
-    """Which board this is, drawn by chance."""
+    """Random id of the board's process."""
     version: int
     entries: dict[str, bytes]
-    """All of them; none when nothing has changed."""
+    """All entries; empty when the client has this version already."""
 
 
 class Listening(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A head listens, and begins to load."""
+    """Entry ``head/``: the head listens at ``address`` and begins to load."""
 
-    life: int
+    incarnation: int
     address: str
 
 
-class Ended(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A head's process ended."""
+class HeadEnded(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Entry ``ended/``: the head's process ended with ``status``, negative for a signal."""
 
-    life: int
+    incarnation: int
     status: int
 
 
 def settings_key(host: int | None = None, mark: str = "") -> str:
-    """Without ``mark``, or without ``host``: what such keys begin with."""
+    """The key of one process; without ``mark`` or ``host`` the prefix of such keys."""
     return "settings/" if host is None else f"settings/{host}/{mark}"
 
 

@@ -13,7 +13,7 @@ PADS = (1, 2, 4, *range(8, 65, 8))
 
 
 def padded(tokens: int) -> int:
-    """The least of ``PADS`` that holds ``tokens``; of more, those: few sizes are met, and can be recorded."""
+    """The least of ``PADS`` that holds ``tokens``; of more, those: few sizes are met, and can be captured."""
     return next((pad for pad in PADS if pad >= tokens), tokens)
 
 
@@ -23,7 +23,7 @@ class Exchange(msgspec.Struct, frozen=True):
     form: str = ""
     """One of ``FORMS``; empty: the ranks' own rule, which is the same on all of them."""
     rows: int = 0
-    """At least the most tokens that a replica has in the step; 0: nobody agreed on it."""
+    """At least the most tokens that a replica has in the step; 0: replicas did not agree on it."""
 
 
 UNAGREED = Exchange()

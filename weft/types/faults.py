@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 Phase: TypeAlias = Literal["load", "form", "stage", "collective", "rebalance", "sample", "read"]
-"""Where in its life a rank is.
+"""The phase that a rank is in.
 
 load        before its weights are read
 form        its slots are empty, and it is about to meet the others
@@ -15,14 +15,14 @@ stage       a step came, and nothing of it was launched
 collective  in the middle of a step's forward pass, as a collective is launched: the others are in it
 rebalance   as a collective is launched that moves experts: some have come, others are on their way
 sample      the step was launched, its sampling was not
-read        the step is done, nobody has heard of it
+read        the step is done, and not reported yet
 """
 Deed: TypeAlias = Literal["kill", "stop", "raise"]
 """kill: SIGKILL; stop: SIGSTOP, it stays there and does nothing; raise: an exception."""
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Befalls ``rank`` once in the life of its group, when it has been in ``phase`` ``after`` times (since
+    """Happens to ``rank`` once, when it has been in ``phase`` ``after`` times (since
     ``needs`` is there, if it is given).
     """
 

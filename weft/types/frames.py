@@ -11,7 +11,7 @@
      │ ◄─────────── StepFrame   │   one a step, whatever is in it (then LateMasks, where rows are constrained)
      │ Outcome, or Failed ────► │
      │ ◄─ Abort | Shutdown      │
-     │ ◄──── Beat, both ways ─► │   on a connection of its own
+     │ ◄──── RankHeartbeat, both ways ─► │   on a connection of its own
 
 A sequence is named by its slot and by nothing else. Frames that name no slot have tags of their own, so no
 value of a slot can be taken for one. Encoding and decoding are pure; numpy columns travel as little-endian
@@ -28,8 +28,8 @@ import numpy as np
 from weft.common.errors import EngineDead, ErrorInfo
 from weft.types.plan import Segment, StepPlan, TokenMasks
 
-VERSION = 3
-"""Of these frames. All ranks of a group speak the same: unequal ones are refused by name."""
+VERSION = 4
+"""Version of these frames. A rank with another version is refused, with an error that names both."""
 
 
 class FrameError(EngineDead):
@@ -45,30 +45,32 @@ class _Frame(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
 
 
 class RankHello(_Frame, frozen=True, kw_only=True):
-    """Rank to head: first, again until an answer comes, and anew to every head that follows another."""
+    """Rank to head, the first frame: repeated until the head answers, and sent again to a head that replaces
+    it.
+    """
 
     version: int
     release: str
-    """Of the package, for the message when versions differ."""
+    """Version of the package, for the error text when frame versions differ."""
     rank: int
     pid: int
     epoch: int
-    """The last one that this process was in, under whatever head; -1: none."""
+    """The last epoch that this process took part in, under any head; -1: none."""
     settings: dict[str, str]
     """Every setting that affects wire, shapes or collectives: its name and value."""
 
 
 class RankWelcome(_Frame, frozen=True, kw_only=True):
-    """Head to rank: it belongs to the group. Now it loads, unless it has its weights."""
+    """Head to rank: the rank belongs to the group. It loads its weights now, if it has not yet."""
 
-    beats: str
-    """Address of the connection for ``Beat``; empty: there is none."""
-    life: str
-    """Of the head's process, drawn by chance: by it a rank tells a head from the one that follows it."""
+    heartbeats: str
+    """Address of the connection for ``RankHeartbeat``; empty: there is none."""
+    incarnation: str
+    """Random id of the head's process, by which a rank tells a head from the head that replaces it."""
 
 
 class Refused(_Frame, frozen=True, kw_only=True):
-    """Head to rank: it does not belong to the group, and ends."""
+    """Head to rank: the rank does not belong to the group. The rank ends."""
 
     error: ErrorInfo
 
@@ -78,7 +80,7 @@ class Loaded(_Frame, frozen=True, kw_only=True):
 
     rank: int
     blocks: tuple[int, ...]
-    """Of each pool, that this rank has room for: as configured, or found out on its device."""
+    """For each pool, the blocks that this rank has room for: as configured, or as measured on its device."""
 
 
 class Pools(_Frame, frozen=True, kw_only=True):
@@ -88,7 +90,7 @@ class Pools(_Frame, frozen=True, kw_only=True):
 
 
 class Ready(_Frame, frozen=True, kw_only=True):
-    """Rank to head: memory is there, too."""
+    """Rank to head: the pools are allocated."""
 
     rank: int
 
@@ -101,7 +103,7 @@ class Form(_Frame, frozen=True, kw_only=True):
 
 
 class Formed(_Frame, frozen=True, kw_only=True):
-    """Rank to head: its communicators stand, its slots are empty."""
+    """Rank to head: its communicators are connected and its slots are empty."""
 
     rank: int
     epoch: int
@@ -115,7 +117,7 @@ class StepFrame(_Frame, frozen=True, kw_only=True):
     epoch: int
     plan: StepPlan
     digest: int
-    """Of the slot table with this plan taken in (``weft.kv.digest``)."""
+    """Digest of the slot table after this plan (``weft.kv.digest``)."""
 
 
 class LateMasks(_Frame, frozen=True, kw_only=True):
@@ -136,11 +138,13 @@ class Outcome(_Frame, frozen=True, kw_only=True):
     epoch: int
     step: int
     checksum: int
-    """Of what it sampled: equal on all ranks of a group."""
+    """Checksum of the sampled tokens: equal on all ranks of a group."""
 
 
 class Failed(_Frame, frozen=True, kw_only=True):
-    """Rank to head: a step, or forming, failed here. The rank has ended its communicators and waits."""
+    """Rank to head: a step, or the formation of an epoch, failed here. The rank has ended its communicators
+    and waits for the next epoch.
+    """
 
     rank: int
     epoch: int
@@ -151,7 +155,7 @@ class Failed(_Frame, frozen=True, kw_only=True):
 
 
 class Abort(_Frame, frozen=True, kw_only=True):
-    """Head to rank: epoch ``epoch`` and all before it have ended."""
+    """Head to rank: epoch ``epoch`` and all earlier ones have ended."""
 
     epoch: int
 
@@ -160,21 +164,23 @@ class Shutdown(_Frame, frozen=True, kw_only=True):
     """Head to rank: free everything and end."""
 
 
-class Beat(_Frame, frozen=True, kw_only=True):
-    """Both ways, from a thread that does nothing else: the process runs."""
+class RankHeartbeat(_Frame, frozen=True, kw_only=True):
+    """Both ways, several times a second, from a thread that does nothing else: it proves that the process
+    runs.
+    """
 
     rank: int
     epoch: int
     step: int
-    """The last one that ended here."""
-    life: str
-    """Of the head: of this one, or of the one that the rank works for."""
+    """The last step that ended in the sender."""
+    incarnation: str
+    """Incarnation of the head: of the sender if it is a head, else of the head that the rank works for."""
     aborted: int = -1
-    """Of a head: the last epoch that has ended; whoever waits in a collective of it, stops."""
+    """Set by a head: the last epoch that has ended. A rank that waits in a collective of it stops waiting."""
 
 
-ToRank = RankWelcome | Refused | Pools | Form | StepFrame | LateMasks | Abort | Shutdown | Beat
-ToHead = RankHello | Loaded | Ready | Formed | Outcome | Failed | Beat
+ToRank = RankWelcome | Refused | Pools | Form | StepFrame | LateMasks | Abort | Shutdown | RankHeartbeat
+ToHead = RankHello | Loaded | Ready | Formed | Outcome | Failed | RankHeartbeat
 
 _SMALL = 1 << 16
 MOST_BYTES: dict[type, int] = {RankHello: 1 << 20, StepFrame: 64 << 20, LateMasks: 256 << 20}

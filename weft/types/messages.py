@@ -13,10 +13,10 @@ from weft.common.errors import ErrorInfo, InvalidRequest
 from weft.types.sampling import TokenParams
 
 VERSION = 2
-"""Of these messages, the newest that is spoken here."""
+"""The newest version of these messages that this release speaks."""
 OLDEST = 1
-"""The oldest that is understood here. What is new since is left out (it has a default) for those who speak an
-older one:
+"""The oldest version that this release understands. Fields added later have defaults, and are left out for a
+peer with an older version:
 
     2   Submit.attempt, TokenEvent.attempt, the ends ``moved`` and ``evicted``, Welcome.block_size, Goodbye
 """
@@ -28,13 +28,13 @@ class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True
 
 
 class Hello(_Message, frozen=True, kw_only=True):
-    """Front to head, first of all: what the front is, and which versions it understands."""
+    """Front to head, the first message: the front's name, and the versions that it understands."""
 
     versions: tuple[int, int]
     """[oldest, newest]. Both ends speak the newest that both understand."""
     front: str
     quiet: bool = False
-    """Send heartbeats only while it has sequences here, and one in answer."""
+    """Send heartbeats to this front only while it has sequences here, and one in answer to this message."""
 
 
 class Welcome(_Message, frozen=True, kw_only=True, omit_defaults=True):
@@ -67,7 +67,7 @@ class Submit(_Message, frozen=True, kw_only=True, omit_defaults=True):
     prompt_ids: bytes
     """int32, little-endian."""
     emitted_ids: bytes = b""
-    """Output that a client has already; counted as output in penalties, limits and stops."""
+    """Output that the client has already, int32; penalties, limits and stops count it as output."""
     params: TokenParams
     priority: int = 0
     salt: str = ""
@@ -76,7 +76,9 @@ class Submit(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """Slots are shared fairly among owners: one id for all sequences of a client's request, of all its
     prompts; 0 stands for ``request``."""
     attempt: int = 0
-    """Numbers the times that its front sent the sequence anywhere. A later one ends an earlier one."""
+    """The front's number for this sending of the sequence, from 0. A later attempt at a head ends an earlier
+    one.
+    """
 
 
 class Finish(_Message, frozen=True, kw_only=True):
@@ -86,7 +88,7 @@ class Finish(_Message, frozen=True, kw_only=True):
 
 
 class Drain(_Message, frozen=True, kw_only=True):
-    """Front to head: no new sequences will come; answer when none is left by closing."""
+    """Front to head: no new sequences will come. The head ends when none is left."""
 
 
 class Goodbye(_Message, frozen=True, kw_only=True):
@@ -146,24 +148,24 @@ class TokenEvent(_Message, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
     token_ids: tuple[int, ...] = ()
     logprobs: LogprobColumns | None = None
     prompt_logprobs: LogprobColumns | None = None
-    """A piece of them, in order: for prompt tokens 1, 2, ... Complete before the first token."""
+    """The next piece, in order, for prompt tokens 1, 2, ... All pieces come before the first token."""
     num_cached: int = 0
     """Prompt tokens found in the prefix cache when the sequence was first admitted."""
     accepted: int = 0
     """How many of ``token_ids`` were drafts."""
     rejected: int = 0
-    """Drafts that were verified with them and came to nothing."""
+    """Drafts that were verified in the same step and rejected."""
     finish: str | None = None
-    """"stop", "length", "abort" or "error". Two more end the sequence at this head, and not the stream: after
-    "moved" another head, which has it already, goes on; after "evicted" any other may."""
+    """"stop", "length", "abort" or "error". Two more end the sequence at this head, but not
+    the client's stream: "moved" (another head has it already and goes on), "evicted" (any head may go on)."""
     stop_id: int | None = None
     error: ErrorInfo | None = None
     attempt: int = 0
-    """Of the Submit that it belongs to."""
+    """The attempt of the Submit that it answers."""
 
 
 class Tokens(_Message, frozen=True, kw_only=True):
-    """Head to front: what one step made."""
+    """Head to front: the new tokens of one step."""
 
     step: int
     events: tuple[TokenEvent, ...]
@@ -175,7 +177,9 @@ class HeadStats(_Message, frozen=True, kw_only=True):
     steps: int = 0
     mixed_steps: int = 0
     idle_steps: int = 0
-    """Of ``steps``, those without rows: other replicas of the domain had some."""
+    """Steps without rows, which ran because other replicas of the domain had rows; ``steps`` counts them,
+    too.
+    """
     running: int = 0
     """Now."""
     waiting: int = 0
@@ -190,37 +194,45 @@ class HeadStats(_Message, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     generation_tokens: int = 0
     drafts: tuple[int, ...] = ()
-    """Drafts verified, by their place behind a token; as many entries as a step may verify of a sequence."""
+    """Drafts verified, by position in the draft: one entry for each draft that a step may verify of a
+    sequence.
+    """
     drafts_accepted: tuple[int, ...] = ()
-    """Of those, the ones that were right, all before them too."""
+    """Drafts accepted, by position in the draft: they and all drafts before them were right."""
     row_errors: int = 0
     recoveries: int = 0
     """Times that ranks were lost and their group was formed anew."""
     requeued: int = 0
-    """Sequences that ran then, and were computed again."""
+    """Sequences that were running when ranks were lost; they were computed again."""
     free_blocks: tuple[int, ...] = ()
     """Now, one for each cache kind."""
     free_slots: int = 0
     """Now."""
     bad_frames: int = 0
     overlapped_steps: int = 0
-    """Computed in two halves."""
+    """Computed in two micro-batches."""
     communication_seconds: float = 0.0
-    """In which this rank's collectives were under way."""
+    """Seconds in which a collective of the head's rank was under way."""
     communication_hidden_seconds: float = 0.0
-    """Of those, under compute."""
+    """Seconds of ``communication_seconds`` during which the same rank computed."""
 
 
 class Heartbeat(_Message, frozen=True, kw_only=True):
-    """Head to front, from its step loop: proof of progress, not of life alone."""
+    """Head to front, sent by the step loop: it proves that steps make progress, not just that the process
+    exists.
+    """
 
     idle: bool
-    """Nothing to do; else ``stats.steps`` must have moved since the last few."""
+    """Whether the head has nothing to do. If not, ``stats.steps`` must have grown within
+    ``--engine-timeout``.
+    """
     stats: HeadStats
 
 
 class HeadFailed(_Message, frozen=True, kw_only=True):
-    """Head to front, last words: the group ends."""
+    """Head to front: the head failed with ``error`` and ends. The last message of a head; its sequences have
+    ended.
+    """
 
     error: ErrorInfo
 
@@ -230,7 +242,9 @@ ToFront = Welcome | Tokens | Heartbeat | HeadFailed
 
 
 def common_version(versions: tuple[int, int]) -> int | None:
-    """The newest version that this end and one that understands ``versions`` have in common; or None."""
+    """The newest version that both ends understand, given the peer's ``versions`` [oldest, newest]; None if
+    there is none.
+    """
     low, high = versions
     newest = min(VERSION, high)
     return newest if newest >= max(OLDEST, low) else None

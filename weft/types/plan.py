@@ -1,7 +1,7 @@
 """A step as data: what the scheduler asks of the runner, and what the runner answers.
 
 One plan describes one forward pass of one group. Its rows are laid out ``[prefill | decode]``; either part
-may be empty, and nothing in the code asks which. Nobody changes a plan or a result after it is made: the
+may be empty, and no code asks which. A plan or a result never changes after it is made: the
 columns are read-only numpy arrays.
 
 Lengths are named by where the tokens are. With ``c = num_computed`` of a slot before the step, a row of
@@ -30,8 +30,8 @@ MAX_PROMPT_LOGITS = 1024
 """Prompt positions of one step whose logits are computed: a row of logits is as wide as the vocabulary."""
 
 
-def column(values: list[int] | np.ndarray) -> np.ndarray:
-    """A read-only int32 column of ``values``."""
+def column(values: list[int] | list[tuple[int, ...]] | np.ndarray) -> np.ndarray:
+    """A read-only int32 column of ``values``; of tuples, a table whose rows are columns."""
     array = np.asarray(values, dtype=np.int32)
     array.setflags(write=False)
     return array
@@ -45,7 +45,7 @@ class _Op(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fi
 
 
 class AllocSlot(_Op, frozen=True, kw_only=True):
-    """Gives ``slot`` to tenant ``gen``: writes all known ids to its history and sets its lengths.
+    """Gives ``slot`` to a sequence, its ``gen``-th: writes all known ids to the history and sets the lengths.
 
     The slot must be free, or freed earlier in the same plan's ops.
     """
@@ -65,7 +65,7 @@ class AllocSlot(_Op, frozen=True, kw_only=True):
 
 
 class FreeSlot(_Op, frozen=True, kw_only=True):
-    """Ends the tenancy ``gen`` of ``slot``. Its block tables are emptied."""
+    """Takes ``slot`` from its sequence number ``gen``. Its block tables are emptied."""
 
     slot: int
     gen: int
@@ -188,11 +188,11 @@ class Agreement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     wave: int
     """Number of the domain's present time awake."""
     padded_tokens: int
-    """No replica has more tokens at once: in the step or, with ``halves``, in a half of it."""
+    """No replica has more tokens at once: in the step or, with ``overlap``, in a micro-batch of it."""
     tokens: tuple[int, ...] = ()
     """Of each replica. After the last attention fewer may be left: these are upper bounds."""
-    halves: bool = False
-    """Whether every replica computes the step as two halves; an idle one's are empty."""
+    overlap: bool = False
+    """Whether every replica computes the step as two micro-batches; an idle one's are empty."""
     drafts: int = 0
     """Most drafts that a row of any replica proposes: passes of a drafter whose layers communicate."""
     rebalance: bool = False
@@ -213,9 +213,9 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     constrained: bool = False
     """Whether ``TokenMasks`` follow for this step, before it samples."""
     agreed: Agreement | None = None
-    halves: int = 1
-    """2: computed as two halves, the communication of one under the compute of the other. The head decides,
-    and with it its domain; every rank obeys. No result depends on it."""
+    micro_batches: int = 1
+    """2: computed as two micro-batches, the communication of one under the compute of the other. The head
+    decides, and with it its domain; every rank obeys. No result depends on it."""
 
     @property
     def rows(self) -> int:
@@ -236,7 +236,7 @@ class TokenMasks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     An entry is one sampled position, numbered as the tokens of ``StepResult``: a row has as many as its
     ``sample``. So a row that verifies k drafts needs 1 + k masks, each as if all drafts before it were right;
-    who makes masks knows the drafts from the result of the step that proposed them. Entries without a mask
+    the maker of masks knows the drafts from the result of the step that proposed them. Entries without a mask
     may sample any token.
 
     Masks of a step depend on all tokens before it, so they are made while it computes, in this order:
@@ -282,7 +282,7 @@ class LogprobRows(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step made. Row r of the result is row ``rows[r]`` of the plan (prefill rows first)."""
+    """The result of a step. Row r of the result is row ``rows[r]`` of the plan (prefill rows first)."""
 
     step: int
     rows: np.ndarray
@@ -294,8 +294,9 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     accepted: np.ndarray
     """int32 [rows]: drafts accepted; the first ``accepted + 1`` tokens of a sampling row are valid."""
     drafts: np.ndarray = EMPTY
-    """int32: what was proposed after the step, ``next_k`` ids of each row of the plan. Those of a constrained
-    sequence stay at the head until the step that verifies them commits: its masks depend on them."""
+    """int32: the drafts proposed after the step, ``next_k`` ids of each row of the plan. Those of a
+    constrained sequence stay at the head until the step that verifies them commits: its masks depend on
+    them."""
     row_error: tuple[tuple[int, ErrorInfo], ...] = ()
     """(result row, what went wrong); of such a row the last token is not valid, only accepted drafts are."""
     logprobs: LogprobRows | None = None

@@ -63,7 +63,8 @@ def _build(
     q_lora: int,
 ) -> ModelSpec:
     layers = layer_count(facts, override)
-    nope, rope = facts.integer("qk_nope_head_dim", 128), facts.integer("qk_rope_head_dim", 64)
+    nope = facts.integer("qk_nope_head_dim", 128)
+    rope = facts.integer("qk_rope_head_dim", 64)
     spec = decoder_spec(
         facts,
         family="deepseek",
@@ -131,7 +132,8 @@ def _moe(facts: Facts, layers: int, routing: Callable[[Facts], _Routing], first_
     if not routed:
         return None
     how = routing(facts)
-    top_k, inner = facts.integer("num_experts_per_tok", 8), facts.integer("moe_intermediate_size")
+    top_k = facts.integer("num_experts_per_tok", 8)
+    inner = facts.integer("moe_intermediate_size")
     if experts % how.groups:
         raise facts.fail("n_routed_experts", f"{experts} is not a multiple of n_group {how.groups}")
     if how.top_groups > how.groups:

@@ -35,7 +35,8 @@ def build_glm_spec(facts: Facts, override: int | None) -> ModelSpec:
 def _indexed(
     facts: Facts, spec: ModelSpec, layers: Iterable[int], *, heads: int, interleaved: bool
 ) -> ModelSpec:
-    mla, count = spec.mla, spec.layers
+    mla = spec.mla
+    count = spec.layers
     assert mla is not None
     if mla.q_lora is None:
         raise facts.fail("q_lora_rank", "must be set, since the indexer reads what has that rank")
@@ -84,10 +85,8 @@ def _own(facts: Facts, layers: int) -> list[int]:
         if not own or own[0]:
             raise facts.fail(field, "must begin with a layer that has its own indexer")
         return own
-    every, offset = (
-        facts.integer("index_topk_freq", 1, low=0),
-        facts.integer("index_skip_topk_offset", 2, low=0),
-    )
+    every = facts.integer("index_topk_freq", 1, low=0)
+    offset = facts.integer("index_skip_topk_offset", 2, low=0)
     own = [i for i in range(layers) if max(i - offset + 1, 0) % max(every, 1) == 0]
     if not own or own[0]:
         raise facts.fail("index_skip_topk_offset", "must leave the first layer its own indexer")

@@ -1,4 +1,4 @@
-"""DeepSeek V4: a window of lines and compressed groups, hyper-connections, experts by score or by token id.
+"""DeepSeek V4: a window of entries and compressed groups, hyper-connections, experts by score or by token id.
 
 Source: DeepSeek-V4 (2026), sections 2.1 to 2.3. Two forms of ``config.json`` exist: transformers' (a list of
 types, ``compress_rates``, ``rope_parameters`` with ``main`` and ``compress``) and the published one
@@ -93,7 +93,8 @@ def _sparse(facts: Facts, layers: int, group_rope: RopeSpec) -> SparseSpec:
 
 def _types(facts: Facts, layers: int) -> tuple[_Type, ...]:
     """Of each layer; fields may name more layers than are served."""
-    named, ratios = facts.get("layer_types"), facts.get("compress_ratios")
+    named = facts.get("layer_types")
+    ratios = facts.get("compress_ratios")
     if named is None and ratios is None:  # two layers that see all, then both types in turn
         return tuple("chosen" if i > 1 and i % 2 else "all" for i in range(layers))
     field, table = ("compress_ratios", _RATIOS) if named is None else ("layer_types", _TYPES)
@@ -119,7 +120,8 @@ def _ropes(facts: Facts) -> tuple[RopeSpec, RopeSpec]:
     flat = facts.get("rope_scaling") or facts.get("rope_parameters") or {}
     if not isinstance(flat, dict):
         raise facts.fail("rope_parameters", f"must be an object, not {flat!r}")
-    main, groups = flat.get("main"), flat.get("compress")
+    main = flat.get("main")
+    groups = flat.get("compress")
     if isinstance(main, dict) and isinstance(groups, dict):
         parts = [main, groups]
         shares = {Facts(part).number("partial_rotary_factor", 1.0) for part in parts}
@@ -149,11 +151,13 @@ def _ropes(facts: Facts) -> tuple[RopeSpec, RopeSpec]:
 
 
 def _caches(facts: Facts, sparse: SparseSpec) -> tuple[CacheSpec, ...]:
-    """Lines of the window; then for both types with groups what lines are made of, and the groups' lines.
+    """Entries of the window; then for both types with groups what entries are made of, and the groups'
+    entries.
 
     What a group is made of stays until the next group is made, of both where they overlap.
     """
-    dim, everywhere = facts.integer("head_dim", _DEFAULTS.head_dim), range(len(sparse.types))
+    dim = facts.integer("head_dim", _DEFAULTS.head_dim)
+    everywhere = range(len(sparse.types))
     caches = [
         CacheSpec(kind="latent", layers=tuple(everywhere), window=sparse.window, width=dim, form="sparse")
     ]

@@ -49,14 +49,14 @@ def read_json(folder: Path, name: str) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        result = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"{name} of model {folder.name!r} is not readable JSON: {error}", param="--model"
         ) from error
-    if not isinstance(found, dict):
+    if not isinstance(result, dict):
         raise ConfigError(f"{name} of model {folder.name!r} must hold a JSON object", param="--model")
-    return found
+    return result
 
 
 class Facts:
@@ -163,7 +163,7 @@ class Facts:
         return name
 
     def refuse_unknown_computation(self) -> None:
-        """Raises ConfigError for a field that would change results and that nobody has read so far.
+        """Raises ConfigError for a field that would change results and that no caller has read so far.
 
         A family reads what it implements, so this comes after it.
         """

@@ -2,7 +2,7 @@
 
 Which tensors are quantized, and their groups and bits, is read off the tensors themselves; the configuration
 says what they can't: whose layout it is. Schemes for activations (static, dynamic) and lists of modules that
-were left out change nothing here: Weft makes plain weights of the published ones and computes with those.
+were left out change nothing here: Weft dequantizes the published weights and computes with the result.
 What would change results and is not implemented is refused by name.
 """
 
@@ -45,7 +45,8 @@ class _Fields:
     """Typed access to one object of the configuration; errors name the field by its path."""
 
     def __init__(self, found: Mapping[str, Any], where: str) -> None:
-        self._found, self._where = found, where
+        self._found = found
+        self._where = where
 
     def fail(self, name: str, problem: str) -> ConfigError:
         return ConfigError(f"{self._where}.{name} {problem}", param="--model")

@@ -46,7 +46,7 @@ def hybrid_spec(
     """
     types = hybrid_types(facts, layers) + [FULL] * mtp
     bias = facts.flag("attention_bias", False)
-    made = decoder_spec(
+    result = decoder_spec(
         facts,
         family=family,
         layers=layers,
@@ -63,9 +63,9 @@ def hybrid_spec(
     )
     recurrent = tuple(i for i, kind in enumerate(types) if kind == LINEAR)
     if not recurrent:
-        return made
+        return result
     delta = _delta(facts, recurrent)
-    return msgspec.structs.replace(made, delta=delta, caches=(*made.caches, state_cache(delta)))
+    return msgspec.structs.replace(result, delta=delta, caches=(*result.caches, state_cache(delta)))
 
 
 def predicting_modules(facts: Facts, field: str) -> int:

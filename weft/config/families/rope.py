@@ -109,7 +109,8 @@ def rope_spec(
     common["factor"] = read.number("factor")
     if kind != "llama3":
         return RopeSpec(**common)
-    low, high = read.number("low_freq_factor"), read.number("high_freq_factor")
+    low = read.number("low_freq_factor")
+    high = read.number("high_freq_factor")
     if high <= low:
         raise read.fail("high_freq_factor", "must be greater than low_freq_factor")
     return RopeSpec(**common, original_max_position=original, low_freq_factor=low, high_freq_factor=high)

@@ -12,22 +12,23 @@ def weight_map(spec: ModelSpec) -> WeightMap:
     Modules that predict further tokens, if the model has any, are published as the layers behind the last,
     with copies of embedding and head.
     """
-    made = decoder_weights(spec)
+    result = decoder_weights(spec)
     for layer in range(spec.layers):
-        _add_feed_forward(made, spec, layer, f"blocks.{layer}")
+        _add_feed_forward(result, spec, layer, f"blocks.{layer}")
     for module in range(spec.mtp_layers):
-        layer, ours = spec.layers + module, f"mtp.{module}"
+        layer = spec.layers + module
+        ours = f"mtp.{module}"
         theirs = f"model.layers.{layer}"
-        add_block(made, spec, layer, theirs, f"{ours}.block")
-        _add_feed_forward(made, spec, layer, f"{ours}.block")
-        made.add(f"{theirs}.enorm.weight", f"{ours}.embedding_norm.weight")
-        made.add(f"{theirs}.hnorm.weight", f"{ours}.hidden_norm.weight")
-        made.add(f"{theirs}.eh_proj.weight", f"{ours}.project.weight")
-        made.add(f"{theirs}.shared_head.norm.weight", f"{ours}.norm.weight")
-        made.same_as[f"{theirs}.embed_tokens.weight"] = "model.embed_tokens.weight"
+        add_block(result, spec, layer, theirs, f"{ours}.block")
+        _add_feed_forward(result, spec, layer, f"{ours}.block")
+        result.add(f"{theirs}.enorm.weight", f"{ours}.embedding_norm.weight")
+        result.add(f"{theirs}.hnorm.weight", f"{ours}.hidden_norm.weight")
+        result.add(f"{theirs}.eh_proj.weight", f"{ours}.project.weight")
+        result.add(f"{theirs}.shared_head.norm.weight", f"{ours}.norm.weight")
+        result.same_as[f"{theirs}.embed_tokens.weight"] = "model.embed_tokens.weight"
         head = "model.embed_tokens.weight" if spec.tied else "lm_head.weight"
-        made.same_as[f"{theirs}.shared_head.head.weight"] = head
-    return made
+        result.same_as[f"{theirs}.shared_head.head.weight"] = head
+    return result
 
 
 def _add_feed_forward(made: WeightMap, spec: ModelSpec, layer: int, ours: str) -> None:

@@ -22,7 +22,8 @@ class IndexedDecoder(Decoder):
         prefill, decode = step.segments
         plans = {}
         for kind, cache in enumerate(self.spec.caches):
-            reads, caches = reads_of(self.spec, kind), kv[cache.layers[0]]
+            reads = reads_of(self.spec, kind)
+            caches = kv[cache.layers[0]]
             plans[kind] = backend.plan(prefill, reads, caches), backend.plan(decode, reads, caches)
         return IndexedInput(
             step=step,

@@ -9,13 +9,15 @@ from weft.models.weights import WeightMap
 
 def weight_map(spec: ModelSpec) -> WeightMap:
     """Where each published tensor goes."""
-    made, index = without_indexers(spec), spec.index
+    result = without_indexers(spec)
+    index = spec.index
     assert index is not None
     for layer in index.layers:
-        theirs, ours = f"model.layers.{layer}.self_attn.indexer", f"blocks.{layer}.attention.indexer"
-        made.add(f"{theirs}.wq_b.weight", f"{ours}.q_up.weight")
-        made.add(f"{theirs}.wk.weight", f"{ours}.down.weight", slice(0, index.dim))
-        made.add(f"{theirs}.weights_proj.weight", f"{ours}.down.weight", slice(index.dim, None))
-        made.add(f"{theirs}.k_norm.weight", f"{ours}.key_norm")
-        made.add(f"{theirs}.k_norm.bias", f"{ours}.key_bias")
-    return made
+        theirs = f"model.layers.{layer}.self_attn.indexer"
+        ours = f"blocks.{layer}.attention.indexer"
+        result.add(f"{theirs}.wq_b.weight", f"{ours}.q_up.weight")
+        result.add(f"{theirs}.wk.weight", f"{ours}.down.weight", slice(0, index.dim))
+        result.add(f"{theirs}.weights_proj.weight", f"{ours}.down.weight", slice(index.dim, None))
+        result.add(f"{theirs}.k_norm.weight", f"{ours}.key_norm")
+        result.add(f"{theirs}.k_norm.bias", f"{ours}.key_bias")
+    return result

@@ -1,11 +1,11 @@
-"""Attention of DeepSeek V4: lines that are key and value of all heads, in a window and of groups before it.
+"""Attention of DeepSeek V4: entries that are key and value of all heads, in a window and of groups before it.
 
-On merged rows: all projections, every cache line and the groups that the step completes. Per segment: the
+On merged rows: all projections, every cache entry and the groups that the step completes. Per segment: the
 choice of groups, and core attention. Source: DeepSeek-V4 (2026), section 2.3.
 
-    x -> down -> [q part | line | sources of groups | index weights]      one matrix
+    x -> down -> [q part | entry | sources of groups | index weights]      one matrix
     q part: norm, ``q_up`` -> [queries | index queries]; each query normalized, rotated
-    line: norm, rotated -> the token's cache line
+    entry: norm, rotated -> the token's cache entry
     what heads got: rotated back by the token's position, since values are rotated; then a low-rank
     projection for each group of heads, and one for all
 """
@@ -21,9 +21,9 @@ from weft.attention.compress import Completed, Compressor
 from weft.attention.sparse import Reads, SparseBackend
 from weft.config.spec import ModelSpec
 from weft.layers.build import Build, Layer, Packs
-from weft.layers.held import Held, joined, whole
 from weft.layers.linear import Linear, RowLinear
 from weft.layers.norm import RMSNorm
+from weft.layers.shard import Shard, joined, whole
 from weft.ops.sparse_ops import rotate_pairs_
 
 Tensor = torch.Tensor
@@ -51,7 +51,7 @@ class SparseInput:
 
 
 def overlap_of(kind: str) -> int:
-    """Groups that a source line has a part in, for layers of the type ``kind``."""
+    """Groups that a source entry has a part in, for layers of the type ``kind``."""
     return {"window": 0, "chosen": 2, "all": 1}[kind]
 
 
@@ -66,11 +66,14 @@ class DownLinear(Linear):
         self, inputs: int, before: int, dims: tuple[int, ...], overlap: int, after: int, build: Build
     ) -> None:
         super().__init__(inputs, before + 2 * overlap * sum(dims) + after, build)
-        self._before, self._dims, self._overlap = before, dims, overlap
+        self._before = before
+        self._dims = dims
+        self._overlap = overlap
 
     def pack(self) -> None:
         if self._overlap > 1:
-            rows, end = list[Tensor](), self._before
+            rows = list[Tensor]()
+            end = self._before
             parts = []  # of kv, then of gate: for each vector its parts
             for dim in self._dims * 2:
                 parts.append(torch.arange(end, end + self._overlap * dim).chunk(self._overlap))
@@ -85,10 +88,10 @@ class DownLinear(Linear):
 class GroupedLinear(Packs):
     """A matrix for each of ``groups`` equal parts of the input; weight: [groups * outputs, inputs]."""
 
-    def __init__(self, groups: Held, inputs: int, outputs: int, build: Build) -> None:
+    def __init__(self, groups: Shard, inputs: int, outputs: int, build: Build) -> None:
         super().__init__()
         self._groups = groups.count
-        self.weight = build.weight(groups.count * outputs, inputs, held=groups.times(outputs))
+        self.weight = build.weight(groups.count * outputs, inputs, shard=groups.times(outputs))
         self._op = build.matrix_op("linear")
         self._packed: list[object] = []
 
@@ -116,8 +119,10 @@ class SparseAttention(Layer):
         assert sparse is not None
         self._type = kind = sparse.types[layer]
         self._kinds = spec.caches_of(layer)
-        heads, groups = build.part(spec.heads), build.part(sparse.o_groups)
-        self._heads, self._dim = heads.count, spec.head_dim
+        heads = build.part(spec.heads)
+        groups = build.part(sparse.o_groups)
+        self._heads = heads.count
+        self._dim = spec.head_dim
         chooses = kind == "chosen"
         dims = {"window": (), "chosen": (spec.head_dim, sparse.index_dim), "all": (spec.head_dim,)}[kind]
         overlap = overlap_of(kind)
@@ -134,44 +139,48 @@ class SparseAttention(Layer):
         if dims:
             ratio = spec.caches[self._kinds[-1]].ratio
             self.compressor = Compressor(dims, ratio, overlap, spec.norm_eps, build)
-        self.sinks = build.weight(heads.count, held=heads, wide=True)
+        self.sinks = build.weight(heads.count, shard=heads, wide=True)
         inputs = spec.heads * spec.head_dim // sparse.o_groups
         self.out_low = GroupedLinear(groups, inputs, sparse.o_lora, build)
         self.out = RowLinear(groups.times(sparse.o_lora), spec.hidden, build)
         self._unit = torch.ones(spec.head_dim, dtype=build.dtype, device=build.device)
-        self._norm, self._eps, self._wide = build.op("rms_norm").run, spec.norm_eps, build.wide
+        self._norm = build.op("rms_norm").run
+        self._eps = spec.norm_eps
+        self._wide = build.wide
 
     def forward(
-        self, x: Tensor, shared: SparseInput, caches: LayerCache, keep: Tensor | None = None
+        self, x: Tensor, shared: SparseInput, caches: LayerCache, logits_indices: Tensor | None = None
     ) -> Tensor:
-        """x: [T, hidden]; caches: this layer's, written and read; keep: rows that are wanted, or all."""
+        """x: [T, hidden]; caches: this layer's, written and read; logits_indices: rows wanted (None: all)."""
         mine = shared.types[self._type]
         cos, sin = mine.angles
-        low, line, sources, index_weights = self.down(x).split(self._sizes, dim=1)
+        low, entry, sources, index_weights = self.down(x).split(self._sizes, dim=1)
         q = self.q_up(self.q_norm(low.contiguous()))
         queries = self._heads * self._dim
         index_q = rotate_pairs_(q[:, queries:].unflatten(1, self._index), cos, sin) if self._index[0] else q
         q = q[:, :queries].unflatten(1, (self._heads, self._dim)).contiguous()
         q = rotate_pairs_(self._norm(q, self._unit, self._eps), cos, sin)
-        self._write(line, sources, shared.step, mine, caches)
+        self._write(entry, sources, shared.step, mine, caches)
         out = self._attend(q, index_q, index_weights.to(self._wide), shared, caches)
-        if keep is not None:
-            out, cos, sin = out[keep], cos[keep], sin[keep]
+        if logits_indices is not None:
+            out = out[logits_indices]
+            cos = cos[logits_indices]
+            sin = sin[logits_indices]
         partial: Tensor = self.out(self.out_low(rotate_pairs_(out, cos, -sin).flatten(1)))
         return partial
 
     def _write(
-        self, line: Tensor, sources: Tensor, step: StepInput, mine: TypeInput, caches: LayerCache
+        self, entry: Tensor, sources: Tensor, step: StepInput, mine: TypeInput, caches: LayerCache
     ) -> None:
-        """All lines of the step, of both segments, before any attention.
+        """All entries of the step, of both segments, before any attention.
 
-        A prefill row's later lines may be there before its earlier tokens attend: these do not see them,
+        A prefill row's later entries may be there before its earlier tokens attend: these do not see them,
         since positions decide what a token sees, of window and groups alike. So it is the same as writing
-        the window's lines of prefill rows afterwards, where a ring of the window's size would lose some.
+        the window's entries of prefill rows afterwards, where a ring of the window's size would lose some.
         """
-        line = rotate_pairs_(self.line_norm(line.contiguous()).unsqueeze(1), *mine.angles).squeeze(1)
-        lines = [line, sources] if self.compressor is not None else [line]
-        for kind, new in zip(self._kinds, lines, strict=False):
+        entry = rotate_pairs_(self.line_norm(entry.contiguous()).unsqueeze(1), *mine.angles).squeeze(1)
+        entries = [entry, sources] if self.compressor is not None else [entry]
+        for kind, new in zip(self._kinds, entries, strict=False):
             (cache,) = caches[kind]
             cache.view(-1, cache.shape[2]).index_copy_(0, step.writes[kind], new.to(cache.dtype))
         if self.compressor is not None and mine.completed is not None:
@@ -180,7 +189,8 @@ class SparseAttention(Layer):
     def _attend(
         self, q: Tensor, index_q: Tensor, index_weights: Tensor, shared: SparseInput, caches: LayerCache
     ) -> Tensor:
-        backend, mine = shared.backends["sparse"], shared.types[self._type]
+        backend = shared.backends["sparse"]
+        mine = shared.types[self._type]
         assert isinstance(backend, SparseBackend)
         out = torch.empty_like(q)
         for segment, plan in zip(shared.step.segments, mine.plans, strict=True):

@@ -43,19 +43,21 @@ class StreamsBlock(Block):
         delta: Tensor | None,
         shared: SparseInput,  # type: ignore[override]
         caches: LayerCache,
-        keep: Tensor | None = None,
+        logits_indices: Tensor | None = None,
     ) -> Generator[Pending, None, tuple[Tensor, Tensor | None]]:
         """x: [T, N, hidden], the streams; delta: None, as what a layer makes is added at once."""
         one, out, mix = self.attention_streams(x)
-        partial = self.attention(self.attention_norm(one), shared, caches, keep)
-        if keep is not None:
-            x, out, mix = x[keep], out[keep], mix[keep]
+        partial = self.attention(self.attention_norm(one), shared, caches, logits_indices)
+        if logits_indices is not None:
+            x = x[logits_indices]
+            out = out[logits_indices]
+            mix = mix[logits_indices]
         made = yield from reduced(self._comm, partial)
         x = self.attention_streams.add(x, made, out, mix)
         one, out, mix = self.feed_forward_streams(x)
         ids = None
         if self.feed_forward.reads_ids:
-            ids = shared.step.ids if keep is None else shared.step.ids[keep]
+            ids = shared.step.ids if logits_indices is None else shared.step.ids[logits_indices]
         normed = self.feed_forward_norm(one)
         made = yield from self.feed_forward.steps(self._comm, normed, ids, shared.step.exchange)
         return self.feed_forward_streams.add(x, made, out, mix), None
@@ -87,7 +89,8 @@ class StreamsDecoder(Decoder):
             completed = None
             if reads.groups is not None:
                 sources = reads.groups - 1
-                block, overlap = caches[sources][0].shape[1], overlap_of(kind)
+                block = caches[sources][0].shape[1]
+                overlap = overlap_of(kind)
                 completed = completed_groups(
                     step, sources, reads.groups, reads.ratio, overlap, block, self._group_rope
                 )
@@ -105,17 +108,18 @@ class StreamsDecoder(Decoder):
         return embedded.unsqueeze(1).repeat(1, self.spec.hyper.streams, 1)
 
     def leave(self, x: Tensor, delta: Tensor | None) -> Tensor:
-        made: Tensor = self.norm(self.streams_head(x))
-        return made
+        result: Tensor = self.norm(self.streams_head(x))
+        return result
 
 
 def _reads(spec: ModelSpec, kind: str, layer: int) -> Reads:
-    """What layers of the type of ``layer`` read: lines, and of (sources, groups) the groups."""
-    sparse, kinds = spec.sparse, spec.caches_of(layer)
+    """What layers of the type of ``layer`` read: entries, and of (sources, groups) the groups."""
+    sparse = spec.sparse
+    kinds = spec.caches_of(layer)
     assert sparse is not None
     groups = None if kind == "window" else kinds[2]
     return Reads(
-        lines=kinds[0],
+        entries=kinds[0],
         window=sparse.window,
         groups=groups,
         ratio=1 if groups is None else spec.caches[groups].ratio,

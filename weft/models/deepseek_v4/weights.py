@@ -75,7 +75,8 @@ def _add_attention(found: _Map, spec: ModelSpec, layer: int) -> None:
         names = (f"attn.{published}", f"self_attn.{memory}", f"attention.{parameter}")
         found.of_layer(layer, *names, *index, saved=saved)
 
-    dim, queries = spec.head_dim, spec.heads * spec.head_dim
+    dim = spec.head_dim
+    queries = spec.heads * spec.head_dim
     low = sparse.q_lora
     add("wq_a.weight", "q_a_proj.weight", "down.weight", slice(0, low))
     add("q_norm.weight", "q_a_norm.weight", "q_norm.weight")
@@ -134,7 +135,8 @@ def _add_feed_forward(found: _Map, spec: ModelSpec, layer: int) -> None:
 
 def _add_experts(made: WeightMap, layer: int, experts: int, n: int) -> None:
     """One by one (published, or below ``model.``), or stacked (in memory)."""
-    ours, forms = f"blocks.{layer}.feed_forward.experts", list[tuple[str, ...]]()
+    ours = f"blocks.{layer}.feed_forward.experts"
+    forms = list[tuple[str, ...]]()
     for prefix in (f"layers.{layer}.ffn.experts", f"model.layers.{layer}.ffn.experts"):
         names = []
         for expert in range(experts):

@@ -15,18 +15,20 @@ Tensor = torch.Tensor
 
 def weight_map(spec: ModelSpec) -> WeightMap:
     """Where each published tensor goes."""
-    made = decoder_weights(spec)
+    result = decoder_weights(spec)
     for layer in range(spec.layers):
-        theirs, ours = f"model.layers.{layer}", f"blocks.{layer}"
-        made.add(f"{theirs}.self_attn.sinks", f"{ours}.attention.sinks")
-        theirs, ours = f"{theirs}.mlp", f"{ours}.feed_forward"
-        made.add_linear(f"{theirs}.router", f"{ours}.router", bias=True)
+        theirs = f"model.layers.{layer}"
+        ours = f"blocks.{layer}"
+        result.add(f"{theirs}.self_attn.sinks", f"{ours}.attention.sinks")
+        theirs = f"{theirs}.mlp"
+        ours = f"{ours}.feed_forward"
+        result.add_linear(f"{theirs}.router", f"{ours}.router", bias=True)
         experts = f"{theirs}.experts"
-        made.add(f"{experts}.gate_up_proj", f"{ours}.experts.gate_up", read=_gate_up)
-        made.add(f"{experts}.gate_up_proj_bias", f"{ours}.experts.gate_up_bias", read=_in_halves)
-        made.add(f"{experts}.down_proj", f"{ours}.experts.down", read=_transposed)
-        made.add(f"{experts}.down_proj_bias", f"{ours}.experts.down_bias")
-    return made
+        result.add(f"{experts}.gate_up_proj", f"{ours}.experts.gate_up", read=_gate_up)
+        result.add(f"{experts}.gate_up_proj_bias", f"{ours}.experts.gate_up_bias", read=_in_halves)
+        result.add(f"{experts}.down_proj", f"{ours}.experts.down", read=_transposed)
+        result.add(f"{experts}.down_proj_bias", f"{ours}.experts.down_bias")
+    return result
 
 
 def _transposed(weight: Tensor) -> Tensor:

@@ -10,8 +10,9 @@ _EXPERT = ("w1", "w3", "w2")
 
 def weight_map(spec: ModelSpec) -> WeightMap:
     """Where each published tensor goes."""
-    made = decoder_weights(spec)
+    result = decoder_weights(spec)
     for layer in range(spec.layers):
-        theirs, ours = f"model.layers.{layer}.block_sparse_moe", f"blocks.{layer}.feed_forward"
-        add_experts(made, spec, theirs, ours, _EXPERT)
-    return made
+        theirs = f"model.layers.{layer}.block_sparse_moe"
+        ours = f"blocks.{layer}.feed_forward"
+        add_experts(result, spec, theirs, ours, _EXPERT)
+    return result

@@ -1,4 +1,4 @@
-"""Quantized checkpoints: which published tensors make one weight, and the plain weight that they make.
+"""Quantized checkpoints: which published tensors make one weight, and how they are dequantized to it.
 
 ``sources`` groups names, ``readers`` chooses the format by the parts, and each format is a module of pure
 functions.

@@ -13,7 +13,7 @@ from weft.models.quantized.scales import Misfit, block_of
 from weft.models.quantized.sources import PLAIN
 
 Shape: TypeAlias = tuple[int, ...]
-Place: TypeAlias = tuple[slice, ...]
+Slices: TypeAlias = tuple[slice, ...]
 
 
 def cut(
@@ -22,7 +22,7 @@ def cut(
     dim: int,
     span: tuple[int, int],
     block: tuple[int, int] | None,
-) -> tuple[dict[str, Place], tuple[int, int] | None] | None:
+) -> tuple[dict[str, Slices], tuple[int, int] | None] | None:
     """For the range ``span`` of ``dim``: what to read of each role, () for all; the block that holds then.
 
     shape: of the matrix [N, K]; shapes: of its parts by role; block: of its scales, where the configuration
@@ -32,10 +32,10 @@ def cut(
         return None
     across = "qweight" in shapes  # parts have the matrix's columns first
     grid = None if across else _grid(shape, shapes, block)
-    found: dict[str, Place] = {}
+    found: dict[str, Slices] = {}
     for role, sizes in shapes.items():
         if role == "shape" or _one(sizes):
-            place: Place | None = ()
+            place: Slices | None = ()
         elif role == "groups":
             place = () if dim == 0 else (slice(*span),) if across and sizes == (shape[1],) else None
         elif across and dim == 1 and role in ("scales", "qzeros") and not _one(shapes.get("groups", ())):
@@ -76,7 +76,7 @@ def _entries(span: tuple[int, int], each: int, size: int) -> tuple[int, int] | N
     return begin // each, -(-end // each)
 
 
-def _even(shape: Shape, sizes: Shape, dim: int, span: tuple[int, int], across: bool) -> Place | None:
+def _even(shape: Shape, sizes: Shape, dim: int, span: tuple[int, int], across: bool) -> Slices | None:
     """Of a part whose entries have equally many rows, and columns, each."""
     if len(sizes) == 1:  # one number a row
         if sizes[0] != shape[0]:
@@ -91,5 +91,5 @@ def _even(shape: Shape, sizes: Shape, dim: int, span: tuple[int, int], across: b
     return _along(own, _entries(span, shape[dim] // count, shape[dim]))
 
 
-def _along(dim: int, entries: tuple[int, int] | None) -> Place | None:
+def _along(dim: int, entries: tuple[int, int] | None) -> Slices | None:
     return None if entries is None else (*(slice(None),) * dim, slice(*entries))

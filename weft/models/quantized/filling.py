@@ -15,7 +15,7 @@ from torch import nn
 from weft.common.errors import ConfigError
 from weft.common.log import get_logger
 from weft.config.spec import QuantizedSpec
-from weft.layers.held import largest_of
+from weft.layers.shard import largest_of
 from weft.models.files import WeightFile
 from weft.models.quantized.cuts import cut
 from weft.models.quantized.readers import Lacks, read
@@ -223,7 +223,8 @@ def copy(
             "config.json",
             param="--model",
         )
-    size, where = 0, inside(placement.index, *index) if index else placement.index
+    size = 0
+    where = inside(placement.index, *index) if index else placement.index
     note_largest(parameter, where, values)
     for window in windows(parameter, where):
         target = parameter.data[window.target]

@@ -38,7 +38,8 @@ def dequantize(
     block: the grid's blocks, where the configuration says. Raises Misfit.
     """
     what = kind(values, scale, block)
-    made, numbers = values.to(dtype), as_numbers(scale, dtype)
+    made = values.to(dtype)
+    numbers = as_numbers(scale, dtype)
     if what == "per tensor":
         return made.mul_(numbers.reshape(()))
     if what == "per channel":

@@ -27,7 +27,8 @@ def dequantize(
     """
     if shape.numel() != 2 or packed.dim() != 2 or packed.shape[0] != int(shape[0]):
         raise Misfit(f"packed values of {list(packed.shape)} do not fit the shape {shape.tolist()}")
-    n, k = int(shape[0]), int(shape[1])
+    n = int(shape[0])
+    k = int(shape[1])
     bits = next((b for b in (4, 8) if -(-k // (32 // b)) == packed.shape[1]), 0)
     if not bits:
         raise Misfit(f"{packed.shape[1]} words do not hold {k} values of 4 or 8 bits")

@@ -28,7 +28,7 @@ class Lacks(Misfit):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StoredPiece:
     """A weight's values, or those of one of its stacked matrices."""
 
     index: tuple[int, ...]
@@ -41,15 +41,16 @@ def read(
     spec: QuantizedSpec | None,
     dtype: torch.dtype,
     wanted: Callable[[int], bool] = lambda i: True,
-) -> tuple[str, Iterator[Piece]]:
+) -> tuple[str, Iterator[StoredPiece]]:
     """(format in words, the weight's pieces in ``dtype``, a wide one).
 
-    parts: by role. Stacked matrices (experts) come one by one, so that no more than one is ever unpacked;
-    those whose number is not ``wanted`` are left out. A plain weight comes as it is, in its own type; the
-    format is then "". Raises Lacks, and Misfit for parts that do not fit, the latter also while iterating.
+    parts: by role. Stacked matrices (experts) come one by one, so that no more than one is dequantized at a
+    time; those whose number is not ``wanted`` are left out. A plain weight comes as it is, in its own type;
+    the format is then "". Raises Lacks, and Misfit for parts that do not fit, the latter also while
+    iterating.
     """
     if spec is None or _is_plain(parts):
-        return "", iter([Piece((), parts[PLAIN])])
+        return "", iter([StoredPiece((), parts[PLAIN])])
     if "blocks" in parts:
         blocks, scales = _need(parts, "blocks", "scales")
         return "MXFP4", _blocks(blocks, scales, dtype, wanted)
@@ -78,13 +79,13 @@ def _need(parts: Mapping[str, Tensor], *roles: str) -> list[Tensor]:
     return [parts[role] for role in roles]
 
 
-def _one(values: Tensor) -> Iterator[Piece]:
-    yield Piece((), values)
+def _one(values: Tensor) -> Iterator[StoredPiece]:
+    yield StoredPiece((), values)
 
 
 def _words(
     parts: Mapping[str, Tensor], spec: QuantizedSpec, dtype: torch.dtype
-) -> tuple[str, Iterator[Piece]]:
+) -> tuple[str, Iterator[StoredPiece]]:
     qweight, qzeros, scales = _need(parts, "qweight", "qzeros", "scales")
     if spec.method == "awq":
         return "AWQ 4 bits", _one(awq.dequantize(qweight, qzeros, scales, dtype))
@@ -94,11 +95,12 @@ def _words(
     return f"GPTQ {32 * qweight.shape[0] // made.shape[1]} bits", _one(made)
 
 
-def _packed(parts: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[str, Iterator[Piece]]:
+def _packed(parts: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[str, Iterator[StoredPiece]]:
     values, scale = _need(parts, "packed", "scale")
     if values.dtype == torch.int32:
         (shape,) = _need(parts, "shape")
-        zeros, groups = parts.get("zeros"), parts.get("groups")
+        zeros = parts.get("zeros")
+        groups = parts.get("groups")
         made = packed.dequantize(values, scale, shape, dtype, zeros=zeros, groups=groups)
         return f"packed {32 * values.shape[1] // made.shape[1]} bits", _one(made)
     divisor = parts.get("divisor")
@@ -108,7 +110,7 @@ def _packed(parts: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[str, Itera
 
 def _with_scale(
     parts: Mapping[str, Tensor], spec: QuantizedSpec, dtype: torch.dtype, wanted: _Wanted
-) -> tuple[str, Iterator[Piece]]:
+) -> tuple[str, Iterator[StoredPiece]]:
     """A weight under its own name and a scale beside it."""
     values = parts[PLAIN]
     if values.dtype not in (*float8.DTYPES, *_BYTES):
@@ -128,7 +130,9 @@ def _exponents(parts: Mapping[str, Tensor]) -> bool:
     return "scale" in parts and parts["scale"].dtype in (torch.float8_e8m0fnu, torch.uint8)
 
 
-def _fours(parts: Mapping[str, Tensor], dtype: torch.dtype, wanted: _Wanted) -> tuple[str, Iterator[Piece]]:
+def _fours(
+    parts: Mapping[str, Tensor], dtype: torch.dtype, wanted: _Wanted
+) -> tuple[str, Iterator[StoredPiece]]:
     values, scale = _need(parts, PLAIN, "scale")
     factor = parts.get("factor")
     if not _exponents(parts) and factor is None:
@@ -139,27 +143,27 @@ def _fours(parts: Mapping[str, Tensor], dtype: torch.dtype, wanted: _Wanted) -> 
     return name, _one(float4.dequantize(values, scale, dtype, factor=factor))
 
 
-def _blocks(blocks: Tensor, scales: Tensor, dtype: torch.dtype, wanted: _Wanted) -> Iterator[Piece]:
+def _blocks(blocks: Tensor, scales: Tensor, dtype: torch.dtype, wanted: _Wanted) -> Iterator[StoredPiece]:
     if len(blocks) != len(scales):
         raise Misfit(f"{len(blocks)} experts' blocks do not fit {len(scales)} experts' scales")
     for i in filter(wanted, range(len(blocks))):
-        yield Piece((i,), float4.from_blocks(blocks[i], scales[i], dtype))
+        yield StoredPiece((i,), float4.from_blocks(blocks[i], scales[i], dtype))
 
 
 def _stacked_fours(
     values: Tensor, scale: Tensor, factor: Tensor | None, dtype: torch.dtype, wanted: _Wanted
-) -> Iterator[Piece]:
+) -> Iterator[StoredPiece]:
     for i in filter(wanted, range(len(values))):
         one = None if factor is None else _of_matrix(factor, i, len(values))
-        yield Piece((i,), float4.dequantize(values[i], scale[i], dtype, factor=one))
+        yield StoredPiece((i,), float4.dequantize(values[i], scale[i], dtype, factor=one))
 
 
 def _eights(
     values: Tensor, scale: Tensor, spec: QuantizedSpec, dtype: torch.dtype, wanted: _Wanted
-) -> Iterator[Piece]:
+) -> Iterator[StoredPiece]:
     for i in filter(wanted, range(len(values))):
         own = _of_matrix(scale, i, len(values))
-        yield Piece((i,), float8.dequantize(values[i], own, dtype, spec.block))
+        yield StoredPiece((i,), float8.dequantize(values[i], own, dtype, spec.block))
 
 
 def _of_matrix(scale: Tensor, i: int, count: int) -> Tensor:

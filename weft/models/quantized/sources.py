@@ -30,7 +30,7 @@ _PARTS = (
     ("_scales", "", "scales"),
     ("_scale", "", "scale"),
 )
-#: Scales of activations and of the KV cache: Weft quantizes no activations, and cache lines by themselves.
+#: Scales of activations and of the KV cache: Weft quantizes no activations, and cache entries by themselves.
 _WITHOUT_EFFECT = (
     ".input_scale",
     ".input_global_scale",
@@ -79,11 +79,11 @@ def part_of(name: str, known: Container[str], quantized: bool) -> tuple[str, str
 
 def names_of(weight: str, role: str) -> list[str]:
     """What the part ``role`` of ``weight`` can be called."""
-    found = [weight] if role == PLAIN else []
+    result = [weight] if role == PLAIN else []
     for end, whole, known in _PARTS:
         if known == role and weight.endswith(whole):
-            found.append(weight.removesuffix(whole) + end)
-    return found
+            result.append(weight.removesuffix(whole) + end)
+    return result
 
 
 def without_effect(name: str) -> bool:

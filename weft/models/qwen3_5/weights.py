@@ -15,15 +15,17 @@ _log = get_logger(__name__)
 def weight_map(spec: ModelSpec) -> WeightMap:
     """Where each published tensor goes. A vision tower's have no effect."""
     sees = spec.architecture.endswith("ForConditionalGeneration")
-    made = hybrid_weights(spec, "model.language_model" if sees else "model", _add_projections)
+    result = hybrid_weights(spec, "model.language_model" if sees else "model", _add_projections)
     if sees:
         _log.info("text alone is served: the vision tower of this checkpoint is not loaded")
-        made.ignored.append(re.compile(r"^model\.visual\."))
-    return made
+        result.ignored.append(re.compile(r"^model\.visual\."))
+    return result
 
 
 def _add_projections(made: WeightMap, delta: DeltaSpec, theirs: str, ours: str) -> None:
-    key, value, heads = delta.k_heads * delta.k_dim, delta.v_heads * delta.v_dim, delta.v_heads
+    key = delta.k_heads * delta.k_dim
+    value = delta.v_heads * delta.v_dim
+    heads = delta.v_heads
     channels = 2 * key + value
     made.add(f"{theirs}.in_proj_qkv.weight", f"{ours}.qkvz.weight", slice(0, channels))
     made.add(f"{theirs}.in_proj_z.weight", f"{ours}.qkvz.weight", slice(channels, channels + value))

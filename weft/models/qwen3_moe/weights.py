@@ -10,12 +10,13 @@ _EXPERT = ("gate_proj", "up_proj", "down_proj")
 
 def weight_map(spec: ModelSpec) -> WeightMap:
     """Where each published tensor goes."""
-    made = decoder_weights(spec)
+    result = decoder_weights(spec)
     routed = spec.moe.layers if spec.moe is not None else ()
     for layer in range(spec.layers):
-        theirs, ours = f"model.layers.{layer}.mlp", f"blocks.{layer}.feed_forward"
+        theirs = f"model.layers.{layer}.mlp"
+        ours = f"blocks.{layer}.feed_forward"
         if layer in routed:
-            add_experts(made, spec, theirs, ours, _EXPERT)
+            add_experts(result, spec, theirs, ours, _EXPERT)
         else:
-            add_gated_mlp(made, spec, theirs, ours)
-    return made
+            add_gated_mlp(result, spec, theirs, ours)
+    return result

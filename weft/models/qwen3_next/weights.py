@@ -22,22 +22,24 @@ def hybrid_weights(
 
     Weights of modules that predict further tokens (``mtp.``) are placed if ``spec.mtp_layers``, else ignored.
     """
-    made = decoder_weights(spec, prefix)
+    result = decoder_weights(spec, prefix)
     for layer in range(spec.layers):
-        theirs, ours = f"{prefix}.layers.{layer}", f"blocks.{layer}"
-        _add_feed_forward(made, spec, layer, theirs, ours)
+        theirs = f"{prefix}.layers.{layer}"
+        ours = f"blocks.{layer}"
+        _add_feed_forward(result, spec, layer, theirs, ours)
         if spec.delta is not None and layer in spec.delta.layers:
-            _add_delta(made, f"{theirs}.linear_attn", f"{ours}.attention")
-            add_projections(made, spec.delta, f"{theirs}.linear_attn", f"{ours}.attention")
+            _add_delta(result, f"{theirs}.linear_attn", f"{ours}.attention")
+            add_projections(result, spec.delta, f"{theirs}.linear_attn", f"{ours}.attention")
     if spec.mtp_layers:
-        _add_mtp(made, spec)
+        _add_mtp(result, spec)
     else:
-        made.ignored.append(re.compile(r"^mtp\."))
-    return made
+        result.ignored.append(re.compile(r"^mtp\."))
+    return result
 
 
 def _add_feed_forward(made: WeightMap, spec: ModelSpec, layer: int, theirs: str, ours: str) -> None:
-    theirs, ours = f"{theirs}.mlp", f"{ours}.feed_forward"
+    theirs = f"{theirs}.mlp"
+    ours = f"{ours}.feed_forward"
     if spec.moe is not None and layer in spec.moe.layers:
         add_experts(made, spec, theirs, ours, shared="shared_expert")
     else:

@@ -18,8 +18,8 @@ from weft.ops.cpu import build
 _log = get_logger(__name__)
 
 
-class CannotRecord(EngineDead):
-    """A function makes a call that a program of recorded calls cannot hold; what it computed is all right."""
+class CannotCapture(EngineDead):
+    """A function makes a call that a program of captured calls cannot hold; what it computed is all right."""
 
 
 @functools.cache

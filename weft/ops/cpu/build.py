@@ -31,7 +31,7 @@ from weft.common import env
 from weft.common.cores import usable_cores
 from weft.common.measurements import cache_folder
 from weft.config.devices import available_memory
-from weft.ops.cpu.compilers import BuildError, Report, Say, compile_files, run, temporary
+from weft.ops.cpu.compilers import BuildError, CompilerReport, Say, compile_files, run, temporary
 
 SOURCES = Path(__file__).parent / "csrc"
 LIBRARY = "libweft_cpu.so"
@@ -91,7 +91,8 @@ def find() -> Path | None:
     made = {}
     for path in cache_folder().glob(f"{base_key()}-*/{LIBRARY}"):
         with contextlib.suppress(FileNotFoundError):  # another process tidies up
-            file, folder = path.stat(), path.parent.stat()
+            file = path.stat()
+            folder = path.parent.stat()
             if {file.st_uid, folder.st_uid} <= {0, os.geteuid()}:
                 made[path] = file.st_mtime
     return max(made, key=lambda path: made[path], default=None)
@@ -160,7 +161,7 @@ def build(
             return target
         began = time.monotonic()
         _sweep(cache)
-        objects = _compile_all(compiler, cache / "objects", force, verbose, Report(say, show))
+        objects = _compile_all(compiler, cache / "objects", force, verbose, CompilerReport(say, show))
         _link(compiler, objects, target, verbose, say)
         _prune(cache, target)
         say(f"built the C++ operations in {time.monotonic() - began:.0f} s")
@@ -192,7 +193,9 @@ def _torch_folder() -> Path:
     return folder
 
 
-def _compile_all(compiler: Compiler, folder: Path, force: bool, verbose: bool, report: Report) -> list[Path]:
+def _compile_all(
+    compiler: Compiler, folder: Path, force: bool, verbose: bool, report: CompilerReport
+) -> list[Path]:
     """Objects of all sources. Those that are there stay, also when another does not compile."""
     folder.mkdir(parents=True, exist_ok=True)
     include = _torch_folder() / "include"

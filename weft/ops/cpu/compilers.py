@@ -32,7 +32,7 @@ class BuildError(WeftError):
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class CompilerReport:
     """Where progress goes."""
 
     say: Say
@@ -83,14 +83,21 @@ class _Compiler:
 
 
 def compile_files(
-    command: Sequence[str], files: Sequence[tuple[Path, Path]], processes: int, verbose: bool, report: Report
+    command: Sequence[str],
+    files: Sequence[tuple[Path, Path]],
+    processes: int,
+    verbose: bool,
+    report: CompilerReport,
 ) -> None:
     """Compiles each (source, object) of ``files``, in that order, with so many ``processes`` at a time.
 
     Raises BuildError when one does not compile; the others are stopped then, as they are by any exception.
     """
-    say, began = report.say, time.monotonic()
-    waiting, running, done = deque(files), list[_Compiler](), 0
+    say = report.say
+    began = time.monotonic()
+    waiting = deque(files)
+    running = list[_Compiler]()
+    done = 0
     try:
         while waiting or running:
             while waiting and len(running) < processes:

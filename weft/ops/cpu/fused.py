@@ -15,8 +15,8 @@ Tensor = torch.Tensor
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dim, in x's dtype. x: [..., n], weight: [n]."""
-    made: Tensor = torch.ops.weft_cpu.rms_norm.default(x, weight, eps)
-    return made
+    result: Tensor = torch.ops.weft_cpu.rms_norm.default(x, weight, eps)
+    return result
 
 
 def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -40,10 +40,10 @@ def qkv_rope_cache(
     writes: Tensor,
 ) -> Tensor:
     """``torch_ops.qkv_rope_cache`` in one pass. cos, sin: float32; head size at most 512."""
-    made: Tensor = torch.ops.weft_cpu.qkv_rope_cache.default(
+    result: Tensor = torch.ops.weft_cpu.qkv_rope_cache.default(
         qkv, heads, kv_heads, q_weight, k_weight, eps, cos, sin, cache, writes
     )
-    return made
+    return result
 
 
 def qkv_rope_cache_fp8(
@@ -64,22 +64,22 @@ def qkv_rope_cache_fp8(
         return kv_fp8.qkv_rope_cache_fp8(
             qkv, heads, kv_heads, q_weight, k_weight, eps, cos, sin, cache, scales, writes
         )
-    made: Tensor = torch.ops.weft_cpu.qkv_rope_cache.default(
+    result: Tensor = torch.ops.weft_cpu.qkv_rope_cache.default(
         qkv, heads, kv_heads, q_weight, k_weight, eps, cos, sin, cache, writes, scales
     )
-    return made
+    return result
 
 
 def gated(gate_up: Tensor, activation: str) -> Tensor:
     """``activation(gate) * up`` of gate_up [..., 2 n]; [..., n]. Raises KeyError for one that is unknown."""
-    made: Tensor = torch.ops.weft_cpu.gated.default(gate_up, ACTIVATIONS[activation])
-    return made
+    result: Tensor = torch.ops.weft_cpu.gated.default(gate_up, ACTIVATIONS[activation])
+    return result
 
 
 def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
     """``x * sigmoid(gate)``, both [T, n], in x's dtype. Either may be columns of a wider tensor."""
-    made: Tensor = torch.ops.weft_cpu.sigmoid_gate.default(x, gate)
-    return made
+    result: Tensor = torch.ops.weft_cpu.sigmoid_gate.default(x, gate)
+    return result
 
 
 for _op in (rms_norm, add_rms_norm, qkv_rope_cache, qkv_rope_cache_fp8, gated, sigmoid_gate):

@@ -63,8 +63,8 @@ def _packed_int8(weight: Tensor, *, gated: bool, largest: Tensor | None = None) 
 
 def linear(x: Tensor, weight: PackedMatrix, bias: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias``: x [T, K], bias [N] in x's dtype; [T, N]. Also for int8 matrices."""
-    made: Tensor = torch.ops.weft_cpu.linear.default(x, weight.data, weight.rows, bias, weight.scales, 0)
-    return made
+    result: Tensor = torch.ops.weft_cpu.linear.default(x, weight.data, weight.rows, bias, weight.scales, 0)
+    return result
 
 
 def gated_linear(x: Tensor, weight: PackedMatrix, bias: Tensor | None, activation: str) -> Tensor:
@@ -74,14 +74,14 @@ def gated_linear(x: Tensor, weight: PackedMatrix, bias: Tensor | None, activatio
     and relu.
     """
     code = ACTIVATIONS[activation]
-    made: Tensor = torch.ops.weft_cpu.linear.default(x, weight.data, weight.rows, bias, weight.scales, code)
-    return made
+    result: Tensor = torch.ops.weft_cpu.linear.default(x, weight.data, weight.rows, bias, weight.scales, code)
+    return result
 
 
 def embedding(ids: Tensor, table: PackedMatrix) -> Tensor:
     """Rows of a table packed by ``pack``: ids int64 [T]; [T, K]. Raises IndexError for an id it lacks."""
-    made: Tensor = torch.ops.weft_cpu.embedding.default(ids, table.data, table.rows, table.inputs)
-    return made
+    result: Tensor = torch.ops.weft_cpu.embedding.default(ids, table.data, table.rows, table.inputs)
+    return result
 
 
 def available() -> bool:

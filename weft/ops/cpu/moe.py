@@ -61,7 +61,8 @@ def pack_part_int8(weights: Routed) -> Packed:
 
 
 def _packed(weights: Routed, *, quantize: bool) -> Packed:
-    rule, gate = weights.rule, weights.gate
+    rule = weights.rule
+    gate = weights.gate
     router, bias = _router(weights)
     shared = 0 if weights.shared_down is None else weights.shared_down.shape[1]
     sizes = [
@@ -123,7 +124,8 @@ def _matrix(
             each.to(torch.int8), gated, weight.dtype == torch.bfloat16
         )
         return none, torch.zeros(0, each.shape[1])
-    packed, scales = [], []
+    packed = []
+    scales = []
     of_rows = [None] * len(each) if largest is None else largest.view(len(each), -1, 1)
     for matrix, most in zip(each, of_rows, strict=True):
         made = to_int8(matrix, most)
@@ -138,23 +140,26 @@ def _router(weights: Routed) -> tuple[Tensor, Tensor | None]:
 
     In bf16 where the model is and nothing is rounded by it: products are exact and sums float32 either way.
     """
-    rows, bias = weights.router.detach(), weights.router_bias
+    rows = weights.router.detach()
+    bias = weights.router_bias
     if weights.shared_gate is not None:
         rows = torch.cat((rows, weights.shared_gate.detach()))
         bias = None if bias is None else torch.cat((bias.detach(), bias.new_zeros(1)))
     bias = _plain(bias)
     if weights.down.dtype == torch.bfloat16:
-        narrow, narrow_bias = rows.bfloat16(), None if bias is None else bias.bfloat16()
+        narrow = rows.bfloat16()
+        narrow_bias = None if bias is None else bias.bfloat16()
         same = bias is None or narrow_bias is None or torch.equal(narrow_bias.float(), bias)
         if same and torch.equal(narrow.float(), rows):
-            rows, bias = narrow, narrow_bias
+            rows = narrow
+            bias = narrow_bias
     return torch.ops.weft_cpu.pack.default(rows, False), bias
 
 
 def moe(x: Tensor, ids: Tensor | None, weights: Any) -> Tensor:
     """``weft.ops.moe.block`` of packed weights: x [T, hidden]; [T, hidden] in x's dtype."""
-    made: Tensor = torch.ops.weft_cpu.moe.default(x, ids, weights)
-    return made
+    result: Tensor = torch.ops.weft_cpu.moe.default(x, ids, weights)
+    return result
 
 
 class Parts:
@@ -162,15 +167,15 @@ class Parts:
 
     def route(self, x: Tensor, ids: Tensor | None, weights: Packed) -> tuple[Tensor, Tensor, Tensor]:
         """The last is [T, 0] where the shared expert has no gate."""
-        made: tuple[Tensor, Tensor, Tensor] = torch.ops.weft_cpu.moe_route.default(x, ids, weights.block)
-        return made
+        result: tuple[Tensor, Tensor, Tensor] = torch.ops.weft_cpu.moe_route.default(x, ids, weights.block)
+        return result
 
     def answer(
         self, x: Tensor, places: Tensor, scales: Tensor | None, weights: Packed, exact: bool
     ) -> Tensor:
         scales = None if exact else scales
-        made: Tensor = torch.ops.weft_cpu.moe_part.default(x, places, scales, weights.block)
-        return made
+        result: Tensor = torch.ops.weft_cpu.moe_part.default(x, places, scales, weights.block)
+        return result
 
     def answers(self, dtype: torch.dtype, exact: bool) -> torch.dtype:
         """One expert's output is not rounded: so the bits are those of one rank."""

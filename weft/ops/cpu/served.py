@@ -23,7 +23,7 @@ def serve(
     available: Callable[[], bool] = cpu.load,
 ) -> None:
     """Registers ``run`` as the way to compute ``op``, by default wherever the extension is built."""
-    made = Implementation(
+    implementation = Implementation(
         name="cpu",
         run=run,
         pack=pack,
@@ -33,4 +33,4 @@ def serve(
         priority=10,
         available=available,
     )
-    register(op, made)
+    register(op, implementation)

@@ -12,7 +12,7 @@ One program computes one tile, one KV head, one split. So the grid depends on nu
 on what the device knows, and all lengths are read on the device: a launch can be captured in a CUDA graph.
 
 Steps over keys that every query of a tile sees need no mask. In the others, keys and values no query of the
-tile may see are loaded as 0 whatever is in memory there: 0 * NaN is NaN, and it may be another tenant's.
+tile may see are loaded as 0 whatever is in memory there: 0 * NaN is NaN, and it may be another sequence's.
 
 Source: Dao 2023, arXiv 2307.08691 (the walk); Flash-Decoding, pytorch.org/blog/flash-decoding (the splits).
 """
@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from weft.ops.triton import interpreting
-from weft.ops.triton.forms import Form, power
+from weft.ops.triton.forms import KernelForm, power
 
 Tensor = torch.Tensor
 
@@ -320,7 +320,7 @@ def attend(
     table: Tensor,
     tiles: Tensor,
     *,
-    form: Form,
+    form: KernelForm,
     window: int,
     scale: float,
     split: int = 0,

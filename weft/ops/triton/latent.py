@@ -21,7 +21,7 @@ import triton.language as tl
 
 from weft.ops.triton import interpreting
 from weft.ops.triton.attention import merge, padded
-from weft.ops.triton.forms import Form
+from weft.ops.triton.forms import KernelForm
 
 Tensor = torch.Tensor
 
@@ -155,7 +155,7 @@ def attend(
     table: Tensor,
     tiles: Tensor,
     *,
-    form: Form,
+    form: KernelForm,
     group: int,
     window: int,
     scale: float,

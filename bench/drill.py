@@ -1,0 +1,281 @@
+"""What a killed process costs clients: requests lost, tokens changed, seconds without a token.
+
+python -m bench.drill --name drill-mine
+python -m bench.drill --victims front,head,rank --clients 8 --requests 100 --kills 5
+python -m bench.drill --victims head --tree ../weft-before --name drill-before
+
+For each kind of victim a server is started anew. Clients send streaming requests one after the other; as
+OpenAI's clients do, they send a request again when its connection breaks. Every answer is compared with that
+of the server before anything was killed. Between kills the server becomes whole again. The gap of a kill is,
+for each client, the longest time between two of its tokens around the kill; a client's own pause between
+requests is included. ``--tree`` runs the server of another working tree: one program measures two versions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import re
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from bench import record
+from weft.bench.process import ServerProcess
+from weft.bench.process_memory import tree
+
+FLAGS = {
+    "front": "--fronts 2",
+    "head": "",
+    "head-of-two": "--data-parallel-size 2",
+    "rank": "--tensor-parallel-size 2",
+    "rank-stopped": "--tensor-parallel-size 2 --rank-timeout 5",
+}
+"""What can be killed, and the flags of the server that has it. ``-stopped`` gets SIGSTOP, not SIGKILL."""
+PROMPTS = [
+    f"Tom has {12 + number} apples and buys {7 * number + 1} more. He gives {number} to Ann."
+    for number in range(16)
+]
+TRIES = 60
+"""How often a client sends a request before it counts as lost."""
+BEFORE_S, AFTER_S = 2.0, 30.0
+"""The time around a kill in which gaps are looked for."""
+_ROLE = re.compile(r"weft: (head|front|worker) |weft\.launch\.(head|front|rank)_main")
+
+
+def processes(root: int) -> dict[int, str]:
+    """The processes of a server that have a role: ``head``, ``front`` or ``rank``, oldest first."""
+    roles: dict[int, str] = {}
+    for process in tree(root):
+        with contextlib.suppress(OSError):
+            line = (
+                Path(f"/proc/{process.pid}/cmdline")
+                .read_bytes()
+                .replace(b"\0", b" ")
+                .decode(errors="replace")
+            )
+            if match := _ROLE.match(line) or _ROLE.search(line[:400]):
+                role = match[1] or match[2]
+                roles[process.pid] = "rank" if role == "worker" else role
+    return dict(sorted(roles.items()))
+
+
+@dataclass
+class Client:
+    """What one client saw."""
+
+    arrivals: list[float] = field(default_factory=list)
+    """When a token came, of any of its requests."""
+    done: int = 0
+    sent_again: int = 0
+    lost: list[str] = field(default_factory=list)
+    different: int = 0
+
+
+class Drill:
+    """Clients of one server, and kills under them."""
+
+    def __init__(self, server: ServerProcess, args: argparse.Namespace) -> None:
+        self._server = server
+        self._args = args
+        self._expected: dict[str, str] = {}
+        self.clients = [Client() for _ in range(args.clients)]
+        self.kills: list[float] = []
+
+    async def run(self, victim: str) -> None:
+        """Learns the answers, then kills ``--kills`` times under load. Raises RuntimeError."""
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        async with httpx.AsyncClient(timeout=180, trust_env=False, limits=limits) as http:
+            for prompt in PROMPTS:
+                self._expected[prompt] = await self._stream(http, prompt, Client())
+            whole = set(processes(self._root).values()), len(processes(self._root))
+            load = [asyncio.create_task(self._client(http, number)) for number in range(self._args.clients)]
+            try:
+                for _ in range(self._args.kills):
+                    await asyncio.sleep(self._args.every)
+                    if all(task.done() for task in load):
+                        break
+                    self._kill(victim)
+                    await self._wait_whole(http, whole)
+                await asyncio.gather(*load)
+            finally:
+                for task in load:
+                    task.cancel()
+
+    @property
+    def _root(self) -> int:
+        if self._server.pid is None:
+            raise RuntimeError("the server does not run")
+        return self._server.pid
+
+    def _kill(self, victim: str) -> None:
+        role = victim.split("-")[0]
+        pids = [pid for pid, its in processes(self._root).items() if its == role]
+        if not pids:
+            raise RuntimeError(f"the server has no process that is a {role}: {processes(self._root)}")
+        self.kills.append(time.monotonic())
+        os.kill(
+            pids[len(self.kills) % len(pids)],
+            signal.SIGSTOP if victim.endswith("stopped") else signal.SIGKILL,
+        )
+
+    async def _wait_whole(self, http: httpx.AsyncClient, whole: tuple[set[str], int]) -> None:
+        """Until as many processes as before have their roles and the server is ready. Raises RuntimeError."""
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            await asyncio.sleep(0.3)
+            found = processes(self._root)
+            if (set(found.values()), len(found)) != whole:
+                continue
+            with contextlib.suppress(httpx.HTTPError):
+                if (await http.get(f"{self._server.url}/ready")).status_code == 200:
+                    return
+        raise RuntimeError(f"the server did not become whole: {processes(self._root)}")
+
+    async def _client(self, http: httpx.AsyncClient, number: int) -> None:
+        client = self.clients[number]
+        for request in range(self._args.requests):
+            prompt = PROMPTS[(number * 5 + request) % len(PROMPTS)]
+            reason = ""
+            for attempt in range(TRIES):
+                client.sent_again += attempt > 0
+                try:
+                    text = await self._stream(http, prompt, client)
+                except (httpx.HTTPError, RuntimeError) as error:
+                    reason = f"{type(error).__name__}: {error}"
+                    if not isinstance(error, httpx.TransportError):
+                        break
+                    await asyncio.sleep(0.1)
+                else:
+                    client.done += 1
+                    client.different += text != self._expected[prompt]
+                    reason = ""
+                    break
+            if reason:
+                client.lost.append(reason[:300])
+
+    async def _stream(self, http: httpx.AsyncClient, prompt: str, client: Client) -> str:
+        """The text of an answer. Raises httpx.TransportError for a broken connection, else RuntimeError."""
+        body = {
+            "model": self._server.model,
+            "prompt": prompt,
+            "max_tokens": self._args.tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        text = ""
+        async with http.stream("POST", f"{self._server.url}/v1/completions", json=body) as answer:
+            if answer.status_code != 200:
+                raise RuntimeError(f"status {answer.status_code}: {(await answer.aread())[:200]!r}")
+            async for line in answer.aiter_lines():
+                if line == "data: [DONE]":
+                    return text
+                if line.startswith("data: "):
+                    event = json.loads(line.removeprefix("data: "))
+                    if "error" in event:
+                        raise RuntimeError(f"error event: {event['error']}")
+                    client.arrivals.append(time.monotonic())
+                    text += event["choices"][0]["text"] if event["choices"] else ""
+        raise httpx.RemoteProtocolError("the stream ended without its last event")
+
+    def gaps(self) -> list[float]:
+        """Seconds, one for each kill and client that had tokens before and after it."""
+        gaps = []
+        for kill in self.kills:
+            for client in self.clients:
+                near = [at for at in client.arrivals if kill - BEFORE_S <= at <= kill + AFTER_S]
+                if near and near[0] < kill < near[-1]:
+                    gaps.append(max(later - at for at, later in itertools.pairwise(near)))
+        return gaps
+
+    def row(self, victim: str, seconds: float) -> dict[str, Any]:
+        gaps = self.gaps()
+        arrivals = [client.arrivals for client in self.clients]
+        between = sorted(b - a for times in arrivals for a, b in itertools.pairwise(times))
+        return {
+            "killed": victim,
+            "flags": FLAGS[victim] or "-",
+            "kills": len(self.kills),
+            "requests": sum(client.done for client in self.clients),
+            "lost": sum(len(client.lost) for client in self.clients),
+            "other tokens": sum(client.different for client in self.clients),
+            "sent again": sum(client.sent_again for client in self.clients),
+            "gap median s": round(statistics.median(gaps), 2) if gaps else None,
+            "gap largest s": round(max(gaps), 2) if gaps else None,
+            "between tokens p50 ms": round(between[len(between) // 2] * 1e3, 1) if between else None,
+            "seconds": round(seconds),
+        }
+
+
+def drill(victim: str, args: argparse.Namespace, log: Path) -> tuple[dict[str, Any], list[str]]:
+    """One server, its row, and why requests were lost. Raises RuntimeError or WeftError."""
+    program = "from weft.launch.main import main; main()"
+    command = [
+        sys.executable,
+        "-c",
+        program,
+        "serve",
+        *([args.model] if args.model else []),
+        "--port",
+        "{port}",
+    ]
+    settings = ["--dtype", "float64", "--device", "cpu", "--threads", "1", "--engine-restarts", "100"]
+    environment = {"PYTHONPATH": str(Path(args.tree).resolve()), "OMP_NUM_THREADS": "1"}
+    with ServerProcess(
+        [*command, *settings, *FLAGS[victim].split()], environment=environment, log_file=log
+    ) as server:
+        server.wait_ready(180)
+        under = Drill(server, args)
+        began = time.monotonic()
+        asyncio.run(asyncio.wait_for(under.run(victim), args.deadline))
+        reasons = [reason for client in under.clients for reason in client.lost]
+        return under.row(victim, time.monotonic() - began), reasons
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--victims", default=",".join(FLAGS), help=f"of {', '.join(FLAGS)}")
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--requests", type=int, default=100, help="of each client")
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--kills", type=int, default=5)
+    parser.add_argument("--every", type=float, default=4.0, help="seconds of load before each kill")
+    parser.add_argument("--deadline", type=float, default=900.0, help="seconds of a whole drill")
+    parser.add_argument("--model", default="", help="the bundled model by default")
+    parser.add_argument(
+        "--tree", default=str(Path(__file__).parents[1]), help="the working tree of the server"
+    )
+    parser.add_argument("--name", help="of the result in bench/results")
+    args = parser.parse_args()
+    rows, reasons = [], {}
+    with tempfile.TemporaryDirectory() as folder:
+        for victim in args.victims.split(","):
+            if victim not in FLAGS:
+                parser.error(f"--victims {victim}: of {', '.join(FLAGS)}")
+            row, reasons[victim] = drill(victim, args, Path(folder) / f"{victim}.log")
+            rows.append(row)
+            print(row, *reasons[victim][:3], sep="\n", flush=True)
+    table = record.markdown(rows)
+    print(table)
+    if args.name:
+        path = Path(__file__).parent / "results" / f"{args.name}.json"
+        title = "Clients of a server whose processes are killed"
+        record.write(path, "bench.drill", title, table, {"rows": rows, "lost": reasons})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""What the ranks of a group must have in common: every setting that affects wire, shapes or collectives."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from weft import __version__
+from weft.common.errors import ConfigError
+from weft.config.resolved import EngineConfig
+
+#: Each rank's own affair: where files are on its host, which host it is, what it writes where.
+_OWN = (
+    "model_path",
+    "tokenizer_path",
+    "served_names",
+    "accepted_names",
+    "domain",
+    "model.model",
+    "model.tokenizer",
+    "model.revision",
+    "model.served_model_name",
+    "runner.trace",
+    "runner.threads",
+    "gpus",
+    "parallel.node_rank",
+    "parallel.rdzv",
+    "parallel.group_secret",
+    "domain",
+    "incarnation",
+)
+_LONGEST = 120
+"""Characters of a value; longer ones are told by a hash."""
+
+
+def shared_settings(config: EngineConfig) -> dict[str, str]:
+    """Name -> value of what all ranks must have alike."""
+    found: dict[str, str] = {"weft": __version__}
+    facts = msgspec.to_builtins(config)
+    if config.cache.kv_cache_memory is None:
+        for pool in facts["kv"]["pools"]:
+            del pool["num_blocks"]  # what each rank found room for: they agree on the least of it
+    _flatten(facts, "", found)
+    return {name: value for name, value in found.items() if name not in _OWN}
+
+
+def _flatten(value: Any, name: str, found: dict[str, str]) -> None:
+    if isinstance(value, dict) and value and all(isinstance(key, str) for key in value):
+        for key, inner in value.items():
+            _flatten(inner, f"{name}.{key}" if name else key, found)
+        return
+    if isinstance(value, list | tuple) and value and isinstance(value[0], dict):
+        for number, inner in enumerate(value):
+            _flatten(inner, f"{name}[{number}]", found)
+        return
+    text = json.dumps(value, sort_keys=True)
+    if len(text) > _LONGEST:
+        text = f"{len(text)} characters, blake2b {hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
+    found[name] = text
+
+
+def compare(ours: Mapping[str, str], theirs: Mapping[str, str], us: str, them: str) -> None:
+    """Raises ConfigError that names the first setting that differs, and both values."""
+    for name in [*ours, *(name for name in theirs if name not in ours)]:
+        mine = ours.get(name)
+        other = theirs.get(name)
+        if mine == other:
+            continue
+        section, _, field = name.rpartition(".")
+        named = section in _SECTIONS or name == "kv.max_model_len"
+        flag = f" (--{field.replace('_', '-')})" if named else ""
+        raise ConfigError(
+            f"{us} and {them} differ in {name}{flag}: {us} has {_show(mine)}, {them} has {_show(other)}",
+            param=flag.strip(" ()") or None,
+        )
+
+
+def _show(value: str | None) -> str:
+    return "no such setting" if value is None else value
+
+
+_SECTIONS = ("model", "cache", "scheduler", "speculation", "runner", "parallel")

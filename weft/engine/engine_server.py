@@ -1,0 +1,148 @@
+"""The head process: an ``EngineCore`` behind one zmq ROUTER, speaking ``weft.types.messages``.
+
+One thread does everything: between steps it takes what fronts sent, and a heartbeat leaves from the same
+loop that steps, so that a heartbeat proves progress. A bad frame is counted and dropped. What is answered is
+decided in ``weft.routing.head_protocol``.
+"""
+
+from __future__ import annotations
+
+import gc
+import secrets
+import time
+from multiprocessing.connection import Connection
+
+import msgspec
+import zmq
+
+from weft.common.errors import EngineDead, WeftError
+from weft.common.log import get_logger
+from weft.config.resolved import EngineConfig
+from weft.engine.core import EngineCore
+from weft.engine.listener import Listener
+from weft.engine.start import start_executor
+from weft.engine.supervised_ranks import SupervisedRanks
+from weft.routing.head_protocol import HeadProtocol, Outgoing
+from weft.types import messages as m
+
+log = get_logger(__name__)
+
+HEARTBEAT_S = 0.5
+IDLE_POLL_MS = 100
+REPORT_S = 60.0
+"""Seconds between two reports on drafts in the log, if there are any."""
+
+
+class EngineServer:
+    """Serves one ``EngineCore`` to fronts. ``run`` returns when told to shut down, or when drained."""
+
+    def __init__(self, core: EngineCore, endpoint: str | Listener) -> None:
+        """``endpoint``: the address to listen at, or a listener that exists already."""
+        self._core = core
+        self._listener = Listener(endpoint) if isinstance(endpoint, str) else endpoint
+        self._socket = self._listener.socket
+        self._poller = zmq.Poller()
+        for one in (self._socket, *core.sockets):
+            self._poller.register(one, zmq.POLLIN)
+        self._protocol = HeadProtocol(core, secrets.randbits(64))
+        self._last_heartbeat = 0.0
+        self._next_report = time.monotonic() + REPORT_S
+
+    def run(self) -> None:
+        """Serves until shutdown. Raises what the engine raised, after telling every front."""
+        failed = False
+        try:
+            while not self._protocol.stopped:
+                busy = self._core.has_work()
+                self._receive(0 if busy else IDLE_POLL_MS)
+                self._tell(self._core.hear())
+                self._core.check()
+                if self._core.has_work():
+                    busy = True
+                    self._tell(self._core.step())
+                elif self._protocol.draining and not self._protocol.live:  # what awaits something ends before
+                    break
+                # Fronts hear at once that all is done: their gauges would show what ran for a while yet.
+                self._heartbeat(at_once=busy and not self._core.has_work())
+        except Exception as error:
+            failed = True
+            self._tell_failure(error)
+            raise
+        finally:
+            self._listener.close()
+            self._core.close(failed)
+
+    def _receive(self, wait_ms: int) -> None:
+        if self._socket not in dict(self._poller.poll(wait_ms)):
+            return
+        while True:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._take(frames)
+
+    def _take(self, frames: list[bytes]) -> None:
+        try:
+            front, body = frames
+            message = m.decode_to_head(body)
+        except (ValueError, msgspec.DecodeError) as error:
+            self._protocol.bad_frames += 1
+            log.warning("dropped a frame that is not a message (%s)", type(error).__name__)
+            return
+        self._send(self._protocol.on(front, message))
+
+    def _tell(self, events: list[m.TokenEvent]) -> None:
+        self._send(self._protocol.events(events, self._core.scheduler.steps))
+
+    def _send(self, outgoing: Outgoing) -> None:
+        for front, message in outgoing:
+            try:
+                self._socket.send_multipart([front, m.encode(message)], zmq.NOBLOCK)
+            except zmq.ZMQError as error:
+                log.warning("a front is gone or does not read (%s): its sequences end", error.strerror)
+                self._protocol.forget(front)
+
+    def _heartbeat(self, at_once: bool) -> None:
+        now = time.monotonic()
+        if now - self._last_heartbeat < HEARTBEAT_S and not at_once:
+            return
+        self._last_heartbeat = now
+        self._report(now)
+        self._send(self._protocol.heartbeats())
+
+    def _report(self, now: float) -> None:
+        if now < self._next_report:
+            return
+        self._next_report = now + REPORT_S
+        report = self._core.describe_speculation()
+        if report is not None and self._core.has_work():
+            log.info("%s", report)
+
+    def _tell_failure(self, error: Exception) -> None:
+        known = (
+            error if isinstance(error, WeftError) else EngineDead("the engine failed; see the server's log")
+        )
+        log.error("the engine failed: %s", error, exc_info=not isinstance(error, WeftError))
+        self._send(self._protocol.failed(known))
+
+
+def run_head(config: EngineConfig, listener: Listener, pipe: int | None = None) -> None:
+    """Loads the model and serves it at ``listener`` until told to stop. The entry of the head process.
+
+    ``pipe``: the descriptor of the pipe to the rank supervisor; None: this process starts its workers itself.
+    """
+    try:
+        supervised = None if pipe is None else SupervisedRanks(Connection(pipe))
+        core = EngineCore(config, runner=start_executor(config, supervised=supervised))
+    except BaseException:
+        listener.close()
+        raise
+    kinds = core.runner.kv.pools  # a GPU's are divided when the weights are there
+    pools = ", ".join(pool.describe(config.dtype) for pool in kinds)
+    log.info(
+        "engine ready: %s, %s on %s, %s", pools, config.dtype, config.device, core.describe_determinism()
+    )
+    gc.collect()
+    gc.freeze()  # the model and all modules live as long as the process: never look through them again
+    EngineServer(core, listener).run()

@@ -1,0 +1,124 @@
+"""Supervises the worker processes of a server's replicas. They outlive their heads, but not the server.
+
+A head asks for ranks to be started or killed (``weft.engine.supervised_ranks``). The next head of its replica
+finds the ranks that still run. All ranks end with this process, however it ends.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection, Pipe, wait
+
+from weft.common.log import get_logger
+from weft.engine import supervised_ranks as protocol
+from weft.engine.ranks import RankProcesses, end_of
+
+log = get_logger(__name__)
+
+_TURN = 0.1
+"""Seconds between two checks of the processes; a head waits at most this long for an answer."""
+
+
+class _Replica:
+    """The workers of one replica. Used from the supervisor's thread."""
+
+    def __init__(self, number: int, processes: RankProcesses) -> None:
+        self.number = number
+        self.processes = processes
+        self.pipe: Connection | None = None
+        """The pipe to the replica's present head; None while there is none."""
+        self._told: dict[int, None] = {}
+        """Process ids whose end the present head knows of."""
+
+    def follow(self, pipe: Connection) -> None:
+        """Takes over the pipe of a new head. Unread requests of the head before it are dropped."""
+        if self.pipe is not None:
+            self.pipe.close()
+        self.pipe = pipe
+        self._told = {}
+
+    def serve(self) -> None:
+        """Reads and answers one request, which must be in the pipe."""
+        assert self.pipe is not None
+        try:
+            request = protocol.from_head.decode(self.pipe.recv_bytes(protocol.MOST_BYTES))
+        except (OSError, EOFError):  # it is gone: another one will follow, or none
+            self.pipe.close()
+            self.pipe = None
+            return
+        if isinstance(request, protocol.StartRank):
+            before = self.processes.spawn(request.rank)
+            self._tell(protocol.RankRuns(request.rank, self.processes.pid(request.rank), before))
+        else:
+            if self.processes.keeps(request.rank) and self.processes.pid(request.rank) == request.pid:
+                self.processes.kill(request.rank)
+            self._tell(protocol.RankEnded(request.rank, request.pid, -signal.SIGKILL))
+
+    def look(self) -> None:
+        """Sends the head RankEnded for processes that ended by themselves."""
+        for rank, status in self.processes.ended():
+            pid = self.processes.pid(rank)
+            if pid not in self._told:
+                self._told[pid] = None
+                if status:
+                    log.warning("rank %d of replica %d: %s", rank, self.number, end_of(status))
+                self._tell(protocol.RankEnded(rank, pid, status))
+
+    def _tell(self, message: protocol.RankRuns | protocol.RankEnded) -> None:
+        if self.pipe is not None:
+            with suppress(OSError):  # see ``serve``
+                self.pipe.send_bytes(protocol.encode(message))
+
+
+class RankSupervisor:
+    """Supervises all worker processes of a server. ``link`` and ``close`` may be called from any
+    thread.
+    """
+
+    def __init__(self, replicas: int, processes: Callable[[int], RankProcesses]) -> None:
+        """``processes(replica)``: starts the workers of a replica."""
+        self._replicas = [_Replica(number, processes(number)) for number in range(replicas)]
+        self._new: dict[int, Connection] = {}
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="weft-rank-supervisor", daemon=True)
+        self._thread.start()
+
+    def link(self, replica: int) -> Connection:
+        """The head's end of a new pipe. Give it to the head's process, and close it in this one."""
+        ours, theirs = Pipe()
+        with self._lock:
+            unseen, self._new[replica] = self._new.get(replica), ours
+        if unseen is not None:
+            unseen.close()
+        return theirs
+
+    def close(self, seconds: float) -> None:
+        """Waits ``seconds`` for all workers, which were told to stop, then kills the rest."""
+        self._stop.set()
+        self._thread.join(protocol.ANSWER_S)
+        until = time.monotonic() + seconds
+        for replica in self._replicas:
+            if replica.pipe is not None:
+                replica.pipe.close()
+            replica.processes.close(max(until - time.monotonic(), 0.0))
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            with self._lock:
+                new = self._new
+                self._new = {}
+            for number, pipe in new.items():
+                self._replicas[number].follow(pipe)
+            ready = wait([replica.pipe for replica in self._replicas if replica.pipe is not None], _TURN)
+            for replica in self._replicas:
+                try:
+                    if replica.pipe in ready:
+                        replica.serve()
+                    replica.look()
+                except Exception:  # of one replica, whose head hears nothing and ends in time
+                    log.exception("the ranks of replica %d", replica.number)

@@ -1,0 +1,130 @@
+"""What the exchange of a routed layer costs, from a table of measured collectives. No torch.
+
+    weft/moe/collectives.json            comes with the package; says on which machine it was measured
+    <cache>/collectives.json             measured on this machine by ``weft bench dispatch``; goes first
+
+    {"version": 1, "measured": [
+        {"link": "shared memory", "machine": "...", "ranks": 2,
+         "times": {"all_to_all": {"1024": 95.1, ...}, "all_gather": ..}}]}      microseconds, by bytes
+
+Bytes are those of what a rank ends up with: [ranks, ..] of a gather, the rows that came of an exchange, what
+it gave of a sum. ``copy`` is memory written on one rank, which fills up and takes apart what is exchanged.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from weft.common.measurements import Measurements
+from weft.types.layout import Layout
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "copy")
+
+
+class ExchangeShape(NamedTuple):
+    """What is exchanged in one layer."""
+
+    hidden: int
+    top_k: int
+    element: int
+    """Bytes."""
+    exact: bool = False
+    """Whether experts answer one by one."""
+
+
+class MeasuredExchange(NamedTuple):
+    """Collectives among some ranks of one machine."""
+
+    link: str
+    machine: str
+    ranks: int
+    times: dict[str, dict[int, float]]
+    """Kind to bytes to microseconds."""
+
+
+def _parse(row: dict[str, Any]) -> MeasuredExchange:
+    times = {kind: {int(size): float(us) for size, us in row["times"][kind].items()} for kind in KINDS}
+    if not all(times.values()):
+        raise ValueError("a row without times")
+    return MeasuredExchange(row["link"], row["machine"], int(row["ranks"]), times)
+
+
+def _form(m: MeasuredExchange) -> dict[str, Any]:
+    return {
+        **m._asdict(),
+        "times": {kind: {str(n): us for n, us in by.items()} for kind, by in m.times.items()},
+    }
+
+
+MEASUREMENTS = Measurements(
+    "collectives", Path(__file__).with_name("collectives.json"), _parse, _form, of=lambda m: m.ranks
+)
+
+
+@functools.cache
+def table() -> tuple[MeasuredExchange, ...]:
+    """This machine's measurements, or else the package's. ``table.cache_clear()`` reads again."""
+    return next((rows for rows in MEASUREMENTS.found() if rows), ())
+
+
+def seconds(
+    form: str, tokens: int, shape: ExchangeShape, layout: Layout, measured: MeasuredExchange | None = None
+) -> float:
+    """Of one layer's exchange when every replica has ``tokens``; of ``measured``, or the table's nearest.
+
+    Without any measurement the bytes decide, at a gigabyte a second.
+    """
+    if measured is None and table():
+        measured = min(table(), key=lambda m: abs(math.log2(m.ranks / layout.domain)))
+    total = 0.0
+    for kind, size in exchanges(form, tokens, shape, layout):
+        total += size * 1e-9 + 1e-4 if measured is None else _at(measured.times[kind], size) * 1e-6
+    return total
+
+
+def exchanges(form: str, tokens: int, shape: ExchangeShape, layout: Layout) -> list[tuple[str, float]]:
+    """(kind, bytes) of what a form does for one layer, for experts chosen at random; see ``dispatch``."""
+    ranks = layout.domain
+    tensor = layout.tensor
+    home = -(-tokens // tensor)
+    answers = shape.top_k if shape.exact else 1
+    hidden_bytes = shape.hidden * shape.element
+    row = hidden_bytes + shape.top_k * (8 if shape.exact else 12)
+    answer = answers * hidden_bytes
+    dense = ranks * home * (row + 2 * shape.top_k * hidden_bytes)  # what one rank writes of all rows
+    last = [("all_gather", home * tensor * hidden_bytes)] if tensor > 1 else []
+    if form == "reduce":
+        dense = tokens * 2 * shape.top_k * hidden_bytes
+        return [("all_reduce", tokens * answer), ("copy", dense)]
+    if form == "gather":
+        out = ("all_gather", ranks * home * row)
+        back = ("reduce_scatter", ranks * home * answer)
+        return [out, back, ("copy", dense), *last]
+    if form == "low-latency":
+        out = ("all_to_all", ranks * home * row)
+        back = ("all_to_all", ranks * home * answer)
+        return [out, back, ("copy", dense + ranks * home * row), *last]
+    reached = ranks * (1 - (1 - 1 / ranks) ** shape.top_k)  # ranks that a row goes to, on average
+    back_rows = shape.top_k if shape.exact else reached
+    return [
+        ("all_to_all", 16.0 * ranks),
+        ("all_to_all", home * reached * row),
+        ("all_to_all", home * back_rows * hidden_bytes),
+        ("copy", home * reached * (row + 2 * shape.top_k * hidden_bytes) + home * answer),
+        *last,
+    ]
+
+
+def _at(times: dict[int, float], size: float) -> float:
+    """Between measured sizes, and beyond the last, along a line."""
+    sizes = sorted(times)
+    if size <= sizes[0] or len(sizes) == 1:
+        return times[sizes[0]]
+    above = next((i for i, known in enumerate(sizes) if known >= size), len(sizes) - 1)
+    low = sizes[above - 1]
+    high = sizes[above]
+    slope = (times[high] - times[low]) / (high - low)
+    return max(times[low] + slope * (size - low), 0.0)

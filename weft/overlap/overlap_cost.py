@@ -1,0 +1,107 @@
+"""Whether a step in micro-batches is worth it: what it takes whole and in micro-batches, from measured steps.
+
+With C the compute and M the communication of a step, and 1 and 2 its micro-batches,
+
+    whole        C + M
+    in micro-batches    max(C1 + C2, C1 + M1, C2 + M2)      all of one's communication under the other's
+    compute,
+                                                     as far as there is any
+
+C is the cost model of steps, fitted to the compute of whole ones; M is linear in tokens. Both sums are wrong
+in their own way for every kind of step (micro-batches read all weights twice, a link may be idle or not,
+threads take cores from each other), so each is corrected by what steps of the kind really took, whole and in
+micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from weft.overlap.split import MicroBatches
+from weft.overlap.times import StepTimes
+from weft.scheduler.fit import CostFitter, solve_non_negative
+from weft.scheduler.step_cost import shape_of
+from weft.types.plan import PlannedRows
+
+LATEST = 8
+"""Steps of a kind that a correction is the median of."""
+LINKS = 128
+"""Steps that the line of communication is fitted to."""
+
+
+class LinkFit:
+    """Seconds as ``a + b * tokens``, both >= 0, fitted to the latest observations by relative error."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, float]] = deque(maxlen=LINKS)
+        self._fitted: tuple[float, float] | None = (0.0, 0.0)
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """Takes in one step."""
+        if seconds > 0.0:
+            self._seen.append((float(tokens), seconds))
+            self._fitted = None
+
+    def predict(self, tokens: int) -> float:
+        """Seconds; 0 before the first observation."""
+        if self._fitted is None:
+            x, y = np.array(self._seen).T
+            share = np.stack([1.0 / y, x / y], axis=1)
+            size = np.maximum(share.max(axis=0), 1e-300)
+            share = share / size
+            found = solve_non_negative(share.T @ share + 1e-6 * np.eye(2), share.sum(axis=0)) / size
+            self._fitted = float(found[0]), float(found[1])
+        return self._fitted[0] + self._fitted[1] * tokens
+
+
+class Ratios:
+    """Observed over predicted: the median of the latest."""
+
+    def __init__(self) -> None:
+        self.seen: deque[float] = deque(maxlen=LATEST)
+
+    def add(self, observed: float, predicted: float) -> None:
+        """Takes in one step; ignores what cannot be."""
+        if observed > 0.0 and predicted > 0.0:
+            self.seen.append(observed / predicted)
+
+    @property
+    def factor(self) -> float:
+        """1 before the first observation."""
+        return float(np.median(self.seen)) if self.seen else 1.0
+
+
+class OverlapCost:
+    """Predicts a step whole and in micro-batches; learns from both."""
+
+    def __init__(self) -> None:
+        self._compute = CostFitter()
+        self._link = LinkFit()
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is anything to predict from."""
+        return self._compute.observations > 0
+
+    def observe(self, plan: PlannedRows, times: StepTimes) -> None:
+        """Takes in a step that was computed whole."""
+        self._compute.observe(shape_of(plan), times.compute)
+        self._link.observe(plan.tokens, times.communication)
+
+    def whole(self, plan: PlannedRows) -> float:
+        """Seconds."""
+        return self._compute.model.predict(shape_of(plan)) + self._link.predict(plan.tokens)
+
+    def share(self, plan: PlannedRows) -> float:
+        """Of communication in a step computed whole: no more than this can be hidden."""
+        whole = self.whole(plan)
+        return self._link.predict(plan.tokens) / whole if whole > 0.0 else 0.0
+
+    def overlapped(self, micro_batches: MicroBatches) -> float:
+        """Seconds."""
+        parts = (micro_batches.first, micro_batches.second)
+        compute = [self._compute.model.predict(shape_of(part)) for part in parts]
+        links = [self._link.predict(part.tokens) for part in parts]
+        return max(sum(compute), *(c + m for c, m in zip(compute, links, strict=True)))

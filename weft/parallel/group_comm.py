@@ -1,0 +1,259 @@
+"""Communicators of several ranks.
+
+CPU tensors    over memory that ranks share, where all are on one host and have the CPU extension; else gloo
+CUDA tensors   over NCCL, where each rank has a GPU of its own; else through host memory, as CPU tensors
+
+A ``GroupComm`` is there as long as its model, which holds it; the process group behind it is formed for an
+epoch, aborted when the epoch fails, and formed anew. No global state of ``torch.distributed`` is used, so
+ranks may be threads of one process.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from weft.common.log import get_logger
+from weft.parallel import nccl, shared
+from weft.parallel.comm import Comm, Pending
+from weft.parallel.host_stage import HostStage
+from weft.parallel.launcher import CommLost, Launcher
+
+__all__ = ["ONE_SHOT", "CommLost", "GroupComm", "Launcher"]
+
+Tensor = torch.Tensor
+R = TypeVar("R")
+
+log = get_logger(__name__)
+
+LOOPBACK = "127.0.0.1"
+ONE_SHOT = 1 << 16
+"""Bytes that a sum moves at most with one collective, each rank sending all it has to all; else with two."""
+
+
+class GroupComm(Comm):
+    """The collectives of ``ranks`` (numbers in the domain, increasing), of which ``mine`` is this one."""
+
+    def __init__(
+        self,
+        name: str,
+        ranks: Sequence[int],
+        mine: int,
+        launcher: Launcher,
+        host: str | None = None,
+        share: bool = True,
+        gpu: torch.device | None = None,
+        ordered: bool = True,
+    ) -> None:
+        """``host``: the address that this rank listens at; by default only this host reaches it. ``share``:
+        whether to use shared memory where that works, the same on all ranks.
+
+        ``gpu``: this rank's own GPU, for NCCL. ``ordered``: whether NCCL's sums are taken in the order of
+        ranks, too, like all others; else as NCCL does.
+        """
+        self.name = name
+        self._host = host
+        self._share = share
+        self._gpu = gpu
+        self._ordered = ordered
+        self._nccl: nccl.NcclGroup | None = None
+        self._stage = HostStage(0.0)
+        self.rank = list(ranks).index(mine)
+        self.size = len(ranks)
+        self._launcher = launcher
+        self._group: Any = None
+        self._shared: shared.SharedRing | None = None
+        """Keep a reference while using it: its memory stays until the last wait in it has ended."""
+        self._lock = threading.Lock()
+
+    @property
+    def shares(self) -> bool:
+        """Whether CPU tensors go through shared memory in this epoch."""
+        return self._shared is not None
+
+    def connect(self, store: Any, epoch: int, timeout: float) -> None:
+        """Meets the other ranks through ``store`` (a ``torch.distributed.Store``). Raises CommLost.
+
+        ``timeout``: seconds for this, and for each collective from now on.
+        """
+        group = fast = None
+        try:
+            prefixed = dist.PrefixStore(f"{epoch}/{self.name}", store)
+            group = self._make(prefixed, timedelta(seconds=timeout))
+            ring = self._meet(prefixed, timeout) if self._share else None
+            if self._gpu is not None:
+                there = dist.PrefixStore("nccl", prefixed)
+                fast = nccl.connect(there, self.rank, self.size, self._gpu, timeout, self._host is None)
+        except Exception as error:
+            if group is not None:
+                group.abort()
+            raise CommLost(f"the {self.name} group could not form: {_first_line(error)}") from error
+        with self._lock:
+            self._group = group
+            self._shared = ring
+            self._nccl = fast
+            self._stage = HostStage(timeout)
+        if self.rank == 0:
+            log.info("ranks of %s meet over %s", self.name, self.link)
+
+    @property
+    def link(self) -> str:
+        """What collectives run over: ``gloo`` or ``shared memory``, and for CUDA tensors ``NCCL``."""
+        link = "gloo" if self._shared is None else "shared memory"
+        return link if self._gpu is None else f"NCCL, for CPU tensors {link}"
+
+    def _make(self, store: Any, timeout: timedelta) -> Any:
+        gloo: Any = dist.ProcessGroupGloo  # stubs know nothing of its options
+        options = gloo._Options()
+        options._timeout = timeout
+        options._devices = [gloo.create_device(hostname=self._host or LOOPBACK)]
+        return gloo(store, self.rank, self.size, options)
+
+    def _meet(self, store: Any, timeout: float) -> shared.SharedRing | None:
+        return shared.meet(dist.PrefixStore("shared", store), self.rank, self.size, timeout)
+
+    def abort(self) -> None:
+        """Ends the group: collectives in flight raise CommLost here and, as their peer is gone, elsewhere."""
+        with self._lock:
+            group = self._group
+            self._group = None
+            ring = self._shared
+            self._shared = None
+            fast = self._nccl  # kept until it has ended: see ``settle``
+        if fast is not None:
+            fast.abort()
+        if ring is not None:
+            ring.abort()
+        if group is not None:
+            group.abort()
+
+    def settle(self, timeout: float) -> None:
+        """Waits until an aborted group has ended on the device, too. Raises CommLost."""
+        fast = self._nccl
+        if fast is not None:
+            fast.settle(timeout)
+            self._nccl = None
+
+    def all_reduce(self, partial: Tensor) -> Pending | None:
+        return self._launcher.launch(lambda: self._run(self._sum, partial))
+
+    def all_gather(self, x: Tensor) -> Pending:
+        return self._launcher.launch(lambda: self._run(self._gather, x))
+
+    def reduce_scatter(self, x: Tensor) -> Pending:
+        return self._launcher.launch(lambda: self._run(self._scatter, x))
+
+    def all_to_all(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Pending:
+        return self._launcher.launch(
+            lambda: self._run(lambda given: self._exchange(given, list(sends), list(receives)), x)
+        )
+
+    # ---- what runs in the launcher
+
+    def _run(self, work: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """``work(x)``, if need be in host memory."""
+        if not self._staged(x):
+            return work(x)
+        return self._stage.up(work(self._stage.down(x)), x.device)
+
+    def _staged(self, x: Tensor) -> bool:
+        return x.is_cuda and self._gpu is None
+
+    def _fast(self, x: Tensor) -> nccl.NcclGroup | None:
+        return self._nccl if self._gpu is not None and x.device.type == self._gpu.type else None
+
+    def _gather(self, x: Tensor) -> Tensor:
+        ring = self._ring(x)
+        if ring is not None:
+            return self._guard(lambda: ring.gather(x))
+        x = x.contiguous()
+        result = x.new_empty(self.size, *x.shape)
+        fast = self._fast(x)
+        if x.numel() and fast is not None:
+            self._guard(lambda: fast.gather(_bytes(result), _bytes(x)))
+        elif x.numel():
+            self._wait(lambda group: group._allgather_base(_bytes(result), _bytes(x)))
+        return result
+
+    def _exchange(self, x: Tensor, sends: list[int], receives: list[int]) -> Tensor:
+        ring = self._ring(x)
+        if ring is not None:
+            return self._guard(lambda: ring.exchange(x, sends, receives))
+        x = x.contiguous()
+        result = x.new_empty(sum(receives), *x.shape[1:])
+        flat_out = _rows_of_bytes(result)
+        flat_in = _rows_of_bytes(x)
+        fast = self._fast(x)
+        if fast is not None:
+            self._guard(lambda: fast.exchange(flat_out, flat_in, receives, sends))
+            return result
+        self._wait(lambda group: group.alltoall_base(flat_out, flat_in, receives, sends))
+        return result
+
+    def _scatter(self, x: Tensor) -> Tensor:
+        if not x.numel():
+            return x[0].clone()
+        each = [1] * self.size
+        return _ordered_sum(self._exchange(x, each, each))
+
+    def _sum(self, x: Tensor) -> Tensor:
+        ring = self._ring(x)
+        if ring is not None and x.dtype in shared.SUMS:
+            return self._guard(lambda: ring.sum(x))
+        fast = self._fast(x)
+        if fast is not None and not self._ordered:
+            total = x.clone(memory_format=torch.contiguous_format)  # the caller may look at x again
+            if total.numel():
+                self._guard(lambda: fast.sum(total))
+            return total
+        if x.numel() * x.element_size() * self.size <= ONE_SHOT:
+            return _ordered_sum(self._gather(x))
+        share = -(-x.numel() // self.size)
+        parts = torch.nn.functional.pad(x.reshape(-1), (0, share * self.size - x.numel()))
+        mine = self._scatter(parts.view(self.size, share))
+        return self._gather(mine).view(-1)[: x.numel()].view(x.shape)
+
+    def _wait(self, start: Callable[[Any], Any]) -> None:
+        group = self._group
+        if group is None:
+            raise CommLost(f"the {self.name} group was aborted")
+        self._guard(lambda: start(group).wait())
+
+    def _ring(self, x: Tensor) -> shared.SharedRing | None:
+        return self._shared if x.device.type == "cpu" else None
+
+    def _guard(self, work: Callable[[], R]) -> R:
+        try:
+            return work()
+        except CommLost:
+            raise
+        except RuntimeError as error:
+            raise CommLost(f"a collective of the {self.name} group failed: {_first_line(error)}") from error
+
+
+def _ordered_sum(parts: Tensor) -> Tensor:
+    """The sum of ``parts[0], parts[1], ..`` in this order, in float32 or wider, in the dtype of ``parts``."""
+    wide = parts.dtype if parts.dtype in (torch.float64, torch.float32) else torch.float32
+    if not parts.dtype.is_floating_point:
+        wide = parts.dtype
+    total = parts[0].to(wide, copy=True)
+    for rank in range(1, len(parts)):  # not over the tensor: that makes a list, which cannot be captured
+        total += parts[rank]
+    return total.to(parts.dtype)
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.view(-1).view(torch.uint8)
+
+
+def _rows_of_bytes(x: Tensor) -> Tensor:
+    return x.view(x.shape[0], -1).view(torch.uint8) if x.numel() else x.new_empty(0, 1, dtype=torch.uint8)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

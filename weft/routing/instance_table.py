@@ -1,0 +1,192 @@
+"""The instances of a fleet by name: which take sequences, and which were silent for too long."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from weft.common.errors import EngineDead, WeftError
+from weft.common.log import get_logger
+from weft.routing.instances import Instance, InstanceState
+from weft.types import messages as m
+
+log = get_logger(__name__)
+
+HEALTHY_S = 5.0
+"""Seconds that an instance is up after which its death is not one of a row."""
+ROW = 2
+"""Deaths in a row after which an instance comes back half-open."""
+LISTEN_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """How long a fleet waits for instances, in seconds."""
+
+    engine: float = 120.0
+    """Without a message, or without progress, after which an instance counts as dead."""
+    recovery: float = 120.0
+    """That sequences wait while no instance takes any, and one is being started again."""
+    listen: float = LISTEN_S
+    """From the time that an instance's address is known until it listens, which is the first thing it does.
+    """
+    load: float = 3600.0
+    """From an instance's start until it answers; it loads its model in between."""
+
+
+class InstanceTable:
+    """All instances. Only this class changes their states. Times are seconds of one monotonic clock."""
+
+    def __init__(self, instances: Mapping[str, str], patience: Patience, joining: bool = False) -> None:
+        """``instances``: name -> domain; those of one domain work together or not at all, "" is none.
+        ``joining``: see ``Fleet``.
+        """
+        self.instances = {
+            name: Instance(name, domain, order) for order, (name, domain) in enumerate(instances.items())
+        }
+        self.complete = False
+        """Whether all instances have been up; for a front that joins, whether any took sequences."""
+        self.restarts = 0
+        """Processes started in place of a lost one."""
+        self.unready_since = math.inf
+        """Since when no instance takes sequences; inf while one does, and before all have been up."""
+        self._patience = patience
+        self._joining = joining
+
+    @property
+    def alive(self) -> bool:
+        """Whether any instance is alive."""
+        return self.complete and any(instance.alive for instance in self.instances.values())
+
+    @property
+    def whole(self) -> bool:
+        """Whether all instances are alive."""
+        return self.complete and all(instance.alive for instance in self.instances.values())
+
+    @property
+    def over(self) -> bool:
+        """Whether all instances are retired."""
+        return all(instance.state is InstanceState.RETIRED for instance in self.instances.values())
+
+    def takers(self) -> list[Instance]:
+        """Instances that take sequences now, in order."""
+        return [one for one in self._serving() if one.state is InstanceState.UP or not one.open]
+
+    def deadline(self) -> float:
+        """When ``overdue`` will change, if no message comes before; inf for never."""
+        deadlines = [math.inf]
+        for instance in self.instances.values():
+            if instance.state is InstanceState.STARTING:
+                deadlines.append(instance.deadline)
+            elif instance.alive:
+                deadlines.append(min(instance.heard, instance.moved) + self._patience.engine)
+            if instance.state is InstanceState.HALF_OPEN:
+                deadlines.append(instance.since + HEALTHY_S)
+        return min(deadlines)
+
+    def overdue(self, now: float) -> list[tuple[Instance, WeftError]]:
+        """Instances that count as dead now, and why. Moves half-open instances that were healthy long enough
+        to up.
+        """
+        result: list[tuple[Instance, WeftError]] = []
+        for instance in self.instances.values():
+            why = instance.overdue(self._patience.engine, now) if instance.alive else None
+            if why is not None:
+                result.append((instance, EngineDead(why)))
+            elif instance.state is InstanceState.STARTING and now >= instance.deadline:
+                lacks = "did not start in time" if instance.listens else "does not listen"
+                result.append((instance, EngineDead(f"the engine's process {lacks}")))
+            elif instance.state is InstanceState.HALF_OPEN and now >= instance.since + HEALTHY_S:
+                self.prove(instance)
+        return result
+
+    def stall(self, seconds: float, now: float) -> None:
+        """This process stood still for ``seconds``: extends deadlines, because messages of that time may be
+        unread.
+        """
+        for instance in self.instances.values():
+            instance.heard = min(now, instance.heard + seconds)
+            instance.moved = min(now, instance.moved + seconds)
+            instance.deadline += seconds
+        if self.unready_since != math.inf:
+            self.unready_since = min(now, self.unready_since + seconds)
+
+    # -- states
+
+    def expect(self, instance: Instance, link: int, now: float, relinked: bool = False) -> None:
+        """A process was started; if ``relinked``, the one that was lost is tried over another link."""
+        self.restarts += instance.state is InstanceState.DOWN and not relinked
+        instance.start(link, now + self._patience.load)
+
+    def locate(self, instance: Instance, now: float) -> None:
+        """It is known where a process will listen."""
+        if instance.state is InstanceState.STARTING and not instance.listens:
+            instance.deadline = now + self._patience.listen
+
+    def listen(self, instance: Instance, now: float) -> bool:
+        """A process listens. Returns whether that is new."""
+        if instance.state is not InstanceState.STARTING or instance.listens:
+            return False
+        instance.listens = True
+        instance.deadline = now + self._patience.load
+        return True
+
+    def welcome(self, instance: Instance, welcome: m.Welcome, now: float) -> bool:
+        """A process answers. Returns whether it is up now. Raises EngineDead if it cannot be used."""
+        version = m.common_version(welcome.versions)
+        if version is None:
+            low, high = welcome.versions
+            spoken = f"the engine speaks versions {low} to {high}, this front {m.OLDEST} to {m.VERSION}"
+            raise EngineDead(spoken)
+        if instance.welcome is not None and instance.welcome.incarnation != welcome.incarnation:
+            raise EngineDead("the engine was replaced")
+        if instance.state is not InstanceState.STARTING:
+            return False
+        instance.welcome = welcome
+        instance.version = version
+        instance.since = instance.heard = instance.moved = now
+        instance.state = InstanceState.HALF_OPEN if instance.deaths >= ROW else InstanceState.UP
+        if self.complete:
+            log.info("engine %s is back", instance.name)
+        all_up = all(other.alive for other in self.instances.values())
+        self.complete = self.complete or all_up or (self._joining and bool(self._serving()))
+        self._changed(now)
+        return True
+
+    def prove(self, instance: Instance) -> None:
+        """The instance is healthy: a sequence ended well there, or it was up for ``HEALTHY_S``."""
+        if instance.state is InstanceState.HALF_OPEN:
+            instance.state = InstanceState.UP
+            instance.deaths = 0
+
+    def drain(self, instance: Instance, now: float) -> None:
+        """The instance gets no new sequences."""
+        if instance.alive:
+            instance.state = InstanceState.DRAINING
+            self._changed(now)
+
+    def lose(self, instance: Instance, now: float) -> bool:
+        """Its process is gone or unusable. Returns whether that is new."""
+        if instance.state in (InstanceState.DOWN, InstanceState.RETIRED):
+            return False
+        healthy = instance.alive and now - instance.since >= HEALTHY_S
+        instance.deaths = 1 if healthy else instance.deaths + 1
+        instance.state = InstanceState.DOWN
+        self._changed(now)
+        return True
+
+    def retire(self, instance: Instance) -> None:
+        """No other process of the instance will be started."""
+        instance.state = InstanceState.RETIRED
+
+    def _serving(self) -> list[Instance]:
+        broken = {one.domain for one in self.instances.values() if one.domain and not one.alive}
+        serving = (InstanceState.UP, InstanceState.HALF_OPEN)
+        return [one for one in self.instances.values() if one.state in serving and one.domain not in broken]
+
+    def _changed(self, now: float) -> None:
+        if self._serving():
+            self.unready_since = math.inf
+        elif self.complete:
+            self.unready_since = min(self.unready_since, now)

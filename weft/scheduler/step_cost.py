@@ -1,0 +1,245 @@
+"""What a step costs: seconds as a function of what is in it.
+
+The model is linear in a few features of a step, with coefficients that are never negative, so it grows with
+everything that is added to a step. Merged tokens enter as a piecewise linear function, one slope for each
+stretch between two knots: a step of few tokens is bound by reading the weights, one of many by arithmetic.
+
+    seconds = step + slope_1 * tokens up to 16 + slope_2 * tokens 17 .. 64 + ...
+            + prefill_row * rows + prefill_pair * (query, key) pairs + prefill_read * positions read
+            + decode_row * rows + decode_pair * (query, key) pairs
+            + verify, if any row verifies drafts + draft_pass * drafter's passes + draft * drafts proposed
+
+For one new position a row, pairs and positions read are the same number: a decode row's cache reads are its
+pairs. ``weft.scheduler.fit`` finds the coefficients. No torch: a prediction takes microseconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from weft.common.errors import ConfigError
+from weft.types.plan import PlannedRows
+
+KNOTS = (16, 64, 256, 1024)
+"""Merged tokens at which the slope may change."""
+
+NAMES = (
+    "step",
+    *(f"tokens_to_{knot}" for knot in KNOTS),
+    "tokens_beyond",
+    "prefill_row",
+    "prefill_pair",
+    "prefill_read",
+    "decode_row",
+    "decode_pair",
+    "verify",
+    "draft_pass",
+    "draft",
+)
+"""Features in order; coefficients are seconds for one of each."""
+
+SPECULATION = ("verify", "draft_pass", "draft")
+"""Features that steps without drafts have not. A file may leave them out: then they cost nothing."""
+
+FIRST_SLOPE, NUM_SLOPES = 1, len(KNOTS) + 1
+"""Where the slopes of merged tokens are in ``NAMES``."""
+
+_FORMAT = 1
+
+
+class StepShape(NamedTuple):
+    """What the cost of a step depends on. Positions count from 0."""
+
+    prefill_rows: int = 0
+    prefill_tokens: int = 0
+    prefill_pairs: int = 0
+    """(query, key) pairs of causal attention: the sum over tokens of position + 1."""
+    prefill_read: int = 0
+    """Cached positions that rows read: the sum over rows of start + count."""
+    decode_rows: int = 0
+    decode_tokens: int = 0
+    decode_pairs: int = 0
+    verify: int = 0
+    """1 if some row verifies drafts, which may take it off the fastest path; else 0."""
+    draft_passes: int = 0
+    """Most drafts that a row proposes after the step: a drafter may make them one after another."""
+    drafts: int = 0
+    """Drafts proposed after the step, over all rows."""
+
+    @property
+    def tokens(self) -> int:
+        return self.prefill_tokens + self.decode_tokens
+
+    def with_chunk(self, start: int, count: int) -> StepShape:
+        """This step and one more prefill row over positions ``start .. start + count - 1``."""
+        return self._replace(
+            prefill_rows=self.prefill_rows + 1,
+            prefill_tokens=self.prefill_tokens + count,
+            prefill_pairs=self.prefill_pairs + pairs(start, count),
+            prefill_read=self.prefill_read + start + count,
+        )
+
+    def label(self) -> str:
+        """As in traces: ``prefill rows/tokens + decode rows/tokens``."""
+        return f"{self.prefill_rows}/{self.prefill_tokens} + {self.decode_rows}/{self.decode_tokens}"
+
+
+def pairs(start: int, count: int) -> int:
+    """(query, key) pairs of ``count`` queries from position ``start``, each seeing itself and all before."""
+    return count * start + count * (count + 1) // 2
+
+
+def shape_of(plan: PlannedRows) -> StepShape:
+    """The shape of a plan; where rows verify drafts, of its upper bounds."""
+    prefill = plan.prefill
+    decode = plan.decode
+    passes = max(int(prefill.next_k.max(initial=0)), int(decode.next_k.max(initial=0)))
+    return decode_shape(decode.start, decode.count)._replace(
+        prefill_rows=prefill.rows,
+        prefill_tokens=prefill.tokens,
+        prefill_pairs=_seen(prefill.start, prefill.count),
+        prefill_read=int(prefill.start.sum(dtype="int64")) + prefill.tokens,
+        draft_passes=passes,
+        drafts=int(prefill.next_k.sum() + decode.next_k.sum()) if passes else 0,
+    )
+
+
+def decode_shape(start: np.ndarray, count: np.ndarray) -> StepShape:
+    """The shape of decode rows alone: of ``count`` tokens each, from positions ``start``, integers [rows]."""
+    rows = len(start)
+    tokens = int(count.sum())
+    return StepShape(
+        decode_rows=rows,
+        decode_tokens=tokens,
+        decode_pairs=_seen(start, count),
+        verify=int(tokens > rows),
+    )
+
+
+def _seen(start: np.ndarray, count: np.ndarray) -> int:
+    """(query, key) pairs of rows."""
+    first = start.astype("int64")
+    tokens = count.astype("int64")
+    return int((tokens * first + tokens * (tokens + 1) // 2).sum())
+
+
+def features(shape: StepShape) -> list[float]:
+    """The step's features, in the order of ``NAMES``."""
+    found = [1.0]
+    low = 0
+    tokens = shape.tokens
+    for knot in KNOTS:
+        found.append(float(min(max(tokens - low, 0), knot - low)))
+        low = knot
+    found.append(float(max(tokens - low, 0)))
+    return [
+        *found,
+        float(shape.prefill_rows),
+        float(shape.prefill_pairs),
+        float(shape.prefill_read),
+        float(shape.decode_rows),
+        float(shape.decode_pairs),
+        float(shape.verify),
+        float(shape.draft_passes),
+        float(shape.drafts),
+    ]
+
+
+class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A cost model as JSON."""
+
+    format: int
+    about: str = ""
+    seconds: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Coefficients in the order of ``NAMES``, in seconds."""
+
+    coefficients: tuple[float, ...]
+    about: str = ""
+    """Where it was measured, in words."""
+
+    def predict(self, shape: StepShape) -> float:
+        """Seconds of a step."""
+        return sum(c * x for c, x in zip(self.coefficients, features(shape), strict=True))
+
+    def token_seconds(self, tokens: np.ndarray) -> np.ndarray:
+        """Seconds that merged tokens add, for each number of them: float64, of the shape of ``tokens``."""
+        total = np.zeros(tokens.shape)
+        low = 0.0
+        for knot, slope in zip((*KNOTS, np.inf), self.coefficients[FIRST_SLOPE:], strict=False):
+            total += slope * np.clip(tokens - low, 0.0, knot - low)
+            low = knot
+        return total
+
+    def coefficient(self, name: str) -> float:
+        """Seconds for one of the feature ``name``."""
+        return self.coefficients[NAMES.index(name)]
+
+    def scaled(self, factor: float) -> CostModel:
+        """A machine that is ``factor`` times as slow at everything."""
+        return CostModel(tuple(c * factor for c in self.coefficients), self.about)
+
+    def to_json(self) -> bytes:
+        """Readable JSON; ``from_json`` takes it back without loss."""
+        seconds = dict(zip(NAMES, self.coefficients, strict=True))
+        return msgspec.json.format(
+            msgspec.json.encode(_File(format=_FORMAT, about=self.about, seconds=seconds)), indent=2
+        )
+
+    @classmethod
+    def from_json(cls, data: bytes, name: str = "the cost model") -> CostModel:
+        """Parses what ``to_json`` made. Raises ConfigError, calling it ``name``, for anything else."""
+        try:
+            file = msgspec.json.decode(data, type=_File)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{name} is not a cost model: {error}") from error
+        if file.format != _FORMAT:
+            raise ConfigError(f"{name} has format {file.format}; this version reads {_FORMAT}: measure again")
+        return cls.of(file.seconds, file.about, name)
+
+    @classmethod
+    def of(cls, seconds: Mapping[str, float], about: str = "", name: str = "the cost model") -> CostModel:
+        """From coefficients by feature. Raises ConfigError unless all are there, finite and not negative.
+
+        Those in ``SPECULATION`` may be left out, and are 0 then.
+        """
+        seconds = {**dict.fromkeys(SPECULATION, 0.0), **seconds}
+        wrong = sorted(set(seconds) ^ set(NAMES))
+        if wrong:
+            raise ConfigError(f"{name} must have the features {', '.join(NAMES)}; look at {', '.join(wrong)}")
+        for key, value in seconds.items():
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"{name}: {key} must be a number of seconds of at least 0")
+        if not any(seconds.values()):
+            raise ConfigError(f"{name}: all its coefficients are 0, so no step would take any time")
+        return cls(tuple(float(seconds[key]) for key in NAMES), about)
+
+
+PRIOR = CostModel.of(
+    {
+        "step": 5e-3,
+        "tokens_to_16": 1e-4,
+        "tokens_to_64": 1e-4,
+        "tokens_to_256": 1e-4,
+        "tokens_to_1024": 1e-4,
+        "tokens_beyond": 1e-4,
+        "prefill_row": 1e-4,
+        "prefill_pair": 1e-8,
+        "prefill_read": 1e-8,
+        "decode_row": 1e-5,
+        "decode_pair": 1e-7,
+        "verify": 1e-4,
+        "draft_pass": 3e-4,
+        "draft": 1e-5,
+    },
+    "a guess for before the first measurement; its proportions matter, its size is scaled to what is seen",
+)

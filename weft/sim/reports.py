@@ -1,0 +1,69 @@
+"""What ranks have reported of steps, and what must hold of an epoch, beside what ``Membership`` says."""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+
+from weft.group.membership import Membership
+from weft.sim.check import Violation, require
+from weft.sim.ranks import Replica
+from weft.types import frames as f
+
+
+class Reports:
+    """Of one group, as its head reads them."""
+
+    def __init__(self, name: str, members: Membership, replica: Replica) -> None:
+        """``name``: of the head."""
+        self._name = name
+        self._members = members
+        self._replica = replica
+        self._others = len(replica.ranks) - 1
+        self._reported: dict[int, set[int]] = {}
+        """Steps of the present epoch: the ranks whose reports were read."""
+
+    def begin(self, step: int) -> None:
+        """The head's own rank begins a step."""
+        self._reported.setdefault(step, set())
+
+    def clear(self) -> None:
+        """Another epoch begins."""
+        self._reported.clear()
+
+    def take(self, rank: int, peer: bytes, outcome: f.Outcome) -> None:
+        """A report is read; it is none if the process is not the rank's, or not in the present epoch."""
+        member = self._members.members[rank]
+        if member.peer == peer and outcome.epoch == self._members.epoch:
+            self._reported.setdefault(outcome.step, set()).add(rank)
+
+    def check_count(self, step: int, epoch: int) -> None:
+        """Raises Violation unless ``step`` may count: it is of the epoch that runs, of which every rank has
+        reported it and all before it, but for the last ``lag``.
+        """
+        members = self._members
+        name = f"{self._name}: step {step}"
+        require(epoch == members.epoch, f"{name} of epoch {epoch} is counted in epoch {members.epoch}")
+        last = step - members.lag
+        for number in [number for number in self._reported if number <= last]:
+            reported = self._reported.pop(number)
+            if len(reported) < self._others:
+                lacks = f"of step {number} only ranks {sorted(reported)} have reported"
+                raise Violation(f"{name} is counted before all ranks reported: {lacks}")
+
+    def check_epoch(self) -> None:
+        """Raises Violation unless every rank is in the epoch that begins."""
+        members = self._members
+        name = f"{self._name}: epoch {members.epoch}"
+        require(members.epoch > members.aborted, f"{name} runs, and was ended")
+        for rank, member in members.members.items():
+            process = self._replica.by_peer.get(member.peer or b"")
+            require(process is not None, f"{name} runs, and rank {rank} has not said hello")
+            assert process is not None
+            require(process.rank == rank, f"{name}: rank {rank} is the process of rank {process.rank}")
+            require(process.given_up_by is not self._replica.group, f"{name}: rank {rank} was given up")
+            require(process.epoch == members.epoch, f"{name}: rank {rank} is in epoch {process.epoch}")
+
+    def known_of(self, rank: int) -> tuple[object, ...]:
+        """All that the membership knows by what ``rank`` says."""
+        members = self._members
+        return (members.phase, members.pools, members.steps.own, *astuple(members.members[rank]))
