@@ -13,7 +13,7 @@ BUILT = (
     + [f"B{i}" for i in range(1, 22)]
     + [f"C{i}" for i in range(1, 15)]
     + ["E7", "E8", "E30"]
-    + [f"F{i}" for i in (3, 5, *range(8, 16), 18, 26, 27, 28, 29, 30, 31, *range(40, 44), *range(45, 49), 61, 63)]
+    + [f"F{i}" for i in (3, 5, *range(8, 16), 18, *range(26, 32), *range(40, 44), *range(45, 49), 61, 63)]
 )  # fmt: skip
 
 

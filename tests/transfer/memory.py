@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weft.config.layout import TensorLayout, pool_tensors, slot_tensors
+from weft.config.cache_layout import TensorLayout, pool_tensors, slot_tensors
 from weft.config.sharding import share, share_of_kv
 from weft.config.spec import CacheSpec, StatePart
-from weft.transfer.layout import blocks_of, placed
+from weft.transfer.group_layout import blocks_of, placed
 from weft.transfer.spans import Side
 from weft.types.rooms import GroupDims, KindDims, TensorDims
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.transfer.memory import KINDS, Group, reference
 from weft.transfer.coverage import BadSpans, Coverage
-from weft.transfer.layout import compatible, tensors_of
+from weft.transfer.group_layout import compatible, tensors_of
 from weft.transfer.spans import SpanPlan, arriving, first_position, merged, split
 from weft.types.rooms import RoomMessageError
 

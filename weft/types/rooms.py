@@ -94,7 +94,7 @@ class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True
 
 
 class TensorDims(_Part, frozen=True):
-    """One tensor of a cache kind on a rank: ``weft.config.layout.TensorLayout`` as a message has it."""
+    """One tensor of a cache kind on a rank: ``weft.config.cache_layout.TensorLayout`` as a message has it."""
 
     name: str
     dims: tuple[tuple[str, Count], ...]

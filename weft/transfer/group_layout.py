@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from weft.common.errors import ConfigError
-from weft.config.layout import ITEM_BYTES, TensorLayout
+from weft.config.cache_layout import ITEM_BYTES, TensorLayout
 from weft.config.resolved import KVConfig
 from weft.config.sharding import share, share_of_kv
 from weft.types.rooms import Blocks, GroupDims, KindDims, RoomMessageError, TensorDims
