@@ -27,11 +27,11 @@ import torch
 from weft.config.cache_layout import pool_tensors
 from weft.config.spec import CacheSpec
 from weft.ops import cpu
-from weft.transfer.layout import blocks_of
+from weft.transfer.group_layout import blocks_of
 from weft.transfer.pushes import WRITE_BYTES
 from weft.transfer.words import RankReport, RankStopped
 from weft.transports.copying import copy_spans, digest_spans
-from weft.transports.memory import SharedMemory
+from weft.transports.shared_memory import SharedMemory
 from weft.transports.shm import ShmTransport
 from weft.transports.tcp import TcpTransport
 from weft.transports.worker import RankTransfer

@@ -11,7 +11,7 @@ import numpy as np
 from weft.config.cache_layout import TensorLayout, pool_tensors, slot_tensors
 from weft.config.sharding import share, share_of_kv
 from weft.config.spec import CacheSpec, StatePart
-from weft.transfer.layout import blocks_of, placed
+from weft.transfer.group_layout import blocks_of, placed
 from weft.transfer.spans import Side
 from weft.types.rooms import GroupDims, KindDims, TensorDims
 

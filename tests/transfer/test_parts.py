@@ -15,7 +15,7 @@ from weft.transfer import arrivals as a
 from weft.transfer import digests
 from weft.transfer import pushes as p
 from weft.transfer.coverage import Coverage
-from weft.transfer.leases import Lease, Pool, Ring
+from weft.transfer.memory_leases import MemoryLease, Pool, Ring
 from weft.transfer.outcomes import Outcomes
 from weft.transfer.spans import Part, SpanPlan
 from weft.transfer.tombstones import Parking, Tombstones
@@ -28,7 +28,7 @@ ERROR = Unavailable("planted").info()
 @pytest.mark.parametrize("kind", [Ring, Pool])
 def test_leases_never_overlap_and_nothing_leaks(kind: type[Ring] | type[Pool]) -> None:
     for seed in range(50):
-        rng, memory, held = random.Random(seed), kind(1000), list[Lease]()
+        rng, memory, held = random.Random(seed), kind(1000), list[MemoryLease]()
         deferred = 0
         for _ in range(400):
             if rng.random() < 0.6:

@@ -9,9 +9,9 @@ import pytest
 
 from tests.transfer.world import ERROR, GROUP, LONGEST, PATIENCE, PROMPT, Violation, World
 from weft.transfer import words as w
-from weft.transfer.layout import blocks_of
+from weft.transfer.group_layout import blocks_of
 from weft.transfer.receiver import ReceivingRooms
-from weft.transfer.rooms import FenceBy
+from weft.transfer.room_table import FenceBy
 from weft.transfer.sender import SendingRooms, intact, sealed
 from weft.types import rooms as r
 from weft.types.rooms import Outcome, Peer, RoomKey, State

@@ -7,9 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.transfer.memory import KINDS, Group, reference
+from tests.transfer.memory import KINDS, Group, local_cache, reference
+from weft.config.resolved import KVConfig, PoolSpec
+from weft.config.spec import CacheSpec
 from weft.transfer.coverage import BadSpans, Coverage
-from weft.transfer.layout import compatible, tensors_of
+from weft.transfer.group_layout import compatible, group_dims, regions, tensors_of
 from weft.transfer.spans import SpanPlan, arriving, first_position, merged, split
 from weft.types.rooms import RoomMessageError
 
@@ -169,6 +171,25 @@ def test_groups_of_other_models_are_not_compatible() -> None:
         assert compatible(one.dims, Group([KINDS[other]], 2, 4, BLOCKS).dims), other
     state = Group([KINDS["state"]], 2, 4, BLOCKS)
     assert compatible(state.dims, Group([KINDS["state"]], 4, 4, 9, snapshots=True).dims) is None
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_group_is_described_by_its_configuration(ranks: int) -> None:
+    caches = [KINDS[name] for name in sorted(KINDS)]
+
+    def config(specs: list[CacheSpec]) -> KVConfig:
+        pools = tuple(PoolSpec(cache=spec, block_size=8, num_blocks=BLOCKS) for spec in specs)
+        facts = {"block_size": 8, "enable_prefix_caching": True, "max_model_len": 64}
+        return KVConfig(pools=pools, num_slots=2, copies=3, **facts)  # type: ignore[arg-type]
+
+    local = config([local_cache(spec, ranks) for spec in caches])
+    for snapshots in (False, True):
+        dims = group_dims(config(caches), local, ranks, "bfloat16", snapshots)
+        assert dims == Group(caches, ranks, 8, BLOCKS, snapshots).dims
+        tensors_of(dims)
+        sizes = [tensor.nbytes for tensors in tensors_of(dims) for tensor in tensors]
+        assert sizes == [len(region) for region in Group(caches, ranks, 8, BLOCKS, snapshots).regions[0]]
+        assert len(regions(dims)) == len(sizes)
 
 
 def test_dims_that_contradict_a_kind_are_refused() -> None:

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from tests.transfer.memory import KINDS, Group
 from weft.common.errors import Unavailable
 from weft.transfer import words as w
-from weft.transfer.layout import blocks_of
+from weft.transfer.group_layout import blocks_of
 from weft.transfer.receiver import ReceivingRooms
-from weft.transfer.rooms import FenceBy, Patience
+from weft.transfer.room_table import FenceBy, Patience
 from weft.transfer.sender import SendingRooms
 from weft.types import rooms as r
 from weft.types.rooms import Outcome, Peer, RoomKey, State

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 
 from tests.transfer.memory import KINDS, Group, reference
-from weft.transfer.layout import blocks_of
+from weft.transfer.group_layout import blocks_of
 from weft.transfer.spans import first_position
 from weft.transfer.words import RankReport, RankStopped
 from weft.transports.base import Transport
-from weft.transports.memory import SharedMemory
+from weft.transports.shared_memory import SharedMemory
 from weft.transports.shm import ShmTransport
 from weft.transports.tcp import TcpTransport
 from weft.transports.worker import RankTransfer

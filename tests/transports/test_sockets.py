@@ -20,10 +20,10 @@ import torch
 from tests.transports.rig import SECRET, Pair
 from weft.common.errors import ConfigError, EngineDead
 from weft.transfer import arrivals as a
-from weft.transfer.layout import blocks_of
+from weft.transfer.group_layout import blocks_of
 from weft.transfer.pushes import Write
-from weft.transports import frames as f
-from weft.transports.memory import SharedMemory, map_read_only
+from weft.transports import wire as f
+from weft.transports.shared_memory import SharedMemory, map_read_only
 from weft.transports.shm import ShmTransport
 from weft.transports.sockets import SocketTransport
 from weft.transports.tcp import TcpTransport

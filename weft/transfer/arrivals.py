@@ -8,7 +8,6 @@ of one that was stopped             dropped: nothing of it is written any more
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -215,8 +214,3 @@ class Arrivals:
     def _drop(self, write: Incoming, why: str) -> Answer:
         self.dropped += 1
         return Answer(write, Unavailable(f"a write was dropped: {why}").info())
-
-
-def rows_of(parts: Sequence[tuple[int, np.ndarray]]) -> int:
-    """Spans of all parts."""
-    return sum(len(spans) for _, spans in parts)

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from weft.common.errors import ErrorInfo
-from weft.transfer.leases import Lease, Ring
+from weft.transfer.memory_leases import MemoryLease, Ring
 from weft.transfer.spans import Part, SpanPlan, split
 from weft.types.rooms import Outcome, RoomKey
 
@@ -93,7 +93,7 @@ class _Room:
         self.missing = set(missing)
         """(kind, number) of layers of which the last positions have not been computed."""
         self.queued: dict[str, deque[tuple[Part, ...]]] = {peer: deque() for peer in begin.plans}
-        self.under_way: dict[tuple[str, int], Lease] = {}
+        self.under_way: dict[tuple[str, int], MemoryLease] = {}
         self.numbers = dict.fromkeys(begin.plans, 0)
         self.started = self.over = False
 

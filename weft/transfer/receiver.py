@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from weft.common.errors import ErrorInfo, WeftError
 from weft.transfer import words as w
-from weft.transfer.rooms import FenceBy, Patience, Room, Rooms
+from weft.transfer.room_table import FenceBy, Patience, Room, Rooms
 from weft.transfer.sender import TransferRefused, check_bound, intact
 from weft.transfer.tombstones import Parking
 from weft.types import rooms as r

@@ -7,8 +7,8 @@ import msgspec
 from weft.common.errors import ErrorInfo, WeftError
 from weft.transfer import words as w
 from weft.transfer.digests import digest_bytes, room_seed
-from weft.transfer.layout import compatible, placed
-from weft.transfer.rooms import FenceBy, Patience, Room, Rooms
+from weft.transfer.group_layout import compatible, placed
+from weft.transfer.room_table import FenceBy, Patience, Room, Rooms
 from weft.types import rooms as r
 from weft.types.rooms import State
 

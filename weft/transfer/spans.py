@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from weft.transfer.layout import Heads, Place, Tensor, heads_of, tensors_of
+from weft.transfer.group_layout import Heads, Place, Tensor, heads_of, tensors_of
 from weft.types.rooms import GroupDims, KindDims, RoomMessageError
 
 NO_SPANS = np.empty((0, 3), np.int64)

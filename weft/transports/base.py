@@ -24,7 +24,7 @@ import torch
 from weft.common.errors import ErrorInfo, WeftError
 from weft.transfer.arrivals import Incoming
 from weft.transfer.pushes import Write, Written
-from weft.transfer.rooms import FenceBy
+from weft.transfer.room_table import FenceBy
 from weft.types.rooms import Endpoint, RoomKey
 
 
@@ -45,7 +45,7 @@ class Transport(Protocol):
     """Where peers reach this rank."""
 
     def register(self, regions: Sequence[torch.Tensor]) -> None:
-        """This rank's memory, uint8 [bytes] each, numbered as in ``weft.transfer.layout``; once, for life."""
+        """This rank's memory, uint8 [bytes] each, numbered as ``group_layout`` does; once, for life."""
 
     def connect(self, peer: Endpoint, deadline: float) -> str:
         """The name by which ``write`` knows a receiver's rank. Connects when it is first written to.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
-from weft.transports import frames as f
+from weft.transports import wire as f
 from weft.types.rooms import RoomKey
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from weft.common.errors import ErrorInfo, Unavailable
 from weft.transfer.arrivals import Incoming
 from weft.transfer.digests import digest_spans, room_seed, span_seeds
 from weft.transfer.pushes import WRITE_BYTES, Write, Written
-from weft.transfer.rooms import FenceBy
+from weft.transfer.room_table import FenceBy
 from weft.transports.base import TransferCorrupt
 from weft.types.rooms import Endpoint, RoomKey
 

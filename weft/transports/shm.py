@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from weft.common.errors import ConfigError, EngineDead
-from weft.transports import frames as f
+from weft.transports import wire as f
 from weft.transports.connection import MOST_FDS, Got
-from weft.transports.memory import SharedMemory, map_read_only
+from weft.transports.shared_memory import SharedMemory, map_read_only
 from weft.transports.sockets import Link, SocketTransport, Source, check_inside
 
 

@@ -28,8 +28,8 @@ from weft.common.log import get_logger
 from weft.transfer.arrivals import Incoming
 from weft.transfer.digests import room_seed, span_seeds
 from weft.transfer.pushes import WRITE_BYTES, Write, Written
-from weft.transfer.rooms import FenceBy
-from weft.transports import frames as f
+from weft.transfer.room_table import FenceBy
+from weft.transports import wire as f
 from weft.transports.base import TransferCorrupt
 from weft.transports.connection import Connection, Got
 from weft.transports.copying import copy_spans, digest_spans

@@ -1,6 +1,6 @@
 """Ranks on several hosts: bytes go over TCP into the receiver's memory, which copies them where they belong.
 
-Only who knows the secret is heard: see ``weft.transports.secret``. A write's bytes are read from the
+Only who knows the secret is heard: see ``weft.transports.connection_keys``. A write's bytes are read from the
 sender's caches as they go out, and pass on the other side through a buffer of one write.
 """
 
@@ -13,9 +13,9 @@ import numpy as np
 
 from weft.common.errors import ConfigError
 from weft.transfer.pushes import Write
-from weft.transports import frames as f
+from weft.transports import wire as f
 from weft.transports.connection import Got, memory_of
-from weft.transports.secret import NONCE_BYTES, check_secret, keys, new_nonce
+from weft.transports.connection_keys import NONCE_BYTES, check_secret, keys, new_nonce
 from weft.transports.sockets import Link, SocketTransport, Source
 
 

@@ -21,7 +21,7 @@ from weft.common.log import get_logger
 from weft.transfer import arrivals as a
 from weft.transfer import pushes as p
 from weft.transfer.coverage import Coverage
-from weft.transfer.layout import placed
+from weft.transfer.group_layout import placed
 from weft.transfer.spans import Side, SpanPlan, arriving
 from weft.transfer.words import RankReport, RankStopped
 from weft.transports.base import Transport

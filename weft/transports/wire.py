@@ -7,8 +7,8 @@
     payload          the spans of a Write, one behind the other; their digests are in the body
 
 The key is the connection's own, made of a secret and of what both ends drew by chance
-(``weft.transports.secret``), or none on one host. Payload is proven by its digests, which find faults; it
-is neither secret nor proof against forgers who sit between two hosts.
+(``weft.transports.connection_keys``), or none on one host. Payload is proven by its digests, which find
+faults; it is neither secret nor proof against forgers who sit between two hosts.
 """
 
 from __future__ import annotations

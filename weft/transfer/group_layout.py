@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from weft.common.errors import ConfigError
 from weft.config.cache_layout import ITEM_BYTES, TensorLayout
 from weft.config.resolved import KVConfig
 from weft.config.sharding import share, share_of_kv
@@ -203,11 +202,3 @@ def _fixed(kind: KindDims, dims: TensorDims, ranks: int) -> tuple[object, ...]:
     tensor = tensor_of(dims)
     heads = tensor.heads * ranks if kind.kind == "state" else min(tensor.heads, 1)
     return tensor.kv, heads, tensor.entry_bytes
-
-
-def check_shares(dims: GroupDims) -> None:
-    """Raises ConfigError when ``dims`` are not those of a group (of this process: a mistake of ours)."""
-    try:
-        tensors_of(dims)
-    except RoomMessageError as error:
-        raise ConfigError(f"the caches cannot be described to other groups: {error.message}") from error

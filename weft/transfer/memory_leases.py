@@ -14,7 +14,7 @@ from weft.common.errors import EngineDead
 from weft.types.rooms import RoomKey
 
 
-class Lease(NamedTuple):
+class MemoryLease(NamedTuple):
     """``size`` bytes from ``offset`` on, of one owner, until they are given back."""
 
     number: int
@@ -28,10 +28,10 @@ class _Leases:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._leases: dict[int, Lease] = {}
+        self._leases: dict[int, MemoryLease] = {}
         self._number = 0
 
-    def of(self, owner: RoomKey) -> list[Lease]:
+    def of(self, owner: RoomKey) -> list[MemoryLease]:
         """The leases of a room, in the order in which they were taken."""
         return [lease for lease in self._leases.values() if lease.owner == owner]
 
@@ -39,12 +39,12 @@ class _Leases:
     def count(self) -> int:
         return len(self._leases)
 
-    def _record(self, offset: int, size: int, owner: RoomKey) -> Lease:
+    def _record(self, offset: int, size: int, owner: RoomKey) -> MemoryLease:
         self._number += 1
-        lease = self._leases[self._number] = Lease(self._number, offset, size, owner)
+        lease = self._leases[self._number] = MemoryLease(self._number, offset, size, owner)
         return lease
 
-    def _end(self, lease: Lease) -> None:
+    def _end(self, lease: MemoryLease) -> None:
         if self._leases.pop(lease.number, None) != lease:
             raise EngineDead("a lease was given back that does not run")
 
@@ -64,7 +64,7 @@ class Ring(_Leases):
         self.used = 0
         """Bytes, skipped ones included."""
 
-    def take(self, size: int, owner: RoomKey) -> Lease | None:
+    def take(self, size: int, owner: RoomKey) -> MemoryLease | None:
         """A lease, or None while there is no room. Raises EngineDead for what can never fit."""
         if not 0 < size <= self.size:
             raise EngineDead(f"a lease of {size} bytes of a ring of {self.size}")
@@ -81,7 +81,7 @@ class Ring(_Leases):
         self._order.append((lease.number, skipped + size))
         return lease
 
-    def give_back(self, lease: Lease) -> None:
+    def give_back(self, lease: MemoryLease) -> None:
         """Ends a lease. Raises EngineDead when it does not run."""
         self._end(lease)
         while self._order and self._order[0][0] not in self._leases:
@@ -99,7 +99,7 @@ class Pool(_Leases):
     def available(self) -> int:
         return sum(size for _, size in self._free)
 
-    def take(self, size: int, owner: RoomKey) -> Lease | None:
+    def take(self, size: int, owner: RoomKey) -> MemoryLease | None:
         """A lease, or None while there is no room. Raises EngineDead for what can never fit."""
         if not 0 < size <= self.size:
             raise EngineDead(f"a lease of {size} bytes of a pool of {self.size}")
@@ -109,7 +109,7 @@ class Pool(_Leases):
                 return self._record(offset, size, owner)
         return None
 
-    def give_back(self, lease: Lease) -> None:
+    def give_back(self, lease: MemoryLease) -> None:
         """Ends a lease. Raises EngineDead when it does not run."""
         self._end(lease)
         offset, size = lease.offset, lease.size
