@@ -1,30 +1,41 @@
 """Compiles every Triton kernel for a GPU that need not be there; prints one line a kernel form.
 
-Run as a script, in a process without TRITON_INTERPRET: launches are replaced by compilation for ``sm_90``,
-down to machine code, by the ``ptxas`` that Triton brings.
+    python tests/ops/compile_kernels.py 90 [all]
+
+Run as a script, in a process without TRITON_INTERPRET: launches are replaced by compilation for ``sm_90``
+(or another), down to machine code, by the ``ptxas`` that Triton brings. Of each form it prints name, bytes of
+shared memory, registers of a thread, bytes of its stack (where spilled registers go) and warps, as JSON.
 """
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 HALF, FULL = torch.bfloat16, torch.float32
-SHARED = 227 << 10
-"""Bytes of shared memory that a program may have on Hopper."""
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
 class NoDevice:
     """As much of a Triton driver as compilation asks for."""
 
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self._capability, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -33,21 +44,41 @@ class NoDevice:
         return 0
 
 
-def compile_only() -> list[str]:
-    """Makes every launch a compilation; returns the list that their names go to."""
-    names: list[str] = []
-    driver.set_active(NoDevice())
+def compile_only(capability: int) -> list[dict[str, Any]]:
+    """Makes every launch a compilation; returns the list that what was compiled goes to."""
+    made: list[dict[str, Any]] = []
+    known: set[str] = set()
+    driver.set_active(NoDevice(capability))
     run = JITFunction.run
 
     def warm(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        shared = kernel.metadata.shared
-        names.append(f"{kernel.metadata.name} {shared // 1024} KiB")
-        assert shared <= SHARED, names[-1]
+        if kernel.hash not in known:
+            known.add(kernel.hash)
+            made.append(_resources(kernel))
         return kernel
 
     JITFunction.run = warm
-    return names
+    return made
+
+
+def _resources(kernel: Any) -> dict[str, Any]:
+    """What one program takes, as the compiled binary says."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        said = subprocess.run(
+            [str(CUOBJDUMP), "-res-usage", file.name], capture_output=True, text=True, timeout=60, check=True
+        )
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", said.stdout)
+    assert usage is not None, said.stdout
+    return {
+        "name": kernel.metadata.name,
+        "shared": kernel.metadata.shared,
+        "registers": int(usage[1]),
+        "stack": int(usage[2]),
+        "warps": kernel.metadata.num_warps,
+    }
 
 
 def _segment(counts: list[int]) -> Any:
@@ -164,7 +195,7 @@ def experts(dtype: torch.dtype) -> None:
 
 
 def main() -> None:
-    names = compile_only()
+    made = compile_only(int(sys.argv[1]))
     elementwise(HALF)
     products(HALF)
     experts(HALF)
@@ -182,7 +213,7 @@ def main() -> None:
         attention(8, 8, 96, 4, 0, torch.float16)
         attention(71, 1, 64, 64, 0, HALF)
         attention(4, 2, 20, 3, 7, FULL)
-    print("\n".join(names))
+    print("\n".join(json.dumps(one) for one in made))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,12 @@
-"""Every kernel compiles to machine code for a Hopper GPU, wherever Triton is installed: no GPU is needed."""
+"""Every kernel compiles to machine code for GPUs of three generations, and fits: no GPU is needed.
+
+What a program takes of a multiprocessor is read from the compiled binary.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import platform
 import subprocess
@@ -16,9 +20,18 @@ from tests.support.slowness import deadline
 ROOT = Path(__file__).parents[2]
 
 
+#: Capability -> bytes of shared memory that one program may have.
+SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+REGISTERS = 1 << 16
+"""Of a multiprocessor: all threads of one program must fit."""
+ATTENTION = {"_attend", "_attend_latent", "_merge"}
+LAYERS = {"_add_rms_norm", "_qkv_rope_cache", "_gated_silu", "_linear", "_grouped", "_combine"}
+
+
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 @pytest.mark.skipif(platform.system() != "Linux", reason="needs the ptxas of Triton's Linux wheels")
-def test_kernels_compile_for_hopper(pytestconfig: pytest.Config) -> None:
+@pytest.mark.parametrize("capability", SHARED, ids=["ampere", "hopper", "blackwell"])
+def test_kernels_compile_and_fit(capability: int, pytestconfig: pytest.Config) -> None:
     """In a process of its own: this one's kernels are the interpreter's.
 
     What was compiled is kept beside pytest's cache: Triton knows it by the source of all that is in it.
@@ -28,11 +41,11 @@ def test_kernels_compile_for_hopper(pytestconfig: pytest.Config) -> None:
     environment = {
         **os.environ,
         "TRITON_INTERPRET": "0",
-        "TRITON_CACHE_DIR": str(cache.mkdir("triton-hopper")),
+        "TRITON_CACHE_DIR": str(cache.mkdir(f"triton-{capability}")),
         "PYTHONPATH": str(ROOT),
     }
     made = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("compile_kernels.py"))],
+        [sys.executable, str(Path(__file__).with_name("compile_kernels.py")), str(capability)],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -40,7 +53,9 @@ def test_kernels_compile_for_hopper(pytestconfig: pytest.Config) -> None:
         timeout=deadline(280),
     )
     assert made.returncode == 0, made.stderr[-4000:]
-    names = {line.split()[0] for line in made.stdout.splitlines()}
-    attention = {"_attend", "_attend_latent", "_merge"}
-    layers = {"_add_rms_norm", "_qkv_rope_cache", "_gated_silu", "_linear", "_grouped", "_combine"}
-    assert names == attention | layers
+    kernels = [json.loads(line) for line in made.stdout.splitlines()]
+    assert {kernel["name"] for kernel in kernels} == ATTENTION | LAYERS
+    for kernel in kernels:
+        assert kernel["shared"] <= SHARED[capability], kernel
+        assert kernel["registers"] * 32 * kernel["warps"] <= REGISTERS, kernel
+        assert not kernel["stack"], f"registers are spilled to memory: {kernel}"

@@ -169,7 +169,7 @@ def _read(cache: tuple[Tensor, ...], run: int, index: Tensor, seen: Tensor) -> T
 
     def take(entries: Tensor) -> Tensor:
         width = entries.shape[2]
-        result = entries.view(-1, run * width).index_select(0, index).view(-1, width)
+        result = kv_fp8.take(entries.view(-1, run * width), index).view(-1, width)
         result.view(BITS[result.dtype]).bitwise_and_(seen.to(BITS[result.dtype]))
         return result
 

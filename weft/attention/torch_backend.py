@@ -231,7 +231,7 @@ def _attend(
     kv_heads = spec.kv_heads
     dim = spec.head_dim
     shared = q.shape[1] // kv_heads
-    kv = entries.index_select(0, group.gather).view(2, b, kv_heads, -1, dim)
+    kv = kv_fp8.take(entries, group.gather).view(2, b, kv_heads, -1, dim)
     kv.view(group.seen.dtype).bitwise_and_(group.seen)  # +0.0, whatever was there
     if scales is not None:
         own = scales.view(-1, scales.shape[3]).index_select(0, group.gather).view(kv.shape[:-1])

@@ -39,6 +39,14 @@ def dequantize(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     return made.to(dtype)
 
 
+def take(entries: Tensor, rows: Tensor) -> Tensor:
+    """The entries ``rows`` [N] of ``entries`` [.., n], contiguous, in any dtype."""
+    if entries.dtype != VALUES:
+        return entries.index_select(0, rows)
+    # Bytes, because a GPU copies no E4M3 by index.
+    return entries.view(torch.uint8).index_select(0, rows).view(VALUES)
+
+
 def write(cache: Tensor, scales: Tensor, rows: Tensor, entries: Tensor) -> None:
     """Quantizes ``entries`` [N, n] into the entries ``rows`` [N] of a cache.
 

@@ -62,10 +62,11 @@ def invariant(group: int, dim: int, dtype: torch.dtype) -> KernelForm:
 def latent(lines: int, dtype: torch.dtype) -> KernelForm:
     """For rows of few queries against lines of latent attention: states are as wide as a latent."""
     exact = dtype == torch.float32
+    few = lines <= 16 or exact
     return KernelForm(
-        tile_m=16 if lines <= 16 or exact else 32,
+        tile_m=16 if few else 32,
         tile_n=16 if exact else 32,
-        warps=4,
+        warps=4 if few else 8,  # 4 have too few registers for 32 lines of 512 dims
         stages=1 if exact else 2,
         plain=False,
     )

@@ -1,0 +1,347 @@
+"""What stands for the Triton kernels: each checks what its launches are given, in place of computing.
+
+A kernel reads raw memory, so nothing stops it from reading another shape than it was meant to. A contract
+says which arrays it takes, in elements and dtype, which of them it writes, and the launch is checked
+against it: devices, contiguity, alignment to 16 bytes where a kernel's wide loads need it, sizes, and the
+limits of grids. Where a rehearsal has values, the kernel runs on them in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from tests.rehearsal.device import Rehearsal, current
+
+Tensor = torch.Tensor
+
+MOST_X, MOST_YZ = (1 << 31) - 1, (1 << 16) - 1
+"""Programs along each dim of a grid."""
+ALIGNED = 16
+"""Bytes that wide loads are of."""
+MOST_ELEMENTS = 1 << 20
+"""Elements that a tile may have in Triton."""
+
+
+class BadLaunch(AssertionError):
+    """A kernel is launched with something that it does not take."""
+
+
+class Given:
+    """Arguments of one launch, by name."""
+
+    def __init__(self, kernel: str, values: dict[str, Any], grid: tuple[int, ...]) -> None:
+        self.kernel, self.values, self.grid = kernel, values, grid
+
+    def __getattr__(self, name: str) -> Any:
+        return self.values[name]
+
+    def need(self, holds: bool, what: str) -> None:
+        """Raises BadLaunch unless it ``holds``."""
+        if not holds:
+            raise BadLaunch(f"{self.kernel}: {what}")
+
+    def array(self, name: str, count: int, *dtypes: torch.dtype, exact: bool = True) -> None:
+        """``name`` is contiguous, aligned, of one of the dtypes, and of ``count`` elements (or more)."""
+        tensor = self.values[name]
+        self.need(
+            tensor.is_contiguous(), f"{name} is not contiguous: {tuple(tensor.shape)}, {tensor.stride()}"
+        )
+        self.reach(name, count, *dtypes, exact=exact)
+
+    def reach(
+        self, name: str, count: int, *dtypes: torch.dtype, exact: bool = False, aligned: bool = True
+    ) -> None:
+        """From where ``name`` begins there are ``count`` elements of its storage."""
+        tensor = self.values[name]
+        self.need(not dtypes or tensor.dtype in dtypes, f"{name} is {tensor.dtype}, not one of {dtypes}")
+        if exact:
+            self.need(tensor.numel() == count, f"{name} has {tensor.numel()} elements, not {count}")
+        there = tensor.untyped_storage().nbytes() // tensor.itemsize - tensor.storage_offset()
+        self.need(there >= count, f"{name} has {there} elements, and {count} are read")
+        if aligned and count:
+            offset = tensor.storage_offset() * tensor.itemsize
+            self.need(offset % ALIGNED == 0, f"{name} begins {offset} bytes into its memory: not aligned")
+
+    def powers(self, *names: str) -> None:
+        for name in names:
+            size = self.values[name]
+            self.need(size > 0 and size & (size - 1) == 0, f"{name} = {size} is no power of two")
+
+
+WIDE = (torch.float32,)
+HALF = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _attend(given: Given) -> None:
+    q, cache, offsets = given.q_ptr, given.cache_ptr, given.offsets_ptr
+    tokens, rows = q.shape[0], offsets.numel() - 1
+    blocks = cache.shape[0]
+    lines = given.HEADS * given.DIM
+    given.powers("DIM_P2", "TILE_M", "TILE_N")
+    given.need(given.DIM <= given.DIM_P2, "DIM_P2 holds no head")
+    given.need(given.HEADS % given.KV_HEADS == 0, "heads do not share KV heads evenly")
+    given.need(given.TILE_M * given.DIM_P2 <= MOST_ELEMENTS, "a tile is too large")
+    given.array("q_ptr", tokens * lines, *HALF)
+    given.array("cache_ptr", blocks * 2 * given.KV_HEADS * given.BLOCK * given.DIM, q.dtype)
+    _rows(given, rows)
+    given.need(given.grid[1] == given.KV_HEADS, "one program a KV head")
+    _outputs(given, q, tokens, lines)
+    if given.SINKS:
+        given.array("sinks_ptr", given.HEADS, q.dtype, torch.float32)
+
+
+def _attend_latent(given: Given) -> None:
+    q, cache, offsets = given.q_ptr, given.cache_ptr, given.offsets_ptr
+    tokens, rows, width = q.shape[0], offsets.numel() - 1, given.LORA + given.ROPE
+    given.powers("LORA_P2", "ROPE_P2", "TILE_M", "TILE_N")
+    given.need(given.TILE_M * given.LORA_P2 <= MOST_ELEMENTS, "a tile is too large")
+    given.array("q_ptr", tokens * given.HEADS * width, *HALF)
+    given.array("cache_ptr", cache.shape[0] * given.BLOCK * width, q.dtype)
+    _rows(given, rows)
+    given.need(given.grid[1] * given.GROUP == given.HEADS, "every part of the heads has a program")
+    _outputs(given, q, tokens, given.HEADS * given.LORA)
+
+
+def _rows(given: Given, rows: int) -> None:
+    """What both kernels of attention are told of rows."""
+    given.reach("offsets_ptr", rows + 1, torch.int32, aligned=False)
+    given.reach("starts_ptr", rows, torch.int64, aligned=False)
+    table = given.table_ptr
+    given.need(table.dim() == 2 and table.stride(1) == 1, "rows of a table are contiguous")
+    given.need(table.stride(0) == given.table_stride, "the stride of the table is another")
+    given.reach("table_ptr", (rows - 1) * given.table_stride + table.shape[1], torch.int64, aligned=False)
+    given.reach("tiles_ptr", given.grid[0], torch.int64, aligned=False)
+
+
+def _outputs(given: Given, q: Tensor, tokens: int, line: int) -> None:
+    if not given.SPLIT:
+        given.array("out_ptr", tokens * line, q.dtype)
+        given.need(given.grid[2] == 1, "one piece has one split")
+        return
+    given.need(given.split % given.TILE_N == 0, "a split is whole steps")
+    given.need(given.grid[2] == given.splits, "every split has a program")
+    of = given.out_ptr.shape[0]
+    given.array("out_ptr", of * line * given.splits, *WIDE)
+    given.array("lse_ptr", of * given.HEADS * given.splits, *WIDE)
+    given.need(given.token_base + of <= tokens, "states of tokens that are not there")
+
+
+def _merge(given: Given) -> None:
+    tokens = given.part_ptr.shape[0]
+    states = tokens * given.HEADS * given.splits
+    given.powers("DIM_P2", "MERGED")
+    given.array("part_ptr", states * given.DIM, *WIDE)
+    given.array("lse_ptr", states, *WIDE)
+    given.reach("out_ptr", (given.token_base + tokens) * given.HEADS * given.DIM, *HALF)
+    given.need(given.out_ptr.is_contiguous(), "out is not contiguous")
+    if given.LSE:
+        given.array("out_lse_ptr", tokens * given.HEADS, *WIDE)
+    if given.SINKS:
+        given.array("sinks_ptr", given.HEADS)
+
+
+def _add_rms_norm(given: Given) -> None:
+    rows, size = given.grid[0], given.N
+    given.powers("N_P2")
+    given.need(size <= given.N_P2, "a row is longer than the program")
+    x = given.x_ptr
+    given.need(x.stride(1) == 1 and x.stride(0) == given.x_stride, "rows lie otherwise")
+    # Part of a wider row may begin anywhere.
+    given.reach("x_ptr", (rows - 1) * given.x_stride + size, *HALF, aligned=False)
+    given.array("weight_ptr", size)
+    given.array("normed_ptr", rows * size, x.dtype)
+    if given.ADD:
+        given.array("delta_ptr", rows * size, x.dtype)
+        given.array("stream_ptr", rows * size, x.dtype)
+
+
+def _qkv_rope_cache(given: Given) -> None:
+    tokens, heads = given.grid[0], given.HEADS + 2 * given.KV_HEADS
+    given.powers("HALF_P2", "REST_P2", "AT_ONCE")
+    given.need(given.grid[1] * given.AT_ONCE >= heads, "heads without a program")
+    given.array("qkv_ptr", tokens * heads * given.DIM, *HALF)
+    dtype = given.qkv_ptr.dtype
+    for name in ("cos_ptr", "sin_ptr"):
+        given.array(name, tokens * given.HALF, *WIDE)
+    line = 2 * given.KV_HEADS * given.BLOCK * given.DIM
+    given.array("cache_ptr", given.cache_ptr.shape[0] * line, dtype)
+    given.reach("writes_ptr", tokens, torch.int64, aligned=False)
+    given.array("q_ptr", tokens * given.HEADS * given.DIM, dtype)
+    for flag, name in ((given.Q_NORM, "q_weight_ptr"), (given.K_NORM, "k_weight_ptr")):
+        if flag:
+            given.array(name, given.DIM)
+
+
+def _gated_silu(given: Given) -> None:
+    rows = given.grid[0]
+    given.powers("AT_ONCE")
+    given.need(given.grid[1] * given.AT_ONCE >= given.N, "columns without a program")
+    given.array("gate_up_ptr", rows * 2 * given.N, *HALF)
+    given.array("out_ptr", rows * given.N, given.gate_up_ptr.dtype)
+
+
+def _linear(given: Given) -> None:
+    given.powers("TILE_M", "TILE_N", "TILE_K")
+    x, rows = given.x_ptr, given.rows
+    tiles = -(-rows // given.TILE_M) * -(-given.N // given.TILE_N)
+    given.need(given.grid[0] == tiles, "every tile has a program")
+    given.need(x.stride(1) == 1 and x.stride(0) == given.x_stride, "rows of x lie otherwise")
+    given.reach("x_ptr", (rows - 1) * given.x_stride + given.K, *HALF)
+    given.array("weight_ptr", given.N * given.K, x.dtype)
+    given.array("out_ptr", rows * given.N, x.dtype)
+    if given.BIAS:
+        given.array("bias_ptr", given.N)
+
+
+def _grouped(given: Given) -> None:
+    given.powers("TILE_M", "TILE_N", "TILE_K")
+    x, slots = given.x_ptr, given.order_ptr.numel()
+    given.need(given.grid[0] * given.TILE_M >= slots, "slots without a tile")
+    given.need(given.grid[1] * given.TILE_N >= given.N, "columns without a program")
+    rows = -(-slots // given.TOP_K) if given.GATHER else slots
+    given.need(x.stride(-1) == 1, "rows of x are not contiguous")
+    given.reach("x_ptr", (rows - 1) * given.x_stride + given.K, *HALF)
+    given.array("weight_ptr", given.E * given.N * given.K, x.dtype)
+    given.array("out_ptr", slots * given.N, x.dtype)
+    given.reach("order_ptr", slots, torch.int64, aligned=False)
+    for name, count in (("expert_ptr", given.grid[0]), ("row_ptr", given.grid[0]), ("end_ptr", given.E)):
+        given.reach(name, count, torch.int64, aligned=False)
+    if given.BIAS:
+        given.array("bias_ptr", given.E * given.N)
+
+
+def _combine(given: Given) -> None:
+    tokens = given.grid[0]
+    given.powers("COLUMNS")
+    given.need(given.grid[1] * given.COLUMNS >= given.N, "columns without a program")
+    given.array("made_ptr", tokens * given.TOP_K * given.N, *HALF)
+    given.array("weight_ptr", tokens * given.TOP_K, *WIDE)
+    given.array("out_ptr", tokens * given.N, given.made_ptr.dtype)
+    if given.SHARED:
+        given.array("shared_ptr", tokens * given.N, *HALF)
+    if given.SHARE:
+        given.array("share_ptr", tokens, *WIDE)
+
+
+@dataclass(frozen=True)
+class Contract:
+    """Of one kernel."""
+
+    module: str
+    check: Callable[[Given], None]
+    writes: tuple[str, ...]
+    optional: tuple[tuple[str, str], ...] = ()
+    """(argument, flag): it is read or written only where the flag is set; else anything stands for it."""
+
+    @property
+    def name(self) -> str:
+        return self.check.__name__
+
+
+CONTRACTS = (
+    Contract(
+        "attention",
+        _attend,
+        ("out_ptr", "lse_ptr"),
+        (("lse_ptr", "SPLIT"), ("sinks_ptr", "SINKS")),
+    ),
+    Contract(
+        "attention", _merge, ("out_ptr", "out_lse_ptr"), (("out_lse_ptr", "LSE"), ("sinks_ptr", "SINKS"))
+    ),
+    Contract("latent", _attend_latent, ("out_ptr", "lse_ptr"), (("lse_ptr", "SPLIT"),)),
+    Contract(
+        "fused", _add_rms_norm, ("stream_ptr", "normed_ptr"), (("delta_ptr", "ADD"), ("stream_ptr", "ADD"))
+    ),
+    Contract(
+        "fused",
+        _qkv_rope_cache,
+        ("q_ptr", "cache_ptr"),
+        (("q_weight_ptr", "Q_NORM"), ("k_weight_ptr", "K_NORM")),
+    ),
+    Contract("fused", _gated_silu, ("out_ptr",)),
+    Contract("matmul", _linear, ("out_ptr",), (("bias_ptr", "BIAS"),)),
+    Contract("moe", _grouped, ("out_ptr",), (("bias_ptr", "BIAS"),)),
+    Contract("moe", _combine, ("out_ptr",), (("shared_ptr", "SHARED"), ("share_ptr", "SHARE"))),
+)
+
+
+class StandIn:
+    """In a kernel's place."""
+
+    def __init__(self, kernel: Any, contract: Contract) -> None:
+        self._kernel, self._contract = kernel, contract
+        self._signature = inspect.signature(kernel.fn)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return functools.partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
+        name, made = self._contract.name, current()
+        options = {option: named.pop(option) for option in ("num_warps", "num_stages") if option in named}
+        bound = self._signature.bind(*args, **named).arguments
+        given = Given(name, dict(bound), grid)
+        given.need(all(size > 0 for size in grid), f"a grid of {grid}")
+        given.need(grid[0] <= MOST_X, f"{grid[0]} programs along x")
+        given.need(all(size <= MOST_YZ for size in grid[1:]), f"a grid of {grid}: y and z end at {MOST_YZ}")
+        for argument, value in bound.items():
+            if isinstance(value, Tensor):
+                given.need(isinstance(value, FakeTensor), f"{argument} is on the host")
+        self._contract.check(given)
+        unused = {argument for argument, flag in self._contract.optional if not bound[flag]}
+        tensors = {a: v for a, v in bound.items() if isinstance(v, Tensor) and a not in unused}
+        writes = [value for argument, value in tensors.items() if argument in self._contract.writes]
+        reads = [value for argument, value in tensors.items() if argument not in self._contract.writes]
+        made.operators.add(name)
+        made.use(name, reads, writes)
+        self._remember(made, bound, options)
+        if made.values:
+            self._compute(made, grid, bound, writes, options)
+
+    def _remember(self, made: Rehearsal, bound: dict[str, Any], options: dict[str, int]) -> None:
+        """Notes which of its compiled forms the launch asks for, as Triton tells them apart."""
+        fixed = getattr(self._kernel, "kwargs", {}).get("do_not_specialize") or ()
+        key: list[Any] = [tuple(options.items())]
+        for argument, value in bound.items():
+            if isinstance(value, Tensor):
+                key.append((value.dtype, value.storage_offset() * value.itemsize % ALIGNED == 0))
+            elif argument.isupper():
+                key.append(value)
+            elif isinstance(value, int) and argument not in fixed:
+                key.append((value == 1, value % ALIGNED == 0))
+        made.variants.setdefault(self._contract.name, set()).add(tuple(key))
+
+    def _compute(
+        self,
+        made: Rehearsal,
+        grid: tuple[int, ...],
+        bound: dict[str, Any],
+        writes: list[Tensor],
+        options: Any,
+    ) -> None:
+        values = {a: made.values_of(v) if isinstance(v, Tensor) else v for a, v in bound.items()}
+        if made.capture is not None:
+            for tensor in writes:
+                made.save(tensor)
+            made.capture.calls.append(functools.partial(_run, self._kernel, grid, values, options))
+        _run(self._kernel, grid, values, options)
+
+
+def _run(kernel: Any, grid: tuple[int, ...], values: dict[str, Any], options: dict[str, int]) -> None:
+    kernel[grid](**values, **options)
+
+
+def install(patch: pytest.MonkeyPatch) -> None:
+    """Stands in for every kernel of ``weft.ops.triton``. Skips the test where Triton is not installed."""
+    pytest.importorskip("triton")
+    for contract in CONTRACTS:
+        module = importlib.import_module(f"weft.ops.triton.{contract.module}")
+        patch.setattr(module, contract.name, StandIn(getattr(module, contract.name), contract))

@@ -1,0 +1,199 @@
+"""Whole engines on a rehearsed GPU: every family, with the scheduler's own plans."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.e0 import rig as e0
+from tests.rehearsal import rig, vendors
+from tests.rehearsal.rig import rehearse
+from tests.support import checkpoints
+from weft.engine.core import EngineCore
+from weft.ops.triton import interpreting
+
+#: Form of cache and of layers -> a configuration that has it, for every family and a few of its kinds.
+FAMILIES = [
+    "llama-biases-head-dim",
+    "llama-yarn",
+    "mistral-window",
+    "mixtral",
+    "qwen2-mixed-window",
+    "qwen3",
+    "qwen3-moe",
+    "qwen3-next",
+    "qwen3-5-moe",
+    "gpt-oss",
+    "deepseek-v2-groups-yarn",
+    "deepseek-v3",
+    "deepseek-v32",
+    "glm-dsa",
+    "deepseek-v4",
+]
+
+
+FORMS = 8
+"""Of a kernel in one engine, at most: each is compiled when it is first met, while clients wait."""
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_runs(name: str, folder_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bf16, by the kernels: chunks, mixed steps, decode."""
+    made, _, core = rehearse(monkeypatch, folder_of(name))
+    assert not made.waited
+    if core.runner.graphs is not None:
+        assert core.runner.graphs.replayed > 0
+    assert all(len(forms) <= FORMS for forms in made.variants.values()), made.variants
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2_windowed", "qwen3_next", "mtp"])
+def test_values_are_those_of_a_cpu(name: str, folder_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float64 every token is the CPU's; in one family of all ways of sampling."""
+    folder, vocab = folder_of(name), checkpoints.VOCAB
+    settings: dict[str, Any] = {"dtype": "float64", "max_model_len": 128, "max_num_seqs": 8}
+    turns = rig.arrivals(vocab) if name == "llama" else rig.few(vocab)
+    with monkeypatch.context() as patch:
+        _, there, _ = rehearse(patch, folder, turns, values=True, **settings)
+    here = EngineCore(rig.config_of(folder, **{**settings, "device": "cpu"}), progress=False)
+    expected = e0.run(here, turns)
+    here.close()
+    assert {n: a.tokens for n, a in there.items()} == {n: a.tokens for n, a in expected.items()}
+
+
+def test_graphs_of_kernels_give_the_tokens_of_a_cpu(folder_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32 by Triton's interpreter: a replay runs the captured calls again, in the memory they had."""
+    if not interpreting():
+        pytest.skip("needs Triton's interpreter: TRITON_INTERPRET=1")
+    settings: dict[str, Any] = {"dtype": "float32", "kv_cache_memory": "1M"}
+    with monkeypatch.context() as patch:
+        made, there, core = rehearse(patch, folder_of("llama"), rig.short(), values=True, **settings)
+    assert core.runner.graphs is not None
+    assert core.runner.graphs.replayed > 0
+    assert "_attend" in made.operators
+    here = EngineCore(rig.config_of(folder_of("llama"), **{**settings, "device": "cpu"}), progress=False)
+    expected = e0.run(here, rig.short())
+    here.close()
+    assert {n: a.tokens for n, a in there.items()} == {n: a.tokens for n, a in expected.items()}
+
+
+SPECULATION = {"speculative_adaptive": False, "num_speculative_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("llama", {"speculative_method": "ngram"}),
+        ("mtp", {"speculative_method": "mtp"}),
+        ("mtp", {"speculative_method": "mtp", "dtype": "float64"}),
+        ("qwen3_next", {"speculative_method": "ngram"}),
+        ("deepseek_v4", {"speculative_method": "ngram"}),
+    ],
+    ids=["llama", "mtp", "mtp-float64", "qwen3_next", "deepseek_v4"],
+)
+def test_rows_with_drafts(
+    name: str, settings: dict[str, Any], folder_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Verification of any number of right drafts."""
+    values = settings.get("dtype") == "float64"
+    _, _, core = rehearse(
+        monkeypatch, folder_of(name), rig.short(), **SPECULATION, **settings, max_model_len=128, values=values
+    )
+    assert sum(core.scheduler.stats().drafts) > 0
+
+
+NARROW = {
+    "aten._to_copy.default",
+    "aten.view.dtype",
+    "aten.view.default",
+    "aten.select.int",
+    "aten.slice.Tensor",
+}
+"""All that is asked of floats of 8 bits: conversions and views. A GPU's kernels of indices take none."""
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+def test_caches_in_8_bits(name: str, folder_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = rehearse(monkeypatch, folder_of(name), kv_cache_dtype="fp8")[0]
+    assert made.narrow <= NARROW
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_deterministic_kernels(name: str, folder_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, _, core = rehearse(monkeypatch, folder_of(name), deterministic=True)
+    assert core.deterministic
+    assert "_linear" in made.variants
+
+
+def test_flashinfer(folder_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name, and not captured."""
+    vendors.install(monkeypatch)
+    made, _, core = rehearse(monkeypatch, folder_of("heads of 64"), attention_backend="flashinfer")
+    assert core.runner.graphs is None
+    assert "_attend" not in made.operators
+    assert "flashinfer run" in made.labels
+
+
+@pytest.mark.parametrize("name", ["qwen3-next", "deepseek-v3"])
+def test_cached_prefixes_and_snapshots(name: str, folder_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = rig.few(131)
+    turns.extend([[]] * 8)
+    turns.append([e0.submit(9, [*rig.prompt_of(turns[0][1])[:64], 3], rig.GREEDY, request=9)])
+    _, _, core = rehearse(monkeypatch, folder_of(name), turns)
+    assert core.scheduler.stats().prefix_hits > 0
+
+
+TP: dict[str, Any] = {"tensor_parallel_size": 2}
+EP: dict[str, Any] = {**TP, "enable_expert_parallel": True}
+DOMAIN: dict[str, Any] = {"data_parallel_size": 2, "enable_expert_parallel": True}
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "tp": ("llama", TP),
+    "tp-ordered": ("qwen3_moe", {**TP, "deterministic": True}),
+    "tp-overlap": ("llama", {**TP, "overlap": "all"}),
+    "tp-latent-overlap": ("deepseek_v3", {**TP, "overlap": "all"}),
+    "tp-gloo": ("llama", {**TP, "collectives": "gloo", "overlap": "all"}),
+    "tp-delta": ("qwen3_next", {**TP, "overlap": "all"}),
+    "ep-reduce": ("qwen3_moe", {**EP, "moe_dispatch": "reduce"}),
+    "ep-gather": ("qwen3_moe", {**EP, "moe_dispatch": "gather", "overlap": "all"}),
+    "ep-low-latency": ("qwen3_moe", {**EP, "moe_dispatch": "low-latency", "overlap": "all"}),
+    "ep-throughput": (
+        "qwen3_moe",
+        {**EP, "moe_dispatch": "throughput", "dtype": "float64", "overlap": "all"},
+    ),
+    "tp-mtp": ("mtp", {**TP, **SPECULATION, "speculative_method": "mtp", "overlap": "all"}),
+    "replicas-mtp": (
+        "mtp",
+        {**DOMAIN, **SPECULATION, "speculative_method": "mtp", "moe_dispatch": "gather", "dtype": "float64"},
+    ),
+    "moving-experts": (
+        "qwen3_moe",
+        {**DOMAIN, "eplb_interval": 2, "redundant_experts": 2, "moe_dispatch": "gather", "dtype": "float64"},
+    ),
+    "replicas": ("qwen3_moe", {**DOMAIN, "moe_dispatch": "low-latency"}),
+    "replicas-overlap": ("deepseek_v3", {**DOMAIN, "moe_dispatch": "gather", "overlap": "all"}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks(layout: str, folder_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collectives on streams, through host memory, in micro-batches and in graphs."""
+    name, settings = LAYOUTS[layout]
+    values = settings.get("dtype") == "float64"
+    made, _, core = rehearse(monkeypatch, folder_of(name), ranked=True, values=values, **settings)
+    assert made.operators & {"all_gather", "all_to_all", "all_reduce"}
+    if settings.get("overlap") == "all":
+        assert core.overlap.steps > 0
+    if layout in ("tp", "tp-overlap"):
+        assert core.runner.graphs is not None
+        assert core.runner.graphs.replayed > 0
+
+
+def test_a_runner_that_was_reset_serves_again(folder_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with rig.rehearsed(monkeypatch) as made:
+        config = rig.config_of(folder_of("llama"))
+        rig.Answers(made, monkeypatch, config.spec.vocab_size)
+        core = EngineCore(config, progress=False)
+        rig.serve(core, made, rig.short())
+        core.runner._runner.reset()
+        rig.serve(core, made, rig.short())
+        core.close()

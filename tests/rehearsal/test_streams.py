@@ -1,0 +1,84 @@
+"""The table of streams is free of races, none of its waits can go, and rehearsed engines keep to it."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from tests.rehearsal.order import HOST, Free, Record, Use, Wait, races
+from tests.rehearsal.rig import rehearse, short
+from tests.rehearsal.streams import CAPTURE, COLLECTIVES, COMPUTE, EVENTS, Shape, trace
+
+FORMS = ("whole", "micro-batches", "host", "captured")
+
+
+@pytest.mark.parametrize(("form", "depth"), itertools.product(FORMS, (1, 2, 3)))
+def test_the_table_has_no_race(form: str, depth: int) -> None:
+    assert races(trace(7, Shape(form=form, depth=depth))) == []
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_each_wait_is_needed_or_says_why_it_is_not(event: str) -> None:
+    shapes = [Shape(form=form, depth=depth) for form in FORMS for depth in (1, 2)]
+    found = [line for shape in shapes for line in races(trace(7, shape, without=event))]
+    assert bool(found) == EVENTS[event].needed
+
+
+def test_a_buffer_for_one_step_less_than_are_in_flight_races() -> None:
+    """Two steps in flight over one staging buffer, and no wait for the copy out of it."""
+    steps = trace(4, Shape(depth=2), without="staged")
+    merged = {"columns 1": "columns 0", "columns 1 on the device": "columns 0 on the device"}
+
+    def rename(names: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(merged.get(name, name) for name in names)
+
+    steps = [
+        Use(e.actor, e.label, rename(e.reads), rename(e.writes)) if isinstance(e, Use) else e for e in steps
+    ]
+    assert any("stage on host writes columns 0" in line for line in races(steps))
+
+
+def test_memory_goes_to_the_next_user_of_its_stream() -> None:
+    made = [Use(COLLECTIVES, "sum", writes=("sum",)), Record(COLLECTIVES, "e"), Wait(COMPUTE, "e")]
+    made += [Use(COMPUTE, "layer", reads=("sum",))]
+    assert races([*made, Free("sum", COLLECTIVES)])
+    assert not races([*made, Free("sum", COLLECTIVES, frozenset({COMPUTE}))])
+
+
+def test_an_event_is_what_was_launched_when_it_was_recorded() -> None:
+    early = [Record(COMPUTE, "e"), Use(COMPUTE, "copy", writes=("host",)), Wait(HOST, "e")]
+    assert races([*early, Use(HOST, "read", reads=("host",))])
+    assert races([Wait(HOST, "nobody's")])
+
+
+RUNS: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("llama", {"ranked": True, "tensor_parallel_size": 2, "overlap": "all"}),
+    ("llama", {"ranked": True, "tensor_parallel_size": 2, "collectives": "gloo"}),
+]
+
+
+def outside(edge: tuple[str, Any, str, Any]) -> tuple[str, Any, str, Any]:
+    """While a step is captured, the stream that captures is the one that computes."""
+    after, recorded, before, waited = edge
+    if waited[0] != "weft/parallel/launcher.py":
+        return edge
+    return (
+        COMPUTE if after == CAPTURE else after,
+        recorded,
+        COMPUTE if before == CAPTURE else before,
+        waited,
+    )
+
+
+def test_rehearsed_engines_keep_to_the_table(folder_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for whom, and where: nothing that the table does not have, and all that it has."""
+    edges = set()
+    for name, settings in RUNS:
+        with monkeypatch.context() as patch:
+            edges |= set(map(outside, rehearse(patch, folder_of(name), short(), **settings)[0].edges))
+    known = {(e.after, e.recorded, e.before, e.waited): name for name, e in EVENTS.items()}
+    assert not edges - known.keys(), "the table lacks these"
+    assert not {known[edge] for edge in known.keys() - edges}, "no engine did these"
