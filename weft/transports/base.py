@@ -41,6 +41,8 @@ class Transport(Protocol):
     fence: FenceBy
     write_bytes: int
     """Of one write, at most: what other rooms wait for."""
+    window_bytes: int
+    """Under way to one peer, at most: so much is digested before the first of it is answered."""
     endpoint: Endpoint
     """Where peers reach this rank."""
 

@@ -17,7 +17,7 @@ import torch
 from weft.common.errors import ErrorInfo, Unavailable
 from weft.transfer.arrivals import Incoming
 from weft.transfer.digests import digest_spans, room_seed, span_seeds
-from weft.transfer.pushes import WRITE_BYTES, Write, Written
+from weft.transfer.pushes import WINDOW_BYTES, WRITE_BYTES, Write, Written
 from weft.transfer.room_table import FenceBy
 from weft.transports.base import TransferCorrupt
 from weft.types.rooms import Endpoint, RoomKey
@@ -100,6 +100,7 @@ class LoopbackTransport:
 
     name = "loopback"
     write_bytes = WRITE_BYTES
+    window_bytes = WINDOW_BYTES
 
     def __init__(
         self, network: LoopbackNetwork, address: str, incarnation: int = 0, fence: FenceBy = "copy"

@@ -25,7 +25,8 @@ class ShmTransport(SocketTransport):
     """Listens at a socket in ``folder``, which only this user may enter."""
 
     name = "shm"
-    write_bytes = 4 << 20
+    write_bytes = 16 << 20
+    window_bytes = 128 << 20
 
     def __init__(self, folder: str, rank: int, incarnation: int) -> None:
         """Raises ConfigError when the socket cannot be made."""

@@ -27,7 +27,7 @@ from weft.common.errors import ErrorInfo, Unavailable, WeftError
 from weft.common.log import get_logger
 from weft.transfer.arrivals import Incoming
 from weft.transfer.digests import room_seed, span_seeds
-from weft.transfer.pushes import WRITE_BYTES, Write, Written
+from weft.transfer.pushes import WINDOW_BYTES, WRITE_BYTES, Write, Written
 from weft.transfer.room_table import FenceBy
 from weft.transports import wire as f
 from weft.transports.base import TransferCorrupt
@@ -79,6 +79,7 @@ class SocketTransport:
     name = ""
     fence: FenceBy = "copy"
     write_bytes = WRITE_BYTES
+    window_bytes = WINDOW_BYTES
 
     def __init__(self, incarnation: int) -> None:
         self.incarnation = incarnation

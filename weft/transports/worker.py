@@ -73,7 +73,9 @@ class RankTransfer:
         """``dims``: of this rank's group. Without ``start`` there is no thread: call ``turn``."""
         self._rank, self._dims, self._transport, self._tell = rank, dims, transport, tell
         self._clock = clock
-        self.pushes = p.Pushes([kind.layers for kind in dims.kinds], transport.write_bytes)
+        self.pushes = p.Pushes(
+            [kind.layers for kind in dims.kinds], transport.write_bytes, transport.window_bytes
+        )
         self.arrivals = a.Arrivals()
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._done = False
