@@ -112,6 +112,26 @@ def test_a_rank_that_cannot_load_as_it_is_told_is_a_mistake_of_who_told_it(
         rig.ranks.up()
 
 
+def test_a_read_that_is_interrupted_before_its_step_is_reported_can_be_called_again() -> None:
+    rig = make_rig(workers=1)
+    load(rig, 2)
+    head = rig.ranks.head
+    feed = head._feed
+
+    def interrupted(event: t.Event) -> None:
+        if isinstance(event, t.OwnOutcome):
+            head._feed = feed  # type: ignore[method-assign]
+            raise KeyboardInterrupt
+        feed(event)
+
+    rig.plan()
+    head._feed = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        rig.commit()
+    rig.commit()
+    finish(rig)
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_all_ranks_carry_out_every_step(depth: int) -> None:
     rig = make_rig(depth)

@@ -295,7 +295,7 @@ def test_a_process_that_cannot_be_started_ends_the_group() -> None:
     rig.run()
     rig.feed(t.Gone(1, "it ended"))
     rig.resume()
-    rig.feed(t.Unable(EngineDead("whoever keeps the ranks is gone")))
+    rig.feed(t.Unable(EngineDead("the supervisor of the ranks is gone")))
     assert rig.group.phase == "ended"
 
 

@@ -124,5 +124,7 @@ def test_a_child_whose_parent_ended_as_it_wrote_the_settings_says_nothing(cut: i
     command = [sys.executable, "-c", code]
     made = subprocess.run(command, input=settings[:cut], capture_output=True, timeout=60, check=False)
     assert (made.returncode, made.stdout, made.stderr) == (1, b"", b"")
+    noise = subprocess.run(command, input=settings + b"more", capture_output=True, timeout=60, check=False)
+    assert b"DecodeError" in noise.stderr
     whole = subprocess.run(command, input=settings, capture_output=True, timeout=60, check=False)
     assert (whole.returncode, whole.stdout) == (0, b"8000\n")

@@ -270,6 +270,16 @@ def test_a_hold_on_a_block_that_nobody_lacks_excuses_nothing(monkeypatch: pytest
         plan_for_ever(rig, 9.0)
 
 
+def test_siblings_of_one_whose_wait_ended_are_looked_at_beside_a_hold() -> None:
+    rig, _ = starved(until=100.0)
+    rig.scheduler.add(listened(rig, 10, request=5), 0.0, awaits=True, until=8.0)
+    rig.scheduler.add(listened(rig, 11, request=5, choice=1), 0.0)
+    plan_for_ever(rig, 7.0)
+    assert not rig.scheduler.has_work()
+    assert [event.sequence for event in rig.scheduler.expire(8.0)] == [10]
+    assert rig.scheduler.has_work()
+
+
 def test_plans_of_ops_alone_are_no_progress() -> None:
     rig, _ = starved(until=0.0)
     with pytest.raises(EngineDead, match="no progress"):

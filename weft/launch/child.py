@@ -54,14 +54,14 @@ def ignore_signals() -> None:
 def read_setup(kind: type[Setup]) -> Setup:
     """What the parent writes to this process's standard input, as msgpack, before anything else.
 
-    A parent that was told to stop may end before it has written all of it: this process then ends quietly,
-    with status 1.
+    A parent that was told to stop may end before it has written all of it: this process then ends with
+    status 1 and no word.
     """
     data = sys.stdin.buffer.read()
     sys.stdin.close()
     try:
         return msgspec.msgpack.decode(data, type=kind)
-    except msgspec.ValidationError:
-        raise
-    except msgspec.DecodeError:  # cut short
+    except msgspec.DecodeError as error:
+        if str(error) != "Input data was truncated":
+            raise
         sys.exit(1)

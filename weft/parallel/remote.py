@@ -20,6 +20,7 @@ from weft.config.hosts import heads_on
 from weft.config.resolved import EngineConfig
 from weft.parallel.board import Board, board_place, open_board
 from weft.types import board as b
+from weft.types import frames
 
 log = get_logger(__name__)
 
@@ -210,8 +211,12 @@ class RemoteHead:
 
 
 def host_settings(config: EngineConfig) -> dict[str, str]:
-    """What all hosts must have alike. Each replica has a cache of its own, of what its host has room for."""
-    return {name: value for name, value in shared_settings(config).items() if not name.startswith("kv.")}
+    """What all hosts must have alike, the version of what they say to each other included.
+
+    Each replica has a cache of its own, of what its host has room for.
+    """
+    settings = {name: value for name, value in shared_settings(config).items() if not name.startswith("kv.")}
+    return {**settings, "version of frames": str(frames.VERSION)}
 
 
 def _mark(key: str) -> str:

@@ -23,7 +23,7 @@ class InstanceState(Enum):
        ▲                  ▲│ lost            │ lost
        │Expected  healthy ││                 ▼
       down ◄──────────────┼┴──────────────── ·        half_open: it died twice in a row, and gets one prompt
-       │ Retired          half_open ◄─ Welcome        at a time until it was healthy for long
+       │ Retired          half_open ◄─ Welcome        at a time until a sequence ends well
        ▼
      retired
     """
@@ -50,13 +50,14 @@ class Instance:
     """Position in the list of instances; of equal loads the first is chosen."""
     state: InstanceState = InstanceState.STARTING
     link: int = -1
-    """The Welcome of its present process."""
+    """The connection to its present process."""
     welcome: Welcome | None = None
+    """What that process said of itself."""
     version: int = 0
     """Version of the messages that both ends speak."""
     stats: HeadStats = field(default_factory=HeadStats)
     open: dict[int, int] = field(default_factory=dict)
-    """This front's open sequences -> their load: 1, and the prompt's share until it is computed."""
+    """This front's open sequences -> prompt tokens that are still to be computed."""
     prompt_tokens: int = 0
     """The sum of ``open``."""
     elsewhere: int = 0

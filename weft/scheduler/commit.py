@@ -175,33 +175,30 @@ def _rows(
 
     ``first``: rows of the plan before the segment.
     """
-    numbers = which.nonzero()[0].tolist()
-    if not numbers:
+    numbers = which.nonzero()[0]
+    if not len(numbers):
         return []
-    slots, counts = segment.slot.tolist(), segment.count.tolist()
-    logits, sample = segment.logits.tolist(), segment.sample.tolist()
-    answers = {row: answer for answer, row in enumerate(result.rows.tolist())}
-    offsets, accepted = result.offsets.tolist(), result.accepted.tolist()
+    slots = segment.slot[numbers]
+    columns = zip(
+        numbers.tolist(),
+        state.in_slot[slots].tolist(),
+        state.columns.num_computed[slots].tolist(),
+        segment.count[numbers].tolist(),
+        segment.logits[numbers].tolist(),
+        segment.sample[numbers].tolist(),
+        result.rows.searchsorted(numbers + first).tolist(),  # right where there are logits
+        strict=True,
+    )
     errors = dict(result.row_error)
-    computed = state.columns.num_computed
     rows: list[tuple[int, _Row]] = []
-    for number in numbers:
-        slot = slots[number]
-        answer = answers[number + first] if logits[number] else -1
+    for number, sequence, computed, count, wanted, sample, place in columns:
+        answer = place if wanted else -1
         tokens: list[int] = []
-        if sample[number]:
-            begin = offsets[answer]
-            tokens = result.tokens[begin : begin + accepted[answer] + 1].tolist()
-        row = _Row(
-            *_running(state.in_slot[slot]),
-            int(computed[slot]),
-            counts[number],
-            logits[number],
-            sample[number],
-            answer,
-            errors.get(answer),
-            tokens,
-        )
+        if sample:
+            begin = int(result.offsets[answer])
+            tokens = result.tokens[begin : begin + int(result.accepted[answer]) + 1].tolist()
+        error = errors.get(answer)
+        row = _Row(*_running(sequence), computed, count, wanted, sample, answer, error, tokens)
         rows.append((number, row))
     return rows
 

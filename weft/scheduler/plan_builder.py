@@ -2,7 +2,7 @@
 
 scheduler             rows, and the ops that they need; ``close`` fixes them and makes their columns
 balance, overlap,     their share: ``rebalance``, ``micro_batches``, ``agreed``. They read the rows as they
-would domain                a plan's (``weft.types.plan.PlannedRows``)
+domain                would a plan's (``weft.types.plan.PlannedRows``)
 scheduler             ``seal``: the one immutable plan, which is launched, kept in flight and committed
 """
 

@@ -43,9 +43,9 @@ class Planner:
             adaptive = speculation is None or speculation.speculative_adaptive
             self.drafts = DraftPolicy(state.kv.drafts, adaptive, state.columns, fitter)
         self.lacked = False
+        """Whether the last plan left out a row for lack of blocks."""
         self.starved = False
-        """Whether in the last plan a sequence could not be admitted for want of blocks."""
-        """Whether the last step left out a row for want of blocks."""
+        """Whether in the last plan a sequence could not be admitted for lack of blocks."""
 
     def fill(self, builder: PlanBuilder) -> None:
         """The rows of a step, within the budget of ``builder``."""
@@ -80,7 +80,7 @@ class Planner:
         state = self._state
         columns = self._state.columns
         slots = state.order()
-        if not len(slots):
+        if not len(slots) and self.drafts is None:
             return
         ready = ~columns.prefilling(slots) & (columns.num_scheduled[slots] + 1 < columns.limit[slots])
         rows = DecodeRows.plain(slots[ready][: max(builder.budget, 0)])

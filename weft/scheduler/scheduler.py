@@ -120,6 +120,8 @@ class Scheduler:
             error = DeadlineExceeded("what the request awaited did not come in time").info()
             self._state.end(sequence, "error")
             events.append(TokenEvent(sequence=number, finish="error", error=error))
+        if late:
+            self._blocked = False
         return events
 
     @property
@@ -164,7 +166,8 @@ class Scheduler:
     def hold(self, kind: int, block: int, until: float) -> None:
         """Keeps ``block`` of cache kind ``kind`` out of use until ``unhold``: a transfer outside the group
         may read or write it. Outlives the block's sequence, ``requeue_all``, and ``until``: from then on it
-        no longer excuses that others lack blocks."""
+        no longer excuses that others lack blocks, and lack of progress ends the group within milliseconds.
+        So ``until`` is later than any time at which the transfer, its fence included, can end."""
         self._state.caches.kinds[kind].pool.hold(block)
         self._holds[kind, block] = max(until, self._holds.get((kind, block), until))
 

@@ -1,16 +1,16 @@
 """The entries of the board on host 0, by which hosts and heads of one server know of each other, and its
 messages.
 
-    key             who writes it            what it says
-    settings/HOST/  the host, when it starts settings that all hosts must have alike; one entry a process
-    (MARK) answer/HOST/    the front                empty: the host's process may work; else the reason why
-    not wanted/REPLICA  the front                the incarnation of the head that should run; 0: none
-    head/REPLICA    the head                 Listening: the address that its front connects to
-    ended/REPLICA   the head's host          HeadEnded: the exit status of that incarnation
-    control/REPLICA the head                 the address that ranks of other hosts connect to
-    lease/REPLICA   the head                 see weft/group/meeting.py
-    over            the front                the server ends with this exit status
-    gone/HOST       the host                 it has read ``over``
+    key               who writes it            what it says
+    settings/HOST/MARK  the host, at its start   settings that all hosts must have alike; one entry a process
+    answer/HOST/MARK  the front                empty: the host's process may work; else the reason why not
+    wanted/REPLICA    the front                the incarnation of the head that should run; 0: none
+    head/REPLICA      the head                 Listening: the address that its front connects to
+    ended/REPLICA     the head's host          HeadEnded: the exit status of that incarnation
+    control/REPLICA   the head                 the address that ranks of other hosts connect to
+    lease/REPLICA     the head                 see weft/group/meeting.py
+    over              the front                the server ends with this exit status
+    gone/HOST         the host                 it has read ``over``
 
 An incarnation is a number that the front gives each start of a head. It is unique over all starts of all
 servers. Entries of an older incarnation are ignored.

@@ -11,7 +11,7 @@
      │ ◄─────────── StepFrame   │   one a step, whatever is in it (then LateMasks, where rows are constrained)
      │ Outcome, or Failed ────► │
      │ ◄─ Abort | Shutdown      │
-     │ ◄──── RankHeartbeat, both ways ─► │   on a connection of its own
+     │ ◄─ RankHeartbeat ──────► │   both ways, on a connection of its own
 
 A sequence is named by its slot and by nothing else. Frames that name no slot have tags of their own, so no
 value of a slot can be taken for one. Encoding and decoding are pure; numpy columns travel as little-endian
