@@ -179,28 +179,32 @@ def _rows(
     if not len(numbers):
         return []
     slots = segment.slot[numbers]
+    logits = segment.logits[numbers]
+    sample = segment.sample[numbers]
+    answers = result.rows.searchsorted(numbers + first)
+    answers[logits == 0] = -1
+    begins = result.offsets[answers]
+    ends = begins + (sample > 0) * (np.append(result.accepted, 0)[answers] + 1)
+    errors = dict(result.row_error)
     columns = zip(
         numbers.tolist(),
         state.in_slot[slots].tolist(),
         state.columns.num_computed[slots].tolist(),
         segment.count[numbers].tolist(),
-        segment.logits[numbers].tolist(),
-        segment.sample[numbers].tolist(),
-        result.rows.searchsorted(numbers + first).tolist(),  # right where there are logits
+        logits.tolist(),
+        sample.tolist(),
+        answers.tolist(),
+        begins.tolist(),
+        ends.tolist(),
         strict=True,
     )
-    errors = dict(result.row_error)
-    rows: list[tuple[int, _Row]] = []
-    for number, sequence, computed, count, wanted, sample, place in columns:
-        answer = place if wanted else -1
-        tokens: list[int] = []
-        if sample:
-            begin = int(result.offsets[answer])
-            tokens = result.tokens[begin : begin + int(result.accepted[answer]) + 1].tolist()
-        error = errors.get(answer)
-        row = _Row(*_running(sequence), computed, count, wanted, sample, answer, error, tokens)
-        rows.append((number, row))
-    return rows
+    return [
+        (
+            number,
+            _Row(*_running(sequence), *fields, answer, errors.get(answer), result.tokens[i:j].tolist()),
+        )
+        for number, sequence, *fields, answer, i, j in columns
+    ]
 
 
 def _running(sequence: Sequence) -> tuple[Sequence, Running]:
