@@ -55,6 +55,7 @@ WAITS: dict[tuple[str, str], str] = {
     ): "sizes of an exact exchange: the host must know how many rows come",
     ("weft/ops/moe.py", "by_expert"): "torch's routed block, for float64 and where there are no kernels",
     ("weft/moe/balance.py", "rebalance"): "experts move, once in many steps: the host plans where to",
+    ("weft/moe/balance.py", "_move"): "experts move: each rank writes down which go and which come",
     ("weft/moe/parallel.py", "set"): "experts have moved: the new map is written once",
     ("weft/moe/dispatch.py", "gather"): "a drafter's pass, of whose rows replicas have not agreed",
 }
