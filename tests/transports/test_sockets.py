@@ -238,6 +238,70 @@ def test_strangers_end_their_own_connection(pair: Callable[..., Pair], data: byt
     assert same(one, expected)
 
 
+@pytest.mark.parametrize("pieces", [1, 2, 4])
+def test_nothing_is_heard_of_who_leaves_the_key_out(pair: Callable[..., Pair], pieces: int) -> None:
+    """A whole conversation without a key, in one segment: the key holds from the second frame on."""
+    one = pair("tcp")
+    receiver: Any = one.receivers[0].transport
+    payload = b"x" * 64
+    spans = f.Spans(0, 0, np.array([(0, 0, 64)], "<i8").tobytes())
+    frames = [
+        f.pack(hello(), 0, f.NO_KEY),
+        f.pack(f.Proof(), 1, f.NO_KEY),
+        f.pack(f.WriteFrame(KEY, 0, (spans,), bytes(8)), 2, f.NO_KEY, len(payload)),
+        payload,
+    ]
+    talk(receiver.endpoint.address, b"".join(frames[:pieces]))
+    until = time.monotonic() + 5
+    while receiver._links and time.monotonic() < until:
+        time.sleep(0.01)
+    assert receiver.refused == (pieces > 1)
+    assert receiver._links == {}
+    assert one.receivers[0].transfer.arrivals.parked == 0
+
+
+@pytest.mark.parametrize("reply", ["hello", "forged proof", "echo"])
+def test_who_does_not_know_the_secret_gets_no_bytes(pair: Callable[..., Pair], reply: str) -> None:
+    """A listener that took the receiver's place."""
+    one = pair("tcp")
+    real = one.receivers[0].transport.endpoint
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(5)
+        address = f"127.0.0.1|{server.getsockname()[1]}"
+        one.receivers[0].transport.endpoint = type(real)("tcp", address, real.incarnation)
+        one.begin(KEY)
+        one.compute(KEY)
+        sock, _ = server.accept()
+        with sock:
+            sock.settimeout(0.5)
+            first = sock.recv(65536)
+            answer = f.pack(f.Hello(f.VERSION, "tcp", real.incarnation, 0, b"m" * 32), 0, f.NO_KEY)
+            sock.sendall(answer)
+            proof = sock.recv(65536)
+            if reply != "hello":
+                sock.sendall(proof if reply == "echo" else f.pack(f.Proof(), 1, f.NO_KEY))
+            more = b""
+            with contextlib.suppress(TimeoutError):
+                more = sock.recv(65536)
+    assert first
+    assert len(proof) == len(f.pack(f.Proof(), 1, f.NO_KEY))
+    assert more == b""
+    assert one.senders[0].wait(KEY).outcome is Outcome.failed
+
+
+@pytest.mark.parametrize("address", ["localhost|80", "example.org|80", "127.0.0.1|0", "127.0.0.1|x", "|", ""])
+def test_an_endpoint_is_a_numeric_host_and_a_port(pair: Callable[..., Pair], address: str) -> None:
+    """A name would have to be looked up, which may take long."""
+    one = pair("tcp")
+    real = one.receivers[0].transport.endpoint
+    one.receivers[0].transport.endpoint = type(real)("tcp", address, real.incarnation)
+    one.begin(KEY)
+    one.compute(KEY)
+    said = one.senders[0].wait(KEY, 2.0)
+    assert said.error is not None
+    assert "numeric host" in said.error.message
+
+
 def test_only_who_knows_the_secret_is_heard(pair: Callable[..., Pair]) -> None:
     one = pair("tcp")
     impostor = TcpTransport("127.0.0.1", 9, b"another secret of enough bytes")

@@ -3,7 +3,8 @@
     writer                            receiver
       Hello(wanted incarnation) ───►    refused if another start of this rank is meant, or another version
       ◄─── Hello(own incarnation)
-      (with a secret) Proof ───►        nothing else is read before it
+      (with a secret) Proof ───►        nothing else is taken before it
+      ◄─── (with a secret) Proof        nor written before that
       WriteFrame ... ───►
       ◄─── AnswerFrame ...
 
@@ -294,12 +295,14 @@ class SocketTransport:
             if mask & selectors.EVENT_READ:
                 for got in link.connection.receive(_AT_ONCE):
                     self._got(link, got)
+                    if not self._lives(link):
+                        return
             self._watch(link)
         except (OSError, WeftError) as error:
             self._lost(link, error)
 
     def _flush(self, link: Link) -> None:
-        if self._links.get(link.name) is not link:
+        if not self._lives(link):
             return
         try:
             link.connection.flush()
@@ -307,14 +310,17 @@ class SocketTransport:
         except (OSError, WeftError) as error:
             self._lost(link, error)
 
+    def _lives(self, link: Link) -> bool:
+        return self._links.get(link.name) is link
+
     def _watch(self, link: Link) -> None:
         mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.connection.wants_to_write else 0)
-        if self._links.get(link.name) is link and self._selector.get_key(link.connection.sock).events != mask:
+        if self._lives(link) and self._selector.get_key(link.connection.sock).events != mask:
             self._selector.modify(link.connection.sock, mask, link)
 
     def _lost(self, link: Link | None, error: Exception) -> None:
         """The connection has ended, or is ended because of what came."""
-        if link is None or self._links.get(link.name) is not link:
+        if link is None or not self._lives(link):
             return
         if isinstance(error, WeftError):
             self.refused += 1
@@ -343,7 +349,7 @@ class SocketTransport:
                 self._check_hello(link, got.frame)
                 link.said_hello = True
                 self._met(link, got.frame)
-            case f.Proof() if link.said_hello and not link.writer and link.until is not None:
+            case f.Proof() if link.said_hello and link.until is not None:
                 self._proven(link)
             case f.WriteFrame() if not link.writer and link.until is None:
                 self._got_write(link, got.frame, got)
@@ -366,9 +372,9 @@ class SocketTransport:
     def _open(self, link: Link) -> None:
         """The hand-shake is over."""
         link.until = None
-        waiting, link.waiting = link.waiting, []
-        for write in waiting:
-            self._send_write(link, write)
+        link.connection.proven = True
+        while link.waiting and self._lives(link):
+            self._send_write(link, link.waiting.pop(0))
 
     def _send_write(self, link: Link, write: Write) -> None:
         seed, parts, digests = room_seed(write.key), list[f.Spans](), list[np.ndarray]()

@@ -6,6 +6,7 @@ sender's caches as they go out, and pass on the other side through a buffer of o
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 from collections.abc import Sequence
 
@@ -41,10 +42,10 @@ class TcpTransport(SocketTransport):
         return sock, f"{host}|{port}"
 
     def _socket(self, address: str) -> tuple[socket.socket, object]:
-        host, _, port = address.rpartition("|")
+        host, port = numeric(address)
         sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         _configure(sock)
-        return sock, (host, int(port))
+        return sock, (host, port)
 
     def _hello(self, link: Link, wanted: int) -> None:
         link.nonce = new_nonce()
@@ -57,15 +58,15 @@ class TcpTransport(SocketTransport):
             writer, receiver = keys(self._secret, link.nonce, hello.nonce)
             link.connection.out_key, link.connection.in_key = writer, receiver
             link.connection.send(f.Proof())
-            self._open(link)
             return
         nonce = new_nonce()
-        link.connection.send(f.Hello(f.VERSION, self.name, self.incarnation, 0, nonce))
-        self._flush(link)  # the last frame without a key
+        link.connection.send(f.Hello(f.VERSION, self.name, self.incarnation, 0, nonce))  # has no key
         writer, receiver = keys(self._secret, hello.nonce, nonce)
         link.connection.in_key, link.connection.out_key = writer, receiver
 
     def _proven(self, link: Link) -> None:
+        if not link.writer:
+            link.connection.send(f.Proof())
         self._open(link)
 
     def _payload(self, write: Write) -> list[memoryview]:
@@ -92,6 +93,19 @@ class TcpTransport(SocketTransport):
 
     def _held_bytes(self, frame: f.WriteFrame, got: Got) -> int:
         return 1024 + (0 if got.payload is None else got.payload.numel())
+
+
+def numeric(address: str) -> tuple[str, int]:
+    """Host and port. Raises BadFrame for a name: looking it up would hold up all transfers of a rank."""
+    host, _, port = address.rpartition("|")
+    try:
+        ipaddress.ip_address(host)
+        number = int(port)
+    except ValueError:
+        number = 0
+    if not 0 < number < 1 << 16:
+        raise f.BadFrame(f"an endpoint {address[:80]!r} that is not a numeric host and a port")
+    return host, number
 
 
 def _configure(sock: socket.socket) -> None:
