@@ -138,6 +138,7 @@ class TestDigests:
             for region, at, size in places
         }
         assert len(seeds) == 16
+        assert len({digests.ranks_seed(KEY, rank, to) for rank in range(8) for to in range(8)}) == 64
 
     def test_the_extension_computes_the_same_bits(self) -> None:
         torch = pytest.importorskip("torch")
@@ -235,7 +236,10 @@ class TestPushes:
         return SpanPlan(sides[0], 0, sides[1], 0, 0, 20)
 
     def pushes(self, **more: int) -> p.Pushes:
-        return p.Pushes([kind.layers for kind in self.GROUP.dims.kinds], **more)
+        def digest(key: RoomKey, peer: str, parts: tuple[Part, ...]) -> np.ndarray:
+            return np.zeros(sum(len(part.spans) for part in parts), np.uint64)
+
+        return p.Pushes([kind.layers for kind in self.GROUP.dims.kinds], digest, **more)
 
     def total(self) -> int:
         return sum(part.nbytes for part in self.plan().everything())

@@ -66,7 +66,7 @@ def share(group: Group, rank: int, transport: Any) -> list[SharedMemory]:
 def transport(kind: str, folder: Path, rank: int, incarnation: int) -> Transport:
     if kind == "shm":
         return ShmTransport(str(folder), rank, incarnation)
-    return TcpTransport("127.0.0.1", incarnation, SECRET)
+    return TcpTransport("127.0.0.1", rank, incarnation, SECRET)
 
 
 class Pair:
@@ -101,7 +101,7 @@ class Pair:
             if not here:
                 continue
             for rank in range(group.ranks):
-                one = transport(kind, folder, base + rank, 1000 + base + rank)
+                one = transport(kind, folder, rank, 1000 + base + rank)
                 self.shared.append(share(group, rank, one))
                 found.append(Rank(group, rank, one))
 

@@ -27,6 +27,7 @@ from weft.transports.shared_memory import SharedMemory, map_read_only
 from weft.transports.shm import ShmTransport
 from weft.transports.sockets import SocketTransport
 from weft.transports.tcp import TcpTransport
+from weft.types import rooms as r
 from weft.types.rooms import Outcome, RoomKey
 
 KEY = RoomKey(7, 0, 1)
@@ -208,7 +209,7 @@ def talk(address: str, data: bytes) -> bytes:
 def hello(
     transport: str = "tcp", wanted: int = 1050, version: int = f.VERSION, nonce: bytes = b"n" * 32
 ) -> f.Hello:
-    return f.Hello(version, transport, 5, wanted, nonce)
+    return f.Hello(version, transport, 5, wanted, 0, nonce)
 
 
 @pytest.mark.parametrize(
@@ -275,7 +276,7 @@ def test_who_does_not_know_the_secret_gets_no_bytes(pair: Callable[..., Pair], r
         with sock:
             sock.settimeout(0.5)
             first = sock.recv(65536)
-            answer = f.pack(f.Hello(f.VERSION, "tcp", real.incarnation, 0, b"m" * 32), 0, f.NO_KEY)
+            answer = f.pack(f.Hello(f.VERSION, "tcp", real.incarnation, 0, 0, b"m" * 32), 0, f.NO_KEY)
             sock.sendall(answer)
             proof = sock.recv(65536)
             if reply != "hello":
@@ -304,9 +305,9 @@ def test_an_endpoint_is_a_numeric_host_and_a_port(pair: Callable[..., Pair], add
 
 def test_only_who_knows_the_secret_is_heard(pair: Callable[..., Pair]) -> None:
     one = pair("tcp")
-    impostor = TcpTransport("127.0.0.1", 9, b"another secret of enough bytes")
-    name = impostor.connect(one.receivers[0].transport.endpoint, 5.0)
-    impostor.write(Write(KEY, name, 0, ()))
+    impostor = TcpTransport("127.0.0.1", 0, 9, b"another secret of enough bytes")
+    name = impostor.connect(one.receivers[0].transport.endpoint, 0, 5.0)
+    impostor.write(Write(KEY, name, 0, (), np.empty(0, np.uint64)))
     until, events = time.monotonic() + 10, []
     while not events and time.monotonic() < until:
         events = impostor.poll(0.5)
@@ -314,7 +315,49 @@ def test_only_who_knows_the_secret_is_heard(pair: Callable[..., Pair]) -> None:
     assert events[0].error is not None
     assert one.receivers[0].transport.refused == 1  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match="--group-secret"):
-        TcpTransport("127.0.0.1", 9, b"short")
+        TcpTransport("127.0.0.1", 0, 9, b"short")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("trusting", [False, True])
+def test_endpoints_that_are_swapped_are_noticed(
+    pair: Callable[..., Pair], kind: str, trusting: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the hand-shake, and, were there none, by the digests: both ranks' blocks have the same numbers."""
+    one = pair(kind, ranks=(2, 2), kinds=("full",))
+    bound = one.bound(KEY)
+    if trusting:
+        monkeypatch.setattr(SocketTransport, "_check_hello", lambda *rest: None)
+    one.expect(KEY)
+    one.push(r.Bound(key=KEY, start=one.start, dims=bound.dims, blocks=bound.blocks,
+                     endpoints=bound.endpoints[::-1]))  # fmt: skip
+    one.compute(KEY)
+    said = [rank.wait(KEY) for rank in (one.receivers if trusting else one.senders)]
+    assert {each.outcome for each in said} == {Outcome.failed}
+    if trusting:
+        assert all(each.error and each.error.code == "transfer_corrupt" for each in said)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_block_that_is_reassigned_while_its_write_waits_is_noticed(
+    pair: Callable[..., Pair], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The digest is that of the layer as it was computed, not of what goes out later."""
+    monkeypatch.setattr(ShmTransport if kind == "shm" else TcpTransport, "window_bytes", 512)
+    one = pair(kind, kinds=("full",))
+    out = one.senders[0].transfer
+    one.begin(KEY)
+    one.compute(KEY)  # the first writes are under way, and nobody answers: the rest is queued
+    until = time.monotonic() + 10
+    while out.pushes.queued_bytes == 0 and time.monotonic() < until:
+        time.sleep(0.01)
+    assert out.pushes.queued_bytes > 0
+    time.sleep(0.1)
+    one.sender.elements(0, 0)[:, one.tables(one.sender, 0)[0][4]] ^= 0x55
+    one.expect(KEY)
+    said = one.receivers[0].wait(KEY)
+    assert said.error is not None
+    assert said.error.code == "transfer_corrupt"
 
 
 def test_a_start_that_is_gone_is_not_taken_for_the_next(pair: Callable[..., Pair], tmp_path: Path) -> None:
@@ -420,6 +463,6 @@ def test_regions_take_no_memory_before_they_are_written() -> None:
 
 
 def test_the_secret_is_in_no_address() -> None:
-    transport = TcpTransport("127.0.0.1", 1, SECRET)
+    transport = TcpTransport("127.0.0.1", 0, 1, SECRET)
     assert SECRET.decode() not in repr(transport.endpoint)
     transport.close()

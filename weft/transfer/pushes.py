@@ -8,7 +8,8 @@ write; the writes of a room keep their order.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -67,6 +68,8 @@ class Write(_Word, frozen=True):
     peer: str
     number: int
     parts: tuple[Part, ...]
+    digests: np.ndarray
+    """uint64, one a span, in order: of what the spans held when they were queued."""
 
 
 class Report(_Word, frozen=True):
@@ -86,13 +89,23 @@ WINDOW_BYTES = 16 << 20
 _MOST_SPANS = 4096
 """Of one write."""
 
+Digest = Callable[[RoomKey, str, tuple[Part, ...]], np.ndarray]
+"""Of what a room sends to a peer: see ``base.Transport.digest``."""
+
+
+class Queued(NamedTuple):
+    """What a write will send."""
+
+    parts: tuple[Part, ...]
+    digests: np.ndarray
+
 
 class _Room:
     def __init__(self, begin: Begin, missing: Sequence[tuple[int, int]]) -> None:
         self.plans, self.end = begin.plans, begin.end
         self.missing = set(missing)
         """(kind, number) of layers of which the last positions have not been computed."""
-        self.queued: dict[str, deque[tuple[Part, ...]]] = {peer: deque() for peer in begin.plans}
+        self.queued: dict[str, deque[Queued]] = {peer: deque() for peer in begin.plans}
         self.under_way: dict[tuple[str, int], MemoryLease] = {}
         self.numbers = dict.fromkeys(begin.plans, 0)
         self.started = self.over = False
@@ -106,8 +119,14 @@ class Pushes:
     """Of one rank, used from one thread. ``layers``: for each cache kind the model's layers that have it."""
 
     def __init__(
-        self, layers: Sequence[Sequence[int]], write_bytes: int = WRITE_BYTES, window: int = WINDOW_BYTES
+        self,
+        layers: Sequence[Sequence[int]],
+        digest: Digest,
+        write_bytes: int = WRITE_BYTES,
+        window: int = WINDOW_BYTES,
     ) -> None:
+        """``digest``: called as soon as a part is queued, when its bytes have just been computed."""
+        self._digest = digest
         self._of_layer: dict[int, list[tuple[int, int]]] = {}
         for kind, has in enumerate(layers):
             for number, layer in enumerate(has):
@@ -124,6 +143,12 @@ class Pushes:
     def under_way(self) -> int:
         """Bytes that were sent and not answered, to all peers."""
         return sum(ring.used for ring in self._rings.values())
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes that wait for room in a window."""
+        queues = (queue for room in self._rooms.values() for queue in room.queued.values())
+        return sum(part.nbytes for queue in queues for queued in queue for part in queued.parts)
 
     def on(self, event: Event) -> list[Action]:
         """What is to be done, in this order. Time plays no part."""
@@ -163,7 +188,8 @@ class Pushes:
                 parts = plan.entries(kind, number, event.begin, event.end)
                 if last and (kind, number) in room.missing:
                     parts = parts + plan.state(kind, number)
-                room.queued[peer] += packed(parts, self._write_bytes)
+                for group in packed(parts, self._write_bytes):
+                    room.queued[peer].append(Queued(group, self._digest(event.key, peer, group)))
             if last:
                 room.missing.discard((kind, number))
 
@@ -195,7 +221,7 @@ class Pushes:
             while waiting:
                 key = waiting.popleft()
                 room = self._rooms[key]
-                parts = room.queued[peer][0]
+                parts, digests = room.queued[peer][0]
                 lease = ring.take(sum(part.nbytes for part in parts), key)
                 if lease is None:
                     break
@@ -205,7 +231,7 @@ class Pushes:
                 if not room.started:
                     room.started = True
                     actions.append(Report(key, Outcome.pending))
-                actions.append(Write(key, peer, number, parts))
+                actions.append(Write(key, peer, number, parts, digests))
                 self._rooms.move_to_end(key)
                 if room.queued[peer]:
                     waiting.append(key)

@@ -27,9 +27,10 @@ import torch
 from weft.common.errors import ErrorInfo, Unavailable, WeftError
 from weft.common.log import get_logger
 from weft.transfer.arrivals import Incoming
-from weft.transfer.digests import room_seed, span_seeds
+from weft.transfer.digests import ranks_seed, span_seeds
 from weft.transfer.pushes import WINDOW_BYTES, WRITE_BYTES, Write, Written
 from weft.transfer.room_table import FenceBy
+from weft.transfer.spans import Part
 from weft.transports import wire as f
 from weft.transports.base import TransferCorrupt
 from weft.transports.connection import Connection, Got
@@ -56,6 +57,16 @@ class Source(NamedTuple):
     parts: tuple[tuple[int, np.ndarray], ...]
     """(region here, int64 [n, 3])."""
     digests: np.ndarray
+    rank: int
+    """Of the writer."""
+
+
+class _PeerRank(NamedTuple):
+    """A receiver's rank that was named to this one."""
+
+    endpoint: Endpoint
+    rank: int
+    deadline: float
 
 
 class Link:
@@ -67,6 +78,8 @@ class Link:
         """By when the hand-shake must be over; None when it is."""
         self.said_hello = False
         self.nonce = b""
+        self.rank = 0
+        """Of the other end, as its Hello says."""
         self.regions: tuple[torch.Tensor, ...] = ()
         """Of a receiver: the writer's memory, where it shows it."""
         self.waiting: list[Write] = []
@@ -82,8 +95,8 @@ class SocketTransport:
     write_bytes = WRITE_BYTES
     window_bytes = WINDOW_BYTES
 
-    def __init__(self, incarnation: int) -> None:
-        self.incarnation = incarnation
+    def __init__(self, rank: int, incarnation: int) -> None:
+        self.rank, self.incarnation = rank, incarnation
         self._listener, address = self._listen()
         self._listener.setblocking(False)
         self.endpoint = Endpoint(self.name, address, incarnation)
@@ -94,7 +107,7 @@ class SocketTransport:
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         self._selector.register(self._rung, selectors.EVENT_READ, None)
         self._regions: list[torch.Tensor] = []
-        self._peers: dict[str, tuple[Endpoint, float]] = {}
+        self._peers: dict[str, _PeerRank] = {}
         self._links: dict[str, Link] = {}
         self._accepted = 0
         self._events: list[Incoming | Written] = []
@@ -120,12 +133,12 @@ class SocketTransport:
 
     def _hello(self, link: Link, wanted: int) -> None:
         """Says hello as a writer."""
-        link.connection.send(f.Hello(f.VERSION, self.name, self.incarnation, wanted))
+        link.connection.send(f.Hello(f.VERSION, self.name, self.incarnation, wanted, self.rank))
 
     def _met(self, link: Link, hello: f.Hello) -> None:
         """The other end has said hello, and it is as it should be: goes on with the hand-shake."""
         if not link.writer:
-            link.connection.send(f.Hello(f.VERSION, self.name, self.incarnation, 0))
+            link.connection.send(f.Hello(f.VERSION, self.name, self.incarnation, 0, self.rank))
         self._open(link)
 
     def _proven(self, link: Link) -> None:
@@ -147,10 +160,17 @@ class SocketTransport:
     def register(self, regions: Sequence[torch.Tensor]) -> None:
         self._regions = list(regions)
 
-    def connect(self, peer: Endpoint, deadline: float) -> str:
-        name = f"{peer.transport}:{peer.address}#{peer.incarnation}"
-        self._peers[name] = peer, deadline
+    def connect(self, peer: Endpoint, rank: int, deadline: float) -> str:
+        name = f"{peer.transport}:{peer.address}#{peer.incarnation}, rank {rank}"
+        self._peers[name] = _PeerRank(peer, rank, deadline)
         return name
+
+    def digest(self, key: RoomKey, peer: str, parts: Sequence[Part]) -> np.ndarray:
+        seed, made = ranks_seed(key, self.rank, self._peers[peer].rank), [np.empty(0, np.uint64)]
+        for part in parts:
+            seeds = span_seeds(seed, part.target, part.spans[:, 1], part.spans[:, 2])
+            made.append(digest_spans(self._regions[part.source], part.spans[:, ::2], seeds))
+        return np.concatenate(made)
 
     def write(self, write: Write) -> None:
         link = self._links.get(write.peer)
@@ -184,7 +204,7 @@ class SocketTransport:
 
     def take(self, incoming: Incoming) -> ErrorInfo | None:
         source: Source = incoming.content
-        seed, done = room_seed(incoming.key), 0
+        seed, done = ranks_seed(incoming.key, source.rank, self.rank), 0
         for memory, (region, spans) in zip(source.memory, source.parts, strict=True):
             seeds = span_seeds(seed, region, spans[:, 1], spans[:, 2])
             made = copy_spans(memory, self._regions[region], spans, seeds)
@@ -237,7 +257,7 @@ class SocketTransport:
     def _dial(self, peer: str) -> Link:
         if peer not in self._peers:
             raise Unavailable("a write names a peer that was never connected")
-        endpoint, deadline = self._peers[peer]
+        endpoint, _, deadline = self._peers[peer]
         sock, address = self._socket(endpoint.address)
         sock.setblocking(False)
         link = Link(peer, self._connection(sock), True, time.monotonic() + deadline)
@@ -347,7 +367,7 @@ class SocketTransport:
         match got.frame:
             case f.Hello() if not link.said_hello:
                 self._check_hello(link, got.frame)
-                link.said_hello = True
+                link.said_hello, link.rank = True, got.frame.rank
                 self._met(link, got.frame)
             case f.Proof() if link.said_hello and link.until is not None:
                 self._proven(link)
@@ -366,8 +386,12 @@ class SocketTransport:
             raise f.BadFrame(f"a peer speaks {theirs}, this rank version {f.VERSION} of {self.name}")
         if not link.writer and hello.wanted != self.incarnation:
             raise f.BadFrame("a peer means another start of this rank")
-        if link.writer and hello.incarnation != self._peers[link.name][0].incarnation:
-            raise f.BadFrame("another start of a rank answers")
+        if link.writer:
+            meant = self._peers[link.name]
+            if hello.incarnation != meant.endpoint.incarnation:
+                raise f.BadFrame("another start of a rank answers")
+            if hello.rank != meant.rank:
+                raise f.BadFrame(f"rank {hello.rank} answers where rank {meant.rank} is meant to be")
 
     def _open(self, link: Link) -> None:
         """The hand-shake is over."""
@@ -377,15 +401,11 @@ class SocketTransport:
             self._send_write(link, link.waiting.pop(0))
 
     def _send_write(self, link: Link, write: Write) -> None:
-        seed, parts, digests = room_seed(write.key), list[f.Spans](), list[np.ndarray]()
-        for part in write.parts:
-            targets = part.spans[:, 1]
-            seeds = span_seeds(seed, part.target, targets, part.spans[:, 2])
-            digests.append(digest_spans(self._regions[part.source], part.spans[:, ::2], seeds))
-            parts.append(f.Spans(part.source, part.target, part.spans.astype("<i8").tobytes()))
-        made = np.concatenate(digests).astype("<u8").tobytes() if digests else b""
         link.unanswered[write.key, write.number] = None
-        frame = f.WriteFrame(write.key, write.number, tuple(parts), made)
+        parts = tuple(
+            f.Spans(part.source, part.target, part.spans.astype("<i8").tobytes()) for part in write.parts
+        )
+        frame = f.WriteFrame(write.key, write.number, parts, write.digests.astype("<u8").tobytes())
         link.connection.send(frame, self._payload(write), write.key)
         self._flush(link)
 
@@ -397,7 +417,7 @@ class SocketTransport:
                 raise f.BadFrame("a write names a region that there is not")
             check_inside(each[:, 1], each[:, 2], self._regions[part.target].numel())
         digests = f.digests_of(frame, spans)
-        source = self._sources(link, parts, got)._replace(digests=digests)
+        source = self._sources(link, parts, got)._replace(digests=digests, rank=link.rank)
         targets = tuple((part.target, np.ascontiguousarray(each[:, 1:])) for part, each in parts)
         held = self._held_bytes(frame, got)
         self._events.append(Incoming(frame.key, link.name, frame.number, targets, held, source))

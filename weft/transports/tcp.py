@@ -25,11 +25,11 @@ class TcpTransport(SocketTransport):
 
     name = "tcp"
 
-    def __init__(self, host: str, incarnation: int, secret: bytes) -> None:
+    def __init__(self, host: str, rank: int, incarnation: int, secret: bytes) -> None:
         """Raises ConfigError for a short secret, or an address that cannot be listened at."""
         check_secret(secret)
         self._host, self._secret = host, secret
-        super().__init__(incarnation)
+        super().__init__(rank, incarnation)
 
     def _listen(self) -> tuple[socket.socket, str]:
         try:
@@ -49,7 +49,7 @@ class TcpTransport(SocketTransport):
 
     def _hello(self, link: Link, wanted: int) -> None:
         link.nonce = new_nonce()
-        link.connection.send(f.Hello(f.VERSION, self.name, self.incarnation, wanted, link.nonce))
+        link.connection.send(f.Hello(f.VERSION, self.name, self.incarnation, wanted, self.rank, link.nonce))
 
     def _met(self, link: Link, hello: f.Hello) -> None:
         if len(hello.nonce) != NONCE_BYTES:
@@ -60,7 +60,9 @@ class TcpTransport(SocketTransport):
             link.connection.send(f.Proof())
             return
         nonce = new_nonce()
-        link.connection.send(f.Hello(f.VERSION, self.name, self.incarnation, 0, nonce))  # has no key
+        link.connection.send(
+            f.Hello(f.VERSION, self.name, self.incarnation, 0, self.rank, nonce)
+        )  # has no key
         writer, receiver = keys(self._secret, hello.nonce, nonce)
         link.connection.in_key, link.connection.out_key = writer, receiver
 
@@ -82,14 +84,14 @@ class TcpTransport(SocketTransport):
         if int(lengths.sum()) != size:
             raise f.BadFrame("a write's payload is not as long as its spans")
         if got.payload is None:
-            return Source((), (), np.empty(0))
+            return Source((), (), np.empty(0), 0)
         begins, done, moved = np.cumsum(lengths) - lengths, 0, list[tuple[int, np.ndarray]]()
         for part, spans in parts:
             here = spans.copy()
             here[:, 0] = begins[done : done + len(spans)]
             done += len(spans)
             moved.append((part.target, here))
-        return Source((got.payload,) * len(parts), tuple(moved), np.empty(0))
+        return Source((got.payload,) * len(parts), tuple(moved), np.empty(0), 0)
 
     def _held_bytes(self, frame: f.WriteFrame, got: Got) -> int:
         return 1024 + (0 if got.payload is None else got.payload.numel())

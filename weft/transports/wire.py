@@ -52,6 +52,8 @@ class Hello(_Frame, frozen=True):
     """Of the sender of this frame."""
     wanted: U64
     """Of a writer: the incarnation of the rank that it means to reach. Of a receiver: 0."""
+    rank: U64
+    """Of the sender of this frame, within its group."""
     nonce: Annotated[bytes, Meta(max_length=32)] = b""
     regions: Annotated[tuple[U64, ...], Meta(max_length=4096)] = ()
     """Of a writer that shows its memory: bytes of each region. Their descriptors come with this frame."""

@@ -74,7 +74,10 @@ class RankTransfer:
         self._rank, self._dims, self._transport, self._tell = rank, dims, transport, tell
         self._clock = clock
         self.pushes = p.Pushes(
-            [kind.layers for kind in dims.kinds], transport.write_bytes, transport.window_bytes
+            [kind.layers for kind in dims.kinds],
+            transport.digest,
+            transport.write_bytes,
+            transport.window_bytes,
         )
         self.arrivals = a.Arrivals()
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
@@ -174,7 +177,7 @@ class RankTransfer:
         plans = {}
         for to, endpoint in enumerate(bound.endpoints):
             plan = SpanPlan(own, self._rank, there, to, bound.start, offer.num_prompt)
-            plans[self._transport.connect(endpoint, CONNECT_S)] = plan
+            plans[self._transport.connect(endpoint, to, CONNECT_S)] = plan
         self._push(self.pushes.on(p.Begin(offer.key, plans, offer.num_prompt)))
 
     def _expect(self, expecting: Expecting) -> None:
