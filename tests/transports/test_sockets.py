@@ -191,6 +191,85 @@ def test_threads_end_promptly(pair: Callable[..., Pair]) -> None:
     assert threading.active_count() == before - 2
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_goes_wrong_with_one_connection_ends_that_alone(
+    pair: Callable[..., Pair], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = pair(kind)
+    original, planted = SocketTransport._got_write, []
+
+    def got_write(self: SocketTransport, *rest: Any) -> None:
+        if not planted:
+            planted.append(1)
+            raise KeyError("planted")
+        original(self, *rest)
+
+    monkeypatch.setattr(SocketTransport, "_got_write", got_write)
+    one.expect(KEY)
+    one.begin(KEY)
+    one.compute(KEY)
+    assert one.senders[0].wait(KEY).outcome is Outcome.failed
+    again = RoomKey(8, 0, 1)
+    expected = one.expected()
+    assert one.transfer(again)[0].outcome is Outcome.done
+    assert same(one, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_thread_that_fails_fails_its_rooms_and_answers_stop(
+    pair: Callable[..., Pair], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = pair(kind)
+    again = RoomKey(8, 0, 1)
+    one.expect(KEY)
+    until = time.monotonic() + 5
+    while not len(one.receivers[0].transfer.arrivals) and time.monotonic() < until:
+        time.sleep(0.01)
+
+    def poll(*rest: Any) -> Any:
+        raise ValueError("planted")
+
+    monkeypatch.setattr(one.receivers[0].transport, "poll", poll)
+    one.receivers[0].transport.wake()
+    said = one.receivers[0].wait(KEY)
+    assert said.outcome is Outcome.failed
+    assert said.error is not None
+    one.receivers[0].transfer.stop(KEY)
+    one.receivers[0].wait_stopped(KEY)
+    one.expect(again)
+    assert one.receivers[0].wait(again).outcome is Outcome.failed
+    one.begin(KEY)
+    one.compute(KEY)
+    assert one.senders[0].wait(KEY).outcome is Outcome.failed
+
+
+def test_a_connection_that_breaks_as_its_hand_shake_ends_fails_every_write(
+    pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of the writes that waited finds the connection broken; none of the others is forgotten."""
+    one = pair("tcp")
+    transport: Any = TcpTransport("127.0.0.1", 0, 9, SECRET)
+    name = transport.connect(one.receivers[0].transport.endpoint, 0, 5.0)
+    for number in range(3):
+        transport.write(Write(KEY, name, number, (), np.empty(0, np.uint64)))
+    opened = transport._open
+
+    def broken(*rest: Any) -> int:
+        raise BrokenPipeError
+
+    def open_then(link: Any) -> None:
+        link.connection.flush = broken
+        opened(link)
+
+    monkeypatch.setattr(transport, "_open", open_then)
+    events, until = list[Any](), time.monotonic() + 5
+    while len(events) < 3 and time.monotonic() < until:
+        events += transport.poll(0.2)
+    transport.close()
+    assert sorted(event.number for event in events) == [0, 1, 2]
+    assert all(event.error is not None for event in events)
+
+
 # ---- hostile peers
 
 

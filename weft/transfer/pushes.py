@@ -139,6 +139,10 @@ class Pushes:
     def __len__(self) -> int:
         return len(self._rooms) + len(self._early)
 
+    def rooms(self) -> list[RoomKey]:
+        """Those that have begun."""
+        return list(self._rooms)
+
     @property
     def under_way(self) -> int:
         """Bytes that were sent and not answered, to all peers."""

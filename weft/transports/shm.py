@@ -17,8 +17,9 @@ import torch
 from weft.common.errors import ConfigError, EngineDead
 from weft.transports import wire as f
 from weft.transports.connection import MOST_FDS, Got
+from weft.transports.links import Link, Source, check_inside
 from weft.transports.shared_memory import SharedMemory, map_read_only
-from weft.transports.sockets import Link, SocketTransport, Source, check_inside
+from weft.transports.sockets import SocketTransport
 
 
 class ShmTransport(SocketTransport):

@@ -19,7 +19,6 @@ import selectors
 import socket
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -35,6 +34,7 @@ from weft.transports import wire as f
 from weft.transports.base import TransferCorrupt
 from weft.transports.connection import Connection, Got
 from weft.transports.copying import copy_spans, digest_spans
+from weft.transports.links import Link, PeerRank, Source, check_inside, info_of
 from weft.types.rooms import Endpoint, RoomKey
 
 log = get_logger(__name__)
@@ -47,44 +47,6 @@ BUFFER = WRITE_BYTES
 _FREE = 4
 _AT_ONCE = 2 << 20
 """Bytes read of a connection before others have their turn."""
-
-
-class Source(NamedTuple):
-    """What a write's bytes are read from: ``content`` of an ``Incoming``."""
-
-    memory: tuple[torch.Tensor, ...]
-    """For each part."""
-    parts: tuple[tuple[int, np.ndarray], ...]
-    """(region here, int64 [n, 3])."""
-    digests: np.ndarray
-    rank: int
-    """Of the writer."""
-
-
-class _PeerRank(NamedTuple):
-    """A receiver's rank that was named to this one."""
-
-    endpoint: Endpoint
-    rank: int
-    deadline: float
-
-
-class Link:
-    """One connection, of which this rank is the writer (it connected) or the receiver (it accepted)."""
-
-    def __init__(self, name: str, connection: Connection, writer: bool, until: float) -> None:
-        self.name, self.connection, self.writer = name, connection, writer
-        self.until: float | None = until
-        """By when the hand-shake must be over; None when it is."""
-        self.said_hello = False
-        self.nonce = b""
-        self.rank = 0
-        """Of the other end, as its Hello says."""
-        self.regions: tuple[torch.Tensor, ...] = ()
-        """Of a receiver: the writer's memory, where it shows it."""
-        self.waiting: list[Write] = []
-        """For the end of the hand-shake."""
-        self.unanswered: dict[tuple[RoomKey, int], None] = {}
 
 
 class SocketTransport:
@@ -107,7 +69,7 @@ class SocketTransport:
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         self._selector.register(self._rung, selectors.EVENT_READ, None)
         self._regions: list[torch.Tensor] = []
-        self._peers: dict[str, _PeerRank] = {}
+        self._peers: dict[str, PeerRank] = {}
         self._links: dict[str, Link] = {}
         self._accepted = 0
         self._events: list[Incoming | Written] = []
@@ -162,7 +124,7 @@ class SocketTransport:
 
     def connect(self, peer: Endpoint, rank: int, deadline: float) -> str:
         name = f"{peer.transport}:{peer.address}#{peer.incarnation}, rank {rank}"
-        self._peers[name] = _PeerRank(peer, rank, deadline)
+        self._peers[name] = PeerRank(peer, rank, deadline)
         return name
 
     def digest(self, key: RoomKey, peer: str, parts: Sequence[Part]) -> np.ndarray:
@@ -180,10 +142,10 @@ class SocketTransport:
                 link.waiting.append(write)
                 return
             self._send_write(link, write)
-        except (OSError, WeftError) as error:
+        except Exception as error:
             self._lost(link, error)
             if link is None:
-                self._events.append(Written(write.key, write.peer, write.number, _info(error)))
+                self._events.append(Written(write.key, write.peer, write.number, info_of(error)))
 
     def poll(self, seconds: float) -> list[Incoming | Written]:
         for link in self._answered.values():
@@ -218,7 +180,7 @@ class SocketTransport:
                     incoming.key.attempt,
                     len(wrong),
                     len(spans),
-                    incoming.source,
+                    source.peer,
                     self.endpoint.address,
                     region,
                 )
@@ -248,6 +210,7 @@ class SocketTransport:
         for link in self._links.values():
             link.connection.close()
         self._links.clear()
+        self._answered.clear()
         self._selector.close()
         for sock in (self._listener, self._bell, self._rung):
             sock.close()
@@ -318,7 +281,7 @@ class SocketTransport:
                     if not self._lives(link):
                         return
             self._watch(link)
-        except (OSError, WeftError) as error:
+        except Exception as error:  # whatever a peer does ends its own connection alone
             self._lost(link, error)
 
     def _flush(self, link: Link) -> None:
@@ -327,7 +290,7 @@ class SocketTransport:
         try:
             link.connection.flush()
             self._watch(link)
-        except (OSError, WeftError) as error:
+        except Exception as error:
             self._lost(link, error)
 
     def _lives(self, link: Link) -> bool:
@@ -344,12 +307,15 @@ class SocketTransport:
             return
         if isinstance(error, WeftError):
             self.refused += 1
-            log.warning("a connection for transfers was closed: %s", error)
+            log.warning("the connection for transfers with %s was closed: %s", link.peer, error)
+        elif not isinstance(error, OSError):
+            self.refused += 1
+            log.error("the connection for transfers with %s failed", link.peer, exc_info=error)
         del self._links[link.name]
         self._selector.unregister(link.connection.sock)
         link.connection.close()
         for key, number in [*link.unanswered, *((write.key, write.number) for write in link.waiting)]:
-            self._events.append(Written(key, link.name, number, _info(error)))
+            self._events.append(Written(key, link.name, number, info_of(error)))
 
     def _expire(self) -> None:
         now = time.monotonic()
@@ -368,6 +334,7 @@ class SocketTransport:
             case f.Hello() if not link.said_hello:
                 self._check_hello(link, got.frame)
                 link.said_hello, link.rank = True, got.frame.rank
+                link.peer = f"{link.name} (rank {link.rank}, incarnation {got.frame.incarnation:x})"
                 self._met(link, got.frame)
             case f.Proof() if link.said_hello and link.until is not None:
                 self._proven(link)
@@ -417,21 +384,7 @@ class SocketTransport:
                 raise f.BadFrame("a write names a region that there is not")
             check_inside(each[:, 1], each[:, 2], self._regions[part.target].numel())
         digests = f.digests_of(frame, spans)
-        source = self._sources(link, parts, got)._replace(digests=digests, rank=link.rank)
+        source = self._sources(link, parts, got)._replace(digests=digests, rank=link.rank, peer=link.peer)
         targets = tuple((part.target, np.ascontiguousarray(each[:, 1:])) for part, each in parts)
         held = self._held_bytes(frame, got)
         self._events.append(Incoming(frame.key, link.name, frame.number, targets, held, source))
-
-
-def check_inside(offsets: np.ndarray, lengths: np.ndarray, size: int) -> None:
-    """Raises BadFrame unless all spans lie in ``size`` bytes."""
-    if len(offsets) and (
-        lengths.min() < 1 or lengths.max() > size or offsets.min() < 0 or (offsets > size - lengths).any()
-    ):
-        raise f.BadFrame("a write names bytes outside a registered region")
-
-
-def _info(error: Exception) -> ErrorInfo:
-    if isinstance(error, WeftError):
-        return error.info()
-    return Unavailable("the connection to a rank of the other group broke").info()

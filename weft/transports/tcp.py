@@ -17,7 +17,8 @@ from weft.transfer.pushes import Write
 from weft.transports import wire as f
 from weft.transports.connection import Got, memory_of
 from weft.transports.connection_keys import NONCE_BYTES, check_secret, keys, new_nonce
-from weft.transports.sockets import Link, SocketTransport, Source
+from weft.transports.links import Link, Source
+from weft.transports.sockets import SocketTransport
 
 
 class TcpTransport(SocketTransport):

@@ -4,7 +4,8 @@
     this thread    plans, digests, writes; reads, checks, copies; waits in ``poll`` alone
     tell(...)      reports for this rank's head, called on this thread: it must not wait
 
-Whatever one room does to this thread ends that room alone.
+Whatever one room does to this thread ends that room alone, and what a peer does, its connection. If the
+thread itself fails, all rooms do, and those that come later; it goes on to answer ``stop``.
 """
 
 from __future__ import annotations
@@ -122,8 +123,25 @@ class RankTransfer:
         try:
             while not self._done:
                 self.turn(_IDLE_S)
+        except Exception as error:
+            log.exception("the transfers of rank %d have failed, and it takes part in no more", self._rank)
+            self._fail_all(_info(error))
         finally:
             self._transport.close()
+
+    def _fail_all(self, error: ErrorInfo) -> None:
+        """No room goes on here, none begins, and the transport is closed; ``Stop`` is answered as ever."""
+        self._transport.close()
+        for key in {*self.pushes.rooms(), *self.arrivals.rooms()}:
+            self._report(key, Outcome.failed, error)
+        while not self._done:
+            match self._commands.get():
+                case None:
+                    self._done = True
+                case Ending(key):
+                    self._tell(RankStopped(key, self._rank))
+                case Began(offer) | Expecting(offer):
+                    self._report(offer.key, Outcome.failed, error)
 
     def turn(self, seconds: float) -> None:
         """Does what there is to do, waiting up to ``seconds`` for it."""
