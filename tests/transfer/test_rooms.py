@@ -235,8 +235,73 @@ def test_a_rank_that_died_touches_nothing() -> None:
 def test_a_peer_that_does_not_answer_a_fence_is_to_be_revoked() -> None:
     out = sender()
     out.on(w.Cancel(KEY, ERROR), 1.0)
+    assert "Revoke" not in names(out.on(w.Tick(), 0.9 + PATIENCE.fence))
     assert "Revoke" in names(out.on(w.Tick(), 1.0 + PATIENCE.fence))
     assert "Revoke" not in names(out.on(w.Tick(), 2.0 + PATIENCE.fence))
+
+
+@pytest.mark.parametrize("proof", ["Fenced", "PeerLost", "Revoked"])
+def test_a_peer_that_has_answered_is_not_revoked(proof: str) -> None:
+    """Though a rank of this side takes longer than the peer's patience."""
+    out = sender()
+    out.on(w.Cancel(KEY, ERROR), 1.0)
+    event = {
+        "Fenced": w.Heard(D, r.Fenced(key=KEY)),
+        "PeerLost": w.PeerLost(D),
+        "Revoked": w.Revoked(KEY),
+    }[proof]
+    assert out.on(event, 2.0) == []
+    for later in (5.0, 100.0, 10_000.0):
+        assert out.on(w.Tick(), later) == []
+    assert out.next_due() is None
+    assert out.on(w.RankStopped(KEY, 0), 10_000.0) == []
+    assert names(out.on(w.RankStopped(KEY, 1), 10_000.0)) == ["RoomFreed"]
+
+
+def test_fences_and_revocations_are_repeated_as_long_as_memory_waits_for_them() -> None:
+    out = sender()
+    out.on(w.Cancel(KEY, ERROR), 0.0)
+    at: dict[str, list[float]] = {"Fence": [], "Revoke": []}
+    now = 0.0
+    while now < 20 * PATIENCE.remember:
+        due = out.next_due()
+        assert due is not None
+        assert due > now
+        now = due
+        for name in names(out.on(w.Tick(), now)):
+            at[name].append(now)
+    for times in at.values():
+        gaps = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+        assert gaps == sorted(gaps)
+        assert max(gaps) == PATIENCE.longest
+        assert times[-1] > 20 * PATIENCE.remember - PATIENCE.longest
+
+
+def test_a_fence_that_nothing_waits_for_is_given_up() -> None:
+    into = receiver()
+    into.on(w.Cancel(KEY, ERROR), 0.0)
+    for rank in (0, 1):
+        into.on(w.RankStopped(KEY, rank), 0.0)
+    assert names(into.on(w.Tick(), PATIENCE.retry)) == ["Fence"]
+    into.on(w.Tick(), PATIENCE.remember)
+    assert into.next_due() is None
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_a_rank_that_is_gone_before_the_room_is_bound_fails_it(back: bool) -> None:
+    out, into = sender("new"), receiver("new")
+    for rooms in (out, into):
+        assert rooms.on(w.RankGone(1), 0.0) == []  # type: ignore[attr-defined]
+        if back:
+            assert rooms.on(w.RankBack(1), 0.0) == []  # type: ignore[attr-defined]
+    out.on(w.Offer(OFFER), 0.0)
+    into.on(w.Heard(P, OFFER), 0.0)
+    bound, reserved = names(out.on(w.Heard(D, BOUND), 0.0)), names(into.on(w.Reserve(BOUND), 0.0))
+    if back:
+        assert (bound, reserved) == (["Push", "RoomBound"], ["Expect", "Bound"])
+        return
+    assert bound == reserved == ["RoomFailed", "Stop", "Fence"]
+    assert names(into.on(w.RankStopped(KEY, 0), 0.0)) == ["RoomFreed"]
 
 
 def test_messages_are_repeated_until_they_are_answered() -> None:

@@ -196,7 +196,7 @@ def test_what_goes_wrong_with_one_connection_ends_that_alone(
     pair: Callable[..., Pair], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = pair(kind)
-    original, planted = SocketTransport._got_write, []
+    original, planted = SocketTransport._got_write, list[int]()
 
     def got_write(self: SocketTransport, *rest: Any) -> None:
         if not planted:
@@ -387,7 +387,7 @@ def test_only_who_knows_the_secret_is_heard(pair: Callable[..., Pair]) -> None:
     impostor = TcpTransport("127.0.0.1", 0, 9, b"another secret of enough bytes")
     name = impostor.connect(one.receivers[0].transport.endpoint, 0, 5.0)
     impostor.write(Write(KEY, name, 0, (), np.empty(0, np.uint64)))
-    until, events = time.monotonic() + 10, []
+    until, events = time.monotonic() + 10, list[Any]()
     while not events and time.monotonic() < until:
         events = impostor.poll(0.5)
     impostor.close()

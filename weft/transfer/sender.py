@@ -71,7 +71,7 @@ class SendingRooms(Rooms):
                 room.say_at = now + max(seconds, self._patience.retry)
                 return []
             case r.Refused(error=error) if room.state is State.new:
-                room.peer_stopped = True  # nothing was bound there
+                room.peer_is_quiet()  # nothing was bound there
                 return self._fail(room, error, now)
             case r.Landed() if room.metadata is not None and State.new < room.state < State.failing:
                 room.move(State.done)
@@ -88,6 +88,8 @@ class SendingRooms(Rooms):
             return self._fail(room, error.info(), now)
         room.move(State.bound)
         room.bind_by = room.say = None
+        if gone := self._all_there(room, now):
+            return gone
         actions: list[w.Action] = [
             w.Push(room.key, offer, bound),
             w.Tell(r.RoomBound(room.key, bound.start)),

@@ -69,6 +69,12 @@ class RankGone(_Word, frozen=True):
     rank: int
 
 
+class RankBack(_Word, frozen=True):
+    """Another process has taken the place of a rank that was gone, and is ready."""
+
+    rank: int
+
+
 class Cancel(_Word, frozen=True):
     """This side needs the room no longer, or cannot go on: its client left, its sequence ended, it drains."""
 
@@ -112,7 +118,7 @@ class Refuse(_Word, frozen=True):
     error: ErrorInfo
 
 
-Common = Open | Heard | PeerLost | Revoked | RankReport | RankStopped | RankGone | Cancel | Tick
+Common = Open | Heard | PeerLost | Revoked | RankReport | RankStopped | RankGone | RankBack | Cancel | Tick
 SenderEvent = Common | Offer | Finished
 ReceiverEvent = Common | Reserve | Postpone | Refuse
 
