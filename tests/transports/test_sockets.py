@@ -156,6 +156,55 @@ def test_memory_that_changes_between_digest_and_copy_is_noticed(
     assert caught == 10
 
 
+ALL = ("full", "window", "latent, fp8", "compressed", "state")
+
+
+@pytest.mark.parametrize("cached", [3, 16, 24, 32])
+def test_a_senders_own_prefix_hit_arrives(pair: Callable[..., Pair], cached: int) -> None:
+    one = pair("shm", kinds=ALL)
+    expected = one.expected()
+    one.expect(KEY)
+    one.push(one.bound(KEY), num_cached=cached)
+    one.compute(KEY, chunks=(), begin=cached)
+    assert one.receivers[0].wait(KEY).outcome is Outcome.done
+    assert same(one, expected)
+    assert one.senders[0].wait(KEY).outcome is Outcome.done
+
+
+@pytest.mark.parametrize("bound_after", [0, 1, 2, 3])
+def test_blocks_may_come_chunk_by_chunk(pair: Callable[..., Pair], bound_after: int) -> None:
+    """Bound before the first chunk, or after any other: a chunk needs its own blocks only."""
+    one = pair("shm", kinds=ALL)
+    expected = one.expected()
+    one.expect(KEY)
+    have = 1
+    for number, (begin, end) in enumerate([(8, 13), (13, 20), (20, 37)]):
+        if number == bound_after:
+            one.push(one.bound(KEY), have=1)
+        need = -(-end // 8)
+        one.grow(KEY, have, need - have)
+        have = need
+        one.chunk(KEY, begin, end)
+    if bound_after == 3:
+        one.push(one.bound(KEY), have=5)
+    assert one.receivers[0].wait(KEY).outcome is Outcome.done
+    assert same(one, expected)
+
+
+@pytest.mark.parametrize("grown", [None, 3])
+def test_positions_without_blocks_fail_the_room(pair: Callable[..., Pair], grown: int | None) -> None:
+    """That are computed, and that are added behind a gap."""
+    one = pair("shm", kinds=("full",))
+    one.push(one.bound(KEY), have=2)
+    if grown is None:
+        one.chunk(KEY, 8, 20)
+    else:
+        one.grow(KEY, grown, 1)
+    said = one.senders[0].wait(KEY)
+    assert said.error is not None
+    assert said.error.code == "bad_room_message"
+
+
 def test_a_receiver_that_stands_still_delays_only_its_own_rooms(pair: Callable[..., Pair]) -> None:
     """Nobody reads at the other end: the window fills, the thread goes on with other peers."""
     one, other = pair("tcp"), pair("tcp")

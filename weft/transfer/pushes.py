@@ -15,6 +15,8 @@ import msgspec
 import numpy as np
 
 from weft.common.errors import ErrorInfo
+from weft.transfer.coverage import Positions
+from weft.transfer.group_layout import Place
 from weft.transfer.memory_leases import MemoryLease, Ring
 from weft.transfer.spans import Part, SpanPlan, split
 from weft.types.rooms import Outcome, RoomKey
@@ -32,6 +34,10 @@ class Begin(_Word, frozen=True):
     """Peer -> what it gets from this rank."""
     end: int
     """Positions of the sequence."""
+    start: int = 0
+    """Those before it the receiver has."""
+    num_cached: int = 0
+    """Those before it were in this rank's caches when the sequence was admitted: nothing computes them."""
 
 
 class Computed(_Word, frozen=True):
@@ -41,6 +47,13 @@ class Computed(_Word, frozen=True):
     layer: int
     begin: int
     end: int
+
+
+class Grown(_Word, frozen=True):
+    """The sequence has more blocks: for each kind those that are new. Said before they are ``Computed``."""
+
+    key: RoomKey
+    places: tuple[Place, ...]
 
 
 class Written(_Word, frozen=True):
@@ -58,7 +71,7 @@ class Stopped(_Word, frozen=True):
     key: RoomKey
 
 
-Event = Begin | Computed | Written | Stopped
+Event = Begin | Computed | Grown | Written | Stopped
 
 
 class Write(_Word, frozen=True):
@@ -101,10 +114,12 @@ class Queued(NamedTuple):
 
 
 class _Room:
-    def __init__(self, begin: Begin, missing: Sequence[tuple[int, int]]) -> None:
-        self.plans, self.end = begin.plans, begin.end
-        self.missing = set(missing)
-        """(kind, number) of layers of which the last positions have not been computed."""
+    def __init__(self, begin: Begin, layers: Sequence[tuple[int, int]]) -> None:
+        self.plans, self.start, self.end = begin.plans, begin.start, begin.end
+        self.computed = {layer: Positions() for layer in layers}
+        """Of each (kind, number) the positions that have been queued."""
+        self.missing = {layer for layer in layers if self.start < self.end}
+        """(kind, number) of layers of which positions have not been queued."""
         self.queued: dict[str, deque[Queued]] = {peer: deque() for peer in begin.plans}
         self.under_way: dict[tuple[str, int], MemoryLease] = {}
         self.numbers = dict.fromkeys(begin.plans, 0)
@@ -133,7 +148,7 @@ class Pushes:
                 self._of_layer.setdefault(layer, []).append((kind, number))
         self._write_bytes, self._window = min(write_bytes, window), window
         self._rooms: OrderedDict[RoomKey, _Room] = OrderedDict()
-        self._early: dict[RoomKey, list[Computed]] = {}
+        self._early: dict[RoomKey, list[Computed | Grown]] = {}
         self._rings: dict[str, Ring] = {}
 
     def __len__(self) -> int:
@@ -161,6 +176,8 @@ class Pushes:
                 return self._begin(event)
             case Computed():
                 return self._computed(event)
+            case Grown():
+                return self._grown(event)
             case Written():
                 return self._written(event)
             case Stopped(key):
@@ -173,8 +190,13 @@ class Pushes:
             return []
         everything = [pair for pairs in self._of_layer.values() for pair in pairs]
         room = self._rooms[event.key] = _Room(event, everything)
-        for computed in self._early.pop(event.key, []):
-            self._queue(room, computed)
+        for layer in self._of_layer if event.num_cached else ():
+            self._queue(room, Computed(event.key, layer, 0, event.num_cached))
+        for early in self._early.pop(event.key, []):
+            if isinstance(early, Grown):
+                self._grow(room, early)
+            else:
+                self._queue(room, early)
         return self._turn(event.plans) + self._report(event.key, room)
 
     def _computed(self, event: Computed) -> list[Action]:
@@ -185,11 +207,27 @@ class Pushes:
         self._queue(room, event)
         return self._turn(room.plans) + self._report(event.key, room)
 
+    def _grown(self, event: Grown) -> list[Action]:
+        room = self._rooms.get(event.key)
+        if room is None:
+            self._early.setdefault(event.key, []).append(event)
+        else:
+            self._grow(room, event)
+        return []
+
+    def _grow(self, room: _Room, event: Grown) -> None:
+        for plan in room.plans.values():
+            plan.grow(event.places)
+
     def _queue(self, room: _Room, event: Computed) -> None:
-        last = event.end >= room.end
+        if room.over:
+            return
         for kind, number in self._of_layer.get(event.layer, []):
+            computed = room.computed[kind, number]
+            new = computed.add(max(event.begin, 0), min(event.end, room.end))
+            last = computed.has(room.start, room.end)
             for peer, plan in room.plans.items():
-                parts = plan.entries(kind, number, event.begin, event.end)
+                parts = [part for at in new for part in plan.entries(kind, number, *at)]
                 if last and (kind, number) in room.missing:
                     parts = parts + plan.state(kind, number)
                 for group in packed(parts, self._write_bytes):

@@ -64,6 +64,8 @@ class Room:
         """Whether the peer waits to hear that this side has stopped."""
         self.bind_by: float | None = None
         self.offer: r.Admitted | None = None
+        self.num_cached = 0
+        """Of a sender: positions of its own prefix hit."""
         self.bound: r.Bound | None = None
         self.metadata: r.Metadata | None = None
 

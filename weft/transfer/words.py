@@ -87,9 +87,10 @@ class Tick(_Word, frozen=True):
 
 
 class Offer(_Word, frozen=True):
-    """Sender: the scheduler has admitted the sequence."""
+    """Sender: the scheduler has admitted the sequence; ``num_cached`` positions are its own prefix hit."""
 
     message: r.Admitted
+    num_cached: int = 0
 
 
 class Finished(_Word, frozen=True):
@@ -134,11 +135,15 @@ class Send(_Word, frozen=True):
 
 
 class Push(_Word, frozen=True):
-    """Sender: every rank may push what is computed of the room, and what will be, to where ``bound`` says."""
+    """Sender: every rank may push what is computed of the room, and what will be, to where ``bound`` says.
+
+    Positions before ``num_cached`` are in its caches already, and nobody will report them as computed.
+    """
 
     key: RoomKey
     offer: r.Admitted
     bound: r.Bound
+    num_cached: int = 0
 
 
 class Expect(_Word, frozen=True):

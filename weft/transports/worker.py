@@ -41,7 +41,15 @@ class Began(NamedTuple):
     offer: Admitted
     bound: Bound
     blocks: tuple[Blocks, ...]
-    """Where the sequence lies in this group's own caches."""
+    """Where the sequence lies in this group's own caches, as far as it has blocks yet."""
+    num_cached: int
+
+
+class Growing(NamedTuple):
+    """Of a sender."""
+
+    key: RoomKey
+    blocks: tuple[Blocks, ...]
 
 
 class Expecting(NamedTuple):
@@ -55,7 +63,7 @@ class Ending(NamedTuple):
     key: RoomKey
 
 
-_Command = Began | Expecting | Ending | p.Computed | None
+_Command = Began | Growing | Expecting | Ending | p.Computed | None
 
 
 class RankTransfer:
@@ -89,9 +97,16 @@ class RankTransfer:
 
     # ---- from other threads
 
-    def begin(self, offer: Admitted, bound: Bound, blocks: tuple[Blocks, ...]) -> None:
-        """Carries out ``Push``: what is computed of the room is pushed, and what will be."""
-        self._put(Began(offer, bound, blocks))
+    def begin(self, offer: Admitted, bound: Bound, blocks: tuple[Blocks, ...], num_cached: int = 0) -> None:
+        """Carries out ``Push``: what is computed of the room is pushed, and what will be.
+
+        ``num_cached``: so many positions were in this rank's caches when the sequence was admitted.
+        """
+        self._put(Began(offer, bound, blocks, num_cached))
+
+    def grow(self, key: RoomKey, blocks: tuple[Blocks, ...]) -> None:
+        """The sequence got these blocks, for each kind; to be said before they are ``computed``."""
+        self._put(Growing(key, blocks))
 
     def computed(self, key: RoomKey, layer: int, begin: int, end: int) -> None:
         """The model's layer has positions ``begin`` .. end - 1 in its caches, and the state after them."""
@@ -172,6 +187,9 @@ class RankTransfer:
                 self._done = True
             case Began(offer):
                 self._guard(offer.key, lambda: self._begin(command))
+            case Growing(key, blocks):
+                places = partial(placed, blocks, self._dims, 0, 0)
+                self._guard(key, lambda: self._push(self.pushes.on(p.Grown(key, places()))))
             case Expecting(offer):
                 self._guard(offer.key, lambda: self._expect(command))
             case Ending(key):
@@ -190,13 +208,13 @@ class RankTransfer:
 
     def _begin(self, began: Began) -> None:
         offer, bound = began.offer, began.bound
-        own = Side(self._dims, placed(began.blocks, self._dims, bound.start, offer.num_prompt))
+        own = Side(self._dims, placed(began.blocks, self._dims, bound.start, began.num_cached))
         there = Side(bound.dims, placed(bound.blocks, bound.dims, bound.start, offer.num_prompt))
         plans = {}
         for to, endpoint in enumerate(bound.endpoints):
             plan = SpanPlan(own, self._rank, there, to, bound.start, offer.num_prompt)
             plans[self._transport.connect(endpoint, to, CONNECT_S)] = plan
-        self._push(self.pushes.on(p.Begin(offer.key, plans, offer.num_prompt)))
+        self._push(self.pushes.on(p.Begin(offer.key, plans, offer.num_prompt, bound.start, began.num_cached)))
 
     def _expect(self, expecting: Expecting) -> None:
         offer, bound = expecting.offer, expecting.bound
