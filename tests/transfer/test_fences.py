@@ -9,7 +9,9 @@ import pytest
 from tests.transfer.test_rooms import BOUND, KEY, OFFER, D, P, names, receiver, sender
 from tests.transfer.world import ERROR, PATIENCE
 from weft.transfer import words as w
+from weft.transfer.tombstones import Tombstones
 from weft.types import rooms as r
+from weft.types.rooms import RoomKey
 
 
 @pytest.mark.parametrize("proof", ["Fenced", "PeerLost", "Revoked"])
@@ -72,6 +74,24 @@ def test_a_rank_that_is_gone_before_the_room_is_bound_fails_it(back: bool) -> No
         return
     assert bound == reserved == ["RoomFailed", "Stop", "Fence"]
     assert names(into.on(w.RankStopped(KEY, 0), 0.0)) == ["RoomFreed"]
+
+
+def test_what_a_stranger_ends_is_bounded_in_bytes() -> None:
+    known = Tombstones[str](100.0, most=1000)
+    known.add(KEY, "ours", 0.0)
+    for number in range(50):
+        known.add_of("a", RoomKey(100 + number, 0, 1), "theirs", 100, 1.0)
+    known.add_of("b", RoomKey(500, 0, 1), "theirs", 100, 1.0)
+    known.add_of("b", RoomKey(501, 0, 1), "theirs", 5000, 1.0)
+    assert KEY in known
+    assert len(known) == 1 + 10
+    assert RoomKey(149, 0, 1) in known
+    assert RoomKey(139, 0, 1) not in known
+    known.expire(101.0)
+    assert len(known) == 0
+    assert not known._of
+    assert not known._by
+    assert not known._bytes
 
 
 def test_the_senders_own_prefix_hit_is_told_to_its_ranks() -> None:

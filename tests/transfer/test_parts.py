@@ -311,6 +311,17 @@ class TestPushes:
             for low in range(21):
                 assert all(have.has(low, high) == (set(range(low, high)) <= want) for high in range(low, 21))
 
+    def test_what_is_computed_of_a_stopped_room_is_not_kept(self) -> None:
+        out = self.pushes()
+        for number in range(p.MOST_STOPPED + 10):
+            out.on(p.Stopped(RoomKey(100 + number, 0, 1)))
+        out.on(p.Computed(KEY, 1, 0, 20))
+        assert len(out) == 1
+        out.on(p.Stopped(KEY))
+        assert out.on(p.Computed(KEY, 2, 0, 20)) == []
+        assert len(out) == 0
+        assert len(out._stopped) == p.MOST_STOPPED
+
     def test_a_full_window_defers_and_delays_nobody_else(self) -> None:
         out = self.pushes(write_bytes=600, window=600)
         for key, peer in ((KEY, "slow"), (OTHER, "fast")):

@@ -328,7 +328,10 @@ def test_strangers_are_not_heard() -> None:
 
 def test_a_room_of_another_start_of_the_sender_fails_at_once() -> None:
     out = SendingRooms(2, incarnation=5)
-    assert names(out.on(w.Open(KEY, D, 30.0), 0.0)) == ["RoomFailed", "RoomFreed"]
+    assert names(out.on(w.Open(KEY, D, 30.0), 0.0)) == ["RoomFailed", "RoomFreed", "Fence"]
+    assert names(out.on(w.Tick(), 1.0)) == ["Fence"]
+    out.on(w.Heard(D, r.Fenced(key=KEY)), 1.1)
+    assert out.on(w.Tick(), 100.0) == []
     assert out.on(w.Open(KEY._replace(incarnation=5), D, 30.0), 0.0) == []
     assert len(out) == 1
 

@@ -99,6 +99,8 @@ WRITE_BYTES = 1 << 20
 """Of one write at most: what others wait for, and what stays in a core's cache between two passes."""
 WINDOW_BYTES = 16 << 20
 """Under way to one peer at most."""
+MOST_STOPPED = 4096
+"""Rooms that are known to have stopped."""
 _MOST_SPANS = 4096
 """Of one write."""
 
@@ -149,6 +151,8 @@ class Pushes:
         self._write_bytes, self._window = min(write_bytes, window), window
         self._rooms: OrderedDict[RoomKey, _Room] = OrderedDict()
         self._early: dict[RoomKey, list[Computed | Grown]] = {}
+        self._stopped: OrderedDict[RoomKey, None] = OrderedDict()
+        """The last that stopped: what is computed of them is nobody's concern."""
         self._rings: dict[str, Ring] = {}
 
     def __len__(self) -> int:
@@ -182,6 +186,9 @@ class Pushes:
                 return self._written(event)
             case Stopped(key):
                 self._early.pop(key, None)
+                self._stopped[key] = None
+                while len(self._stopped) > MOST_STOPPED:
+                    self._stopped.popitem(last=False)
                 room = self._rooms.pop(key, None)
                 return [] if room is None else self._release(room)
 
@@ -202,7 +209,7 @@ class Pushes:
     def _computed(self, event: Computed) -> list[Action]:
         room = self._rooms.get(event.key)
         if room is None:
-            self._early.setdefault(event.key, []).append(event)
+            self._wait(event)
             return []
         self._queue(room, event)
         return self._turn(room.plans) + self._report(event.key, room)
@@ -210,10 +217,15 @@ class Pushes:
     def _grown(self, event: Grown) -> list[Action]:
         room = self._rooms.get(event.key)
         if room is None:
-            self._early.setdefault(event.key, []).append(event)
+            self._wait(event)
         else:
             self._grow(room, event)
         return []
+
+    def _wait(self, event: Computed | Grown) -> None:
+        """For the room to begin, unless it is over."""
+        if event.key not in self._stopped:
+            self._early.setdefault(event.key, []).append(event)
 
     def _grow(self, room: _Room, event: Grown) -> None:
         for plan in room.plans.values():

@@ -25,6 +25,10 @@ FenceBy = Literal["copy", "connection", "rekey"]
 """What ends a transport's writes: receivers copy themselves; closed connections; revoked registrations."""
 
 
+_TOMBSTONE_BYTES = 512
+"""Of one beside its message."""
+
+
 class Patience(NamedTuple):
     """Seconds."""
 
@@ -306,7 +310,8 @@ class Rooms:
             room.peer_asked = True
             return self._fail(room, fence.error, now)
         # What comes later of a room that is not known here finds that it has ended.
-        self._ended.add(fence.key, Ended(State.fenced, fence), now)
+        size = len(r.encode(fence)) + _TOMBSTONE_BYTES
+        self._ended.add_of(peer, fence.key, Ended(State.fenced, fence), size, now)
         return [w.Send(peer, r.Fenced(key=fence.key))]
 
     # ---- how a room ends
@@ -336,6 +341,15 @@ class Rooms:
                     room.revoke_after = self._patience.fence
                     room.revoke_at = now + room.revoke_after
         return actions + self._settle(room, now)
+
+    def _reject(self, event: w.Open, error: ErrorInfo, now: float) -> list[w.Action]:
+        """A room that cannot begin here; its other end, which may wait for it, is told."""
+        fence = r.Fence(key=event.key, error=error)
+        retry = self._patience.retry
+        until = now + self._patience.remember
+        self._notices[event.key] = _Notice(event.peer, fence, now + retry, retry, until)
+        told = w.Tell(r.RoomFailed(event.key, error)), w.Tell(r.RoomFreed(event.key))
+        return [*told, w.Send(event.peer, fence)]
 
     def _settle(self, room: Room, now: float) -> list[w.Action]:
         """Goes on with a failing room as far as what is known allows."""

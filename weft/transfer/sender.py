@@ -38,7 +38,7 @@ class SendingRooms(Rooms):
         match event:
             case w.Open(key) if self._incarnation not in (None, key.incarnation):
                 error = TransferRefused("the transfer was meant for another start of this process").info()
-                return [w.Tell(r.RoomFailed(key, error)), w.Tell(r.RoomFreed(key))]
+                return self._reject(event, error, now)
             case w.Offer(message, num_cached):
                 return self._offer(message, num_cached, now)
             case w.Finished(message):

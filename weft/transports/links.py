@@ -43,6 +43,8 @@ class Link:
         self.name, self.connection, self.writer = name, connection, writer
         self.until: float | None = until
         """By when the hand-shake must be over; None when it is."""
+        self.address: object = None
+        """Of a writer that the other end's queue had no room for: to be connected again."""
         self.said_hello = False
         self.nonce = b""
         self.peer = name

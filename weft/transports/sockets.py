@@ -15,6 +15,7 @@ connection and nothing else, and costs a bounded amount of memory and, if it say
 from __future__ import annotations
 
 import contextlib
+import errno
 import selectors
 import socket
 import time
@@ -42,6 +43,10 @@ log = get_logger(__name__)
 HELLO_S = 10.0
 """Seconds within which a peer says who it is."""
 MOST_PEERS = 1024
+MOST_UNPROVEN = 64
+"""Connections that were accepted and whose hand-shake is not over."""
+_PAUSE_S = 0.05
+"""Until what the system had no room for is tried again."""
 BUFFER = WRITE_BYTES
 """Bytes of a payload's memory."""
 _FREE = 4
@@ -72,6 +77,8 @@ class SocketTransport:
         self._peers: dict[str, PeerRank] = {}
         self._links: dict[str, Link] = {}
         self._accepted = 0
+        self._again: float | None = None
+        """When connections are made and accepted again, of which some could not be."""
         self._events: list[Incoming | Written] = []
         self._free: list[torch.Tensor] = []
         self._answered: dict[str, Link] = {}
@@ -151,6 +158,7 @@ class SocketTransport:
         for link in self._answered.values():
             self._flush(link)
         self._answered.clear()
+        self._try_again()
         timeout = 0.0 if self._events else max(0.0, min(seconds, self._patience()))
         for key, mask in self._selector.select(timeout):
             if key.fileobj is self._listener:
@@ -225,25 +233,49 @@ class SocketTransport:
         sock.setblocking(False)
         link = Link(peer, self._connection(sock), True, time.monotonic() + deadline)
         try:
-            sock.connect(address)  # type: ignore[arg-type]
-        except BlockingIOError:
-            pass
+            self._connect(link, address)
         except OSError:
             sock.close()
             raise
         self._links[peer] = link
         self._hello(link, endpoint.incarnation)
-        self._selector.register(sock, selectors.EVENT_READ | selectors.EVENT_WRITE, link)
         return link
+
+    def _connect(self, link: Link, address: object) -> None:
+        sock, link.address = link.connection.sock, None
+        try:
+            sock.connect(address)  # type: ignore[arg-type]
+        except BlockingIOError as error:
+            if error.errno == errno.EAGAIN:  # a Unix socket whose queue is full: nothing is under way
+                link.address, self._again = address, time.monotonic() + _PAUSE_S
+                return
+        self._selector.register(sock, selectors.EVENT_READ | selectors.EVENT_WRITE, link)
+
+    def _try_again(self) -> None:
+        if self._again is None or self._again > time.monotonic():
+            return
+        self._again = None
+        if self._listener not in self._selector.get_map():
+            self._selector.register(self._listener, selectors.EVENT_READ, None)
+        for link in [link for link in self._links.values() if link.address is not None]:
+            try:
+                self._connect(link, link.address)
+            except OSError as error:
+                self._lost(link, error)
 
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
-        except OSError:
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                log.error("connections for transfers cannot be accepted: %s", error.strerror)
+                self._selector.unregister(self._listener)  # it would be ready at once, again and again
+                self._again = time.monotonic() + _PAUSE_S
             return
         try:
             self._admit(sock)
-            if len(self._links) >= MOST_PEERS:
+            unproven = sum(link.until is not None and not link.writer for link in self._links.values())
+            if len(self._links) >= MOST_PEERS or unproven >= MOST_UNPROVEN:
                 raise f.BadFrame("there are too many connections")
         except (OSError, WeftError) as error:
             self.refused += 1
@@ -298,7 +330,9 @@ class SocketTransport:
 
     def _watch(self, link: Link) -> None:
         mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.connection.wants_to_write else 0)
-        if self._lives(link) and self._selector.get_key(link.connection.sock).events != mask:
+        if not self._lives(link) or link.address is not None:
+            return
+        if self._selector.get_key(link.connection.sock).events != mask:
             self._selector.modify(link.connection.sock, mask, link)
 
     def _lost(self, link: Link | None, error: Exception) -> None:
@@ -312,7 +346,8 @@ class SocketTransport:
             self.refused += 1
             log.error("the connection for transfers with %s failed", link.peer, exc_info=error)
         del self._links[link.name]
-        self._selector.unregister(link.connection.sock)
+        if link.connection.sock in self._selector.get_map():
+            self._selector.unregister(link.connection.sock)
         link.connection.close()
         for key, number in [*link.unanswered, *((write.key, write.number) for write in link.waiting)]:
             self._events.append(Written(key, link.name, number, info_of(error)))
@@ -325,6 +360,7 @@ class SocketTransport:
 
     def _patience(self) -> float:
         due = [link.until for link in self._links.values() if link.until is not None]
+        due += [] if self._again is None else [self._again]
         return max(0.0, min(due) - time.monotonic()) if due else 3600.0
 
     # ---- frames
