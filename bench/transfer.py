@@ -67,9 +67,7 @@ class Rank:
         self.memory = SharedMemory((1 + blocks) * BLOCK_BYTES)
         self.memory.tensor.fill_(value)  # every page is there
         self.transport: Any = (
-            ShmTransport(folder, number, number)
-            if kind == "shm"
-            else TcpTransport("127.0.0.1", number, SECRET)
+            ShmTransport(folder, 0, number) if kind == "shm" else TcpTransport("127.0.0.1", 0, number, SECRET)
         )
         if kind == "shm":
             self.transport.share([self.memory])

@@ -14,7 +14,7 @@ from weft.common.errors import EngineDead, Unavailable
 from weft.transfer import arrivals as a
 from weft.transfer import digests
 from weft.transfer import pushes as p
-from weft.transfer.coverage import Coverage
+from weft.transfer.coverage import Coverage, Positions
 from weft.transfer.memory_leases import MemoryLease, Pool, Ring
 from weft.transfer.outcomes import Outcomes
 from weft.transfer.spans import Part, SpanPlan
@@ -138,6 +138,7 @@ class TestDigests:
             for region, at, size in places
         }
         assert len(seeds) == 16
+        assert len({digests.ranks_seed(KEY, rank, to) for rank in range(8) for to in range(8)}) == 64
 
     def test_the_extension_computes_the_same_bits(self) -> None:
         torch = pytest.importorskip("torch")
@@ -235,7 +236,10 @@ class TestPushes:
         return SpanPlan(sides[0], 0, sides[1], 0, 0, 20)
 
     def pushes(self, **more: int) -> p.Pushes:
-        return p.Pushes([kind.layers for kind in self.GROUP.dims.kinds], **more)
+        def digest(key: RoomKey, peer: str, parts: tuple[Part, ...]) -> np.ndarray:
+            return np.zeros(sum(len(part.spans) for part in parts), np.uint64)
+
+        return p.Pushes([kind.layers for kind in self.GROUP.dims.kinds], digest, **more)
 
     def total(self) -> int:
         return sum(part.nbytes for part in self.plan().everything())
@@ -269,6 +273,54 @@ class TestPushes:
             assert actions[-1] == p.Report(KEY, Outcome.done)
             out.on(p.Stopped(KEY))
             assert len(out) == out.under_way == 0
+
+    @pytest.mark.parametrize("bound_after", range(3))
+    @pytest.mark.parametrize("cached", [0, 5, 8, 13, 16])
+    def test_what_the_sender_had_in_its_own_caches_is_pushed_too(self, cached: int, bound_after: int) -> None:
+        out = self.pushes()
+        events: list[p.Event] = [p.Computed(KEY, layer, cached, 20) for layer in (1, 2)]
+        events.insert(bound_after, p.Begin(KEY, {"peer": self.plan()}, 20, 0, cached))
+        actions = [action for event in events for action in self.run(out, out.on(event), 1 << 30)]
+        writes = [action for action in actions if isinstance(action, p.Write)]
+        assert sum(part.nbytes for write in writes for part in write.parts) == self.total()
+        assert actions[-1] == p.Report(KEY, Outcome.done)
+
+    def test_a_rank_is_not_done_while_positions_lack(self) -> None:
+        out = self.pushes()
+        out.on(p.Begin(KEY, {"peer": self.plan()}, 20))
+        actions = list[p.Action]()
+        for begin, end in ((5, 13), (13, 20), (5, 20)):
+            for layer in (1, 2):
+                actions += self.run(out, out.on(p.Computed(KEY, layer, begin, end)), 1 << 30)
+        assert p.Report(KEY, Outcome.done) not in actions
+        for layer in (1, 2):
+            actions += self.run(out, out.on(p.Computed(KEY, layer, 0, 7)), 1 << 30)
+        assert actions[-1] == p.Report(KEY, Outcome.done)
+        writes = [action for action in actions if isinstance(action, p.Write)]
+        assert sum(part.nbytes for write in writes for part in write.parts) == self.total()
+
+    @settings(max_examples=100, deadline=None)
+    @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=8))
+    def test_positions_are_those_of_a_set(self, ranges: list[tuple[int, int]]) -> None:
+        have, want = Positions(), set[int]()
+        for begin, end in ranges:
+            new = [at for low, high in have.add(begin, end) for at in range(low, high)]
+            assert sorted(new) == sorted(set(range(begin, end)) - want)
+            assert len(new) == len(set(new))
+            want |= set(range(begin, end))
+            for low in range(21):
+                assert all(have.has(low, high) == (set(range(low, high)) <= want) for high in range(low, 21))
+
+    def test_what_is_computed_of_a_stopped_room_is_not_kept(self) -> None:
+        out = self.pushes()
+        for number in range(p.MOST_STOPPED + 10):
+            out.on(p.Stopped(RoomKey(100 + number, 0, 1)))
+        out.on(p.Computed(KEY, 1, 0, 20))
+        assert len(out) == 1
+        out.on(p.Stopped(KEY))
+        assert out.on(p.Computed(KEY, 2, 0, 20)) == []
+        assert len(out) == 0
+        assert len(out._stopped) == p.MOST_STOPPED
 
     def test_a_full_window_defers_and_delays_nobody_else(self) -> None:
         out = self.pushes(write_bytes=600, window=600)

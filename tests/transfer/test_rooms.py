@@ -235,6 +235,7 @@ def test_a_rank_that_died_touches_nothing() -> None:
 def test_a_peer_that_does_not_answer_a_fence_is_to_be_revoked() -> None:
     out = sender()
     out.on(w.Cancel(KEY, ERROR), 1.0)
+    assert "Revoke" not in names(out.on(w.Tick(), 0.9 + PATIENCE.fence))
     assert "Revoke" in names(out.on(w.Tick(), 1.0 + PATIENCE.fence))
     assert "Revoke" not in names(out.on(w.Tick(), 2.0 + PATIENCE.fence))
 
@@ -327,7 +328,10 @@ def test_strangers_are_not_heard() -> None:
 
 def test_a_room_of_another_start_of_the_sender_fails_at_once() -> None:
     out = SendingRooms(2, incarnation=5)
-    assert names(out.on(w.Open(KEY, D, 30.0), 0.0)) == ["RoomFailed", "RoomFreed"]
+    assert names(out.on(w.Open(KEY, D, 30.0), 0.0)) == ["RoomFailed", "RoomFreed", "Fence"]
+    assert names(out.on(w.Tick(), 1.0)) == ["Fence"]
+    out.on(w.Heard(D, r.Fenced(key=KEY)), 1.1)
+    assert out.on(w.Tick(), 100.0) == []
     assert out.on(w.Open(KEY._replace(incarnation=5), D, 30.0), 0.0) == []
     assert len(out) == 1
 

@@ -66,7 +66,7 @@ def share(group: Group, rank: int, transport: Any) -> list[SharedMemory]:
 def transport(kind: str, folder: Path, rank: int, incarnation: int) -> Transport:
     if kind == "shm":
         return ShmTransport(str(folder), rank, incarnation)
-    return TcpTransport("127.0.0.1", incarnation, SECRET)
+    return TcpTransport("127.0.0.1", rank, incarnation, SECRET)
 
 
 class Pair:
@@ -101,7 +101,7 @@ class Pair:
             if not here:
                 continue
             for rank in range(group.ranks):
-                one = transport(kind, folder, base + rank, 1000 + base + rank)
+                one = transport(kind, folder, rank, 1000 + base + rank)
                 self.shared.append(share(group, rank, one))
                 found.append(Rank(group, rank, one))
 
@@ -130,17 +130,30 @@ class Pair:
     def begin(self, key: RoomKey) -> None:
         self.push(self.bound(key))
 
-    def push(self, bound: r.Bound) -> None:
-        blocks = tuple(blocks_of(table) for table in self.tables(self.sender, 0))
+    def push(self, bound: r.Bound, have: int | None = None, num_cached: int = 0) -> None:
+        """``have``: so many entries of its block tables the sender has yet."""
+        tables = zip(self.sender.caches, self.tables(self.sender, 0), strict=True)
+        blocks = tuple(blocks_of(table if spec.kind == "state" else table[:have]) for spec, table in tables)
         for rank in self.senders:
-            rank.transfer.begin(self.offer(bound.key), bound, blocks)
+            rank.transfer.begin(self.offer(bound.key), bound, blocks, num_cached)
 
-    def compute(self, key: RoomKey, chunks: Sequence[int] = (13, 20)) -> None:
+    def grow(self, key: RoomKey, first: int, count: int) -> None:
+        """The sender gets ``count`` more blocks of each kind, from entry ``first`` on."""
+        tables = zip(self.sender.caches, self.tables(self.sender, 0), strict=True)
+        more = [[] if spec.kind == "state" else table[first : first + count] for spec, table in tables]
+        for rank in self.senders:
+            rank.transfer.grow(key, tuple(blocks_of(table, first) for table in more))
+
+    def compute(self, key: RoomKey, chunks: Sequence[int] = (13, 20), begin: int | None = None) -> None:
+        first = self.start if begin is None else begin
+        for start, end in zip([first, *chunks], [*chunks, self.end], strict=True):
+            self.chunk(key, start, end)
+
+    def chunk(self, key: RoomKey, begin: int, end: int) -> None:
         layers = sorted({layer for kind in self.sender.dims.kinds for layer in kind.layers})
-        for begin, end in zip([self.start, *chunks], [*chunks, self.end], strict=True):
-            for layer in layers:
-                for rank in self.senders:
-                    rank.transfer.computed(key, layer, begin, end)
+        for layer in layers:
+            for rank in self.senders:
+                rank.transfer.computed(key, layer, begin, end)
 
     def transfer(self, key: RoomKey) -> list[RankReport]:
         """From beginning to end; how it ended on each rank of the receiver."""

@@ -27,6 +27,7 @@ from weft.transports.shared_memory import SharedMemory, map_read_only
 from weft.transports.shm import ShmTransport
 from weft.transports.sockets import SocketTransport
 from weft.transports.tcp import TcpTransport
+from weft.types import rooms as r
 from weft.types.rooms import Outcome, RoomKey
 
 KEY = RoomKey(7, 0, 1)
@@ -155,6 +156,55 @@ def test_memory_that_changes_between_digest_and_copy_is_noticed(
     assert caught == 10
 
 
+ALL = ("full", "window", "latent, fp8", "compressed", "state")
+
+
+@pytest.mark.parametrize("cached", [3, 16, 24, 32])
+def test_a_senders_own_prefix_hit_arrives(pair: Callable[..., Pair], cached: int) -> None:
+    one = pair("shm", kinds=ALL)
+    expected = one.expected()
+    one.expect(KEY)
+    one.push(one.bound(KEY), num_cached=cached)
+    one.compute(KEY, chunks=(), begin=cached)
+    assert one.receivers[0].wait(KEY).outcome is Outcome.done
+    assert same(one, expected)
+    assert one.senders[0].wait(KEY).outcome is Outcome.done
+
+
+@pytest.mark.parametrize("bound_after", [0, 1, 2, 3])
+def test_blocks_may_come_chunk_by_chunk(pair: Callable[..., Pair], bound_after: int) -> None:
+    """Bound before the first chunk, or after any other: a chunk needs its own blocks only."""
+    one = pair("shm", kinds=ALL)
+    expected = one.expected()
+    one.expect(KEY)
+    have = 1
+    for number, (begin, end) in enumerate([(8, 13), (13, 20), (20, 37)]):
+        if number == bound_after:
+            one.push(one.bound(KEY), have=1)
+        need = -(-end // 8)
+        one.grow(KEY, have, need - have)
+        have = need
+        one.chunk(KEY, begin, end)
+    if bound_after == 3:
+        one.push(one.bound(KEY), have=5)
+    assert one.receivers[0].wait(KEY).outcome is Outcome.done
+    assert same(one, expected)
+
+
+@pytest.mark.parametrize("grown", [None, 3])
+def test_positions_without_blocks_fail_the_room(pair: Callable[..., Pair], grown: int | None) -> None:
+    """That are computed, and that are added behind a gap."""
+    one = pair("shm", kinds=("full",))
+    one.push(one.bound(KEY), have=2)
+    if grown is None:
+        one.chunk(KEY, 8, 20)
+    else:
+        one.grow(KEY, grown, 1)
+    said = one.senders[0].wait(KEY)
+    assert said.error is not None
+    assert said.error.code == "bad_room_message"
+
+
 def test_a_receiver_that_stands_still_delays_only_its_own_rooms(pair: Callable[..., Pair]) -> None:
     """Nobody reads at the other end: the window fills, the thread goes on with other peers."""
     one, other = pair("tcp"), pair("tcp")
@@ -190,6 +240,85 @@ def test_threads_end_promptly(pair: Callable[..., Pair]) -> None:
     assert threading.active_count() == before - 2
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_goes_wrong_with_one_connection_ends_that_alone(
+    pair: Callable[..., Pair], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = pair(kind)
+    original, planted = SocketTransport._got_write, list[int]()
+
+    def got_write(self: SocketTransport, *rest: Any) -> None:
+        if not planted:
+            planted.append(1)
+            raise KeyError("planted")
+        original(self, *rest)
+
+    monkeypatch.setattr(SocketTransport, "_got_write", got_write)
+    one.expect(KEY)
+    one.begin(KEY)
+    one.compute(KEY)
+    assert one.senders[0].wait(KEY).outcome is Outcome.failed
+    again = RoomKey(8, 0, 1)
+    expected = one.expected()
+    assert one.transfer(again)[0].outcome is Outcome.done
+    assert same(one, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_thread_that_fails_fails_its_rooms_and_answers_stop(
+    pair: Callable[..., Pair], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = pair(kind)
+    again = RoomKey(8, 0, 1)
+    one.expect(KEY)
+    until = time.monotonic() + 5
+    while not len(one.receivers[0].transfer.arrivals) and time.monotonic() < until:
+        time.sleep(0.01)
+
+    def poll(*rest: Any) -> Any:
+        raise ValueError("planted")
+
+    monkeypatch.setattr(one.receivers[0].transport, "poll", poll)
+    one.receivers[0].transport.wake()
+    said = one.receivers[0].wait(KEY)
+    assert said.outcome is Outcome.failed
+    assert said.error is not None
+    one.receivers[0].transfer.stop(KEY)
+    one.receivers[0].wait_stopped(KEY)
+    one.expect(again)
+    assert one.receivers[0].wait(again).outcome is Outcome.failed
+    one.begin(KEY)
+    one.compute(KEY)
+    assert one.senders[0].wait(KEY).outcome is Outcome.failed
+
+
+def test_a_connection_that_breaks_as_its_hand_shake_ends_fails_every_write(
+    pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of the writes that waited finds the connection broken; none of the others is forgotten."""
+    one = pair("tcp")
+    transport: Any = TcpTransport("127.0.0.1", 0, 9, SECRET)
+    name = transport.connect(one.receivers[0].transport.endpoint, 0, 5.0)
+    for number in range(3):
+        transport.write(Write(KEY, name, number, (), np.empty(0, np.uint64)))
+    opened = transport._open
+
+    def broken(*rest: Any) -> int:
+        raise BrokenPipeError
+
+    def open_then(link: Any) -> None:
+        link.connection.flush = broken
+        opened(link)
+
+    monkeypatch.setattr(transport, "_open", open_then)
+    events, until = list[Any](), time.monotonic() + 5
+    while len(events) < 3 and time.monotonic() < until:
+        events += transport.poll(0.2)
+    transport.close()
+    assert sorted(event.number for event in events) == [0, 1, 2]
+    assert all(event.error is not None for event in events)
+
+
 # ---- hostile peers
 
 
@@ -208,7 +337,7 @@ def talk(address: str, data: bytes) -> bytes:
 def hello(
     transport: str = "tcp", wanted: int = 1050, version: int = f.VERSION, nonce: bytes = b"n" * 32
 ) -> f.Hello:
-    return f.Hello(version, transport, 5, wanted, nonce)
+    return f.Hello(version, transport, 5, wanted, 0, nonce)
 
 
 @pytest.mark.parametrize(
@@ -238,19 +367,125 @@ def test_strangers_end_their_own_connection(pair: Callable[..., Pair], data: byt
     assert same(one, expected)
 
 
+@pytest.mark.parametrize("pieces", [1, 2, 4])
+def test_nothing_is_heard_of_who_leaves_the_key_out(pair: Callable[..., Pair], pieces: int) -> None:
+    """A whole conversation without a key, in one segment: the key holds from the second frame on."""
+    one = pair("tcp")
+    receiver: Any = one.receivers[0].transport
+    payload = b"x" * 64
+    spans = f.Spans(0, 0, np.array([(0, 0, 64)], "<i8").tobytes())
+    frames = [
+        f.pack(hello(), 0, f.NO_KEY),
+        f.pack(f.Proof(), 1, f.NO_KEY),
+        f.pack(f.WriteFrame(KEY, 0, (spans,), bytes(8)), 2, f.NO_KEY, len(payload)),
+        payload,
+    ]
+    talk(receiver.endpoint.address, b"".join(frames[:pieces]))
+    until = time.monotonic() + 5
+    while receiver._links and time.monotonic() < until:
+        time.sleep(0.01)
+    assert receiver.refused == (pieces > 1)
+    assert receiver._links == {}
+    assert one.receivers[0].transfer.arrivals.parked == 0
+
+
+@pytest.mark.parametrize("reply", ["hello", "forged proof", "echo"])
+def test_who_does_not_know_the_secret_gets_no_bytes(pair: Callable[..., Pair], reply: str) -> None:
+    """A listener that took the receiver's place."""
+    one = pair("tcp")
+    real = one.receivers[0].transport.endpoint
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(5)
+        address = f"127.0.0.1|{server.getsockname()[1]}"
+        one.receivers[0].transport.endpoint = type(real)("tcp", address, real.incarnation)
+        one.begin(KEY)
+        one.compute(KEY)
+        sock, _ = server.accept()
+        with sock:
+            sock.settimeout(0.5)
+            first = sock.recv(65536)
+            answer = f.pack(f.Hello(f.VERSION, "tcp", real.incarnation, 0, 0, b"m" * 32), 0, f.NO_KEY)
+            sock.sendall(answer)
+            proof = sock.recv(65536)
+            if reply != "hello":
+                sock.sendall(proof if reply == "echo" else f.pack(f.Proof(), 1, f.NO_KEY))
+            more = b""
+            with contextlib.suppress(TimeoutError):
+                more = sock.recv(65536)
+    assert first
+    assert len(proof) == len(f.pack(f.Proof(), 1, f.NO_KEY))
+    assert more == b""
+    assert one.senders[0].wait(KEY).outcome is Outcome.failed
+
+
+@pytest.mark.parametrize("address", ["localhost|80", "example.org|80", "127.0.0.1|0", "127.0.0.1|x", "|", ""])
+def test_an_endpoint_is_a_numeric_host_and_a_port(pair: Callable[..., Pair], address: str) -> None:
+    """A name would have to be looked up, which may take long."""
+    one = pair("tcp")
+    real = one.receivers[0].transport.endpoint
+    one.receivers[0].transport.endpoint = type(real)("tcp", address, real.incarnation)
+    one.begin(KEY)
+    one.compute(KEY)
+    said = one.senders[0].wait(KEY, 2.0)
+    assert said.error is not None
+    assert "numeric host" in said.error.message
+
+
 def test_only_who_knows_the_secret_is_heard(pair: Callable[..., Pair]) -> None:
     one = pair("tcp")
-    impostor = TcpTransport("127.0.0.1", 9, b"another secret of enough bytes")
-    name = impostor.connect(one.receivers[0].transport.endpoint, 5.0)
-    impostor.write(Write(KEY, name, 0, ()))
-    until, events = time.monotonic() + 10, []
+    impostor = TcpTransport("127.0.0.1", 0, 9, b"another secret of enough bytes")
+    name = impostor.connect(one.receivers[0].transport.endpoint, 0, 5.0)
+    impostor.write(Write(KEY, name, 0, (), np.empty(0, np.uint64)))
+    until, events = time.monotonic() + 10, list[Any]()
     while not events and time.monotonic() < until:
         events = impostor.poll(0.5)
     impostor.close()
     assert events[0].error is not None
     assert one.receivers[0].transport.refused == 1  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match="--group-secret"):
-        TcpTransport("127.0.0.1", 9, b"short")
+        TcpTransport("127.0.0.1", 0, 9, b"short")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("trusting", [False, True])
+def test_endpoints_that_are_swapped_are_noticed(
+    pair: Callable[..., Pair], kind: str, trusting: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the hand-shake, and, were there none, by the digests: both ranks' blocks have the same numbers."""
+    one = pair(kind, ranks=(2, 2), kinds=("full",))
+    bound = one.bound(KEY)
+    if trusting:
+        monkeypatch.setattr(SocketTransport, "_check_hello", lambda *rest: None)
+    one.expect(KEY)
+    one.push(r.Bound(key=KEY, start=one.start, dims=bound.dims, blocks=bound.blocks,
+                     endpoints=bound.endpoints[::-1]))  # fmt: skip
+    one.compute(KEY)
+    said = [rank.wait(KEY) for rank in (one.receivers if trusting else one.senders)]
+    assert {each.outcome for each in said} == {Outcome.failed}
+    if trusting:
+        assert all(each.error and each.error.code == "transfer_corrupt" for each in said)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_block_that_is_reassigned_while_its_write_waits_is_noticed(
+    pair: Callable[..., Pair], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The digest is that of the layer as it was computed, not of what goes out later."""
+    monkeypatch.setattr(ShmTransport if kind == "shm" else TcpTransport, "window_bytes", 512)
+    one = pair(kind, kinds=("full",))
+    out = one.senders[0].transfer
+    one.begin(KEY)
+    one.compute(KEY)  # the first writes are under way, and nobody answers: the rest is queued
+    until = time.monotonic() + 10
+    while out.pushes.queued_bytes == 0 and time.monotonic() < until:
+        time.sleep(0.01)
+    assert out.pushes.queued_bytes > 0
+    time.sleep(0.1)
+    one.sender.elements(0, 0)[:, one.tables(one.sender, 0)[0][4]] ^= 0x55
+    one.expect(KEY)
+    said = one.receivers[0].wait(KEY)
+    assert said.error is not None
+    assert said.error.code == "transfer_corrupt"
 
 
 def test_a_start_that_is_gone_is_not_taken_for_the_next(pair: Callable[..., Pair], tmp_path: Path) -> None:
@@ -356,6 +591,6 @@ def test_regions_take_no_memory_before_they_are_written() -> None:
 
 
 def test_the_secret_is_in_no_address() -> None:
-    transport = TcpTransport("127.0.0.1", 1, SECRET)
+    transport = TcpTransport("127.0.0.1", 0, 1, SECRET)
     assert SECRET.decode() not in repr(transport.endpoint)
     transport.close()

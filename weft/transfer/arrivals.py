@@ -123,6 +123,10 @@ class Arrivals:
     def __len__(self) -> int:
         return len(self._rooms)
 
+    def rooms(self) -> list[RoomKey]:
+        """Those that are expected."""
+        return list(self._rooms)
+
     @property
     def parked(self) -> int:
         """Bytes."""

@@ -56,3 +56,30 @@ class Coverage:
             if (begins[1:] < ends[:-1]).any() or ends.sum() - begins.sum() != expected[:, 1].sum():
                 raise BadSpans(f"bytes of region {region} came twice")
         return True
+
+
+class Positions:
+    """Which positions of a sequence are there: half-open ranges, apart from each other, in order."""
+
+    def __init__(self) -> None:
+        self._ranges: list[tuple[int, int]] = []
+
+    def add(self, begin: int, end: int) -> list[tuple[int, int]]:
+        """``begin`` .. end - 1 are there. Returns those of them that were not before."""
+        new, at = list[tuple[int, int]](), begin
+        for known, until in [*self._ranges, (end, end)]:
+            if at < min(known, end):
+                new.append((at, min(known, end)))
+            at = max(at, until)
+        joined = list[tuple[int, int]]()
+        for low, high in sorted([*self._ranges, *new]):
+            if joined and joined[-1][1] == low:
+                joined[-1] = joined[-1][0], high
+            else:
+                joined.append((low, high))
+        self._ranges = joined
+        return new
+
+    def has(self, begin: int, end: int) -> bool:
+        """Whether all of ``begin`` .. end - 1 are there."""
+        return begin >= end or any(low <= begin and end <= high for low, high in self._ranges)

@@ -7,10 +7,11 @@ of the next level, until one is left:
     64 level(words)    = for each 128 words, sum of term(word i, key i) modulo 2^64
     digest          = mix(last sum ^ seed)
 
-The seed is made of room, attempt, incarnation, destination and length, so a span that is right and arrives at
-another place, or in another attempt, has another digest. A flipped bit changes its block's sum always; any
-other change of a block is missed with a probability of about 2^-32 (NH: Black et al. 1999, "UMAC"). The
-keys are public: digests find what went wrong, they do not keep out who forges.
+The seed is made of room, attempt, incarnation, the sending and the receiving rank, destination and length, so
+a span that is right and arrives at another place or rank, or in another attempt, has another digest. Any
+change within a block, a flipped bit too, is missed with a probability of at most about 2^-32 over random keys
+(NH: Black et al. 1999, "UMAC"); the keys here are fixed and public, so this holds for what happens by
+chance. Digests find what went wrong, they do not keep out who forges.
 
 ``weft/ops/cpu/csrc/transfer.cpp`` computes the same bits at the speed of memory; this is the definition.
 """
@@ -46,10 +47,15 @@ def room_seed(key: RoomKey) -> int:
     return mix(mix(mix(key.room) ^ key.attempt) ^ key.incarnation)
 
 
+def ranks_seed(key: RoomKey, rank: int, to: int) -> int:
+    """What digests of a room's spans begin with, from the sender's ``rank`` to the receiver's rank ``to``."""
+    return mix(mix(room_seed(key) ^ rank) ^ to)
+
+
 def span_seeds(seed: int, region: int, offsets: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """uint64 [n]: the seeds of spans that go to ``offsets`` of the receiver's ``region``.
 
-    ``seed``: see ``room_seed``. offsets, lengths: int64 [n].
+    ``seed``: see ``ranks_seed``. offsets, lengths: int64 [n].
     """
     start = np.uint64(mix(seed ^ region))
     return _mix(_mix(offsets.astype(np.uint64) ^ start) ^ lengths.astype(np.uint64))

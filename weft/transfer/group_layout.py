@@ -158,9 +158,10 @@ def compatible(one: GroupDims, other: GroupDims) -> str | None:
 
 
 def placed(blocks: Sequence[Blocks], dims: GroupDims, start: int, num_positions: int) -> tuple[Place, ...]:
-    """Where a sequence lies, checked: positions ``start`` .. num_positions - 1 have blocks that exist.
+    """Where a sequence lies, checked: up to ``num_positions`` there are blocks, and those exist.
 
-    Raises RoomMessageError.
+    Of a table that still grows, ``num_positions`` are those that it has to have by now; of one that is
+    added to another, 0. Raises RoomMessageError.
     """
     if len(blocks) != len(dims.kinds):
         raise RoomMessageError(f"blocks of {len(blocks)} kinds, of {len(dims.kinds)} needed")
@@ -173,7 +174,7 @@ def placed(blocks: Sequence[Blocks], dims: GroupDims, start: int, num_positions:
         if len(ids) and (ids.min() < 0 or ids.max() >= lines):
             raise RoomMessageError(f"a block of kind {kind.kind} is outside its pool of {lines}")
         if kind.kind == "state":
-            if len(ids) != 1:
+            if len(ids) != 1 and num_positions:
                 raise RoomMessageError("a state is in one place")
         elif len(np.unique(ids[ids > 0])) != np.count_nonzero(ids):
             raise RoomMessageError(f"a block of kind {kind.kind} is named twice")
@@ -181,6 +182,20 @@ def placed(blocks: Sequence[Blocks], dims: GroupDims, start: int, num_positions:
             raise RoomMessageError(f"blocks of kind {kind.kind} end before position {num_positions}")
         places.append(Place(given.first, ids))
     return tuple(places)
+
+
+def joined(place: Place, more: Place) -> Place:
+    """``place`` with the entries of ``more`` behind it, or in place of its last ones.
+
+    Raises RoomMessageError where entries between them are missing.
+    """
+    if not len(more.ids):
+        return place
+    at = more.first - place.first
+    if not 0 <= at <= len(place.ids):
+        raise RoomMessageError(f"a block table of {len(place.ids)} entries goes on at number {at}")
+    rest = place.ids[at + len(more.ids) :]
+    return Place(place.first, np.concatenate([place.ids[:at], more.ids, rest]))
 
 
 def blocks_of(table: Sequence[int] | np.ndarray, first: int = 0) -> Blocks:

@@ -8,12 +8,15 @@ write; the writes of a room keep their order.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from weft.common.errors import ErrorInfo
+from weft.transfer.coverage import Positions
+from weft.transfer.group_layout import Place
 from weft.transfer.memory_leases import MemoryLease, Ring
 from weft.transfer.spans import Part, SpanPlan, split
 from weft.types.rooms import Outcome, RoomKey
@@ -31,6 +34,10 @@ class Begin(_Word, frozen=True):
     """Peer -> what it gets from this rank."""
     end: int
     """Positions of the sequence."""
+    start: int = 0
+    """Those before it the receiver has."""
+    num_cached: int = 0
+    """Those before it were in this rank's caches when the sequence was admitted: nothing computes them."""
 
 
 class Computed(_Word, frozen=True):
@@ -40,6 +47,13 @@ class Computed(_Word, frozen=True):
     layer: int
     begin: int
     end: int
+
+
+class Grown(_Word, frozen=True):
+    """The sequence has more blocks: for each kind those that are new. Said before they are ``Computed``."""
+
+    key: RoomKey
+    places: tuple[Place, ...]
 
 
 class Written(_Word, frozen=True):
@@ -57,7 +71,7 @@ class Stopped(_Word, frozen=True):
     key: RoomKey
 
 
-Event = Begin | Computed | Written | Stopped
+Event = Begin | Computed | Grown | Written | Stopped
 
 
 class Write(_Word, frozen=True):
@@ -67,6 +81,8 @@ class Write(_Word, frozen=True):
     peer: str
     number: int
     parts: tuple[Part, ...]
+    digests: np.ndarray
+    """uint64, one a span, in order: of what the spans held when they were queued."""
 
 
 class Report(_Word, frozen=True):
@@ -83,16 +99,30 @@ WRITE_BYTES = 1 << 20
 """Of one write at most: what others wait for, and what stays in a core's cache between two passes."""
 WINDOW_BYTES = 16 << 20
 """Under way to one peer at most."""
+MOST_STOPPED = 4096
+"""Rooms that are known to have stopped."""
 _MOST_SPANS = 4096
 """Of one write."""
 
+Digest = Callable[[RoomKey, str, tuple[Part, ...]], np.ndarray]
+"""Of what a room sends to a peer: see ``base.Transport.digest``."""
+
+
+class Queued(NamedTuple):
+    """What a write will send."""
+
+    parts: tuple[Part, ...]
+    digests: np.ndarray
+
 
 class _Room:
-    def __init__(self, begin: Begin, missing: Sequence[tuple[int, int]]) -> None:
-        self.plans, self.end = begin.plans, begin.end
-        self.missing = set(missing)
-        """(kind, number) of layers of which the last positions have not been computed."""
-        self.queued: dict[str, deque[tuple[Part, ...]]] = {peer: deque() for peer in begin.plans}
+    def __init__(self, begin: Begin, layers: Sequence[tuple[int, int]]) -> None:
+        self.plans, self.start, self.end = begin.plans, begin.start, begin.end
+        self.computed = {layer: Positions() for layer in layers}
+        """Of each (kind, number) the positions that have been queued."""
+        self.missing = {layer for layer in layers if self.start < self.end}
+        """(kind, number) of layers of which positions have not been queued."""
+        self.queued: dict[str, deque[Queued]] = {peer: deque() for peer in begin.plans}
         self.under_way: dict[tuple[str, int], MemoryLease] = {}
         self.numbers = dict.fromkeys(begin.plans, 0)
         self.started = self.over = False
@@ -106,24 +136,42 @@ class Pushes:
     """Of one rank, used from one thread. ``layers``: for each cache kind the model's layers that have it."""
 
     def __init__(
-        self, layers: Sequence[Sequence[int]], write_bytes: int = WRITE_BYTES, window: int = WINDOW_BYTES
+        self,
+        layers: Sequence[Sequence[int]],
+        digest: Digest,
+        write_bytes: int = WRITE_BYTES,
+        window: int = WINDOW_BYTES,
     ) -> None:
+        """``digest``: called as soon as a part is queued, when its bytes have just been computed."""
+        self._digest = digest
         self._of_layer: dict[int, list[tuple[int, int]]] = {}
         for kind, has in enumerate(layers):
             for number, layer in enumerate(has):
                 self._of_layer.setdefault(layer, []).append((kind, number))
         self._write_bytes, self._window = min(write_bytes, window), window
         self._rooms: OrderedDict[RoomKey, _Room] = OrderedDict()
-        self._early: dict[RoomKey, list[Computed]] = {}
+        self._early: dict[RoomKey, list[Computed | Grown]] = {}
+        self._stopped: OrderedDict[RoomKey, None] = OrderedDict()
+        """The last that stopped: what is computed of them is nobody's concern."""
         self._rings: dict[str, Ring] = {}
 
     def __len__(self) -> int:
         return len(self._rooms) + len(self._early)
 
+    def rooms(self) -> list[RoomKey]:
+        """Those that have begun."""
+        return list(self._rooms)
+
     @property
     def under_way(self) -> int:
         """Bytes that were sent and not answered, to all peers."""
         return sum(ring.used for ring in self._rings.values())
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes that wait for room in a window."""
+        queues = (queue for room in self._rooms.values() for queue in room.queued.values())
+        return sum(part.nbytes for queue in queues for queued in queue for part in queued.parts)
 
     def on(self, event: Event) -> list[Action]:
         """What is to be done, in this order. Time plays no part."""
@@ -132,10 +180,15 @@ class Pushes:
                 return self._begin(event)
             case Computed():
                 return self._computed(event)
+            case Grown():
+                return self._grown(event)
             case Written():
                 return self._written(event)
             case Stopped(key):
                 self._early.pop(key, None)
+                self._stopped[key] = None
+                while len(self._stopped) > MOST_STOPPED:
+                    self._stopped.popitem(last=False)
                 room = self._rooms.pop(key, None)
                 return [] if room is None else self._release(room)
 
@@ -144,26 +197,53 @@ class Pushes:
             return []
         everything = [pair for pairs in self._of_layer.values() for pair in pairs]
         room = self._rooms[event.key] = _Room(event, everything)
-        for computed in self._early.pop(event.key, []):
-            self._queue(room, computed)
+        for layer in self._of_layer if event.num_cached else ():
+            self._queue(room, Computed(event.key, layer, 0, event.num_cached))
+        for early in self._early.pop(event.key, []):
+            if isinstance(early, Grown):
+                self._grow(room, early)
+            else:
+                self._queue(room, early)
         return self._turn(event.plans) + self._report(event.key, room)
 
     def _computed(self, event: Computed) -> list[Action]:
         room = self._rooms.get(event.key)
         if room is None:
-            self._early.setdefault(event.key, []).append(event)
+            self._wait(event)
             return []
         self._queue(room, event)
         return self._turn(room.plans) + self._report(event.key, room)
 
+    def _grown(self, event: Grown) -> list[Action]:
+        room = self._rooms.get(event.key)
+        if room is None:
+            self._wait(event)
+        else:
+            self._grow(room, event)
+        return []
+
+    def _wait(self, event: Computed | Grown) -> None:
+        """For the room to begin, unless it is over."""
+        if event.key not in self._stopped:
+            self._early.setdefault(event.key, []).append(event)
+
+    def _grow(self, room: _Room, event: Grown) -> None:
+        for plan in room.plans.values():
+            plan.grow(event.places)
+
     def _queue(self, room: _Room, event: Computed) -> None:
-        last = event.end >= room.end
+        if room.over:
+            return
         for kind, number in self._of_layer.get(event.layer, []):
+            computed = room.computed[kind, number]
+            new = computed.add(max(event.begin, 0), min(event.end, room.end))
+            last = computed.has(room.start, room.end)
             for peer, plan in room.plans.items():
-                parts = plan.entries(kind, number, event.begin, event.end)
+                parts = [part for at in new for part in plan.entries(kind, number, *at)]
                 if last and (kind, number) in room.missing:
                     parts = parts + plan.state(kind, number)
-                room.queued[peer] += packed(parts, self._write_bytes)
+                for group in packed(parts, self._write_bytes):
+                    room.queued[peer].append(Queued(group, self._digest(event.key, peer, group)))
             if last:
                 room.missing.discard((kind, number))
 
@@ -195,7 +275,7 @@ class Pushes:
             while waiting:
                 key = waiting.popleft()
                 room = self._rooms[key]
-                parts = room.queued[peer][0]
+                parts, digests = room.queued[peer][0]
                 lease = ring.take(sum(part.nbytes for part in parts), key)
                 if lease is None:
                     break
@@ -205,7 +285,7 @@ class Pushes:
                 if not room.started:
                     room.started = True
                     actions.append(Report(key, Outcome.pending))
-                actions.append(Write(key, peer, number, parts))
+                actions.append(Write(key, peer, number, parts, digests))
                 self._rooms.move_to_end(key)
                 if room.queued[peer]:
                     waiting.append(key)

@@ -111,7 +111,8 @@ class ReceivingRooms(Rooms):
             return self._refuse_room(room, error.info(), now)
         room.bound = message
         room.move(State.bound)
-        return [w.Expect(key, room.offer, message), w.Send(room.peer, message)]
+        gone = self._all_there(room, now)
+        return gone or [w.Expect(key, room.offer, message), w.Send(room.peer, message)]
 
     def _postpone(self, key: RoomKey, seconds: float) -> list[w.Action]:
         room = self._rooms.get(key)
@@ -128,7 +129,7 @@ class ReceivingRooms(Rooms):
 
     def _refuse_room(self, room: Room, error: ErrorInfo, now: float) -> list[w.Action]:
         refused = r.Refused(key=room.key, error=error)
-        room.peer_stopped = True  # it was given nothing to touch
+        room.peer_is_quiet()  # it was given nothing to touch
         actions = self._fail(room, error, now, answer=refused)
         return [w.Send(room.peer, refused), *actions]
 

@@ -25,6 +25,10 @@ FenceBy = Literal["copy", "connection", "rekey"]
 """What ends a transport's writes: receivers copy themselves; closed connections; revoked registrations."""
 
 
+_TOMBSTONE_BYTES = 512
+"""Of one beside its message."""
+
+
 class Patience(NamedTuple):
     """Seconds."""
 
@@ -34,6 +38,8 @@ class Patience(NamedTuple):
     """From the first offer until a receiver is bound."""
     fence: float = 10.0
     """Until a peer that does not answer a fence is to be revoked."""
+    longest: float = 60.0
+    """Between repetitions of a fence or a revocation, each of which waits twice as long as the one before."""
     remember: float = 900.0
     """How long an ended room is known: longer than any deadline."""
 
@@ -49,7 +55,10 @@ class Room:
         self.running = set(range(ranks))
         """Ranks of this group that have not stopped."""
         self.peer_stopped = False
+        """Whether the peer touches nothing of the room any more. Set by ``peer_is_quiet`` alone."""
         self.revoke_at: float | None = None
+        self.revoke_after = 0.0
+        """Seconds until the revocation after that."""
         self.say: r.RoomMessage | None = None
         """What is repeated until it is answered."""
         self.say_at = 0.0
@@ -59,8 +68,14 @@ class Room:
         """Whether the peer waits to hear that this side has stopped."""
         self.bind_by: float | None = None
         self.offer: r.Admitted | None = None
+        self.num_cached = 0
+        """Of a sender: positions of its own prefix hit."""
         self.bound: r.Bound | None = None
         self.metadata: r.Metadata | None = None
+
+    def peer_is_quiet(self) -> None:
+        """The peer has said, or it is proven, that it touches nothing of the room: it is not revoked."""
+        self.peer_stopped, self.revoke_at = True, None
 
     def move(self, state: State) -> None:
         """Raises AssertionError for a move that there is not."""
@@ -82,7 +97,10 @@ class _Notice(NamedTuple):
     peer: Peer
     message: r.Fence
     due: float
+    after: float
+    """Seconds until the repetition after that."""
     until: float
+    """When it is given up, unless this side's memory waits for the answer."""
 
 
 class Rooms:
@@ -93,6 +111,8 @@ class Rooms:
         self._rooms: dict[RoomKey, Room] = {}
         self._ended: Tombstones[Ended] = Tombstones(patience.remember)
         self._notices: dict[RoomKey, _Notice] = {}
+        self._gone: set[int] = set()
+        """Ranks of this group whose process has ended, and none has taken its place."""
         self.strays = 0
         """Messages dropped: of peers that have no part in the room, or that cannot be right."""
 
@@ -159,6 +179,9 @@ class Rooms:
                 return self._rank_stopped(key, rank, now)
             case w.RankGone(rank):
                 return self._rank_gone(rank, now)
+            case w.RankBack(rank):
+                self._gone.discard(rank)
+                return []
             case w.PeerLost(peer):
                 return self._peer_lost(peer, now)
             case w.Revoked(key):
@@ -202,7 +225,8 @@ class Rooms:
         actions: list[w.Action] = []
         for room in list(self._rooms.values()):
             if room.revoke_at is not None and room.revoke_at <= now:
-                room.revoke_at = None
+                room.revoke_after = min(2 * room.revoke_after, self._patience.longest)
+                room.revoke_at = now + room.revoke_after
                 actions.append(w.Revoke(room.key, room.peer))
             if room.state >= State.failing:
                 continue
@@ -213,13 +237,20 @@ class Rooms:
                 actions += self._fail(room, Unavailable("no room to decode was found in time").info(), now)
             elif room.say is not None and room.say_at <= now:
                 actions += self._say(room, room.say, now)
+        self._ended.expire(now)
+        return actions + self._remind(now)
+
+    def _remind(self, now: float) -> list[w.Action]:
+        """Fences that nobody has answered. Those that memory waits for are repeated for ever."""
+        actions: list[w.Action] = []
         for key, notice in list(self._notices.items()):
-            if notice.until <= now:
+            room = self._rooms.get(key)
+            if notice.until <= now and (room is None or not self._needs_peer(room)):
                 del self._notices[key]
             elif notice.due <= now:
-                self._notices[key] = notice._replace(due=now + self._patience.retry)
+                after = min(2 * notice.after, max(self._patience.longest, self._patience.retry))
+                self._notices[key] = notice._replace(due=now + after, after=after)
                 actions.append(w.Send(notice.peer, notice.message))
-        self._ended.expire(now)
         return actions
 
     def _rank_report(self, event: w.RankReport, now: float) -> list[w.Action]:
@@ -239,8 +270,14 @@ class Rooms:
         room.running.discard(rank)
         return self._settle(room, now)
 
+    def _all_there(self, room: Room, now: float) -> list[w.Action]:
+        """Fails a room that has just been bound when a rank is gone: nobody would move its part."""
+        lost = Unavailable("a process that would move the sequence's cache was lost")
+        return self._fail(room, lost.info(), now) if self._gone else []
+
     def _rank_gone(self, rank: int, now: float) -> list[w.Action]:
         actions: list[w.Action] = []
+        self._gone.add(rank)
         for room in list(self._rooms.values()):
             if room.was_bound and room.state is not State.failing:
                 lost = Unavailable("a process that moved the sequence's cache was lost")
@@ -254,7 +291,7 @@ class Rooms:
         for key in [key for key, notice in self._notices.items() if notice.peer == peer]:
             del self._notices[key]
         for room in [room for room in self._rooms.values() if room.peer == peer]:
-            room.peer_stopped = True
+            room.peer_is_quiet()
             actions += self._fail(room, Unavailable("the other end of the transfer was lost").info(), now)
         return actions
 
@@ -264,7 +301,7 @@ class Rooms:
         room = self._rooms.get(key)
         if room is None:
             return []
-        room.peer_stopped = True
+        room.peer_is_quiet()
         return self._fail(room, Unavailable("the other end of the transfer has ended it").info(), now)
 
     def _fenced_by_peer(self, peer: Peer, fence: r.Fence, now: float) -> list[w.Action]:
@@ -273,7 +310,8 @@ class Rooms:
             room.peer_asked = True
             return self._fail(room, fence.error, now)
         # What comes later of a room that is not known here finds that it has ended.
-        self._ended.add(fence.key, Ended(State.fenced, fence), now)
+        size = len(r.encode(fence)) + _TOMBSTONE_BYTES
+        self._ended.add_of(peer, fence.key, Ended(State.fenced, fence), size, now)
         return [w.Send(peer, r.Fenced(key=fence.key))]
 
     # ---- how a room ends
@@ -291,16 +329,27 @@ class Rooms:
             room.say, room.answer = None, answer or fence
             actions.append(w.Tell(r.RoomFailed(room.key, error)))
             actions.append(w.Stop(room.key))
+            room.running -= self._gone
             if not room.was_bound:  # ranks know at most what they have computed of it
                 room.running.clear()
             room.move(State.failing)
             if not room.peer_stopped:
                 actions.append(w.Send(room.peer, fence))
                 due, until = now + self._patience.retry, now + self._patience.remember
-                self._notices[room.key] = _Notice(room.peer, fence, due, until)
+                self._notices[room.key] = _Notice(room.peer, fence, due, self._patience.retry, until)
                 if self._needs_peer(room):
-                    room.revoke_at = now + self._patience.fence
+                    room.revoke_after = self._patience.fence
+                    room.revoke_at = now + room.revoke_after
         return actions + self._settle(room, now)
+
+    def _reject(self, event: w.Open, error: ErrorInfo, now: float) -> list[w.Action]:
+        """A room that cannot begin here; its other end, which may wait for it, is told."""
+        fence = r.Fence(key=event.key, error=error)
+        retry = self._patience.retry
+        until = now + self._patience.remember
+        self._notices[event.key] = _Notice(event.peer, fence, now + retry, retry, until)
+        told = w.Tell(r.RoomFailed(event.key, error)), w.Tell(r.RoomFreed(event.key))
+        return [*told, w.Send(event.peer, fence)]
 
     def _settle(self, room: Room, now: float) -> list[w.Action]:
         """Goes on with a failing room as far as what is known allows."""

@@ -38,9 +38,9 @@ class SendingRooms(Rooms):
         match event:
             case w.Open(key) if self._incarnation not in (None, key.incarnation):
                 error = TransferRefused("the transfer was meant for another start of this process").info()
-                return [w.Tell(r.RoomFailed(key, error)), w.Tell(r.RoomFreed(key))]
-            case w.Offer(message):
-                return self._offer(message, now)
+                return self._reject(event, error, now)
+            case w.Offer(message, num_cached):
+                return self._offer(message, num_cached, now)
             case w.Finished(message):
                 return self._finished(message, now)
             case _:
@@ -49,10 +49,11 @@ class SendingRooms(Rooms):
     def _needs_peer(self, room: Room) -> bool:
         return room.was_bound and self._fence == "copy"  # then receivers read this side's memory
 
-    def _offer(self, message: r.Admitted, now: float) -> list[w.Action]:
+    def _offer(self, message: r.Admitted, num_cached: int, now: float) -> list[w.Action]:
         room = self._rooms.get(message.key)
         if room is None or room.offer is not None or room.state is not State.new:
             return []
+        room.num_cached = num_cached
         room.offer, room.bind_by = message, now + self._patience.bind
         return self._say(room, message, now)
 
@@ -71,7 +72,7 @@ class SendingRooms(Rooms):
                 room.say_at = now + max(seconds, self._patience.retry)
                 return []
             case r.Refused(error=error) if room.state is State.new:
-                room.peer_stopped = True  # nothing was bound there
+                room.peer_is_quiet()  # nothing was bound there
                 return self._fail(room, error, now)
             case r.Landed() if room.metadata is not None and State.new < room.state < State.failing:
                 room.move(State.done)
@@ -88,8 +89,10 @@ class SendingRooms(Rooms):
             return self._fail(room, error.info(), now)
         room.move(State.bound)
         room.bind_by = room.say = None
+        if gone := self._all_there(room, now):
+            return gone
         actions: list[w.Action] = [
-            w.Push(room.key, offer, bound),
+            w.Push(room.key, offer, bound, room.num_cached),
             w.Tell(r.RoomBound(room.key, bound.start)),
         ]
         return actions if room.metadata is None else actions + self._say(room, room.metadata, now)

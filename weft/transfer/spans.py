@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from weft.transfer.group_layout import Heads, Place, Tensor, heads_of, tensors_of
+from weft.transfer.group_layout import Heads, Place, Tensor, heads_of, joined, tensors_of
 from weft.types.rooms import GroupDims, KindDims, RoomMessageError
 
 NO_SPANS = np.empty((0, 3), np.int64)
@@ -73,6 +73,12 @@ class SpanPlan:
         self._tensors = tensors_of(sender.dims), tensors_of(receiver.dims)
         self._first_region = np.cumsum([0, *(len(kind.tensors) for kind in sender.dims.kinds)]).tolist()
         self._made: dict[tuple[int, int, int], list[tuple[Part, int, int]]] = {}
+
+    def grow(self, places: tuple[Place, ...]) -> None:
+        """The sender's block tables go on so."""
+        pairs = zip(self._sender.places, places, strict=True)
+        self._sender = self._sender._replace(places=tuple(joined(*pair) for pair in pairs))
+        self._made.clear()
 
     def entries(self, kind: int, number: int, begin: int, end: int) -> list[Part]:
         """What to push of the kind's layer ``number`` when positions ``begin`` .. end - 1 are computed."""

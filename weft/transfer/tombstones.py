@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Hashable
 from typing import Generic, TypeVar
 
 from weft.types.rooms import RoomKey
@@ -16,9 +17,14 @@ class Tombstones(Generic[T]):
     Nothing that belongs to a room is under way longer than its deadline.
     """
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+    def __init__(self, seconds: float, most: int = 16 << 20) -> None:
+        """``most``: bytes of what one stranger has ended."""
+        self._seconds, self._most = seconds, most
         self._ended: OrderedDict[RoomKey, tuple[float, T]] = OrderedDict()
+        self._of: dict[Hashable, OrderedDict[RoomKey, int]] = {}
+        """Stranger -> bytes of each."""
+        self._by: dict[RoomKey, Hashable] = {}
+        self._bytes: dict[Hashable, int] = {}
 
     def __len__(self) -> int:
         return len(self._ended)
@@ -30,6 +36,24 @@ class Tombstones(Generic[T]):
         """``key`` has ended. How it ended first holds."""
         self._ended.setdefault(key, (now + self._seconds, how))
 
+    def add_of(self, stranger: Hashable, key: RoomKey, how: T, size: int, now: float) -> None:
+        """A room that was never known here has ended, as ``stranger`` says; its oldest make room."""
+        if key in self._ended:
+            return
+        self.add(key, how, now)
+        theirs = self._of.setdefault(stranger, OrderedDict())
+        theirs[key], self._by[key] = size, stranger
+        self._bytes[stranger] = self._bytes.get(stranger, 0) + size
+        while self._bytes.get(stranger, 0) > self._most:
+            self._forget(next(iter(theirs)))
+
+    def _forget(self, key: RoomKey) -> None:
+        del self._ended[key]
+        if (stranger := self._by.pop(key, None)) is not None:
+            self._bytes[stranger] -= self._of[stranger].pop(key)
+            if not self._of[stranger]:
+                del self._of[stranger], self._bytes[stranger]
+
     def get(self, key: RoomKey) -> T | None:
         entry = self._ended.get(key)
         return None if entry is None else entry[1]
@@ -37,7 +61,7 @@ class Tombstones(Generic[T]):
     def expire(self, now: float) -> None:
         """Forgets those whose time is over."""
         while self._ended and next(iter(self._ended.values()))[0] <= now:
-            self._ended.popitem(last=False)
+            self._forget(next(iter(self._ended)))
 
     def next_due(self) -> float | None:
         """When the next one is forgotten."""

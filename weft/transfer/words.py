@@ -69,6 +69,12 @@ class RankGone(_Word, frozen=True):
     rank: int
 
 
+class RankBack(_Word, frozen=True):
+    """Another process has taken the place of a rank that was gone, and is ready."""
+
+    rank: int
+
+
 class Cancel(_Word, frozen=True):
     """This side needs the room no longer, or cannot go on: its client left, its sequence ended, it drains."""
 
@@ -81,9 +87,10 @@ class Tick(_Word, frozen=True):
 
 
 class Offer(_Word, frozen=True):
-    """Sender: the scheduler has admitted the sequence."""
+    """Sender: the scheduler has admitted the sequence; ``num_cached`` positions are its own prefix hit."""
 
     message: r.Admitted
+    num_cached: int = 0
 
 
 class Finished(_Word, frozen=True):
@@ -112,7 +119,7 @@ class Refuse(_Word, frozen=True):
     error: ErrorInfo
 
 
-Common = Open | Heard | PeerLost | Revoked | RankReport | RankStopped | RankGone | Cancel | Tick
+Common = Open | Heard | PeerLost | Revoked | RankReport | RankStopped | RankGone | RankBack | Cancel | Tick
 SenderEvent = Common | Offer | Finished
 ReceiverEvent = Common | Reserve | Postpone | Refuse
 
@@ -128,11 +135,15 @@ class Send(_Word, frozen=True):
 
 
 class Push(_Word, frozen=True):
-    """Sender: every rank may push what is computed of the room, and what will be, to where ``bound`` says."""
+    """Sender: every rank may push what is computed of the room, and what will be, to where ``bound`` says.
+
+    Positions before ``num_cached`` are in its caches already, and nobody will report them as computed.
+    """
 
     key: RoomKey
     offer: r.Admitted
     bound: r.Bound
+    num_cached: int = 0
 
 
 class Expect(_Word, frozen=True):

@@ -19,12 +19,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from weft.common.errors import ErrorInfo, WeftError
 from weft.transfer.arrivals import Incoming
 from weft.transfer.pushes import Write, Written
 from weft.transfer.room_table import FenceBy
+from weft.transfer.spans import Part
 from weft.types.rooms import Endpoint, RoomKey
 
 
@@ -42,18 +44,21 @@ class Transport(Protocol):
     write_bytes: int
     """Of one write, at most: what other rooms wait for."""
     window_bytes: int
-    """Under way to one peer, at most: so much is digested before the first of it is answered."""
+    """Under way to one peer, at most."""
     endpoint: Endpoint
     """Where peers reach this rank."""
 
     def register(self, regions: Sequence[torch.Tensor]) -> None:
         """This rank's memory, uint8 [bytes] each, numbered as ``group_layout`` does; once, for life."""
 
-    def connect(self, peer: Endpoint, deadline: float) -> str:
-        """The name by which ``write`` knows a receiver's rank. Connects when it is first written to.
+    def connect(self, peer: Endpoint, rank: int, deadline: float) -> str:
+        """The name by which ``write`` knows the receiver's ``rank``. Connects when it is first written to.
 
         ``deadline``: seconds that connecting may take.
         """
+
+    def digest(self, key: RoomKey, peer: str, parts: Sequence[Part]) -> np.ndarray:
+        """uint64, one a span: of this rank's memory as it is now, bound to the room and both ranks."""
 
     def write(self, write: Write) -> None:
         """Sends the spans of ``write``. Its end comes out of ``poll`` as ``Written``, once."""

@@ -7,7 +7,7 @@ import contextlib
 import os
 import socket
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 _MOST_VECTORS = 512
 """Pieces in one call; the system's limit is 1,024."""
 _READ = 64 << 10
+UNPROVEN_BODY = 4 << 10
+"""Of a frame of a peer whose hand-shake is not over."""
 MOST_FDS = 253
 """Descriptors that one message can carry."""
 
@@ -34,17 +36,26 @@ class Got(NamedTuple):
 
 
 class _Outgoing:
-    """A frame on its way. It gets its number when its first byte goes out, so it may be dropped before."""
+    """A frame on its way. It has its number when its first byte is out, so it may be dropped before."""
 
-    __slots__ = ("fds", "frame", "payload", "pieces", "room", "sent")
+    __slots__ = ("begun", "fds", "frame", "header", "key", "payload", "pieces", "room")
 
     def __init__(
-        self, frame: f.Frame, payload: Sequence[memoryview], room: RoomKey | None, fds: Sequence[int]
+        self,
+        frame: f.Frame,
+        payload: Sequence[memoryview],
+        room: RoomKey | None,
+        fds: Sequence[int],
+        key: bytes,
     ) -> None:
-        self.frame, self.room, self.fds = frame, room, list(fds)
+        self.frame, self.room, self.fds, self.key = frame, room, list(fds), key
         self.payload = sum(len(piece) for piece in payload)
-        self.pieces = deque(payload)
-        self.sent = False
+        self.header: memoryview | None = None
+        """What is not out of header and body; None before they are made."""
+        self.pieces = deque(piece for piece in payload if len(piece))
+        """What is not out of the payload."""
+        self.begun = False
+        """Whether a byte is out."""
 
 
 class Connection:
@@ -54,6 +65,8 @@ class Connection:
         """``buffer(bytes)`` gives memory for a payload."""
         self.sock = sock
         self.out_key = self.in_key = f.NO_KEY
+        self.proven = False
+        """Whether the hand-shake is over. Before, frames are short and have no payload."""
         self.fds: list[int] = []
         """Descriptors that came, and nobody has taken."""
         self._buffer, self._takes_fds = buffer, takes_fds
@@ -76,40 +89,42 @@ class Connection:
         fds: Sequence[int] = (),
     ) -> None:
         """Queues a frame with the bytes of ``payload``, which belong to ``room`` until they are out."""
-        self._queue.append(_Outgoing(frame, payload, room, fds))
+        self._queue.append(_Outgoing(frame, payload, room, fds, self.out_key))
 
     def cancel(self, room: RoomKey) -> None:
         """Reads no memory of ``room`` any more. A frame that is out in part goes on with zeros."""
-        self._queue = deque(out for out in self._queue if out.sent or out.room != room)
+        self._queue = deque(out for out in self._queue if out.begun or out.room != room)
         if self._queue and self._queue[0].room == room:
             first = self._queue[0]
-            first.pieces = deque([memoryview(bytes(sum(len(piece) for piece in first.pieces)))])
+            left = sum(len(piece) for piece in first.pieces)
+            first.pieces = deque([memoryview(bytes(left))] if left else ())
 
     def flush(self) -> None:
         """Sends what goes out without waiting."""
         while self._queue:
             first = self._queue[0]
-            if not first.sent:
-                head = f.pack(first.frame, self._sent, self.out_key, first.payload)
-                self._sent += 1
-                first.pieces.appendleft(memoryview(head))
-                first.sent = True
-            if not self._send_some(first):
+            if first.header is None:
+                first.header = memoryview(f.pack(first.frame, self._sent, first.key, first.payload))
+            if not self._send_some(first, first.header):
                 return
-            if not first.pieces:
+            if not first.header and not first.pieces:
                 self._queue.popleft()
 
-    def _send_some(self, out: _Outgoing) -> bool:
+    def _send_some(self, out: _Outgoing, header: memoryview) -> bool:
         vector = [out.pieces[at] for at in range(min(len(out.pieces), _MOST_VECTORS))]
         extra = []
         if out.fds:
             extra = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", out.fds))]
         try:
-            sent = self.sock.sendmsg(vector, extra)
+            sent = self.sock.sendmsg([header, *vector] if len(header) else vector, extra)
         except (BlockingIOError, InterruptedError):
             return False
+        if not out.begun:
+            out.begun = True
+            self._sent += 1
         out.fds = []
-        while sent or (out.pieces and not len(out.pieces[0])):
+        out.header, sent = header[sent:], max(0, sent - len(header))
+        while sent:
             piece = out.pieces[0]
             if sent < len(piece):
                 out.pieces[0] = piece[sent:]
@@ -118,9 +133,12 @@ class Connection:
             out.pieces.popleft()
         return True
 
-    def receive(self, most: int) -> list[Got]:
-        """Frames that have come, as far as can be read without waiting, of about ``most`` bytes."""
-        got, read = list[Got](), 0
+    def receive(self, most: int) -> Iterator[Got]:
+        """Frames that have come, as far as can be read without waiting, of about ``most`` bytes.
+
+        Each is handed out before the next is read, so a key or a limit that it changes holds for the next.
+        """
+        read = 0
         while read < most:
             try:
                 count = self._fill() if self._payload is not None else self._read()
@@ -129,8 +147,8 @@ class Connection:
             if not count:
                 raise ConnectionResetError("the other end has closed the connection")
             read += count
-            self._collect(got)
-        return got
+            while (got := self._next()) is not None:
+                yield got
 
     def _read(self) -> int:
         if not self._takes_fds:
@@ -151,6 +169,8 @@ class Connection:
 
     def _next_read(self) -> int:
         """Not more than what is known to be no payload, which goes to memory of its own."""
+        if not self.proven:
+            return UNPROVEN_BODY
         if self._header is None:
             return max(f.HEADER.size - len(self._in), 1) if not self._takes_fds else _READ
         body, payload, _ = self._header
@@ -163,29 +183,30 @@ class Connection:
         self._filled += count
         return count
 
-    def _collect(self, got: list[Got]) -> None:
-        while True:
-            if self._header is None:
-                if len(self._in) < f.HEADER.size:
-                    return
-                body, payload, mac = f.HEADER.unpack_from(self._in)
-                f.check_sizes(body, payload)
-                del self._in[: f.HEADER.size]
-                self._header = body, payload, mac
-            body, payload, mac = self._header
-            if payload and self._payload is not None and self._filled < payload:
-                return
-            if len(self._in) < body:
-                return
-            if payload and self._payload is None:
-                self._begin_payload(body, payload)
-                if self._filled < payload:
-                    return
-            frame = f.unpack(bytes(self._in[:body]), mac, self._received, self.in_key, payload)
-            got.append(Got(frame, self._payload))
-            del self._in[:body]
-            self._received += 1
-            self._header, self._payload, self._filled = None, None, 0
+    def _next(self) -> Got | None:
+        """The next frame, if all of it has come."""
+        if self._header is None:
+            if len(self._in) < f.HEADER.size:
+                return None
+            body, payload, mac = f.HEADER.unpack_from(self._in)
+            f.check_sizes(body, payload)
+            if not self.proven and (body > UNPROVEN_BODY or payload):
+                raise f.BadFrame("a peer sent more than a hand-shake before it was over")
+            del self._in[: f.HEADER.size]
+            self._header = body, payload, mac
+        body, payload, mac = self._header
+        if len(self._in) < body:
+            return None
+        if payload and self._payload is None:
+            self._begin_payload(body, payload)
+        if self._filled < payload:
+            return None
+        frame = f.unpack(bytes(self._in[:body]), mac, self._received, self.in_key, payload)
+        got = Got(frame, self._payload)
+        del self._in[:body]
+        self._received += 1
+        self._header, self._payload, self._filled = None, None, 0
+        return got
 
     def _begin_payload(self, body: int, payload: int) -> None:
         self._payload = self._buffer(payload)

@@ -16,9 +16,10 @@ import torch
 
 from weft.common.errors import ErrorInfo, Unavailable
 from weft.transfer.arrivals import Incoming
-from weft.transfer.digests import digest_spans, room_seed, span_seeds
+from weft.transfer.digests import digest_spans, ranks_seed, span_seeds
 from weft.transfer.pushes import WINDOW_BYTES, WRITE_BYTES, Write, Written
 from weft.transfer.room_table import FenceBy
+from weft.transfer.spans import Part
 from weft.transports.base import TransferCorrupt
 from weft.types.rooms import Endpoint, RoomKey
 
@@ -50,8 +51,10 @@ class _Carried(NamedTuple):
     """(region there, int64 [n, 3])."""
     digests: np.ndarray
     damage: str
-    landed: list[bool]
-    """Of a one-sided write: whether its bytes are there."""
+    rank: int
+    """Of the writer."""
+    name: str
+    """By which the writer knows the receiver."""
 
 
 class LoopbackNetwork:
@@ -103,32 +106,44 @@ class LoopbackTransport:
     window_bytes = WINDOW_BYTES
 
     def __init__(
-        self, network: LoopbackNetwork, address: str, incarnation: int = 0, fence: FenceBy = "copy"
+        self,
+        network: LoopbackNetwork,
+        address: str,
+        incarnation: int = 0,
+        fence: FenceBy = "copy",
+        rank: int = 0,
     ) -> None:
-        self._network, self.fence = network, fence
+        self._network, self.fence, self.rank = network, fence, rank
         self.endpoint = Endpoint(self.name, address, incarnation)
         self.came: list[Incoming | Written] = []
         self.cut = set[str]()
         """Peers whose writes no longer reach this memory: a closed connection, a revoked key."""
         self._regions: list[torch.Tensor] = []
         self._cancelled = set[RoomKey]()
+        self._peers: dict[str, tuple[str, int]] = {}
         network.transports[address] = self
 
     def register(self, regions: Sequence[torch.Tensor]) -> None:
         self._regions = list(regions)
 
-    def connect(self, peer: Endpoint, deadline: float) -> str:
-        return peer.address
+    def connect(self, peer: Endpoint, rank: int, deadline: float) -> str:
+        name = f"{peer.address}, rank {rank}"
+        self._peers[name] = peer.address, rank
+        return name
+
+    def digest(self, key: RoomKey, peer: str, parts: Sequence[Part]) -> np.ndarray:
+        seed, made = ranks_seed(key, self.rank, self._peers[peer][1]), [np.empty(0, np.uint64)]
+        for part in parts:
+            seeds = span_seeds(seed, part.target, part.spans[:, 1], part.spans[:, 2])
+            made.append(digest_spans(self._regions[part.source].numpy(), part.spans[:, ::2], seeds))
+        return np.concatenate(made)
 
     def write(self, write: Write) -> None:
-        if write.peer not in self._network.transports:
+        address, _ = self._peers[write.peer]
+        if address not in self._network.transports:
             lost = Unavailable("the connection to a rank of the other group broke").info()
             self.came.append(Written(write.key, write.peer, write.number, lost))
             return
-        seed, digests = room_seed(write.key), list[np.ndarray]()
-        for part in write.parts:
-            seeds = span_seeds(seed, part.target, part.spans[:, 1], part.spans[:, 2])
-            digests.append(digest_spans(self._regions[part.source].numpy(), part.spans[:, ::2], seeds))
         faults, draw, damage = self._network.faults, self._network.rng.random, ""
         for name in ("flipped", "swapped", "moved"):
             if draw() < getattr(faults, name):
@@ -137,14 +152,15 @@ class LoopbackTransport:
             self.endpoint.address,
             [self._regions[part.source] for part in write.parts],
             [(part.target, part.spans) for part in write.parts],
-            np.concatenate(digests),
+            write.digests,
             damage,
-            [False],
+            self.rank,
+            write.peer,
         )
         targets = tuple((part.target, np.ascontiguousarray(part.spans[:, 1:])) for part in write.parts)
         held = sum(part.nbytes for part in write.parts)
         name = self.endpoint.address
-        self._network.send(write.peer, Incoming(write.key, name, write.number, targets, held, carried))
+        self._network.send(address, Incoming(write.key, name, write.number, targets, held, carried))
 
     def poll(self, seconds: float) -> list[Incoming | Written]:
         self._network.arrived()
@@ -155,7 +171,7 @@ class LoopbackTransport:
         if self.fence == "copy":
             self.land(incoming)
         carried: _Carried = incoming.content
-        seed, done = room_seed(incoming.key), 0
+        seed, done = ranks_seed(incoming.key, carried.rank, self.rank), 0
         for region, spans in carried.spans:
             seeds = span_seeds(seed, region, spans[:, 1], spans[:, 2])
             made = digest_spans(self._regions[region].numpy(), spans[:, 1:], seeds)
@@ -184,7 +200,7 @@ class LoopbackTransport:
                 target[spans[0, 1] + bit // 8] ^= 1 << bit % 8
 
     def answer(self, incoming: Incoming, error: ErrorInfo | None) -> None:
-        written = Written(incoming.key, self.endpoint.address, incoming.number, error)
+        written = Written(incoming.key, incoming.content.name, incoming.number, error)
         self._network.send(incoming.source, written)
 
     def cancel(self, key: RoomKey) -> None:

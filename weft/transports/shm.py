@@ -17,8 +17,9 @@ import torch
 from weft.common.errors import ConfigError, EngineDead
 from weft.transports import wire as f
 from weft.transports.connection import MOST_FDS, Got
+from weft.transports.links import Link, Source, check_inside
 from weft.transports.shared_memory import SharedMemory, map_read_only
-from weft.transports.sockets import Link, SocketTransport, Source, check_inside
+from weft.transports.sockets import SocketTransport
 
 
 class ShmTransport(SocketTransport):
@@ -32,7 +33,7 @@ class ShmTransport(SocketTransport):
         """Raises ConfigError when the socket cannot be made."""
         self._path = os.path.join(folder, f"t{rank}-{incarnation & 0xFFFFFF:x}")
         self._shared: list[SharedMemory] = []
-        super().__init__(incarnation)
+        super().__init__(rank, incarnation)
 
     def share(self, regions: Sequence[SharedMemory]) -> None:
         """``register`` of a rank that sends: peers map these. Raises EngineDead for too many regions."""
@@ -67,7 +68,7 @@ class ShmTransport(SocketTransport):
 
     def _hello(self, link: Link, wanted: int) -> None:
         sizes = tuple(region.nbytes for region in self._shared)
-        hello = f.Hello(f.VERSION, self.name, self.incarnation, wanted, regions=sizes)
+        hello = f.Hello(f.VERSION, self.name, self.incarnation, wanted, self.rank, regions=sizes)
         link.connection.send(hello, fds=[region.fd for region in self._shared])
 
     def _met(self, link: Link, hello: f.Hello) -> None:
@@ -90,7 +91,7 @@ class ShmTransport(SocketTransport):
                 raise f.BadFrame("a write names a region that its sender has not shown")
             memory.append(link.regions[part.source])
             check_inside(spans[:, 0], spans[:, 2], memory[-1].numel())
-        return Source(tuple(memory), tuple((part.target, spans) for part, spans in parts), np.empty(0))
+        return Source(tuple(memory), tuple((part.target, spans) for part, spans in parts), np.empty(0), 0)
 
     def _held_bytes(self, frame: f.WriteFrame, got: Got) -> int:
         return 1024 + sum(len(part.spans) for part in frame.parts)

@@ -3,7 +3,8 @@
     writer                            receiver
       Hello(wanted incarnation) ───►    refused if another start of this rank is meant, or another version
       ◄─── Hello(own incarnation)
-      (with a secret) Proof ───►        nothing else is read before it
+      (with a secret) Proof ───►        nothing else is taken before it
+      ◄─── (with a secret) Proof        nor written before that
       WriteFrame ... ───►
       ◄─── AnswerFrame ...
 
@@ -14,11 +15,11 @@ connection and nothing else, and costs a bounded amount of memory and, if it say
 from __future__ import annotations
 
 import contextlib
+import errno
 import selectors
 import socket
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,13 +27,15 @@ import torch
 from weft.common.errors import ErrorInfo, Unavailable, WeftError
 from weft.common.log import get_logger
 from weft.transfer.arrivals import Incoming
-from weft.transfer.digests import room_seed, span_seeds
+from weft.transfer.digests import ranks_seed, span_seeds
 from weft.transfer.pushes import WINDOW_BYTES, WRITE_BYTES, Write, Written
 from weft.transfer.room_table import FenceBy
+from weft.transfer.spans import Part
 from weft.transports import wire as f
 from weft.transports.base import TransferCorrupt
 from weft.transports.connection import Connection, Got
 from weft.transports.copying import copy_spans, digest_spans
+from weft.transports.links import Link, PeerRank, Source, check_inside, info_of
 from weft.types.rooms import Endpoint, RoomKey
 
 log = get_logger(__name__)
@@ -40,37 +43,15 @@ log = get_logger(__name__)
 HELLO_S = 10.0
 """Seconds within which a peer says who it is."""
 MOST_PEERS = 1024
+MOST_UNPROVEN = 64
+"""Connections that were accepted and whose hand-shake is not over."""
+_PAUSE_S = 0.05
+"""Until what the system had no room for is tried again."""
 BUFFER = WRITE_BYTES
 """Bytes of a payload's memory."""
 _FREE = 4
 _AT_ONCE = 2 << 20
 """Bytes read of a connection before others have their turn."""
-
-
-class Source(NamedTuple):
-    """What a write's bytes are read from: ``content`` of an ``Incoming``."""
-
-    memory: tuple[torch.Tensor, ...]
-    """For each part."""
-    parts: tuple[tuple[int, np.ndarray], ...]
-    """(region here, int64 [n, 3])."""
-    digests: np.ndarray
-
-
-class Link:
-    """One connection, of which this rank is the writer (it connected) or the receiver (it accepted)."""
-
-    def __init__(self, name: str, connection: Connection, writer: bool, until: float) -> None:
-        self.name, self.connection, self.writer = name, connection, writer
-        self.until: float | None = until
-        """By when the hand-shake must be over; None when it is."""
-        self.said_hello = False
-        self.nonce = b""
-        self.regions: tuple[torch.Tensor, ...] = ()
-        """Of a receiver: the writer's memory, where it shows it."""
-        self.waiting: list[Write] = []
-        """For the end of the hand-shake."""
-        self.unanswered: dict[tuple[RoomKey, int], None] = {}
 
 
 class SocketTransport:
@@ -81,8 +62,8 @@ class SocketTransport:
     write_bytes = WRITE_BYTES
     window_bytes = WINDOW_BYTES
 
-    def __init__(self, incarnation: int) -> None:
-        self.incarnation = incarnation
+    def __init__(self, rank: int, incarnation: int) -> None:
+        self.rank, self.incarnation = rank, incarnation
         self._listener, address = self._listen()
         self._listener.setblocking(False)
         self.endpoint = Endpoint(self.name, address, incarnation)
@@ -93,9 +74,11 @@ class SocketTransport:
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         self._selector.register(self._rung, selectors.EVENT_READ, None)
         self._regions: list[torch.Tensor] = []
-        self._peers: dict[str, tuple[Endpoint, float]] = {}
+        self._peers: dict[str, PeerRank] = {}
         self._links: dict[str, Link] = {}
         self._accepted = 0
+        self._again: float | None = None
+        """When connections are made and accepted again, of which some could not be."""
         self._events: list[Incoming | Written] = []
         self._free: list[torch.Tensor] = []
         self._answered: dict[str, Link] = {}
@@ -119,12 +102,12 @@ class SocketTransport:
 
     def _hello(self, link: Link, wanted: int) -> None:
         """Says hello as a writer."""
-        link.connection.send(f.Hello(f.VERSION, self.name, self.incarnation, wanted))
+        link.connection.send(f.Hello(f.VERSION, self.name, self.incarnation, wanted, self.rank))
 
     def _met(self, link: Link, hello: f.Hello) -> None:
         """The other end has said hello, and it is as it should be: goes on with the hand-shake."""
         if not link.writer:
-            link.connection.send(f.Hello(f.VERSION, self.name, self.incarnation, 0))
+            link.connection.send(f.Hello(f.VERSION, self.name, self.incarnation, 0, self.rank))
         self._open(link)
 
     def _proven(self, link: Link) -> None:
@@ -146,10 +129,17 @@ class SocketTransport:
     def register(self, regions: Sequence[torch.Tensor]) -> None:
         self._regions = list(regions)
 
-    def connect(self, peer: Endpoint, deadline: float) -> str:
-        name = f"{peer.transport}:{peer.address}#{peer.incarnation}"
-        self._peers[name] = peer, deadline
+    def connect(self, peer: Endpoint, rank: int, deadline: float) -> str:
+        name = f"{peer.transport}:{peer.address}#{peer.incarnation}, rank {rank}"
+        self._peers[name] = PeerRank(peer, rank, deadline)
         return name
+
+    def digest(self, key: RoomKey, peer: str, parts: Sequence[Part]) -> np.ndarray:
+        seed, made = ranks_seed(key, self.rank, self._peers[peer].rank), [np.empty(0, np.uint64)]
+        for part in parts:
+            seeds = span_seeds(seed, part.target, part.spans[:, 1], part.spans[:, 2])
+            made.append(digest_spans(self._regions[part.source], part.spans[:, ::2], seeds))
+        return np.concatenate(made)
 
     def write(self, write: Write) -> None:
         link = self._links.get(write.peer)
@@ -159,15 +149,16 @@ class SocketTransport:
                 link.waiting.append(write)
                 return
             self._send_write(link, write)
-        except (OSError, WeftError) as error:
+        except Exception as error:
             self._lost(link, error)
             if link is None:
-                self._events.append(Written(write.key, write.peer, write.number, _info(error)))
+                self._events.append(Written(write.key, write.peer, write.number, info_of(error)))
 
     def poll(self, seconds: float) -> list[Incoming | Written]:
         for link in self._answered.values():
             self._flush(link)
         self._answered.clear()
+        self._try_again()
         timeout = 0.0 if self._events else max(0.0, min(seconds, self._patience()))
         for key, mask in self._selector.select(timeout):
             if key.fileobj is self._listener:
@@ -183,7 +174,7 @@ class SocketTransport:
 
     def take(self, incoming: Incoming) -> ErrorInfo | None:
         source: Source = incoming.content
-        seed, done = room_seed(incoming.key), 0
+        seed, done = ranks_seed(incoming.key, source.rank, self.rank), 0
         for memory, (region, spans) in zip(source.memory, source.parts, strict=True):
             seeds = span_seeds(seed, region, spans[:, 1], spans[:, 2])
             made = copy_spans(memory, self._regions[region], spans, seeds)
@@ -197,7 +188,7 @@ class SocketTransport:
                     incoming.key.attempt,
                     len(wrong),
                     len(spans),
-                    incoming.source,
+                    source.peer,
                     self.endpoint.address,
                     region,
                 )
@@ -227,6 +218,7 @@ class SocketTransport:
         for link in self._links.values():
             link.connection.close()
         self._links.clear()
+        self._answered.clear()
         self._selector.close()
         for sock in (self._listener, self._bell, self._rung):
             sock.close()
@@ -236,30 +228,54 @@ class SocketTransport:
     def _dial(self, peer: str) -> Link:
         if peer not in self._peers:
             raise Unavailable("a write names a peer that was never connected")
-        endpoint, deadline = self._peers[peer]
+        endpoint, _, deadline = self._peers[peer]
         sock, address = self._socket(endpoint.address)
         sock.setblocking(False)
         link = Link(peer, self._connection(sock), True, time.monotonic() + deadline)
         try:
-            sock.connect(address)  # type: ignore[arg-type]
-        except BlockingIOError:
-            pass
+            self._connect(link, address)
         except OSError:
             sock.close()
             raise
         self._links[peer] = link
         self._hello(link, endpoint.incarnation)
-        self._selector.register(sock, selectors.EVENT_READ | selectors.EVENT_WRITE, link)
         return link
+
+    def _connect(self, link: Link, address: object) -> None:
+        sock, link.address = link.connection.sock, None
+        try:
+            sock.connect(address)  # type: ignore[arg-type]
+        except BlockingIOError as error:
+            if error.errno == errno.EAGAIN:  # a Unix socket whose queue is full: nothing is under way
+                link.address, self._again = address, time.monotonic() + _PAUSE_S
+                return
+        self._selector.register(sock, selectors.EVENT_READ | selectors.EVENT_WRITE, link)
+
+    def _try_again(self) -> None:
+        if self._again is None or self._again > time.monotonic():
+            return
+        self._again = None
+        if self._listener not in self._selector.get_map():
+            self._selector.register(self._listener, selectors.EVENT_READ, None)
+        for link in [link for link in self._links.values() if link.address is not None]:
+            try:
+                self._connect(link, link.address)
+            except OSError as error:
+                self._lost(link, error)
 
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
-        except OSError:
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                log.error("connections for transfers cannot be accepted: %s", error.strerror)
+                self._selector.unregister(self._listener)  # it would be ready at once, again and again
+                self._again = time.monotonic() + _PAUSE_S
             return
         try:
             self._admit(sock)
-            if len(self._links) >= MOST_PEERS:
+            unproven = sum(link.until is not None and not link.writer for link in self._links.values())
+            if len(self._links) >= MOST_PEERS or unproven >= MOST_UNPROVEN:
                 raise f.BadFrame("there are too many connections")
         except (OSError, WeftError) as error:
             self.refused += 1
@@ -294,36 +310,47 @@ class SocketTransport:
             if mask & selectors.EVENT_READ:
                 for got in link.connection.receive(_AT_ONCE):
                     self._got(link, got)
+                    if not self._lives(link):
+                        return
             self._watch(link)
-        except (OSError, WeftError) as error:
+        except Exception as error:  # whatever a peer does ends its own connection alone
             self._lost(link, error)
 
     def _flush(self, link: Link) -> None:
-        if self._links.get(link.name) is not link:
+        if not self._lives(link):
             return
         try:
             link.connection.flush()
             self._watch(link)
-        except (OSError, WeftError) as error:
+        except Exception as error:
             self._lost(link, error)
+
+    def _lives(self, link: Link) -> bool:
+        return self._links.get(link.name) is link
 
     def _watch(self, link: Link) -> None:
         mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.connection.wants_to_write else 0)
-        if self._links.get(link.name) is link and self._selector.get_key(link.connection.sock).events != mask:
+        if not self._lives(link) or link.address is not None:
+            return
+        if self._selector.get_key(link.connection.sock).events != mask:
             self._selector.modify(link.connection.sock, mask, link)
 
     def _lost(self, link: Link | None, error: Exception) -> None:
         """The connection has ended, or is ended because of what came."""
-        if link is None or self._links.get(link.name) is not link:
+        if link is None or not self._lives(link):
             return
         if isinstance(error, WeftError):
             self.refused += 1
-            log.warning("a connection for transfers was closed: %s", error)
+            log.warning("the connection for transfers with %s was closed: %s", link.peer, error)
+        elif not isinstance(error, OSError):
+            self.refused += 1
+            log.error("the connection for transfers with %s failed", link.peer, exc_info=error)
         del self._links[link.name]
-        self._selector.unregister(link.connection.sock)
+        if link.connection.sock in self._selector.get_map():
+            self._selector.unregister(link.connection.sock)
         link.connection.close()
         for key, number in [*link.unanswered, *((write.key, write.number) for write in link.waiting)]:
-            self._events.append(Written(key, link.name, number, _info(error)))
+            self._events.append(Written(key, link.name, number, info_of(error)))
 
     def _expire(self) -> None:
         now = time.monotonic()
@@ -333,6 +360,7 @@ class SocketTransport:
 
     def _patience(self) -> float:
         due = [link.until for link in self._links.values() if link.until is not None]
+        due += [] if self._again is None else [self._again]
         return max(0.0, min(due) - time.monotonic()) if due else 3600.0
 
     # ---- frames
@@ -341,9 +369,10 @@ class SocketTransport:
         match got.frame:
             case f.Hello() if not link.said_hello:
                 self._check_hello(link, got.frame)
-                link.said_hello = True
+                link.said_hello, link.rank = True, got.frame.rank
+                link.peer = f"{link.name} (rank {link.rank}, incarnation {got.frame.incarnation:x})"
                 self._met(link, got.frame)
-            case f.Proof() if link.said_hello and not link.writer and link.until is not None:
+            case f.Proof() if link.said_hello and link.until is not None:
                 self._proven(link)
             case f.WriteFrame() if not link.writer and link.until is None:
                 self._got_write(link, got.frame, got)
@@ -360,26 +389,26 @@ class SocketTransport:
             raise f.BadFrame(f"a peer speaks {theirs}, this rank version {f.VERSION} of {self.name}")
         if not link.writer and hello.wanted != self.incarnation:
             raise f.BadFrame("a peer means another start of this rank")
-        if link.writer and hello.incarnation != self._peers[link.name][0].incarnation:
-            raise f.BadFrame("another start of a rank answers")
+        if link.writer:
+            meant = self._peers[link.name]
+            if hello.incarnation != meant.endpoint.incarnation:
+                raise f.BadFrame("another start of a rank answers")
+            if hello.rank != meant.rank:
+                raise f.BadFrame(f"rank {hello.rank} answers where rank {meant.rank} is meant to be")
 
     def _open(self, link: Link) -> None:
         """The hand-shake is over."""
         link.until = None
-        waiting, link.waiting = link.waiting, []
-        for write in waiting:
-            self._send_write(link, write)
+        link.connection.proven = True
+        while link.waiting and self._lives(link):
+            self._send_write(link, link.waiting.pop(0))
 
     def _send_write(self, link: Link, write: Write) -> None:
-        seed, parts, digests = room_seed(write.key), list[f.Spans](), list[np.ndarray]()
-        for part in write.parts:
-            targets = part.spans[:, 1]
-            seeds = span_seeds(seed, part.target, targets, part.spans[:, 2])
-            digests.append(digest_spans(self._regions[part.source], part.spans[:, ::2], seeds))
-            parts.append(f.Spans(part.source, part.target, part.spans.astype("<i8").tobytes()))
-        made = np.concatenate(digests).astype("<u8").tobytes() if digests else b""
         link.unanswered[write.key, write.number] = None
-        frame = f.WriteFrame(write.key, write.number, tuple(parts), made)
+        parts = tuple(
+            f.Spans(part.source, part.target, part.spans.astype("<i8").tobytes()) for part in write.parts
+        )
+        frame = f.WriteFrame(write.key, write.number, parts, write.digests.astype("<u8").tobytes())
         link.connection.send(frame, self._payload(write), write.key)
         self._flush(link)
 
@@ -391,21 +420,7 @@ class SocketTransport:
                 raise f.BadFrame("a write names a region that there is not")
             check_inside(each[:, 1], each[:, 2], self._regions[part.target].numel())
         digests = f.digests_of(frame, spans)
-        source = self._sources(link, parts, got)._replace(digests=digests)
+        source = self._sources(link, parts, got)._replace(digests=digests, rank=link.rank, peer=link.peer)
         targets = tuple((part.target, np.ascontiguousarray(each[:, 1:])) for part, each in parts)
         held = self._held_bytes(frame, got)
         self._events.append(Incoming(frame.key, link.name, frame.number, targets, held, source))
-
-
-def check_inside(offsets: np.ndarray, lengths: np.ndarray, size: int) -> None:
-    """Raises BadFrame unless all spans lie in ``size`` bytes."""
-    if len(offsets) and (
-        lengths.min() < 1 or lengths.max() > size or offsets.min() < 0 or (offsets > size - lengths).any()
-    ):
-        raise f.BadFrame("a write names bytes outside a registered region")
-
-
-def _info(error: Exception) -> ErrorInfo:
-    if isinstance(error, WeftError):
-        return error.info()
-    return Unavailable("the connection to a rank of the other group broke").info()

@@ -6,6 +6,7 @@ sender's caches as they go out, and pass on the other side through a buffer of o
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 from collections.abc import Sequence
 
@@ -16,7 +17,8 @@ from weft.transfer.pushes import Write
 from weft.transports import wire as f
 from weft.transports.connection import Got, memory_of
 from weft.transports.connection_keys import NONCE_BYTES, check_secret, keys, new_nonce
-from weft.transports.sockets import Link, SocketTransport, Source
+from weft.transports.links import Link, Source
+from weft.transports.sockets import SocketTransport
 
 
 class TcpTransport(SocketTransport):
@@ -24,11 +26,11 @@ class TcpTransport(SocketTransport):
 
     name = "tcp"
 
-    def __init__(self, host: str, incarnation: int, secret: bytes) -> None:
+    def __init__(self, host: str, rank: int, incarnation: int, secret: bytes) -> None:
         """Raises ConfigError for a short secret, or an address that cannot be listened at."""
         check_secret(secret)
         self._host, self._secret = host, secret
-        super().__init__(incarnation)
+        super().__init__(rank, incarnation)
 
     def _listen(self) -> tuple[socket.socket, str]:
         try:
@@ -41,14 +43,14 @@ class TcpTransport(SocketTransport):
         return sock, f"{host}|{port}"
 
     def _socket(self, address: str) -> tuple[socket.socket, object]:
-        host, _, port = address.rpartition("|")
+        host, port = numeric(address)
         sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         _configure(sock)
-        return sock, (host, int(port))
+        return sock, (host, port)
 
     def _hello(self, link: Link, wanted: int) -> None:
         link.nonce = new_nonce()
-        link.connection.send(f.Hello(f.VERSION, self.name, self.incarnation, wanted, link.nonce))
+        link.connection.send(f.Hello(f.VERSION, self.name, self.incarnation, wanted, self.rank, link.nonce))
 
     def _met(self, link: Link, hello: f.Hello) -> None:
         if len(hello.nonce) != NONCE_BYTES:
@@ -57,15 +59,17 @@ class TcpTransport(SocketTransport):
             writer, receiver = keys(self._secret, link.nonce, hello.nonce)
             link.connection.out_key, link.connection.in_key = writer, receiver
             link.connection.send(f.Proof())
-            self._open(link)
             return
         nonce = new_nonce()
-        link.connection.send(f.Hello(f.VERSION, self.name, self.incarnation, 0, nonce))
-        self._flush(link)  # the last frame without a key
+        link.connection.send(
+            f.Hello(f.VERSION, self.name, self.incarnation, 0, self.rank, nonce)
+        )  # has no key
         writer, receiver = keys(self._secret, hello.nonce, nonce)
         link.connection.in_key, link.connection.out_key = writer, receiver
 
     def _proven(self, link: Link) -> None:
+        if not link.writer:
+            link.connection.send(f.Proof())
         self._open(link)
 
     def _payload(self, write: Write) -> list[memoryview]:
@@ -81,17 +85,30 @@ class TcpTransport(SocketTransport):
         if int(lengths.sum()) != size:
             raise f.BadFrame("a write's payload is not as long as its spans")
         if got.payload is None:
-            return Source((), (), np.empty(0))
+            return Source((), (), np.empty(0), 0)
         begins, done, moved = np.cumsum(lengths) - lengths, 0, list[tuple[int, np.ndarray]]()
         for part, spans in parts:
             here = spans.copy()
             here[:, 0] = begins[done : done + len(spans)]
             done += len(spans)
             moved.append((part.target, here))
-        return Source((got.payload,) * len(parts), tuple(moved), np.empty(0))
+        return Source((got.payload,) * len(parts), tuple(moved), np.empty(0), 0)
 
     def _held_bytes(self, frame: f.WriteFrame, got: Got) -> int:
         return 1024 + (0 if got.payload is None else got.payload.numel())
+
+
+def numeric(address: str) -> tuple[str, int]:
+    """Host and port. Raises BadFrame for a name: looking it up would hold up all transfers of a rank."""
+    host, _, port = address.rpartition("|")
+    try:
+        ipaddress.ip_address(host)
+        number = int(port)
+    except ValueError:
+        number = 0
+    if not 0 < number < 1 << 16:
+        raise f.BadFrame(f"an endpoint {address[:80]!r} that is not a numeric host and a port")
+    return host, number
 
 
 def _configure(sock: socket.socket) -> None:

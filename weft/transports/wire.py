@@ -14,6 +14,7 @@ faults; it is neither secret nor proof against forgers who sit between two hosts
 from __future__ import annotations
 
 import hashlib
+import hmac
 import struct
 from typing import Annotated
 
@@ -51,13 +52,15 @@ class Hello(_Frame, frozen=True):
     """Of the sender of this frame."""
     wanted: U64
     """Of a writer: the incarnation of the rank that it means to reach. Of a receiver: 0."""
+    rank: U64
+    """Of the sender of this frame, within its group."""
     nonce: Annotated[bytes, Meta(max_length=32)] = b""
     regions: Annotated[tuple[U64, ...], Meta(max_length=4096)] = ()
     """Of a writer that shows its memory: bytes of each region. Their descriptors come with this frame."""
 
 
 class Proof(_Frame, frozen=True):
-    """Writer to receiver, where there is a secret: a frame that only who knows it can make."""
+    """Where there is a secret, of the writer and then of the receiver: only who knows it can make it."""
 
 
 class Spans(_Frame, frozen=True):
@@ -102,7 +105,7 @@ def pack(frame: Frame, number: int, key: bytes, payload: int = 0) -> bytes:
 
 def unpack(body: bytes | bytearray | memoryview, mac: bytes, number: int, key: bytes, payload: int) -> Frame:
     """Raises BadFrame."""
-    if mac != _mac(key, number, len(body), payload, body):
+    if not hmac.compare_digest(mac, _mac(key, number, len(body), payload, body)):
         raise BadFrame("a frame that was not made with this connection's key, or was changed on its way")
     try:
         return _decoder.decode(body)

@@ -4,7 +4,8 @@
     this thread    plans, digests, writes; reads, checks, copies; waits in ``poll`` alone
     tell(...)      reports for this rank's head, called on this thread: it must not wait
 
-Whatever one room does to this thread ends that room alone.
+Whatever one room does to this thread ends that room alone, and what a peer does, its connection. If the
+thread itself fails, all rooms do, and those that come later; it goes on to answer ``stop``.
 """
 
 from __future__ import annotations
@@ -40,7 +41,15 @@ class Began(NamedTuple):
     offer: Admitted
     bound: Bound
     blocks: tuple[Blocks, ...]
-    """Where the sequence lies in this group's own caches."""
+    """Where the sequence lies in this group's own caches, as far as it has blocks yet."""
+    num_cached: int
+
+
+class Growing(NamedTuple):
+    """Of a sender."""
+
+    key: RoomKey
+    blocks: tuple[Blocks, ...]
 
 
 class Expecting(NamedTuple):
@@ -54,7 +63,7 @@ class Ending(NamedTuple):
     key: RoomKey
 
 
-_Command = Began | Expecting | Ending | p.Computed | None
+_Command = Began | Growing | Expecting | Ending | p.Computed | None
 
 
 class RankTransfer:
@@ -74,7 +83,10 @@ class RankTransfer:
         self._rank, self._dims, self._transport, self._tell = rank, dims, transport, tell
         self._clock = clock
         self.pushes = p.Pushes(
-            [kind.layers for kind in dims.kinds], transport.write_bytes, transport.window_bytes
+            [kind.layers for kind in dims.kinds],
+            transport.digest,
+            transport.write_bytes,
+            transport.window_bytes,
         )
         self.arrivals = a.Arrivals()
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
@@ -85,9 +97,16 @@ class RankTransfer:
 
     # ---- from other threads
 
-    def begin(self, offer: Admitted, bound: Bound, blocks: tuple[Blocks, ...]) -> None:
-        """Carries out ``Push``: what is computed of the room is pushed, and what will be."""
-        self._put(Began(offer, bound, blocks))
+    def begin(self, offer: Admitted, bound: Bound, blocks: tuple[Blocks, ...], num_cached: int = 0) -> None:
+        """Carries out ``Push``: what is computed of the room is pushed, and what will be.
+
+        ``num_cached``: so many positions were in this rank's caches when the sequence was admitted.
+        """
+        self._put(Began(offer, bound, blocks, num_cached))
+
+    def grow(self, key: RoomKey, blocks: tuple[Blocks, ...]) -> None:
+        """The sequence got these blocks, for each kind; to be said before they are ``computed``."""
+        self._put(Growing(key, blocks))
 
     def computed(self, key: RoomKey, layer: int, begin: int, end: int) -> None:
         """The model's layer has positions ``begin`` .. end - 1 in its caches, and the state after them."""
@@ -119,8 +138,25 @@ class RankTransfer:
         try:
             while not self._done:
                 self.turn(_IDLE_S)
+        except Exception as error:
+            log.exception("the transfers of rank %d have failed, and it takes part in no more", self._rank)
+            self._fail_all(_info(error))
         finally:
             self._transport.close()
+
+    def _fail_all(self, error: ErrorInfo) -> None:
+        """No room goes on here, none begins, and the transport is closed; ``Stop`` is answered as ever."""
+        self._transport.close()
+        for key in {*self.pushes.rooms(), *self.arrivals.rooms()}:
+            self._report(key, Outcome.failed, error)
+        while not self._done:
+            match self._commands.get():
+                case None:
+                    self._done = True
+                case Ending(key):
+                    self._tell(RankStopped(key, self._rank))
+                case Began(offer) | Expecting(offer):
+                    self._report(offer.key, Outcome.failed, error)
 
     def turn(self, seconds: float) -> None:
         """Does what there is to do, waiting up to ``seconds`` for it."""
@@ -151,6 +187,9 @@ class RankTransfer:
                 self._done = True
             case Began(offer):
                 self._guard(offer.key, lambda: self._begin(command))
+            case Growing(key, blocks):
+                places = partial(placed, blocks, self._dims, 0, 0)
+                self._guard(key, lambda: self._push(self.pushes.on(p.Grown(key, places()))))
             case Expecting(offer):
                 self._guard(offer.key, lambda: self._expect(command))
             case Ending(key):
@@ -169,13 +208,13 @@ class RankTransfer:
 
     def _begin(self, began: Began) -> None:
         offer, bound = began.offer, began.bound
-        own = Side(self._dims, placed(began.blocks, self._dims, bound.start, offer.num_prompt))
+        own = Side(self._dims, placed(began.blocks, self._dims, bound.start, began.num_cached))
         there = Side(bound.dims, placed(bound.blocks, bound.dims, bound.start, offer.num_prompt))
         plans = {}
         for to, endpoint in enumerate(bound.endpoints):
             plan = SpanPlan(own, self._rank, there, to, bound.start, offer.num_prompt)
-            plans[self._transport.connect(endpoint, CONNECT_S)] = plan
-        self._push(self.pushes.on(p.Begin(offer.key, plans, offer.num_prompt)))
+            plans[self._transport.connect(endpoint, to, CONNECT_S)] = plan
+        self._push(self.pushes.on(p.Begin(offer.key, plans, offer.num_prompt, bound.start, began.num_cached)))
 
     def _expect(self, expecting: Expecting) -> None:
         offer, bound = expecting.offer, expecting.bound
