@@ -198,13 +198,13 @@ def _rows(
         ends.tolist(),
         strict=True,
     )
-    return [
-        (
-            number,
-            _Row(*_running(sequence), *fields, answer, errors.get(answer), result.tokens[i:j].tolist()),
-        )
-        for number, sequence, *fields, answer, i, j in columns
-    ]
+    rows: list[tuple[int, _Row]] = []
+    for number, sequence, computed, count, num_logits, num_sampled, answer, begin, end in columns:
+        tokens = result.tokens[begin:end].tolist()
+        error = errors.get(answer)
+        row = _Row(*_running(sequence), computed, count, num_logits, num_sampled, answer, error, tokens)
+        rows.append((number, row))
+    return rows
 
 
 def _running(sequence: Sequence) -> tuple[Sequence, Running]:
