@@ -160,6 +160,11 @@ def few(vocab: int) -> list[list[Submit]]:
     ]
 
 
+def one(length: int) -> Submit:
+    """A prompt of so many tokens."""
+    return e0.submit(0, list(range(1, length + 1)), GREEDY, request=0)
+
+
 def short() -> list[list[Submit]]:
     """Two prompts that repeat themselves, so that there is something to draft."""
     params = TokenParams(temperature=0.0, max_tokens=4)

@@ -1,4 +1,4 @@
-"""Whole engines on a rehearsed GPU: every family, with the scheduler's own plans."""
+"""Whole engines on a rehearsed GPU: drafts, caches, FlashInfer, ranks."""
 
 from __future__ import annotations
 
@@ -9,79 +9,10 @@ import pytest
 from tests.e0 import rig as e0
 from tests.rehearsal import rig, vendors
 from tests.rehearsal.rig import rehearse
-from tests.support import checkpoints
 from weft.engine.core import EngineCore
-from weft.ops.triton import interpreting
 
-#: Form of cache and of layers -> a configuration that has it, for every family and a few of its kinds.
-FAMILIES = [
-    "llama-biases-head-dim",
-    "llama-yarn",
-    "mistral-window",
-    "mixtral",
-    "qwen2-mixed-window",
-    "qwen3",
-    "qwen3-moe",
-    "qwen3-next",
-    "qwen3-5-moe",
-    "gpt-oss",
-    "deepseek-v2-groups-yarn",
-    "deepseek-v3",
-    "deepseek-v32",
-    "glm-dsa",
-    "deepseek-v4",
-]
-
-
-BRIEF = {"llama-biases-head-dim", "qwen3-next", "qwen3-5-moe"}
-"""Families whose longer prompts others, or other tests, have."""
 CUT = {"tp-overlap", "tp-latent-overlap", "replicas-overlap"}
 """Layouts with prompts that are cut into micro-batches."""
-FORMS = 8
-"""Of a kernel in one engine, at most: each is compiled when it is first met, while clients wait."""
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_runs(name: str, folder_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bf16, by the kernels: chunks, mixed steps, decode."""
-    turns = rig.short() if name in BRIEF else None
-    made, _, core = rehearse(monkeypatch, folder_of(name), turns)
-    assert not made.waited
-    if core.runner.graphs is not None:
-        assert core.runner.graphs.replayed > 0
-    assert all(len(forms) <= FORMS for forms in made.variants.values()), made.variants
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen2_windowed", "qwen3_next", "mtp"])
-def test_values_are_those_of_a_cpu(name: str, folder_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float64 every token is the CPU's; in one family of all ways of sampling."""
-    folder, vocab = folder_of(name), checkpoints.VOCAB
-    settings: dict[str, Any] = {"dtype": "float64", "max_model_len": 128, "max_num_seqs": 8}
-    turns = {"llama": rig.arrivals(vocab), "qwen3_next": rig.short()}.get(name, rig.few(vocab))
-    with monkeypatch.context() as patch:
-        _, there, _ = rehearse(patch, folder, turns, values=True, **settings)
-    here = EngineCore(rig.config_of(folder, **{**settings, "device": "cpu"}), progress=False)
-    expected = e0.run(here, turns)
-    here.close()
-    assert {n: a.tokens for n, a in there.items()} == {n: a.tokens for n, a in expected.items()}
-
-
-def test_graphs_of_kernels_give_the_tokens_of_a_cpu(folder_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float32 by Triton's interpreter: a replay runs the captured calls again, in the memory they had."""
-    if not interpreting():
-        pytest.skip("needs Triton's interpreter: TRITON_INTERPRET=1")
-    settings: dict[str, Any] = {"dtype": "float32", "kv_cache_memory": "1M"}
-    with monkeypatch.context() as patch:
-        made, there, core = rehearse(patch, folder_of("llama"), rig.short(), values=True, **settings)
-    assert core.runner.graphs is not None
-    assert core.runner.graphs.replayed > 0
-    assert "_attend" in made.operators
-    here = EngineCore(rig.config_of(folder_of("llama"), **{**settings, "device": "cpu"}), progress=False)
-    expected = e0.run(here, rig.short())
-    here.close()
-    assert {n: a.tokens for n, a in there.items()} == {n: a.tokens for n, a in expected.items()}
-
-
 SPECULATION = {"speculative_adaptive": False, "num_speculative_tokens": 2}
 
 
