@@ -190,11 +190,11 @@ def llamacpp(name: str, setting: Setting) -> Row:
 
 
 def convert(setting: Setting) -> Path:
-    """The model as a GGUF file beside its folder, converted when it is not there or older than the model."""
+    """The model as a GGUF file beside the peers, converted when it is not there or older than the model."""
     kind = {"bfloat16": "bf16", "float32": "f32", "float16": "f16"}.get(setting.dtype)
     if kind is None:
         raise Missing(f"no GGUF type for {setting.dtype}")
-    out = setting.model.with_name(f"{setting.model.name}-{kind}.gguf")
+    out = setting.folder / f"{setting.model.name}-{kind}.gguf"
     weights = list(setting.model.glob("*.safetensors"))
     if out.exists() and all(out.stat().st_mtime >= path.stat().st_mtime for path in weights):
         return out
