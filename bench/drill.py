@@ -19,7 +19,6 @@ import contextlib
 import itertools
 import json
 import os
-import re
 import signal
 import statistics
 import sys
@@ -32,7 +31,7 @@ from typing import Any
 import httpx
 
 from bench import record
-from weft.bench.process import ServerProcess
+from weft.bench.process import ServerProcess, role_of
 from weft.bench.process_memory import tree
 
 FLAGS = {
@@ -51,7 +50,6 @@ TRIES = 60
 """How often a client sends a request before it counts as lost."""
 BEFORE_S, AFTER_S = 2.0, 30.0
 """The time around a kill in which gaps are looked for."""
-_ROLE = re.compile(r"weft: (head|front|worker) |weft\.launch\.(head|front|rank)_main")
 
 
 def processes(root: int) -> dict[int, str]:
@@ -59,15 +57,9 @@ def processes(root: int) -> dict[int, str]:
     roles: dict[int, str] = {}
     for process in tree(root):
         with contextlib.suppress(OSError):
-            line = (
-                Path(f"/proc/{process.pid}/cmdline")
-                .read_bytes()
-                .replace(b"\0", b" ")
-                .decode(errors="replace")
-            )
-            if match := _ROLE.match(line) or _ROLE.search(line[:400]):
-                role = match[1] or match[2]
-                roles[process.pid] = "rank" if role == "worker" else role
+            words = Path(f"/proc/{process.pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+            if (role := role_of(words)) is not None:
+                roles[process.pid] = role.split()[0]
     return dict(sorted(roles.items()))
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.e0.rig import submit
 from tests.support.specs import model_spec
 from weft.attention.base import AttentionBackend, Backends
 from weft.attention.registry import BACKENDS, choose
@@ -39,8 +40,9 @@ from weft.runner.result import HostCopy
 from weft.runner.runner import Runner, StepHandle
 from weft.scheduler.sequence import Running
 from weft.speculation.base import Drafter
-from weft.types.messages import TokenEvent
+from weft.types.messages import Submit, TokenEvent
 from weft.types.plan import AllocSlot, StepPlan, StepResult
+from weft.types.sampling import TokenParams
 
 CPU = torch.device("cpu")
 BLOCK = 16
@@ -226,6 +228,19 @@ def force_preemptions(engine: EngineCore, number: int, every: int = 7) -> list[T
         assert isinstance(victim.state, Running)
         state.preempt(victim, victim.state)
     return []
+
+
+def requests_of_lengths(count: int) -> list[Submit]:
+    """Prompts and answers of different lengths, every other one sampled."""
+    return [
+        submit(
+            i + 1,
+            [(5 * i + 3 * j) % VOCAB for j in range(4 + 9 * i)],
+            TokenParams(temperature=0.7 * (i % 2), max_tokens=6 + 5 * i),
+            request=i,
+        )
+        for i in range(count)
+    ]
 
 
 def make_engine(

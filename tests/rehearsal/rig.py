@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from tests.e0 import rig as e0
 from tests.rehearsal import kernels, ranks, stand_ins
 from tests.rehearsal.device import Rehearsal, current, running
 from tests.rehearsal.guard import UnknownTorch, cuda_guard
+from tests.support.sampling import every_way_of_sampling
 from weft.config.flags import from_keywords
 from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig
@@ -113,24 +115,8 @@ class Answers:
             host.random_(0, self._vocab)
 
 
-PARAMS = [
-    TokenParams(temperature=0.0, max_tokens=4),
-    TokenParams(temperature=1.0, max_tokens=5),
-    TokenParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.01, max_tokens=4),
-    TokenParams(temperature=0.7, top_p=0.8, max_tokens=4, logprobs=3),
-    TokenParams(temperature=0.9, min_p=0.1, max_tokens=4),
-    TokenParams(temperature=0.0, repetition_penalty=1.3, frequency_penalty=0.2, max_tokens=4),
-    TokenParams(
-        temperature=1.0,
-        max_tokens=4,
-        min_tokens=3,
-        stop_ids=(4,),
-        bad=((3,), (5, 6)),
-        logit_bias=((7, 1.5), (9, -3.0)),
-        prompt_logprobs=2,
-    ),
-    TokenParams(temperature=1.0, max_tokens=4, allowed=(1, 2, 3)),
-]
+PARAMS = every_way_of_sampling(4)
+PARAMS[1] = replace(PARAMS[1], max_tokens=5)  # not all end in one step
 GREEDY = TokenParams(temperature=0.0, max_tokens=3)
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.e0.rig import run, submit
-from tests.e1.rig import VOCAB, make_checkpoint, make_engine
+from tests.e1.rig import VOCAB, make_checkpoint, make_engine, requests_of_lengths
 from tests.support.mtp_models import make_mtp_checkpoint
 from tests.support.ranks import on_ranks
 from tests.support.slowness import deadline
@@ -73,15 +73,7 @@ class Answers:
             observe(plan, times)
 
         engine.overlap.observe = observed
-        asked = [
-            submit(
-                i + 1,
-                [(5 * i + 3 * j) % VOCAB for j in range(4 + 9 * i)],
-                TokenParams(temperature=0.7 * (i % 2), max_tokens=6 + 5 * i),
-                request=i,
-            )
-            for i in range(4)
-        ]
+        asked = requests_of_lengths(4)
         self.tokens = {number: answer.tokens for number, answer in run(engine, [asked]).items()}
         self.bits = runner.bits
         self.replayed = 0 if runner.graphs is None else runner.graphs.replayed

@@ -12,12 +12,12 @@ import torch
 from tests.e0.rig import run
 from tests.runner.test_graphs import arrivals
 from tests.support.checkpoints import VOCAB, make_checkpoint
+from tests.support.sampling import every_way_of_sampling
 from weft.config.flags import from_keywords
 from weft.config.resolve import resolve
 from weft.engine.core import EngineCore
 from weft.runner.sampler import Sampler, SampleRows
 from weft.types.plan import AllocSlot, column
-from weft.types.sampling import TokenParams
 
 pytestmark = [
     pytest.mark.gpu,
@@ -89,24 +89,7 @@ def test_a_replay_does_not_wait(folder: Path) -> None:
     core.close()
 
 
-PARAMS = [
-    TokenParams(temperature=0.0, max_tokens=9),
-    TokenParams(temperature=1.0, max_tokens=9),
-    TokenParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.01, max_tokens=9),
-    TokenParams(temperature=0.7, top_p=0.8, max_tokens=9, logprobs=3),
-    TokenParams(temperature=0.9, min_p=0.1, max_tokens=9),
-    TokenParams(temperature=0.0, repetition_penalty=1.3, frequency_penalty=0.2, max_tokens=9),
-    TokenParams(
-        temperature=1.0,
-        max_tokens=9,
-        min_tokens=3,
-        stop_ids=(4,),
-        bad=((3,), (5, 6)),
-        logit_bias=((7, 1.5), (9, -3.0)),
-        prompt_logprobs=2,
-    ),
-    TokenParams(temperature=1.0, max_tokens=9, allowed=(1, 2, 3)),
-]
+PARAMS = every_way_of_sampling(9)
 
 
 def test_the_sampler_never_waits_for_the_device() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.e0.rig import run, submit
-from tests.e1.rig import VOCAB, make_checkpoint, make_engine
+from tests.e1.rig import make_checkpoint, make_engine, requests_of_lengths
 from weft.ops import cpu
 from weft.runner.programs import CannotCapture, capture_calls
 from weft.types.sampling import TokenParams
@@ -101,15 +101,7 @@ def _answers(folder: Path, *, replay: bool, dtype: str = "bfloat16", broken: boo
     if broken:
         assert runner.graphs is not None
         runner.graphs._options = replace(runner.graphs._options, capture=_refuse)
-    asked = [
-        submit(
-            i + 1,
-            [(5 * i + 3 * j) % VOCAB for j in range(4 + 9 * i)],
-            TokenParams(temperature=0.7 * (i % 2), max_tokens=6 + 5 * i),
-            request=i,
-        )
-        for i in range(5)
-    ]
+    asked = requests_of_lengths(5)
     run(engine, [asked])
     engine.close()
     return runner.bits, runner.graphs.replayed if runner.graphs is not None else 0

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from pathlib import Path
 
-_TITLE = re.compile(r"weft: (?:(head|front) (\d+)|worker (\d+) of head \d+)")
+from weft.bench import process
 
 
 def role_of(words: list[str]) -> str | None:
-    """``head``, ``front`` or ``rank 3``, of a process with this command line; None for anything else."""
-    if found := _TITLE.match(words[0]):
-        return f"rank {found[3]}" if found[3] else found[1]
-    if any(word.endswith("fake_head.py") for word in words[:2]):
-        return "head"
-    if len(words) < 6:  # it has not begun, or has ended
-        return None
-    module = words[2]
-    if module.endswith("rank_main"):
-        return f"rank {words[5]}"
-    return {"weft.launch.head_main": "head", "weft.launch.front_main": "front"}.get(module)
+    """See ``weft.bench.process.role_of``; a head that tests script is one, too."""
+    fake = any(word.endswith("fake_head.py") for word in words[:2])
+    return "head" if fake else process.role_of(words)
 
 
 def children(parent: int) -> dict[int, str]:

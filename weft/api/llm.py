@@ -29,6 +29,9 @@ from weft.types.sampling import SamplingParams
 
 log = get_logger(__name__)
 
+OVERDUE_POLL_S = 0.1
+"""Seconds of one wait for what all sequences await: it is noticed so late that something is overdue."""
+
 
 def load_text(config: EngineConfig, chat_template: str | None) -> TextModel:
     """The model's text side for a caller in this process, who may bring chat templates of their own."""
@@ -213,10 +216,6 @@ class LLM:
             log.exception("the engine failed")
 
 
-AWAITING_POLL_S = 0.1
-"""Seconds of one wait for what all sequences await: it is noticed so late that something is overdue."""
-
-
 class _Run:
     """One call's requests in the engine."""
 
@@ -243,7 +242,7 @@ class _Run:
                 continue
             if not self._core.awaiting:
                 raise EngineDead("the engine lost a sequence")
-            self._core.sleep(AWAITING_POLL_S)  # what is awaited has a deadline
+            self._core.sleep(OVERDUE_POLL_S)  # what is awaited has a deadline
 
     def clear(self) -> None:
         """Takes what is left of the call out of the engine, and lets steps in flight end."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -32,6 +33,24 @@ class ServerFailed(WeftError):
     """The server ended, or did not answer in time. The message ends with the end of its log."""
 
     code = "server_failed"
+
+
+_TITLE = re.compile(r"weft: (?:(head|front) (\d+)|worker (\d+) of head \d+)")
+
+
+def role_of(words: Sequence[str]) -> str | None:
+    """``head``, ``front`` or ``rank 3``, of a process of a server with this command line; None for others.
+
+    Whether or not it could give itself a title.
+    """
+    if found := _TITLE.match(words[0]):
+        return f"rank {found[3]}" if found[3] else found[1]
+    if len(words) < 6:  # it has not begun, or has ended
+        return None
+    module = words[2]
+    if module.endswith("rank_main"):
+        return f"rank {words[5]}"
+    return {"weft.launch.head_main": "head", "weft.launch.front_main": "front"}.get(module)
 
 
 def free_port() -> int:

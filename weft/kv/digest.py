@@ -14,6 +14,7 @@ import hashlib
 import numpy as np
 
 from weft.common.errors import EngineDead
+from weft.common.splitmix import mix_array
 from weft.types.frames import encode_part
 from weft.types.plan import AllocSlot, AppendBlocks, AppendEach, FreeSlot, Op, Segment, StepPlan
 
@@ -25,14 +26,6 @@ _KIND = 0xD6E8FEB86659FD93
 _ENTRY = _U64(0xA0761D6478BD642F)
 _BLOCK = _U64(0x8EBC6AF09C88C6E3)
 _STEP = 0xE7037ED1A0B428DB
-
-
-def mix(x: np.ndarray) -> np.ndarray:
-    """The finalizer of splitmix64, of each uint64."""
-    x = (x ^ (x >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> _U64(27))) * _U64(0x94D049BB133111EB)
-    mixed: np.ndarray = x ^ (x >> _U64(31))
-    return mixed
 
 
 def _hash(data: bytes) -> int:
@@ -75,7 +68,7 @@ class SlotDigest:
         if touched:
             slots = touched[0] if len(touched) == 1 else np.concatenate(touched)
             known = self._fixed[slots] + self._tables[slots] * _TABLES + self._bound[slots] * _BOUND
-            self._hash[slots] = mix(known)
+            self._hash[slots] = mix_array(known)
         for op in plan.ops:
             if isinstance(op, FreeSlot) and not self._live[op.slot]:
                 self._hash[op.slot] = 0
@@ -132,7 +125,7 @@ class SlotDigest:
     def _blocks(self, kind: int, at: np.ndarray, blocks: np.ndarray) -> np.ndarray:
         """The hash of each of ``blocks`` as entry ``at`` of a table."""
         where = at.astype(_U64) * _ENTRY + _U64((kind + 1) * _KIND & _MASK)
-        return mix(where + blocks.astype(_U64) * _BLOCK)
+        return mix_array(where + blocks.astype(_U64) * _BLOCK)
 
     def _fold(self, op: Op) -> None:
         self._others = _hash(self._others.to_bytes(8, "little") + encode_part(op))

@@ -42,14 +42,19 @@ class CurveKeys:
         socket.curve_serverkey = self.head[0]
 
 
-def derive(secret: bytes) -> CurveKeys:
-    """The keys of a group. Raises ConfigError when zmq was built without CURVE, or for a short secret."""
-    if not zmq.has("curve"):
-        raise ConfigError("--group-secret: the installed libzmq has no CURVE", param="--group-secret")
+def check_secret(secret: bytes) -> None:
+    """Raises ConfigError for one that is too short."""
     if len(secret) < LEAST_BYTES:
         raise ConfigError(
             f"--group-secret: the file must hold at least {LEAST_BYTES} bytes", param="--group-secret"
         )
+
+
+def derive(secret: bytes) -> CurveKeys:
+    """The keys of a group. Raises ConfigError when zmq was built without CURVE, or for a short secret."""
+    if not zmq.has("curve"):
+        raise ConfigError("--group-secret: the installed libzmq has no CURVE", param="--group-secret")
+    check_secret(secret)
 
     def pair(who: bytes) -> tuple[bytes, bytes]:
         private = z85.encode(hashlib.blake2b(secret, digest_size=32, person=b"weft-" + who).digest())

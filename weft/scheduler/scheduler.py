@@ -110,7 +110,7 @@ class Scheduler:
 
     def expire(self, now: float) -> list[TokenEvent]:
         """Ends sequences that have awaited what they lack for too long. Call it often, work or none."""
-        self._blocked = self._blocked and now < max(self._holds.values(), default=now)
+        self._blocked = self._blocked and self._held(now)
         late = [sequence for sequence, until in self._awaited.items() if now >= until]
         events: list[TokenEvent] = []
         for number in late:
@@ -302,6 +302,10 @@ class Scheduler:
     def _num_waiting(self) -> int:
         return len(self._state.live) - len(self._state.running)
 
+    def _held(self, now: float) -> bool:
+        """Whether a block is on hold whose deadline has not passed."""
+        return now < max(self._holds.values(), default=now)
+
     def _watch_progress(self, now: float) -> None:
         """Counts plans without rows in a row that nothing explains; too many end the group.
 
@@ -309,9 +313,7 @@ class Scheduler:
         """
         state = self._state
         waits = state.waiting or len(state.running)
-        excused = (self.planner.lacked or self.planner.starved) and now < max(
-            self._holds.values(), default=now
-        )
+        excused = (self.planner.lacked or self.planner.starved) and self._held(now)
         self._blocked = bool(excused and not state.in_flight)
         if not waits or excused or any(plan.rows for plan in state.in_flight):
             self._empty_plans = 0

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from weft.common.splitmix import mix, mix_array
 from weft.types.rooms import RoomKey
 
 WORDS = 128
@@ -29,13 +30,6 @@ _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
 _AT_ONCE = 64 * WORDS  # words whose terms stay in a core's cache
 _GOLDEN = 0x9E3779B97F4A7C15
-
-
-def mix(value: int) -> int:
-    """A bijection of 64 bits in which each bit depends on all (Steele et al. 2014, "SplitMix")."""
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)
 
 
 _KEYS = np.array([mix(_GOLDEN * (i + 1) & _MASK) for i in range(WORDS)], np.uint64)
@@ -58,7 +52,7 @@ def span_seeds(seed: int, region: int, offsets: np.ndarray, lengths: np.ndarray)
     ``seed``: see ``ranks_seed``. offsets, lengths: int64 [n].
     """
     start = np.uint64(mix(seed ^ region))
-    return _mix(_mix(offsets.astype(np.uint64) ^ start) ^ lengths.astype(np.uint64))
+    return mix_array(mix_array(offsets.astype(np.uint64) ^ start) ^ lengths.astype(np.uint64))
 
 
 def digest(data: np.ndarray, seed: int) -> int:
@@ -99,10 +93,3 @@ def _terms(words: np.ndarray, count: int) -> np.ndarray:
     high = ((words >> _HALF) + _KEYS_HIGH[:count]) & _LOW
     terms: np.ndarray = low * high + words
     return terms
-
-
-def _mix(values: np.ndarray) -> np.ndarray:
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: np.ndarray = values ^ (values >> np.uint64(31))
-    return mixed

@@ -10,19 +10,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 
-from weft.common.errors import ConfigError
-
 NONCE_BYTES = 32
-LEAST_BYTES = 16
-
-
-def check_secret(secret: bytes) -> None:
-    """Raises ConfigError."""
-    if len(secret) < LEAST_BYTES:
-        raise ConfigError(
-            f"--group-secret: transfers over TCP need a secret of at least {LEAST_BYTES} bytes",
-            param="--group-secret",
-        )
 
 
 def new_nonce() -> bytes:

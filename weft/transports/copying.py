@@ -6,11 +6,14 @@ lock.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
 from weft.ops import cpu
 from weft.transfer import digests
+from weft.transfer.spans import Part
 
 Tensor = torch.Tensor
 
@@ -25,6 +28,15 @@ def digest_spans(memory: Tensor, spans: np.ndarray, seeds: np.ndarray) -> np.nda
         return digests.digest_spans(memory.numpy(), spans, seeds)
     made = torch.ops.weft_cpu.digest_spans.default(memory, _int64(spans), _int64(seeds))
     return made.numpy().view(np.uint64)
+
+
+def digest_parts(regions: Sequence[Tensor], parts: Sequence[Part], seed: int) -> np.ndarray:
+    """uint64, one a span, of what ``parts`` send of ``regions``. ``seed``: see ``digests.ranks_seed``."""
+    made = [np.empty(0, np.uint64)]
+    for part in parts:
+        seeds = digests.span_seeds(seed, part.target, part.spans[:, 1], part.spans[:, 2])
+        made.append(digest_spans(regions[part.source], part.spans[:, ::2], seeds))
+    return np.concatenate(made)
 
 
 def copy_spans(source: Tensor, target: Tensor, spans: np.ndarray, seeds: np.ndarray) -> np.ndarray:

@@ -21,6 +21,7 @@ from weft.transfer.pushes import WINDOW_BYTES, WRITE_BYTES, Write, Written
 from weft.transfer.room_table import FenceBy
 from weft.transfer.spans import Part
 from weft.transports.base import TransferCorrupt
+from weft.transports.copying import digest_parts
 from weft.types.rooms import Endpoint, RoomKey
 
 
@@ -132,11 +133,7 @@ class LoopbackTransport:
         return name
 
     def digest(self, key: RoomKey, peer: str, parts: Sequence[Part]) -> np.ndarray:
-        seed, made = ranks_seed(key, self.rank, self._peers[peer][1]), [np.empty(0, np.uint64)]
-        for part in parts:
-            seeds = span_seeds(seed, part.target, part.spans[:, 1], part.spans[:, 2])
-            made.append(digest_spans(self._regions[part.source].numpy(), part.spans[:, ::2], seeds))
-        return np.concatenate(made)
+        return digest_parts(self._regions, parts, ranks_seed(key, self.rank, self._peers[peer][1]))
 
     def write(self, write: Write) -> None:
         address, _ = self._peers[write.peer]

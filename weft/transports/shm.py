@@ -28,6 +28,7 @@ class ShmTransport(SocketTransport):
     name = "shm"
     write_bytes = 16 << 20
     window_bytes = 128 << 20
+    takes_fds = True
 
     def __init__(self, folder: str, rank: int, incarnation: int) -> None:
         """Raises ConfigError when the socket cannot be made."""

@@ -34,7 +34,7 @@ from weft.transfer.spans import Part
 from weft.transports import wire as f
 from weft.transports.base import TransferCorrupt
 from weft.transports.connection import Connection, Got
-from weft.transports.copying import copy_spans, digest_spans
+from weft.transports.copying import copy_spans, digest_parts
 from weft.transports.links import Link, PeerRank, Source, check_inside, info_of
 from weft.types.rooms import Endpoint, RoomKey
 
@@ -61,6 +61,8 @@ class SocketTransport:
     fence: FenceBy = "copy"
     write_bytes = WRITE_BYTES
     window_bytes = WINDOW_BYTES
+    takes_fds = False
+    """Whether descriptors come with a Hello."""
 
     def __init__(self, rank: int, incarnation: int) -> None:
         self.rank, self.incarnation = rank, incarnation
@@ -68,11 +70,11 @@ class SocketTransport:
         self._listener.setblocking(False)
         self.endpoint = Endpoint(self.name, address, incarnation)
         self._selector = selectors.DefaultSelector()
-        self._bell, self._rung = socket.socketpair()
-        for sock in (self._bell, self._rung):
+        self._waker, self._woken = socket.socketpair()
+        for sock in (self._waker, self._woken):
             sock.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ, None)
-        self._selector.register(self._rung, selectors.EVENT_READ, None)
+        self._selector.register(self._woken, selectors.EVENT_READ, None)
         self._regions: list[torch.Tensor] = []
         self._peers: dict[str, PeerRank] = {}
         self._links: dict[str, Link] = {}
@@ -121,6 +123,10 @@ class SocketTransport:
         """Raises BadFrame unless the spans lie in what the writer shows or has sent."""
         raise NotImplementedError
 
+    def _payload_of(self, source: Source) -> torch.Tensor | None:
+        """The payload that a write came with."""
+        return None
+
     def _held_bytes(self, frame: f.WriteFrame, got: Got) -> int:
         raise NotImplementedError
 
@@ -135,11 +141,7 @@ class SocketTransport:
         return name
 
     def digest(self, key: RoomKey, peer: str, parts: Sequence[Part]) -> np.ndarray:
-        seed, made = ranks_seed(key, self.rank, self._peers[peer].rank), [np.empty(0, np.uint64)]
-        for part in parts:
-            seeds = span_seeds(seed, part.target, part.spans[:, 1], part.spans[:, 2])
-            made.append(digest_spans(self._regions[part.source], part.spans[:, ::2], seeds))
-        return np.concatenate(made)
+        return digest_parts(self._regions, parts, ranks_seed(key, self.rank, self._peers[peer].rank))
 
     def write(self, write: Write) -> None:
         link = self._links.get(write.peer)
@@ -163,9 +165,9 @@ class SocketTransport:
         for key, mask in self._selector.select(timeout):
             if key.fileobj is self._listener:
                 self._accept()
-            elif key.fileobj is self._rung:
+            elif key.fileobj is self._woken:
                 with contextlib.suppress(BlockingIOError):
-                    self._rung.recv(4096)
+                    self._woken.recv(4096)
             else:
                 self._serve(key.data, mask)
         self._expire()
@@ -212,7 +214,7 @@ class SocketTransport:
 
     def wake(self) -> None:
         with contextlib.suppress(BlockingIOError, OSError):
-            self._bell.send(b"!")
+            self._waker.send(b"!")
 
     def close(self) -> None:
         for link in self._links.values():
@@ -220,7 +222,7 @@ class SocketTransport:
         self._links.clear()
         self._answered.clear()
         self._selector.close()
-        for sock in (self._listener, self._bell, self._rung):
+        for sock in (self._listener, self._waker, self._woken):
             sock.close()
 
     # ---- connections
@@ -289,7 +291,7 @@ class SocketTransport:
         self._selector.register(sock, selectors.EVENT_READ, link)
 
     def _connection(self, sock: socket.socket) -> Connection:
-        return Connection(sock, self._buffer, self.name == "shm")
+        return Connection(sock, self._buffer, self.takes_fds)
 
     def _buffer(self, size: int) -> torch.Tensor:
         """Memory for a payload. It is used again: fresh memory costs more than what is copied through it."""
@@ -299,9 +301,11 @@ class SocketTransport:
         return whole[:size]
 
     def _give_back(self, incoming: Incoming) -> None:
-        for payload in incoming.content.memory[:1] if self.name == "tcp" else ():
-            if len(self._free) < _FREE and payload._base is not None and payload._base.numel() == BUFFER:
-                self._free.append(payload._base)
+        """Memory that ``_buffer`` gave is free again."""
+        payload = self._payload_of(incoming.content)
+        whole = None if payload is None else payload._base
+        if len(self._free) < _FREE and whole is not None and whole.numel() == BUFFER:
+            self._free.append(whole)
 
     def _serve(self, link: Link, mask: int) -> None:
         try:

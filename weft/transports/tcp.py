@@ -11,12 +11,14 @@ import socket
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from weft.common.errors import ConfigError
+from weft.parallel.secret import check_secret
 from weft.transfer.pushes import Write
 from weft.transports import wire as f
 from weft.transports.connection import Got, memory_of
-from weft.transports.connection_keys import NONCE_BYTES, check_secret, keys, new_nonce
+from weft.transports.connection_keys import NONCE_BYTES, keys, new_nonce
 from weft.transports.links import Link, Source
 from weft.transports.sockets import SocketTransport
 
@@ -93,6 +95,9 @@ class TcpTransport(SocketTransport):
             done += len(spans)
             moved.append((part.target, here))
         return Source((got.payload,) * len(parts), tuple(moved), np.empty(0), 0)
+
+    def _payload_of(self, source: Source) -> torch.Tensor | None:
+        return source.memory[0] if source.memory else None
 
     def _held_bytes(self, frame: f.WriteFrame, got: Got) -> int:
         return 1024 + (0 if got.payload is None else got.payload.numel())
