@@ -13,6 +13,7 @@ from weft.config.sections import (
     RunnerSection,
     SchedulerSection,
     SpeculationSection,
+    TransferSection,
 )
 from weft.config.spec import CacheSpec, ModelSpec
 from weft.types.faults import Fault
@@ -85,6 +86,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv: KVConfig
     speculation: SpeculationSection = SpeculationSection()
     parallel: ParallelSection = ParallelSection()
+    transfer: TransferSection = TransferSection()
+    """Its ``role`` is this group's."""
     gpus: tuple[str, ...] = ()
     """Of this host, as CUDA_VISIBLE_DEVICES names them; its ranks get one each, in order (see ``gpu_of``)."""
     replica: int = 0

@@ -284,6 +284,56 @@ class ParallelSection(_Section, frozen=True, kw_only=True):
     ] = None
 
 
+class TransferSection(_Section, frozen=True, kw_only=True):
+    """Prefill and decode in different groups, caches moved between them."""
+
+    role: Annotated[
+        Literal["unified", "prefill", "decode"],
+        Meta(
+            description="What a group does: everything; prefill, and hand its caches over; or decode what "
+            "others have prefilled. `weft serve --prefill P --decode D` sets it, and topology files do."
+        ),
+    ] = "unified"
+    prefill: Annotated[
+        int, Meta(ge=0, le=1024, description="Groups that prefill, for `weft serve`; needs --decode.")
+    ] = 0
+    decode: Annotated[
+        int, Meta(ge=0, le=1024, description="Groups that decode, for `weft serve`; needs --prefill.")
+    ] = 0
+    transfer: Annotated[
+        Literal["auto", "shm", "tcp"],
+        Meta(
+            description="What moves caches between groups. shm: shared memory of one host; tcp: also between "
+            "hosts; auto: shm where all groups are on one host."
+        ),
+    ] = "auto"
+    transfer_timeout: Annotated[
+        float,
+        Meta(gt=0, le=3600, description="Seconds that one sequence's transfer may take, prefill included."),
+    ] = 300.0
+    role_timeout: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=3600,
+            description="Seconds that requests wait for a group of a role that has none; then they get 503, "
+            "or are prefilled where they are decoded (see --prefill-fallback).",
+        ),
+    ] = 10.0
+    prefill_fallback: Annotated[
+        Literal["local", "none"],
+        Meta(description="Without a group that prefills: local: groups that decode prefill, too; none: 503."),
+    ] = "local"
+    decode_watermark: Annotated[
+        float,
+        Meta(
+            ge=0,
+            lt=1,
+            description="Share of a decoding group's blocks that incoming sequences leave to running ones.",
+        ),
+    ] = 0.05
+
+
 class FrontSection(_Section, frozen=True, kw_only=True):
     """The HTTP server."""
 
@@ -356,6 +406,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     speculation: SpeculationSection = SpeculationSection()
     runner: RunnerSection = RunnerSection()
     parallel: ParallelSection = ParallelSection()
+    transfer: TransferSection = TransferSection()
     front: FrontSection = FrontSection()
 
 

@@ -223,6 +223,8 @@ class Membership:
                 member.ready = True
             case f.Failed(rank=rank, epoch=epoch, error=error) if epoch < 0:
                 self._lose(GroupLost(rank, error.message, refused=error.blame == "client"))
+            case f.RoomReport() | f.RoomStopped():  # of transfers, which no epoch ends
+                pass
             case _ if frame.epoch != self.epoch:
                 pass
             case f.Formed():

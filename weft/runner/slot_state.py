@@ -19,6 +19,7 @@ from weft.types.plan import (
     AllocSlot,
     AppendBlocks,
     AppendEach,
+    Export,
     FreeSlot,
     LoadState,
     Op,
@@ -84,7 +85,7 @@ class SlotState:
             return
         if not 0 <= op.slot < self.num_slots:
             raise EngineDead(f"step names slot {op.slot}, the table has {self.num_slots}")
-        if isinstance(op, SaveState | LoadState):  # carried out by ``States``
+        if isinstance(op, SaveState | LoadState | Export):  # carried out by ``States``
             if not self._live[op.slot]:
                 raise EngineDead(f"a state is copied of slot {op.slot}, which is free")
         elif isinstance(op, AllocSlot):

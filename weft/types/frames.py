@@ -10,6 +10,8 @@
      │ Formed ────────────────► │
      │ ◄─────────── StepFrame   │   one a step, whatever is in it (then LateMasks, where rows are constrained)
      │ Outcome, or Failed ────► │
+     │ ◄─ PushRoom | ExpectRoom | StopRoom      of transfers to and from other groups, between steps
+     │ RoomReport | RoomStopped ► │
      │ ◄─ Abort | Shutdown      │
      │ ◄─ RankHeartbeat ──────► │   both ways, on a connection of its own
 
@@ -27,8 +29,10 @@ import numpy as np
 
 from weft.common.errors import EngineDead, ErrorInfo
 from weft.types.plan import Segment, StepPlan, TokenMasks
+from weft.types.rooms import Admitted, Blocks, Bound, Endpoint, RoomKey
+from weft.types.rooms import Outcome as TransferOutcome
 
-VERSION = 4
+VERSION = 5
 """Version of these frames. A rank with another version is refused, with an error that names both."""
 
 
@@ -93,6 +97,8 @@ class Ready(_Frame, frozen=True, kw_only=True):
     """Rank to head: the pools are allocated."""
 
     rank: int
+    endpoint: Endpoint | None = None
+    """Where it takes bytes of other groups, in a group with a role."""
 
 
 class Form(_Frame, frozen=True, kw_only=True):
@@ -154,6 +160,45 @@ class Failed(_Frame, frozen=True, kw_only=True):
     """Whether a collective failed: another rank may be at fault."""
 
 
+class PushRoom(_Frame, frozen=True, kw_only=True):
+    """Head to rank: the receiver of a room is bound. See ``weft.transfer.words.Push``."""
+
+    offer: Admitted
+    bound: Bound
+    blocks: tuple[Blocks, ...]
+    """Where the sequence lies in this group's own caches, as far as it has blocks by the plans before."""
+    num_cached: int
+
+
+class ExpectRoom(_Frame, frozen=True, kw_only=True):
+    """Head to rank: a room's bytes will come. See ``weft.transfer.words.Expect``."""
+
+    offer: Admitted
+    bound: Bound
+
+
+class StopRoom(_Frame, frozen=True, kw_only=True):
+    """Head to rank: forget a room, and touch nothing of it. Answered with RoomStopped."""
+
+    key: RoomKey
+
+
+class RoomReport(_Frame, frozen=True, kw_only=True):
+    """Rank to head: how its part of a room stands."""
+
+    rank: int
+    key: RoomKey
+    outcome: TransferOutcome
+    error: ErrorInfo | None = None
+
+
+class RoomStopped(_Frame, frozen=True, kw_only=True):
+    """Rank to head: StopRoom was carried out."""
+
+    rank: int
+    key: RoomKey
+
+
 class Abort(_Frame, frozen=True, kw_only=True):
     """Head to rank: epoch ``epoch`` and all earlier ones have ended."""
 
@@ -179,11 +224,30 @@ class RankHeartbeat(_Frame, frozen=True, kw_only=True):
     """Set by a head: the last epoch that has ended. A rank that waits in a collective of it stops waiting."""
 
 
-ToRank = RankWelcome | Refused | Pools | Form | StepFrame | LateMasks | Abort | Shutdown | RankHeartbeat
-ToHead = RankHello | Loaded | Ready | Formed | Outcome | Failed | RankHeartbeat
+RoomToRank = PushRoom | ExpectRoom | StopRoom
+RoomToHead = RoomReport | RoomStopped
+ToRank = (
+    RankWelcome
+    | Refused
+    | Pools
+    | Form
+    | StepFrame
+    | LateMasks
+    | Abort
+    | Shutdown
+    | RankHeartbeat
+    | RoomToRank
+)
+ToHead = RankHello | Loaded | Ready | Formed | Outcome | Failed | RankHeartbeat | RoomToHead
 
 _SMALL = 1 << 16
-MOST_BYTES: dict[type, int] = {RankHello: 1 << 20, StepFrame: 64 << 20, LateMasks: 256 << 20}
+MOST_BYTES: dict[type, int] = {
+    RankHello: 1 << 20,
+    StepFrame: 64 << 20,
+    LateMasks: 256 << 20,
+    PushRoom: 64 << 20,
+    ExpectRoom: 64 << 20,
+}
 """Size of a frame at most, by type; 64 KiB of the others."""
 MAX_FRAME = max(MOST_BYTES.values())
 

@@ -6,21 +6,28 @@ never taken from a client. A front may have sent anything; a head validates befo
 
 from __future__ import annotations
 
+from typing import Literal, TypeAlias
+
 import msgspec
 import numpy as np
 
 from weft.common.errors import ErrorInfo, InvalidRequest
+from weft.types.rooms import RoomTicket
 from weft.types.sampling import TokenParams
 
-VERSION = 2
+VERSION = 3
 """The newest version of these messages that this release speaks."""
 OLDEST = 1
 """The oldest version that this release understands. Fields added later have defaults, and are left out for a
 peer with an older version:
 
     2   Submit.attempt, TokenEvent.attempt, the ends ``moved`` and ``evicted``, Welcome.block_size, Goodbye
+    3   Submit.room, TokenEvent.position, HeadStats.transfers; role, fingerprint and rooms of Welcome
 """
 MAX_FRAME = 64 << 20
+
+
+Role: TypeAlias = Literal["unified", "prefill", "decode"]
 
 
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
@@ -51,6 +58,12 @@ class Welcome(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """Whether logits are bitwise equal whatever is computed beside a sequence."""
     block_size: int = 0
     """Tokens of a block of its prefix cache; 0 when it does not say."""
+    role: Role = "unified"
+    fingerprint: str = ""
+    """Of model, weights, dtypes and cache layout: heads with different ones are never paired. "" when it does
+    not transfer caches."""
+    rooms: str = ""
+    """The address where it takes messages of rooms; "" when it does not."""
 
 
 class Submit(_Message, frozen=True, kw_only=True, omit_defaults=True):
@@ -79,6 +92,9 @@ class Submit(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """The front's number for this sending of the sequence, from 0. A later attempt at a head ends an earlier
     one.
     """
+    room: RoomTicket | None = None
+    """Where prefill and decode are at different heads: the transfer between them. Both get the same Submit
+    but for this."""
 
 
 class Finish(_Message, frozen=True, kw_only=True):
@@ -162,6 +178,9 @@ class TokenEvent(_Message, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
     error: ErrorInfo | None = None
     attempt: int = 0
     """The attempt of the Submit that it answers."""
+    position: int = -1
+    """Of a sequence with a room: output tokens before ``token_ids``, the Submit's ``emitted_ids`` among them.
+    Both heads tell the first token; -1 when it does not say."""
 
 
 class Tokens(_Message, frozen=True, kw_only=True):
@@ -171,7 +190,30 @@ class Tokens(_Message, frozen=True, kw_only=True):
     events: tuple[TokenEvent, ...]
 
 
-class HeadStats(_Message, frozen=True, kw_only=True):
+class TransferStats(_Message, frozen=True, kw_only=True):
+    """Of a head with a role: counters since start unless said otherwise."""
+
+    awaiting: int = 0
+    """Now: sequences that await their room."""
+    fetching: int = 0
+    """Now: sequences whose cache is coming."""
+    rooms: int = 0
+    """Now: rooms that have not ended, on either side."""
+    blocks_on_hold: int = 0
+    """Now: blocks that a transfer may still touch."""
+    done: int = 0
+    failed: int = 0
+    corrupt: int = 0
+    """Rooms that failed by a digest; they are among ``failed``."""
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    seconds: float = 0.0
+    """From the first byte to the last, of all rooms that were done."""
+    evictions: int = 0
+    """Sequences that were given back to their front."""
+
+
+class HeadStats(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """Counters since start unless said otherwise."""
 
     steps: int = 0
@@ -215,6 +257,7 @@ class HeadStats(_Message, frozen=True, kw_only=True):
     """Seconds in which a collective of the head's rank was under way."""
     communication_hidden_seconds: float = 0.0
     """Seconds of ``communication_seconds`` during which the same rank computed."""
+    transfers: TransferStats | None = None
 
 
 class Heartbeat(_Message, frozen=True, kw_only=True):

@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from weft.common.errors import EngineDead, ErrorInfo
+from weft.types.rooms import Blocks, RoomKey
 from weft.types.sampling import TokenParams
 
 I32 = np.ndarray
@@ -124,6 +125,24 @@ class LoadState(_Op, frozen=True, kw_only=True):
     block: int
 
 
+class Export(_Op, frozen=True, kw_only=True):
+    """Positions ``start`` .. end - 1 of the slot, which this plan computes, may leave for the room ``key``.
+
+    With ``states``: so may the state after ``end`` positions, which a ``SaveState`` before it in the same
+    plan has put where ``blocks`` says; the plan has no row of the slot then.
+    """
+
+    slot: int
+    key: RoomKey
+    start: int
+    end: int
+    blocks: tuple[Blocks, ...]
+    """For each kind the block table of the slot, from entry ``first`` on as far as it reaches once the plan's
+    other ops are applied; of a state its snapshot, with ``states``, else no ids. Repeats what earlier ones of
+    the room had, or goes on where those ended."""
+    states: bool = False
+
+
 class Rebalance(_Op, frozen=True, kw_only=True):
     """Every rank of the domain counts what its experts had to do, and all move experts by the sums alike.
 
@@ -131,7 +150,7 @@ class Rebalance(_Op, frozen=True, kw_only=True):
     """
 
 
-Op: TypeAlias = AllocSlot | FreeSlot | AppendBlocks | AppendEach | SaveState | LoadState | Rebalance
+Op: TypeAlias = AllocSlot | FreeSlot | AppendBlocks | AppendEach | SaveState | LoadState | Export | Rebalance
 
 
 class Segment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -56,6 +56,20 @@ class Peer(NamedTuple):
     incarnation: int
 
 
+class RoomTicket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """A sequence's part in a room, as its Submit has it."""
+
+    key: RoomKey
+    sends: bool
+    """Whether this head prefills the sequence and sends its cache; else it receives it and decodes."""
+    peer: Peer
+    """The head at the other end. Its name is the address where it takes messages of rooms, as its Welcome
+    has it.
+    """
+    seconds: float
+    """That the room may take, from now on."""
+
+
 class Outcome(IntEnum):
     """Of a transfer on one rank. Those of a group are combined by taking the least."""
 
@@ -256,6 +270,62 @@ class RoomFreed(msgspec.Struct, frozen=True):
 
 
 RoomEvent = RoomWanted | RoomBound | RoomLanded | RoomFailed | RoomFreed
+
+
+# ---- what the scheduler asks for
+
+
+class OfferRoom(msgspec.Struct, frozen=True):
+    """Of a sender: the sequence is admitted; its ``num_prompt`` known ids will be computed."""
+
+    key: RoomKey
+    num_prompt: int
+    num_cached: int
+    """Positions of its own prefix hit."""
+    hashes: bytes = b""
+    """As ``Admitted.hashes``."""
+
+
+class FinishRoom(msgspec.Struct, frozen=True):
+    """Of a sender: everything is computed."""
+
+    key: RoomKey
+    first: FirstToken
+
+
+class CancelRoom(msgspec.Struct, frozen=True):
+    """Of either: the sequence has ended, or cannot go on with the room."""
+
+    key: RoomKey
+    error: ErrorInfo | None = None
+    """None: the sequence ended at its first token, and nothing failed."""
+
+
+class ReserveRoom(msgspec.Struct, frozen=True):
+    """Of a receiver, answer to ``RoomWanted``: these blocks are reserved."""
+
+    key: RoomKey
+    start: int
+    """Positions before it are in the cache already."""
+    blocks: tuple[Blocks, ...]
+    """For each kind."""
+
+
+class PostponeRoom(msgspec.Struct, frozen=True):
+    """Of a receiver, answer to ``RoomWanted``: no room now."""
+
+    key: RoomKey
+    seconds: float
+
+
+class RefuseRoom(msgspec.Struct, frozen=True):
+    """Of a receiver, answer to ``RoomWanted``: this will never work."""
+
+    key: RoomKey
+    error: ErrorInfo
+
+
+RoomRequest = OfferRoom | FinishRoom | CancelRoom | ReserveRoom | PostponeRoom | RefuseRoom
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[RoomMessage] = msgspec.msgpack.Decoder(RoomMessage)
