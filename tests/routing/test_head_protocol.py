@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import msgspec
+import pytest
+
 from weft.config.sections import SchedulerSection
 from weft.routing.head_protocol import HeadProtocol
 from weft.sim.check import TokenModel
@@ -80,3 +83,39 @@ def test_the_end_of_a_front_ends_its_own_sequences_alone() -> None:
     assert not one.stopped
     told = one.events([m.TokenEvent(sequence=s, token_ids=(5,)) for s in (1, 2)])
     assert [front for front, _ in told] == [b"other"]
+
+
+class WithRole(Engine):
+    """An engine of a group that decodes."""
+
+    def welcome(self, incarnation: int) -> m.Welcome:
+        made = super().welcome(incarnation)
+        return msgspec.structs.replace(made, role="decode", fingerprint="abc", rooms="ipc://there")
+
+    def stats(self) -> m.HeadStats:
+        return msgspec.structs.replace(super().stats(), transfers=m.TransferStats(done=3))
+
+
+@pytest.mark.parametrize("newest", [1, 2, 3])
+def test_a_front_is_told_what_its_version_knows(newest: int) -> None:
+    """Unknown fields are refused: an older front would take such a message for a bad one."""
+    section = SchedulerSection(max_num_seqs=2, max_num_batched_tokens=16, max_queued_requests=2)
+    config = kv_config(section, 24, block_size=4)
+    one = HeadProtocol(WithRole(config, section, TokenModel({}, {})), 7)
+    (_, welcome), (_, first) = one.on(b"front", m.Hello(versions=(1, newest), front="front"))
+    assert one.on(b"front", submit(1)) == []
+    events = [m.TokenEvent(sequence=1, token_ids=(5,), position=0)]
+    ((_, tokens),) = one.events(events)
+    ((_, later),) = one.heartbeats()
+    assert isinstance(welcome, m.Welcome)
+    assert isinstance(tokens, m.Tokens)
+    told = b"".join(map(m.encode, (welcome, tokens, first, later)))
+    new = newest >= 3
+    assert welcome.role == ("decode" if new else "unified")
+    assert (welcome.fingerprint, welcome.rooms) == (("abc", "ipc://there") if new else ("", ""))
+    assert tokens.events[0].position == (0 if new else -1)
+    for heartbeat in (first, later):
+        assert isinstance(heartbeat, m.Heartbeat)
+        assert (heartbeat.stats.transfers is not None) is new
+    for field in (b"position", b"transfers", b"role", b"fingerprint", b"rooms"):
+        assert (field in told) is new, field

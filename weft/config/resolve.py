@@ -46,6 +46,7 @@ from weft.config.sections import (
 )
 from weft.config.sharding import local_spec
 from weft.config.spec import ModelSpec
+from weft.config.transfers import check_transfer
 
 log = get_logger(__name__)
 
@@ -60,6 +61,7 @@ def resolve(config: Config) -> EngineConfig:
     """The configuration of one engine. Raises ConfigError; see the steps."""
     model, cache, runner, speculation = config.model, config.cache, config.runner, config.speculation
     device = choose_device(runner)
+    transfer = check_transfer(config.transfer, config.parallel, device)
     scheduler = with_depth(with_budget(config.scheduler, device, speculation.drafts), device)
     check_budget(scheduler, cache.block_size, speculation.drafts)
     check_files(runner, config.front)
@@ -115,6 +117,7 @@ def resolve(config: Config) -> EngineConfig:
         kv=kv,
         speculation=speculation,
         parallel=config.parallel,
+        transfer=transfer,
         gpus=gpus,
     )
 

@@ -101,13 +101,30 @@ class HeadProtocol:
             by_front.setdefault(owner.front, []).append(event)
             if event.finish is not None:
                 del self._owners[event.sequence]
-        return [(front, m.Tokens(step=step, events=tuple(each))) for front, each in by_front.items()]
+        return [
+            (front, m.Tokens(step=step, events=self._understood(front, each)))
+            for front, each in by_front.items()
+        ]
+
+    def _understood(self, front: bytes, events: list[m.TokenEvent]) -> tuple[m.TokenEvent, ...]:
+        """``events`` as a front of its version knows them."""
+        known = self._fronts.get(front)
+        if known is not None and known.version < 3:
+            return tuple(
+                event if event.position < 0 else msgspec.structs.replace(event, position=-1)
+                for event in events
+            )
+        return tuple(events)
 
     def heartbeats(self) -> Outgoing:
         """A heartbeat to every front that wants one now."""
         heartbeat = self._heartbeat()
         busy = {owner.front for owner in self._owners.values()}
-        return [(name, heartbeat) for name, front in self._fronts.items() if name in busy or not front.quiet]
+        return [
+            (name, _heartbeat_of(heartbeat, front.version))
+            for name, front in self._fronts.items()
+            if name in busy or not front.quiet
+        ]
 
     def failed(self, error: WeftError) -> Outgoing:
         """The engine failed. Sequences get no end of their own: their front may go on with them elsewhere."""
@@ -130,7 +147,9 @@ class HeadProtocol:
         welcome = self._engine.welcome(self._incarnation)
         if version < 2:
             welcome = msgspec.structs.replace(welcome, block_size=0)
-        return [(front, welcome), (front, self._heartbeat())]
+        if version < 3:
+            welcome = msgspec.structs.replace(welcome, role="unified", fingerprint="", rooms="")
+        return [(front, welcome), (front, _heartbeat_of(self._heartbeat(), version))]
 
     def _submit(self, front: bytes, submit: m.Submit) -> Outgoing:
         owner = self._owners.get(submit.sequence)
@@ -170,3 +189,11 @@ class HeadProtocol:
         stats = msgspec.structs.replace(self._engine.stats(), bad_frames=self.bad_frames)
         # A group that is being formed has deadlines of its own.
         return m.Heartbeat(idle=self._engine.recovering or not self._engine.has_work(), stats=stats)
+
+
+def _heartbeat_of(heartbeat: m.Heartbeat, version: int) -> m.Heartbeat:
+    """``heartbeat`` as a front of ``version`` knows it."""
+    if version >= 3 or heartbeat.stats.transfers is None:
+        return heartbeat
+    stats = msgspec.structs.replace(heartbeat.stats, transfers=None)
+    return msgspec.structs.replace(heartbeat, stats=stats)

@@ -1,0 +1,138 @@
+"""Settings of groups with roles, and what tells that two groups serve the same model."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.config.test_resolve import checkpoint, refused, resolved
+from weft.common.errors import ConfigError
+from weft.config import devices
+from weft.config.fingerprint import fingerprint
+from weft.config.flags import from_keywords
+from weft.config.group_settings import compare, shared_settings
+from weft.config.sections import ParallelSection, TransferSection
+from weft.config.transfers import check_transfer
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "gpu_memory", lambda: None)
+    monkeypatch.setattr(devices, "available_memory", lambda: 8 << 30)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    made = checkpoint(tmp_path)
+    weights(tmp_path, [b"a" * 4096, b"b" * 4096])
+    return made
+
+
+def weights(folder: Path, tensors: list[bytes]) -> None:
+    """A safetensors file of these bytes."""
+    header, at = {}, 0
+    for number, data in enumerate(tensors):
+        facts = {"dtype": "U8", "shape": [len(data)], "data_offsets": [at, at + len(data)]}
+        header[f"t{number}"] = facts
+        at += len(data)
+    packed = json.dumps(header).encode()
+    file = folder / "model.safetensors"
+    file.write_bytes(struct.pack("<Q", len(packed)) + packed + b"".join(tensors))
+
+
+def test_the_role_of_a_group_is_in_its_configuration(folder: str) -> None:
+    config = resolved(folder, role="decode", transfer="tcp")
+    assert (config.transfer.role, config.transfer.transfer) == ("decode", "tcp")
+    assert resolved(folder).transfer == TransferSection()
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({"prefill": 2}, ("--prefill 2", "--decode")),
+        ({"decode": 2}, ("--decode 2", "--prefill")),
+        ({"role": "prefill", "prefill": 1, "decode": 1}, ("--role prefill", "--prefill 1", "--decode 1")),
+        ({"role": "decode", "nnodes": 2, "rdzv": "h:1", "tensor_parallel_size": 2}, ("--role", "--nnodes 2")),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(
+    folder: str, settings: dict[str, Any], names: tuple[str, ...]
+) -> None:
+    message = refused(folder, **settings)
+    assert all(name in message for name in names), message
+
+
+@pytest.mark.parametrize("settings", [{"role": "prefill"}, {"prefill": 1, "decode": 1}])
+def test_a_role_on_a_gpu_is_refused_by_the_names_of_both_flags(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"--(role|prefill).*--device cuda") as raised:
+        check_transfer(TransferSection(**settings), ParallelSection(), "cuda")
+    assert raised.value.param in ("--role", "--prefill")
+
+
+def test_an_unknown_key_is_an_error_that_names_the_right_one() -> None:
+    with pytest.raises(ConfigError, match="transfer_timeout"):
+        from_keywords({"transfer_timout": 3.0})
+
+
+def test_ranks_of_one_group_have_one_role(folder: str) -> None:
+    ours, theirs = (shared_settings(resolved(folder, role=role)) for role in ("prefill", "decode"))
+    with pytest.raises(ConfigError, match=r"transfer.role \(--role\)"):
+        compare(ours, theirs, "the head", "rank 1")
+
+
+class TestFingerprint:
+    def test_how_a_group_divides_the_model_does_not_matter(self, folder: str) -> None:
+        one = fingerprint(resolved(folder, role="prefill"))
+        assert len(one) == 32
+        for settings in (
+            {"tensor_parallel_size": 2},
+            {"block_size": 32},
+            {"max_model_len": 128, "max_num_seqs": 3},
+            {"enable_prefix_caching": False},
+        ):
+            assert fingerprint(resolved(folder, role="decode", **settings)) == one, settings
+
+    def test_what_the_caches_are_made_of_does(self, folder: str) -> None:
+        config = resolved(folder)
+        seen = {fingerprint(config)}
+        for settings in (
+            {"dtype": "float32"},
+            {"kv_cache_dtype": "fp8"},
+            {"quantization": "int8"},
+            {"num_hidden_layers_override": 2},
+            {"load_format": "dummy"},
+            {"load_format": "dummy", "seed": 3},
+        ):
+            seen.add(fingerprint(resolved(folder, **settings)))
+        assert len(seen) == 7
+
+    def test_so_does_each_tensor_of_the_weights(self, folder: str) -> None:
+        config = resolved(folder)
+        before = fingerprint(config)
+        weights(Path(folder), [b"a" * 4096, b"b" * 4096])
+        assert fingerprint(config) == before
+        weights(Path(folder), [b"a" * 4096, b"c" * 4096])
+        assert fingerprint(config) != before
+        weights(Path(folder), [b"a" * 4096, b"b" * 4097])
+        assert fingerprint(config) != before
+
+    def test_a_copy_at_another_place_is_the_same_model(self, folder: str, tmp_path: Path) -> None:
+        config = resolved(folder)
+        other = tmp_path / "copy"
+        other.mkdir()
+        for name in ("config.json", "model.safetensors"):
+            (other / name).write_bytes((Path(folder) / name).read_bytes())
+        assert fingerprint(msgspec.structs.replace(config, model_path=str(other))) == fingerprint(config)
+
+    def test_a_file_that_is_no_safetensors_is_sampled(self, folder: str) -> None:
+        config = resolved(folder)
+        file = Path(folder) / "model.safetensors"
+        file.write_bytes(b"\xff" * 100_000)
+        before = fingerprint(config)
+        file.write_bytes(b"\xff" * 50_000 + b"\x00" * 50_000)
+        assert fingerprint(config) != before

@@ -1,0 +1,113 @@
+"""What the caches of two groups must have in common to be moved from one to the other, as one short string.
+
+Of the model: its facts, its weights, their types, and what cache entries are made of. Not how a group divides
+it: tensor parallel and block sizes, slots and lengths may differ.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from weft.common.errors import ConfigError
+from weft.config.cache_layout import pool_tensors
+from weft.config.resolved import EngineConfig
+from weft.config.spec import CacheSpec
+from weft.types import rooms
+
+_SAMPLE = 64
+"""Bytes of a sample."""
+_EACH = 3
+"""Samples of a tensor: where it begins, in its middle, where it ends."""
+_OF_FILE = 1024
+"""Samples of a file whose tensors are not known."""
+_HEADER = 100 << 20
+"""A safetensors header is no longer."""
+
+
+def fingerprint(config: EngineConfig) -> str:
+    """32 hex digits, equal for groups whose caches are of one model. Reads little of the weights' files.
+
+    Raises ConfigError when they cannot be read.
+    """
+    facts = {
+        "messages": rooms.VERSION,
+        "spec": msgspec.to_builtins(config.spec),
+        "dtype": config.dtype,
+        "quantization": config.model.quantization,
+        "tensors": [_form(cache, config.dtype) for cache in config.spec.caches],
+    }
+    made = hashlib.blake2b(digest_size=16)
+    made.update(json.dumps(facts, sort_keys=True, default=str).encode())
+    made.update(_weights(config))
+    return made.hexdigest()
+
+
+def _form(cache: CacheSpec, dtype: str) -> list[object]:
+    """Tensors of a kind, without layers and blocks."""
+    tensors = pool_tensors(cache, 64 * cache.ratio, 0, dtype)
+    return [(tensor.name, tensor.dims[2:], tensor.dtype) for tensor in tensors]
+
+
+def _weights(config: EngineConfig) -> bytes:
+    """Which weights: random ones by their seed; of a checkpoint each tensor's place, form and some bytes."""
+    if config.model.load_format == "dummy":
+        return f"dummy {config.model.seed or 0}".encode()
+    made = hashlib.blake2b(digest_size=16)
+    try:
+        for file in _files(Path(config.model_path), config.model.load_format == "pickle"):
+            made.update(f"{file.name} {file.stat().st_size}\n".encode())
+            for piece in _samples(file):
+                made.update(piece)
+    except OSError as error:
+        raise ConfigError(f"the weights can't be read ({error.strerror})", param="--model") from error
+    return made.digest()
+
+
+def _files(folder: Path, pickles: bool) -> list[Path]:
+    patterns = ("*.bin", "*.pt", "*.pth") if pickles else ("*.safetensors",)
+    return sorted((file for pattern in patterns for file in folder.glob(pattern)), key=lambda file: file.name)
+
+
+def _samples(file: Path) -> Iterator[bytes]:
+    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        size = os.fstat(descriptor).st_size
+        if file.suffix != ".safetensors":
+            yield from _spread(descriptor, 0, size, _OF_FILE)
+            return
+        length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+        if length > min(size, _HEADER):
+            yield from _spread(descriptor, 0, size, _OF_FILE)  # the loader says what is wrong with it
+            return
+        header = os.pread(descriptor, length, 8)
+        yield header
+        for begin, end in _tensors(header):
+            yield from _spread(descriptor, 8 + length + begin, 8 + length + end, _EACH)
+    finally:
+        os.close(descriptor)
+
+
+def _tensors(header: bytes) -> Iterable[tuple[int, int]]:
+    """[begin, end) of each tensor behind the header; none where that is not one."""
+    try:
+        facts = json.loads(header)
+        found = [tuple(fact["data_offsets"]) for name, fact in facts.items() if name != "__metadata__"]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return []
+    return sorted((int(begin), int(end)) for begin, end in found)
+
+
+def _spread(descriptor: int, begin: int, end: int, count: int) -> Iterator[bytes]:
+    """``count`` samples of [begin, end), the first and the last bytes among them."""
+    last = max(end - _SAMPLE, begin)
+    for number in range(count):
+        at = begin + (last - begin) * number // max(count - 1, 1)
+        yield os.pread(descriptor, min(_SAMPLE, end - at), at)
+        if last == begin:
+            return
