@@ -244,6 +244,9 @@ class _Late:
                 scheduler.arrived(sequence)
         return []
 
+    def asked(self, scheduler: Scheduler) -> list[TokenEvent]:
+        return []
+
 
 @pytest.fixture
 def awaiting(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], _Late]:

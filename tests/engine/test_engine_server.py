@@ -379,6 +379,9 @@ class Arrivals:
             self.taken += 1
         return []
 
+    def asked(self, scheduler: Scheduler) -> list[m.TokenEvent]:
+        return []
+
 
 def test_a_source_wakes_the_loop_and_a_drain_waits_for_what_is_awaited(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

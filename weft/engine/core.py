@@ -17,6 +17,7 @@ Not thread-safe: one thread submits, steps and finishes.
 from __future__ import annotations
 
 import math
+import secrets
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -26,12 +27,14 @@ import msgspec
 import zmq
 
 from weft.common.clock import Clock, SystemClock
-from weft.common.errors import EngineDead
+from weft.common.errors import EngineDead, InvalidRequest
 from weft.common.log import get_logger
+from weft.config.fingerprint import fingerprint
 from weft.config.resolved import EngineConfig
 from weft.engine.balance import Balance
 from weft.engine.domain import Domain
 from weft.engine.group import GroupExecutor
+from weft.engine.room_start import make_rooms
 from weft.engine.start import start_executor
 from weft.group.types import GroupLost
 from weft.overlap.policy import OverlapPolicy, mode_of
@@ -58,6 +61,11 @@ class AwaitedSource(Protocol):
 
     def take(self, scheduler: Scheduler) -> list[TokenEvent]:
         """Tells the scheduler what came since the last call. Does not wait."""
+
+    def asked(self, scheduler: Scheduler) -> list[TokenEvent]:
+        """Carries out what the scheduler asks for: called whenever it was given something, and behind each
+        step that was launched or committed. Does not wait; cheap when there is nothing.
+        """
 
 
 class EngineCore:
@@ -90,7 +98,12 @@ class EngineCore:
         """Which steps are computed in micro-batches."""
         self.balance = Balance(config.parallel.eplb_interval)
         """At which steps experts move."""
-        self.sources: list[AwaitedSource] = []
+        self.incarnation = secrets.randbits(64)
+        """Of this engine: no other has it."""
+        self.rooms = make_rooms(config, self.runner.rooms, self.incarnation, self._clock)
+        """Transfers to or from other groups; None in a group that does everything itself."""
+        self._fingerprint = "" if self.rooms is None else fingerprint(config)
+        self.sources: list[AwaitedSource] = [] if self.rooms is None else [self.rooms]  # type: ignore[list-item]
         """All of them are there before a loop begins, as it asks for ``sockets`` once."""
         self._depth = config.scheduler.steps_in_flight
         self._in_flight: deque[tuple[StepHandle, float]] = deque()
@@ -130,11 +143,22 @@ class EngineCore:
 
         Raises InvalidRequest, ContextLength or Overloaded; then nothing changed.
         """
-        return self.scheduler.add(submit, self._clock.now())
+        if submit.room is None:
+            return self.scheduler.add(submit, self._clock.now())
+        if self.rooms is None:
+            raise InvalidRequest("this engine takes no part in transfers between groups")
+        self.rooms.check(submit.room)
+        events = self.scheduler.add(submit, self._clock.now())
+        self.rooms.open(submit.room)
+        return events + self._asked()
 
     def finish(self, sequence: int) -> list[TokenEvent]:
         """Ends a sequence wherever it is. Idempotent; unknown ids are fine."""
-        return self.scheduler.finish(sequence)
+        return self.scheduler.finish(sequence) + self._asked()
+
+    def _asked(self) -> list[TokenEvent]:
+        """Whatever the scheduler asks of ``sources`` is carried out."""
+        return [event for source in self.sources for event in source.asked(self.scheduler)]
 
     @property
     def sockets(self) -> Sequence[Any]:
@@ -145,12 +169,18 @@ class EngineCore:
     def hear(self) -> list[TokenEvent]:
         """Takes in what came from ``sources``, and ends what awaited it for too long. Does not wait."""
         events = [event for source in self.sources for event in source.take(self.scheduler)]
-        return events + self.scheduler.expire(self._clock.now())
+        expired = self.scheduler.expire(self._clock.now())
+        return events + expired + self._asked() if self.sources else expired
 
     @property
     def awaiting(self) -> bool:
         """Whether there is nothing to do before something comes from outside, or is late."""
         return not self.has_work() and self.scheduler.awaiting
+
+    @property
+    def transferring(self) -> bool:
+        """Whether other groups may still take what this one has computed."""
+        return self.rooms is not None and self.rooms.moving
 
     def sleep(self, seconds: float) -> None:
         """Waits until something may have come from outside, or for ``seconds``."""
@@ -199,13 +229,15 @@ class EngineCore:
                 given_up = self.scheduler.requeue_all()
                 again = self.scheduler.stats().requeued - before - len(given_up)
                 log.info("%d sequences are computed again, %d are given up", again, len(given_up))
-                return given_up
-            return []
+                if self.rooms is not None:
+                    self.rooms.regain()
+                return given_up + self._asked()
+            return self._asked()
         try:
             return self._step()
         except GroupLost as lost:
             self._lose(lost)
-            return []
+            return self._asked()
 
     def _lose(self, lost: GroupLost) -> None:
         """Ranks are lost, and with them the steps in flight."""
@@ -213,12 +245,15 @@ class EngineCore:
         self._launching = False
         self._completed = -math.inf
         self._lost_at = self._clock.now()  # first: an interrupt may come between
+        if self.rooms is not None:
+            self.rooms.lose()
         self.runner.recover(lost)
 
     def _step(self) -> list[TokenEvent]:
         if self._launching:
             raise EngineDead("a step was interrupted, and the engine can't go on")
         plan = None
+        events: list[TokenEvent] = []
         if len(self._in_flight) < self._depth:  # else an interrupt cut the last wait short: read first
             self._launching = True
             began = self._clock.now()
@@ -226,11 +261,12 @@ class EngineCore:
             if plan is not None:
                 self._launch(plan, began)
             self._launching = False
+            events = self._asked()
         if self._in_flight and (plan is None or len(self._in_flight) >= self._depth):
-            return self._commit()
+            return events + self._commit()
         if plan is None and self.scheduler.in_flight:
             raise EngineDead("a step was planned and never launched")
-        return []
+        return events
 
     def _plan(self, now: float) -> StepPlan | None:
         """The plan of the next step; None when there is nothing to do."""
@@ -265,12 +301,14 @@ class EngineCore:
         events = self.scheduler.commit(handle.plan, result, now)
         self.scheduler.observe(handle.plan, seconds, handle.uncaptured)
         self.overlap.observe(handle.plan, handle.times)
-        return events
+        return events + self._asked() if self.sources else events
 
     def stats(self) -> HeadStats:
-        """Counters and gauges of scheduler and overlap."""
+        """Counters and gauges of scheduler, transfers and overlap."""
+        stats = self.scheduler.stats()
         return msgspec.structs.replace(
-            self.scheduler.stats(),
+            stats,
+            transfers=None if self.rooms is None else self.rooms.stats(stats.transfers),
             overlapped_steps=self.overlap.steps,
             communication_seconds=self.overlap.communication,
             communication_hidden_seconds=self.overlap.hidden,
@@ -288,6 +326,9 @@ class EngineCore:
             incarnation=incarnation,
             deterministic=self.deterministic,
             block_size=kv.block_size,
+            role=self.config.transfer.role,
+            fingerprint=self._fingerprint,
+            rooms="" if self.rooms is None else self.rooms.address,
         )
 
     def close(self, failed: bool = False) -> None:
@@ -299,6 +340,8 @@ class EngineCore:
             log.info("%s", report)
         if (report := self.overlap.describe()) is not None:
             log.info("%s", report)
+        if self.rooms is not None:
+            self.rooms.close()
         while self._in_flight:
             try:
                 self.runner.read(self._in_flight.popleft()[0])

@@ -8,7 +8,6 @@ decided in ``weft.routing.head_protocol``.
 from __future__ import annotations
 
 import gc
-import secrets
 import time
 from multiprocessing.connection import Connection
 
@@ -44,7 +43,7 @@ class EngineServer:
         self._poller = zmq.Poller()
         for one in (self._socket, *core.sockets):
             self._poller.register(one, zmq.POLLIN)
-        self._protocol = HeadProtocol(core, secrets.randbits(64))
+        self._protocol = HeadProtocol(core, core.incarnation)
         self._last_heartbeat = 0.0
         self._next_report = time.monotonic() + REPORT_S
 
@@ -55,13 +54,13 @@ class EngineServer:
             while not self._protocol.stopped:
                 busy = self._core.has_work()
                 self._receive(0 if busy else IDLE_POLL_MS)
+                self._core.check()  # first: what ranks said of rooms is heard then
                 self._tell(self._core.hear())
-                self._core.check()
                 if self._core.has_work():
                     busy = True
                     self._tell(self._core.step())
-                elif self._protocol.draining and not self._protocol.live:  # what awaits something ends before
-                    break
+                elif self._protocol.draining and not self._protocol.live and not self._core.transferring:
+                    break  # what awaits something ends before
                 # Fronts hear at once that all is done: their gauges would show what ran for a while yet.
                 self._heartbeat(at_once=busy and not self._core.has_work())
         except Exception as error:

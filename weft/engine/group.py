@@ -30,6 +30,7 @@ from weft.common.log import get_logger
 from weft.config.resolved import KVConfig
 from weft.engine.domain import Domain
 from weft.engine.executor import RankRunner, checksum
+from weft.engine.group_rooms import GroupRooms
 from weft.engine.ranks import Ranks
 from weft.engine.watch import HeadWatch
 from weft.group import types as t
@@ -117,6 +118,8 @@ class GroupExecutor:
         """What was decided and not carried out: so may one here."""
         self._store: Any = None
         """Of the present epoch, kept while that lasts."""
+        self.rooms: GroupRooms | None = None
+        """What ranks have to do with rooms, in a group with a role."""
         self._results: dict[int, StepResult] = {}
         """Of steps that ended here, until ``read`` has returned them."""
         links.resources.callback(links.mesh.close)
@@ -142,8 +145,24 @@ class GroupExecutor:
         self._runner = share.runner(sized(share.kv, members.pools))
         self._links.resources.callback(self._runner.close)
         self._digest = SlotDigest(self.kv.num_slots, len(self.kv.pools))
+        self.rooms = self._make_rooms(self._runner)
         self._feed(t.Own("ready"))
         self._until(lambda: members.phase == "running")
+
+    def _make_rooms(self, runner: RankRunner) -> GroupRooms | None:
+        transfer, reports, own = (getattr(runner, name, None) for name in ("transfer", "reports", "endpoint"))
+        if transfer is None or reports is None:
+            return None
+        members = self.membership.members
+        numbers = {rank: number for number, rank in enumerate(sorted(members), 1)}
+        return GroupRooms(
+            transfer,
+            reports,
+            lambda: [own, *(members[rank].endpoint for rank in numbers)],
+            numbers,
+            lambda rank, data: self._send(members[rank].peer, data, rank),
+            self._links.channel.sockets,
+        )
 
     # ---- what a Runner has
 
@@ -368,6 +387,9 @@ class GroupExecutor:
                     self._abort()
                 elif isinstance(action, t.Send | t.Renew):
                     self._outbox.append(action)
+                elif isinstance(action, t.Told):
+                    if self.rooms is not None:
+                        self.rooms.heard(action.frame)
                 else:
                     self._carried = self._carrier.submit(self._carry, action)
 
@@ -403,6 +425,8 @@ class GroupExecutor:
             elif processes is not None:
                 if action.anew:
                     processes.kill(action.rank)
+                    if self.rooms is not None:
+                        self.rooms.ended(action.rank)
                 self._feed(t.Spawned(action.rank, processes.spawn(action.rank)))
         except Exception as error:
             known = error if isinstance(error, WeftError) else EngineDead(f"{type(error).__name__}: {error}")

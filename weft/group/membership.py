@@ -220,11 +220,11 @@ class Membership:
             case f.Loaded(rank=rank, blocks=blocks):
                 self._loaded(rank, blocks)
             case f.Ready():
-                member.ready = True
+                member.ready, member.endpoint = True, frame.endpoint
             case f.Failed(rank=rank, epoch=epoch, error=error) if epoch < 0:
                 self._lose(GroupLost(rank, error.message, refused=error.blame == "client"))
             case f.RoomReport() | f.RoomStopped():  # of transfers, which no epoch ends
-                pass
+                self._roster.actions.append(t.Told(frame))
             case _ if frame.epoch != self.epoch:
                 pass
             case f.Formed():

@@ -11,6 +11,7 @@ from weft.config.group_settings import compare
 from weft.group import types as t
 from weft.group.sizes import least
 from weft.types import frames as f
+from weft.types.rooms import Endpoint
 
 log = get_logger(__name__)
 
@@ -32,6 +33,8 @@ class Member:
     peer: bytes | None = None
     """Its present process, once it has said hello."""
     ready: bool = False
+    endpoint: Endpoint | None = None
+    """Where it takes bytes of other groups, once it is ready, in a group with a role."""
     formed: bool = False
     """Whether it is in the present epoch."""
     stopped: bool = False
@@ -131,6 +134,7 @@ class Roster:
         if member.peer is not None:
             self._given_up.add(member.peer)
         member.peer, member.gone, member.ready, member.formed, member.outlived = None, "", False, False, False
+        member.endpoint = None
         self._rooms.pop(rank, None)
 
     def tell(self, rank: int, frame: f.ToRank) -> None:

@@ -180,4 +180,10 @@ class Renew(_Word, frozen=True):
     lease: Lease
 
 
-Action = Send | Spawn | Connect | Abort | Renew
+class Told(_Word, frozen=True):
+    """A rank of this group says something of a room."""
+
+    frame: f.RoomToHead
+
+
+Action = Send | Spawn | Connect | Abort | Renew | Told

@@ -13,7 +13,8 @@ from __future__ import annotations
 import secrets
 import time
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import zmq
 
@@ -35,6 +36,11 @@ class HeadChannel(ABC):
 
     address: str
     """What ranks connect to."""
+
+    @property
+    def sockets(self) -> Sequence[Any]:
+        """zmq sockets that are readable when frames have come; a loop may poll them with its own."""
+        return ()
 
     @abstractmethod
     def send(self, peer: bytes, data: bytes) -> None:
@@ -117,6 +123,10 @@ class ZmqHead(HeadChannel):
             self.close()
             raise
         self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    @property
+    def sockets(self) -> Sequence[Any]:
+        return (self._socket,)
 
     def send(self, peer: bytes, data: bytes) -> None:
         try:

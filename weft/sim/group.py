@@ -229,7 +229,7 @@ class Group:
                 self._abort()
             elif isinstance(action, t.Renew):
                 self._leases[self._number] = action.lease
-            else:
+            elif not isinstance(action, t.Told):  # there are no rooms here
                 self._carrying.append(action)
         if self._carrying and self._carried is None:
             self._carry()

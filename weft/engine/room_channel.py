@@ -1,0 +1,176 @@
+"""Messages of rooms between heads of different groups: bytes, whose they are, and which process sent them.
+
+Each head listens at an address of its own, another one at every start, and connects to a peer when it has
+something to say. Messages may be lost: whoever needs an answer says them again. Every message tells the
+process that sent it (``weft.engine.peers``), so its end can be seen.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+import zmq
+
+from weft.engine.peers import Process, own_process
+from weft.types.rooms import MAX_MESSAGE, U64, Peer
+
+VERSION = 1
+QUEUE = 10_000
+"""Messages that a peer may leave unread; more are lost."""
+UNUSED_S = 300.0
+"""Seconds after which a connection that carries nothing is closed; the next message makes another."""
+_ENVELOPE = 4096
+"""Bytes of an envelope at most, beside its message."""
+
+
+class Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What travels."""
+
+    version: int
+    address: str
+    incarnation: U64
+    process: Process
+    asks: bool
+    """Whether the sender does not know yet which process it speaks to: that answers, if with nothing else."""
+    body: bytes
+    """A message (``rooms.encode``), or empty."""
+
+    @property
+    def peer(self) -> Peer:
+        """Who sent it."""
+        return Peer(self.address, self.incarnation)
+
+
+class Arrived(NamedTuple):
+    """``RoomChannel.receive``."""
+
+    peer: Peer
+    process: Process
+    asks: bool
+    body: bytes
+
+
+class RoomChannel(Protocol):
+    """One head's end. Used from one thread."""
+
+    address: str
+    bad: int
+    """Messages that were dropped, as they are none."""
+
+    @property
+    def sockets(self) -> Sequence[Any]:
+        """To poll while idle."""
+
+    def send(self, peer: Peer, body: bytes, asks: bool) -> None:
+        """Queues a message; does not wait. It may be lost."""
+
+    def receive(self) -> Arrived | None:
+        """The next one that has come; None when there is none. Does not wait."""
+
+    def drop(self, peer: Peer) -> None:
+        """The peer has ended."""
+
+    def tidy(self) -> None:
+        """Closes what nobody uses any more."""
+
+    def close(self) -> None:
+        """What was sent is still delivered, if that takes no longer than a moment."""
+
+
+class ZmqRooms:
+    """A ``RoomChannel`` over ipc."""
+
+    def __init__(self, endpoint: str, incarnation: int) -> None:
+        """``endpoint``: an ``ipc://`` path, free, in a folder that only this user can enter."""
+        self._incarnation = incarnation
+        self._process = own_process()
+        self._context = zmq.Context()
+        self._mine = self._context.socket(zmq.ROUTER)
+        self._mine.setsockopt(zmq.RCVHWM, QUEUE)
+        self._mine.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE + _ENVELOPE)
+        self._mine.setsockopt(zmq.LINGER, 0)
+        try:
+            self._mine.bind(endpoint)
+        except BaseException:
+            self._mine.close()
+            self._context.term()
+            raise
+        self.address = self._mine.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.bad = 0
+        self.folder: Path | None = None
+        """Of the socket, if it is to go with it."""
+        self._others: dict[Peer, Any] = {}
+        self._used: dict[Peer, float] = {}
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(Envelope)
+
+    @property
+    def sockets(self) -> Sequence[Any]:
+        return (self._mine,)
+
+    def send(self, peer: Peer, body: bytes, asks: bool) -> None:
+        if not peer.name.startswith("ipc://"):
+            return
+        socket = self._others.get(peer)
+        if socket is None:
+            socket = self._others[peer] = self._connected(peer.name)
+        self._used[peer] = time.monotonic()
+        envelope = Envelope(VERSION, self.address, self._incarnation, self._process, asks, body)
+        try:
+            socket.send(self._encoder.encode(envelope), zmq.NOBLOCK)
+        except zmq.ZMQError:  # it does not read, or is gone: the message is said again
+            return
+
+    def _connected(self, address: str) -> Any:
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.SNDHWM, QUEUE)
+        socket.setsockopt(zmq.RECONNECT_IVL, 20)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+        socket.setsockopt(zmq.LINGER, 200)
+        socket.connect(address)
+        return socket
+
+    def receive(self) -> Arrived | None:
+        while int(self._mine.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # cheaper than to fail
+            try:
+                parts = self._mine.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return None
+            envelope = self._parsed(parts)
+            if envelope is not None:
+                return Arrived(envelope.peer, envelope.process, envelope.asks, envelope.body)
+            self.bad += 1
+        return None
+
+    def _parsed(self, parts: list[bytes]) -> Envelope | None:
+        if len(parts) != 2:
+            return None
+        try:
+            envelope = self._decoder.decode(parts[1])
+        except (msgspec.DecodeError, ValueError):
+            return None
+        return envelope if envelope.version == VERSION else None
+
+    def drop(self, peer: Peer) -> None:
+        self._used.pop(peer, None)
+        socket = self._others.pop(peer, None)
+        if socket is not None:
+            socket.close(0)
+
+    def tidy(self) -> None:
+        since = time.monotonic() - UNUSED_S
+        for peer in [peer for peer, used in self._used.items() if used < since]:
+            self.drop(peer)
+
+    def close(self) -> None:
+        for socket in (self._mine, *self._others.values()):
+            socket.close()
+        self._others.clear()
+        self._context.term()
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,0 +1,433 @@
+"""A head's part in the rooms of its group: between its scheduler, its ranks, and the heads of other groups.
+
+    scheduler   room_requests() ──►┐        ┌──► ranks       Push, Expect, Stop: frames, in order with steps
+    ranks       what they say ────►│ rooms  ├──► heads       messages
+    heads       messages ─────────►│        ├──► scheduler   room(event)
+    peers       processes' ends ──►┘        └──► log, counters
+
+What follows from what is decided in ``weft.transfer``; here it is carried out, on the head's thread, and
+nothing waits. When nothing happens a turn costs a few looks at queues.
+
+* Memory of a sender whose peer has ended, or does not answer: see ``weft.engine.peers``.
+* A group that is lost, and formed anew: all its rooms fail at once, as what they move may be gone. Ranks that
+  run on are told to stop, and are told again once the group is whole, as a frame may have been lost with its
+  connection. Of a rank that was replaced the process has ended, which ends what it moved.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from weft.common.clock import Clock
+from weft.common.errors import ErrorInfo, InvalidRequest, Unavailable, WeftError
+from weft.common.log import get_logger
+from weft.engine.group_rooms import RankWord
+from weft.engine.peers import PeerWatch
+from weft.engine.room_channel import Arrived, RoomChannel
+from weft.transfer import words as w
+from weft.transfer.receiver import ReceivingRooms
+from weft.transfer.room_table import Patience
+from weft.transfer.sender import SendingRooms, not_needed
+from weft.transfer.volume import room_bytes
+from weft.types import frames as f
+from weft.types import rooms as r
+from weft.types.messages import TokenEvent, TransferStats
+from weft.types.rooms import Endpoint, GroupDims, Outcome, Peer, RoomKey
+
+log = get_logger(__name__)
+
+TICK_S = 0.1
+"""Seconds between two looks at deadlines."""
+TIDY_S = 30.0
+"""Between two looks for connections that nobody uses."""
+MOST_MESSAGES = 256
+"""Of one turn: steps go on meanwhile."""
+
+
+class RoomScheduler(Protocol):
+    """What is asked of a scheduler: see ``weft.scheduler.scheduler.Scheduler``."""
+
+    def room(self, event: r.RoomEvent, now: float) -> list[TokenEvent]: ...
+
+    def room_requests(self) -> list[r.RoomRequest]: ...
+
+    def room_blocks(self, key: RoomKey) -> tuple[r.Blocks, ...]: ...
+
+
+class RoomRanks(Protocol):
+    """The ranks of a group: ``weft.engine.group_rooms.GroupRooms``."""
+
+    @property
+    def dims(self) -> GroupDims: ...
+
+    @property
+    def ranks(self) -> range: ...
+
+    @property
+    def sockets(self) -> Sequence[Any]: ...
+
+    def endpoints(self) -> tuple[Endpoint, ...] | None: ...
+
+    def send(self, frame: f.RoomToRank) -> None: ...
+
+    def take(self) -> list[RankWord]: ...
+
+
+@dataclass(slots=True)
+class _Record:
+    """What is remembered of a room that has not ended here."""
+
+    peer: Peer
+    began: float | None = None
+    """When its first bytes moved."""
+    nbytes: int = 0
+    transports: frozenset[str] = frozenset()
+    """Of the receiver's ranks."""
+    failed: bool = False
+
+
+class HeadRooms:
+    """An ``AwaitedSource``. Used from the thread that steps."""
+
+    def __init__(
+        self,
+        role: Literal["prefill", "decode"],
+        ranks: RoomRanks,
+        channel: RoomChannel,
+        *,
+        incarnation: int,
+        clock: Clock,
+        patience: Patience = Patience(),
+        peers: PeerWatch | None = None,
+    ) -> None:
+        """``incarnation``: of this head's process, as its Welcome has it."""
+        self._sends = role == "prefill"
+        self._ranks, self._channel, self._clock = ranks, channel, clock
+        self._machine: SendingRooms | ReceivingRooms
+        if role == "prefill":
+            self._machine = SendingRooms(len(ranks.ranks), "copy", patience, incarnation)
+        else:
+            self._machine = ReceivingRooms(ranks.dims, "copy", patience)
+        self._peers = peers or PeerWatch()
+        self._lost: set[Peer] = set()
+        self._whole = True
+        """Whether all ranks carry out what they are told."""
+        self._gone: set[int] = set()
+        self._records: dict[RoomKey, _Record] = {}
+        self._stops: dict[RoomKey, set[int]] = {}
+        """Rooms that ranks were told to stop, and those that have not said that they did."""
+        self._actions: deque[w.Action] = deque()
+        self._tick_at = self._tidy_at = 0.0
+        self._stats = TransferStats()
+        self.bad = 0
+        """Messages that were dropped, as they could not be read."""
+
+    # ---- what a loop asks
+
+    @property
+    def address(self) -> str:
+        """Where peers reach it."""
+        return self._channel.address
+
+    @property
+    def sockets(self) -> Sequence[Any]:
+        """To sleep on."""
+        return [*self._channel.sockets, *self._ranks.sockets, *self._peers.sockets]
+
+    @property
+    def moving(self) -> bool:
+        """Whether a room may still be done: a head that drains waits for it."""
+        return any(not record.failed for record in self._records.values())
+
+    def stats(self, of_scheduler: TransferStats | None) -> TransferStats:
+        """Counters of both."""
+        stats = msgspec.structs.replace(self._stats, rooms=len(self._machine))
+        if of_scheduler is None:
+            return stats
+        return msgspec.structs.replace(
+            stats,
+            awaiting=of_scheduler.awaiting,
+            fetching=of_scheduler.fetching,
+            blocks_on_hold=of_scheduler.blocks_on_hold,
+            evictions=of_scheduler.evictions,
+        )
+
+    def check(self, ticket: r.RoomTicket) -> None:
+        """Raises InvalidRequest for a room that this head can have no part in."""
+        if ticket.sends is not self._sends:
+            does = "prefills" if self._sends else "decodes"
+            raise InvalidRequest(f"a sequence's room was sent to a head that {does} the other way round")
+
+    def open(self, ticket: r.RoomTicket) -> None:
+        """A Submit with a room was taken in. ``asked`` is to follow."""
+        key, peer = ticket.key, ticket.peer
+        if key in self._records:
+            return
+        self._records[key] = _Record(peer)
+        self._on(w.Open(key, peer, self._clock.now() + ticket.seconds))
+        if self._machine.state(key) is r.State.done:  # an old Submit, which nobody answers
+            del self._records[key]
+        if peer in self._lost:
+            self._on(w.PeerLost(peer))
+        elif not self._peers.knows(peer):
+            self._channel.send(peer, b"", asks=True)
+
+    def take(self, scheduler: RoomScheduler) -> list[TokenEvent]:
+        """Takes in what came, and what time brings. Does not wait."""
+        for peer in self._peers.take():
+            self._peer_ended(peer)
+        for _ in range(MOST_MESSAGES):
+            arrived = self._channel.receive()
+            if arrived is None:
+                break
+            self._arrived(arrived)
+        now = self._clock.now()
+        if now >= self._tick_at:
+            self._tick(now)
+        return self.asked(scheduler)
+
+    def asked(self, scheduler: RoomScheduler) -> list[TokenEvent]:
+        """Carries out what the scheduler asks for, and takes in what ranks said. To be called whenever it
+        was given something, and when a step was launched or committed. Does not wait.
+        """
+        for word in self._ranks.take():
+            self._rank_said(word)
+        events: list[TokenEvent] = []
+        while True:
+            while self._actions:
+                self._carry_out(self._actions.popleft(), scheduler, events)
+            requests = scheduler.room_requests()
+            if not requests:
+                return events
+            for request in requests:
+                self._request(request)
+
+    def lose(self) -> None:
+        """Ranks of this group are lost, and with them the steps in flight. ``asked`` is to follow."""
+        self._whole = False
+        lost = Unavailable("processes of a group that moved the sequence's cache were lost").info()
+        for key in list(self._records):
+            self._on(w.Cancel(key, lost))
+
+    def regain(self) -> None:
+        """The group is whole again."""
+        for word in self._ranks.take():  # what ended did so before
+            self._rank_said(word)
+        self._whole = True
+        for rank in self._gone:
+            self._on(w.RankBack(rank))
+        self._gone.clear()
+        for key in self._stops:
+            self._ranks.send(f.StopRoom(key=key))
+
+    def close(self) -> None:
+        """Tells peers that nothing more comes, and ends. The ranks' transfers end with their processes."""
+        ends = Unavailable("the head of a group that moved the sequence's cache ends").info()
+        self._actions.clear()
+        for key in list(self._records):
+            self._on(w.Cancel(key, ends))
+        for action in self._actions:
+            if isinstance(action, w.Send):
+                self._send(action.peer, action.message)
+        self._actions.clear()
+        self._channel.close()
+        self._peers.close()
+
+    # ---- what comes in
+
+    def _on(self, event: w.SenderEvent | w.ReceiverEvent) -> None:
+        machine = self._machine
+        now = self._clock.now()
+        if isinstance(machine, SendingRooms):
+            assert not isinstance(event, w.Reserve | w.Postpone | w.Refuse), "a receiver's word"
+            self._actions.extend(machine.on(event, now))
+        else:
+            assert not isinstance(event, w.Offer | w.Finished), "a sender's word"
+            self._actions.extend(machine.on(event, now))
+
+    def _request(self, request: r.RoomRequest) -> None:
+        key = request.key
+        match request:
+            case r.OfferRoom(num_prompt=num_prompt, num_cached=num_cached, hashes=hashes):
+                dims = self._ranks.dims
+                message = r.Admitted(key=key, num_prompt=num_prompt, dims=dims, hashes=hashes)
+                self._on(w.Offer(message, num_cached))
+            case r.FinishRoom(first=first):
+                self._on(w.Finished(r.Metadata(key=key, first=(first,))))
+            case r.CancelRoom(error=error):
+                self._on(w.Cancel(key, error or not_needed()))
+            case r.ReserveRoom(start=start, blocks=blocks):
+                endpoints = self._ranks.endpoints() or ()
+                dims = self._ranks.dims
+                self._on(
+                    w.Reserve(r.Bound(key=key, start=start, dims=dims, blocks=blocks, endpoints=endpoints))
+                )
+            case r.PostponeRoom(seconds=seconds):
+                self._on(w.Postpone(key, seconds))
+            case r.RefuseRoom(error=error):
+                self._on(w.Refuse(key, error))
+
+    def _arrived(self, arrived: Arrived) -> None:
+        peer = arrived.peer
+        self._peers.heard(peer, arrived.process)
+        if arrived.asks:
+            self._channel.send(peer, b"", asks=False)
+        if not arrived.body or peer in self._lost:
+            return
+        try:
+            message = r.decode(arrived.body)
+        except r.RoomMessageError as error:
+            self.bad += 1
+            log.warning("dropped a message of %s: %s", peer.name, error.message)
+            return
+        self._on(w.Heard(peer, message))
+
+    def _rank_said(self, word: RankWord) -> None:
+        match word:
+            case w.RankReport(key, _, outcome) if outcome is not Outcome.failed:
+                record = self._records.get(key)
+                if record is not None and record.began is None:
+                    record.began = self._clock.now()
+            case w.RankStopped(key, rank):
+                self._has_stopped(key, rank)
+            case w.RankGone(rank):
+                self._gone.add(rank)
+                for key in list(self._stops):
+                    self._has_stopped(key, rank)
+        self._on(word)
+
+    def _has_stopped(self, key: RoomKey, rank: int) -> None:
+        left = self._stops.get(key)
+        if left is not None:
+            left.discard(rank)
+            if not left:
+                del self._stops[key]
+
+    def _peer_ended(self, peer: Peer) -> None:
+        log.info("a head at the other end of transfers has ended: %s", peer.name)
+        self._lost.add(peer)
+        self._channel.drop(peer)
+        self._on(w.PeerLost(peer))
+
+    def _tick(self, now: float) -> None:
+        self._tick_at = now + TICK_S
+        due = self._machine.next_due()
+        if due is not None and due <= now:
+            self._on(w.Tick())
+        self._peers.look()
+        if now >= self._tidy_at:
+            self._tidy_at = now + TIDY_S
+            self._channel.tidy()
+
+    # ---- what goes out
+
+    def _carry_out(self, action: w.Action, scheduler: RoomScheduler, events: list[TokenEvent]) -> None:
+        match action:
+            case w.Send(peer, message):
+                self._send(peer, message)
+            case w.Tell(event):
+                self._note(event)
+                events += scheduler.room(event, self._clock.now())
+            case w.Push(key, offer, bound, num_cached):
+                if self._begins(key, offer, bound):
+                    blocks = scheduler.room_blocks(key)
+                    self._ranks.send(
+                        f.PushRoom(offer=offer, bound=bound, blocks=blocks, num_cached=num_cached)
+                    )
+            case w.Expect(key, offer, bound):
+                if self._begins(key, offer, bound):
+                    self._ranks.send(f.ExpectRoom(offer=offer, bound=bound))
+            case w.Stop(key):
+                self._stops[key] = set(self._ranks.ranks) - self._gone
+                self._ranks.send(f.StopRoom(key=key))
+            case w.Revoke(key, peer):
+                self._revoke(key, peer)
+
+    def _begins(self, key: RoomKey, offer: r.Admitted, bound: r.Bound) -> bool:
+        """Whether ranks can be told to begin with a room; else it fails."""
+        if not self._whole:
+            self._on(w.Cancel(key, Unavailable("the group is being formed anew").info()))
+            return False
+        record = self._records.get(key)
+        if record is None or record.failed:
+            return False
+        record.transports = frozenset(endpoint.transport for endpoint in bound.endpoints)
+        record.nbytes = room_bytes(offer.dims, bound.dims, bound.start, offer.num_prompt)
+        return True
+
+    def _send(self, peer: Peer, message: r.RoomMessage) -> None:
+        if peer in self._lost:
+            return
+        try:
+            body = r.encode(message)
+        except WeftError as error:
+            self._on(w.Cancel(message.key, error.info()))
+            return
+        self._channel.send(peer, body, asks=not self._peers.knows(peer))
+
+    def _revoke(self, key: RoomKey, peer: Peer) -> None:
+        """See ``weft.engine.peers``."""
+        record = self._records.get(key)
+        if record is None or record.transports <= {"tcp"}:
+            self._on(w.Revoked(key))
+        elif peer in self._lost:
+            self._on(w.PeerLost(peer))
+        else:
+            log.warning(
+                "the other end of transfer %d/%d does not answer: %s; blocks wait until it does, or ends",
+                key.room,
+                key.attempt,
+                peer.name,
+            )
+
+    # ---- counters and log
+
+    def _note(self, event: r.RoomEvent) -> None:
+        record = self._records.get(event.key)
+        match event:
+            case r.RoomLanded():
+                self._landed(record)
+                self._records.pop(event.key, None)
+            case r.RoomFailed(error=error):
+                if record is not None:
+                    record.failed = True
+                self._failed(event.key, record, error)
+            case r.RoomFreed():
+                self._records.pop(event.key, None)
+
+    def _landed(self, record: _Record | None) -> None:
+        stats = self._stats
+        nbytes = 0 if record is None else record.nbytes
+        began = None if record is None else record.began
+        self._stats = msgspec.structs.replace(
+            stats,
+            done=stats.done + 1,
+            sent_bytes=stats.sent_bytes + (nbytes if self._sends else 0),
+            received_bytes=stats.received_bytes + (0 if self._sends else nbytes),
+            seconds=stats.seconds + (0.0 if began is None else self._clock.now() - began),
+        )
+
+    def _failed(self, key: RoomKey, record: _Record | None, error: ErrorInfo) -> None:
+        if error.code == not_needed().code:
+            return
+        corrupt = error.code == "transfer_corrupt"
+        self._stats = msgspec.structs.replace(
+            self._stats, failed=self._stats.failed + 1, corrupt=self._stats.corrupt + corrupt
+        )
+        other = "nobody" if record is None else record.peer.name
+        sender, receiver = (self.address, other) if self._sends else (other, self.address)
+        say = log.warning if corrupt else log.info
+        say(
+            "transfer %d/%d from %s to %s failed (%s): %s",
+            key.room,
+            key.attempt,
+            sender,
+            receiver,
+            error.code,
+            error.message,
+        )

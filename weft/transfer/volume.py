@@ -1,0 +1,32 @@
+"""How many bytes a room moves, from lengths and layouts alone."""
+
+from __future__ import annotations
+
+from weft.transfer.group_layout import Tensor, heads_of, tensors_of
+from weft.transfer.spans import first_position
+from weft.types.rooms import GroupDims, KindDims
+
+
+def room_bytes(sender: GroupDims, receiver: GroupDims, start: int, end: int) -> int:
+    """Of positions ``start`` .. end - 1, and of states after them, that all ranks of ``receiver`` get."""
+    total = 0
+    for source, target, tensors in zip(sender.kinds, receiver.kinds, tensors_of(receiver), strict=True):
+        entries = _entries(source, target, start, end)
+        for tensor in tensors:
+            lines = tensor.layers * tensor.kv * tensor.entry_bytes * entries
+            total += lines * _heads(target, tensor, receiver.ranks)
+    return total
+
+
+def _entries(sender: KindDims, receiver: KindDims, start: int, end: int) -> int:
+    if receiver.kind == "state":
+        return 1
+    first = first_position(sender, receiver, start, end)
+    return max(0, end // receiver.ratio - first // receiver.ratio)
+
+
+def _heads(kind: KindDims, tensor: Tensor, ranks: int) -> int:
+    """Of all ranks: what several have alike goes to each of them."""
+    if not tensor.heads:
+        return ranks
+    return sum(heads_of(kind, tensor, rank, ranks).size for rank in range(ranks))
