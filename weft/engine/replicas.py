@@ -31,7 +31,18 @@ CLOSE_S = 5.0
 
 
 def start_engine(config: EngineConfig) -> EngineCore | Replicas:
-    """The engine of ``config`` in this process, or of its replicas behind this process. See both."""
+    """The engine of ``config`` in this process, or of its replicas behind this process. See both.
+
+    Raises ConfigError for a role: nothing in this process pairs groups.
+    """
+    transfer = config.transfer
+    if transfer.role != "unified" or transfer.prefill:
+        flag = "role" if transfer.role != "unified" else "prefill"
+        raise ConfigError(
+            f"--{flag}: groups that prefill and groups that decode are started by `weft serve` or `weft up`; "
+            "leave it out",
+            param=f"--{flag}",
+        )
     return EngineCore(config) if config.parallel.data_parallel_size == 1 else Replicas(config)
 
 
@@ -158,6 +169,8 @@ def summed(stats: Sequence[m.HeadStats]) -> m.HeadStats:
         values = [getattr(one, name) for one in stats]
         if name == "kv_usage":
             made[name] = max(values)
+        elif name == "transfers":
+            made[name] = _summed_transfers([value for value in values if value is not None])
         elif isinstance(values[0], tuple):
             longest = max(map(len, values))
             padded = [(*value, *[0] * (longest - len(value))) for value in values]
@@ -165,3 +178,11 @@ def summed(stats: Sequence[m.HeadStats]) -> m.HeadStats:
         else:
             made[name] = sum(values)
     return m.HeadStats(**made)
+
+
+def _summed_transfers(stats: Sequence[m.TransferStats]) -> m.TransferStats | None:
+    """None where no head has a role."""
+    if not stats:
+        return None
+    sums = {name: sum(getattr(one, name) for one in stats) for name in m.TransferStats.__struct_fields__}
+    return m.TransferStats(**sums)

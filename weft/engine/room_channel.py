@@ -172,5 +172,6 @@ class ZmqRooms:
             socket.close()
         self._others.clear()
         self._context.term()
+        Path(self.address.removeprefix("ipc://")).unlink(missing_ok=True)
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)

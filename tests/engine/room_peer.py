@@ -1,0 +1,32 @@
+"""A head at the other end of rooms, as a process of its own: ``python -m tests.engine.room_peer ADDRESS``.
+
+It prints its address and incarnation, and answers each offer with ``Later``.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import zmq
+
+from weft.engine.room_channel import ZmqRooms
+from weft.types import rooms as r
+
+
+def main(endpoint: str, incarnation: int) -> None:
+    channel = ZmqRooms(endpoint, incarnation)
+    print(channel.address, flush=True)
+    poller = zmq.Poller()
+    poller.register(channel.sockets[0], zmq.POLLIN)
+    while True:
+        poller.poll(1000)
+        while (arrived := channel.receive()) is not None:
+            if arrived.asks:
+                channel.send(arrived.peer, b"", asks=False)
+            if arrived.body:
+                key = r.decode(arrived.body).key
+                channel.send(arrived.peer, r.encode(r.Later(key=key, seconds=1.0)), asks=False)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

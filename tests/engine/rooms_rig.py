@@ -1,0 +1,247 @@
+"""Two heads with rooms on virtual time: the real ``HeadRooms``, and a network, ranks and schedulers that are
+faked. The schedulers watch their blocks: one that is used while a transfer may touch it is a ``Violation``.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from tests.transfer.memory import KINDS, Group
+from weft.common.errors import Unavailable
+from weft.engine.group_rooms import RankWord
+from weft.engine.peers import PeerWatch, Process, own_process
+from weft.engine.room_channel import Arrived
+from weft.engine.rooms import HeadRooms
+from weft.sim.clock import VirtualClock
+from weft.transfer import words as w
+from weft.transfer.group_layout import blocks_of
+from weft.transfer.room_table import Patience
+from weft.types import frames as f
+from weft.types import rooms as r
+from weft.types.messages import TokenEvent
+from weft.types.rooms import Endpoint, Outcome, Peer, RoomKey, RoomTicket
+
+RANKS, BLOCKS, PROMPT = 2, 64, 10
+GROUP = Group([KINDS["full"]], RANKS, 4, BLOCKS)
+PATIENCE = Patience(retry=0.5, bind=20.0, fence=3.0, remember=120.0)
+ERROR = Unavailable("planted").info()
+
+
+class Violation(AssertionError):
+    """A block was used twice."""
+
+
+class Net:
+    """Carries messages between heads: late, twice, or not at all."""
+
+    def __init__(self, clock: VirtualClock, rng: random.Random, loss: float = 0.0) -> None:
+        self.clock, self.rng, self.loss = clock, rng, loss
+        self.boxes: dict[str, list[tuple[float, int, Arrived]]] = {}
+        self.sent = 0
+
+    def post(self, to: str, message: Arrived) -> None:
+        if self.rng.random() < self.loss:
+            return
+        for _ in range(1 + (self.rng.random() < self.loss)):
+            self.sent += 1
+            due = self.clock.now() + (self.rng.random() if self.loss else 0.0)
+            heapq.heappush(self.boxes.setdefault(to, []), (due, self.sent, message))
+
+
+class FakeChannel:
+    """A ``RoomChannel``."""
+
+    sockets: Sequence[Any] = ()
+    bad = 0
+
+    def __init__(self, net: Net, me: Peer, process: Process) -> None:
+        self.net, self.me, self.process = net, me, process
+        self.address = me.name
+        self.dropped: list[Peer] = []
+        self.closed = False
+
+    def send(self, peer: Peer, body: bytes, asks: bool) -> None:
+        self.net.post(peer.name, Arrived(self.me, self.process, asks, body))
+
+    def receive(self) -> Arrived | None:
+        box = self.net.boxes.get(self.address)
+        if not box or box[0][0] > self.net.clock.now():
+            return None
+        return heapq.heappop(box)[2]
+
+    def drop(self, peer: Peer) -> None:
+        self.dropped.append(peer)
+
+    def tidy(self) -> None: ...
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class FakeRanks:
+    """Of a group: they move nothing, and say what they are told to say."""
+
+    dims = GROUP.dims
+    ranks = range(RANKS)
+    sockets: Sequence[Any] = ()
+
+    def __init__(self, transport: str = "shm") -> None:
+        self.transport = transport
+        self.frames: list[f.RoomToRank] = []
+        self.said: deque[RankWord] = deque()
+        self.busy: set[RoomKey] = set()
+        """Rooms that ranks move."""
+        self.deaf: set[int] = set()
+        """Ranks that do not answer ``Stop``."""
+
+    def endpoints(self) -> tuple[Endpoint, ...]:
+        return tuple(Endpoint(self.transport, f"rank{n}", n) for n in range(RANKS))
+
+    def send(self, frame: f.RoomToRank) -> None:
+        self.frames.append(frame)
+        if isinstance(frame, f.StopRoom):
+            self.busy.discard(frame.key)
+            for rank in set(self.ranks) - self.deaf:
+                self.said.append(w.RankStopped(frame.key, rank))
+        else:
+            self.busy.add(frame.offer.key)
+
+    def say(self, key: RoomKey, outcome: Outcome, error: Any = None) -> None:
+        for rank in self.ranks:
+            self.said.append(w.RankReport(key, rank, outcome, error))
+
+    def take(self) -> list[RankWord]:
+        said = list(self.said)
+        self.said.clear()
+        return said
+
+
+class FakeScheduler:
+    """Blocks of one group, by room."""
+
+    def __init__(self, refuse: str = "") -> None:
+        self.free = list(range(1, BLOCKS))
+        self.held: dict[RoomKey, list[int]] = {}
+        self.requests: deque[r.RoomRequest] = deque()
+        self.told: list[r.RoomEvent] = []
+        self.refuse = refuse
+
+    def kinds(self, key: RoomKey) -> list[str]:
+        return [type(event).__name__ for event in self.told if event.key == key]
+
+    def hold(self, key: RoomKey) -> tuple[r.Blocks, ...]:
+        assert key not in self.held
+        self.held[key] = [self.free.pop() for _ in range(3)]
+        return self.room_blocks(key)
+
+    def room_blocks(self, key: RoomKey) -> tuple[r.Blocks, ...]:
+        return (blocks_of(self.held[key]),)
+
+    def room_requests(self) -> list[r.RoomRequest]:
+        asked = list(self.requests)
+        self.requests.clear()
+        return asked
+
+    def room(self, event: r.RoomEvent, now: float) -> list[TokenEvent]:
+        self.told.append(event)
+        key = event.key
+        match event:
+            case r.RoomWanted():
+                if self.refuse:
+                    self.requests.append(r.RefuseRoom(key, ERROR))
+                elif len(self.free) < 3:
+                    self.requests.append(r.PostponeRoom(key, 0.5))
+                else:
+                    self.requests.append(r.ReserveRoom(key, 0, self.hold(key)))
+            case r.RoomLanded() | r.RoomFreed():
+                self.free += self.held.pop(key, [])
+            case r.RoomFailed():
+                return [TokenEvent(sequence=key.room, finish="evicted")]
+        return []
+
+
+class FakePeers(PeerWatch):
+    """Ends of processes are told by the test."""
+
+    def heard(self, peer: Peer, process: Process) -> None:
+        self._known.setdefault(peer, process)
+
+    def end(self, peer: Peer) -> None:
+        self._ended.append(peer)
+
+
+class Side:
+    """One head."""
+
+    def __init__(self, pair: Pair, role: Any, transport: str) -> None:
+        self.pair = pair
+        self.peer = Peer(f"ipc://{role}", 7 if role == "prefill" else 8)
+        self.channel = FakeChannel(pair.net, self.peer, own_process())
+        self.ranks = FakeRanks(transport)
+        self.scheduler = FakeScheduler()
+        self.peers = FakePeers()
+        self.events: list[TokenEvent] = []
+        self.alive = True
+        self.rooms = HeadRooms(
+            role,
+            self.ranks,
+            self.channel,
+            incarnation=self.peer.incarnation,
+            clock=pair.clock,
+            patience=PATIENCE,
+            peers=self.peers,
+        )
+
+    def turn(self) -> None:
+        if self.alive:
+            self.events += self.rooms.take(self.scheduler)
+            held = [block for blocks in self.scheduler.held.values() for block in blocks]
+            if len({*held, *self.scheduler.free}) != BLOCKS - 1 or len(held) != len(set(held)):
+                raise Violation("a block is used twice, or lost")
+            if not self.ranks.busy <= {*self.scheduler.held}:
+                raise Violation("ranks move a room whose memory was given back")
+
+
+class Pair:
+    """A group that prefills, and one that decodes."""
+
+    def __init__(self, seed: int = 0, loss: float = 0.0, transport: str = "shm") -> None:
+        self.rng = random.Random(seed)
+        self.clock = VirtualClock(1000.0)
+        self.net = Net(self.clock, self.rng, loss)
+        self.sender, self.receiver = Side(self, "prefill", transport), Side(self, "decode", transport)
+
+    def key(self, room: int) -> RoomKey:
+        return RoomKey(room, 0, self.sender.peer.incarnation)
+
+    def open(self, room: int, seconds: float = 60.0) -> RoomKey:
+        key = self.key(room)
+        self.sender.rooms.open(RoomTicket(key, True, self.receiver.peer, seconds))
+        self.receiver.rooms.open(RoomTicket(key, False, self.sender.peer, seconds))
+        return key
+
+    def admit(self, key: RoomKey) -> None:
+        self.sender.scheduler.hold(key)
+        self.sender.scheduler.requests.append(r.OfferRoom(key, PROMPT, 0))
+
+    def finish(self, key: RoomKey) -> None:
+        self.sender.scheduler.requests.append(r.FinishRoom(key, r.FirstToken(0, 5)))
+
+    def run(self, seconds: float, step: float = 0.05) -> None:
+        until = self.clock.now() + seconds
+        while self.clock.now() < until:
+            for side in (self.sender, self.receiver):
+                side.turn()
+            self.clock.advance_to(self.clock.now() + step)
+
+    def bound(self, room: int = 1) -> RoomKey:
+        """A room that is bound and moves."""
+        key = self.open(room)
+        self.admit(key)
+        self.run(0.3)
+        assert self.sender.ranks.busy == {key} == self.receiver.ranks.busy
+        return key

@@ -1,0 +1,253 @@
+"""Messages of rooms between processes, and proof that one has ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from tests.engine.rooms_rig import FakeRanks, FakeScheduler
+from tests.support.slowness import deadline
+from weft.common.clock import SystemClock
+from weft.common.folder import private_folder
+from weft.engine import peers
+from weft.engine.peers import PeerWatch, Process, own_process
+from weft.engine.room_channel import Arrived, ZmqRooms
+from weft.engine.rooms import HeadRooms
+from weft.types import rooms as r
+from weft.types.rooms import Peer, RoomKey, RoomTicket
+
+SECONDS = deadline(20.0)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    import shutil
+
+    made = private_folder()
+    yield made
+    shutil.rmtree(made, ignore_errors=True)
+
+
+class Other:
+    """The process of a peer."""
+
+    def __init__(self, folder: Path) -> None:
+        self.peer = Peer(f"ipc://{folder}/other", 8)
+        command = [sys.executable, "-m", "tests.engine.room_peer", self.peer.name, "8"]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE)
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline().decode().strip() == self.peer.name
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def other(folder: Path) -> Iterator[Other]:
+    made = Other(folder)
+    yield made
+    made.close()
+
+
+class Head:
+    """A head that prefills, with real sockets."""
+
+    def __init__(self, folder: Path) -> None:
+        self.scheduler = FakeScheduler()
+        self.channel = ZmqRooms(f"ipc://{folder}/head", 7)
+        self.rooms = HeadRooms("prefill", FakeRanks(), self.channel, incarnation=7, clock=SystemClock())
+        self.poller = zmq.Poller()
+        for socket in self.rooms.sockets:
+            self.poller.register(socket, zmq.POLLIN)
+
+    def until(self, reached: Callable[[], bool]) -> float:
+        """Turns, asleep between them, until ``reached``. Seconds that it took."""
+        began = time.monotonic()
+        while not reached():
+            assert time.monotonic() - began < SECONDS
+            self.poller.poll(100)
+            self.rooms.take(self.scheduler)
+        return time.monotonic() - began
+
+
+@pytest.fixture
+def head(folder: Path) -> Iterator[Head]:
+    made = Head(folder)
+    yield made
+    made.rooms.close()
+
+
+def test_a_killed_peer_fails_its_rooms_well_before_two_seconds(head: Head, other: Other) -> None:
+    key = RoomKey(1, 0, 7)
+    head.rooms.open(RoomTicket(key, True, other.peer, 600.0))
+    head.until(lambda: head.rooms._peers.knows(other.peer))
+    head.scheduler.hold(key)
+    head.scheduler.requests.append(r.OfferRoom(key, 10, 0))
+    head.until(lambda: not head.scheduler.requests)
+    assert head.scheduler.kinds(key) == []
+    other.process.send_signal(signal.SIGSTOP)  # it stands still, which proves nothing
+    until = time.monotonic() + 0.5
+    head.until(lambda: time.monotonic() > until)
+    assert head.scheduler.kinds(key) == []
+    other.process.kill()
+    took = head.until(lambda: "RoomFreed" in head.scheduler.kinds(key))
+    assert took < deadline(1.0)
+    assert not head.scheduler.held
+
+
+def test_a_peer_that_came_later_is_reached_then(head: Head, folder: Path) -> None:
+    """Processes start in any order."""
+    peer = Peer(f"ipc://{folder}/other", 8)
+    key = RoomKey(1, 0, 7)
+    head.rooms.open(RoomTicket(key, True, peer, 600.0))
+    head.rooms.take(head.scheduler)
+    late = Other(folder)
+    try:
+        head.until(lambda: head.rooms._peers.knows(peer))
+    finally:
+        late.close()
+    head.until(lambda: "RoomFailed" in head.scheduler.kinds(key))
+
+
+def test_a_head_without_rooms_connects_to_nobody_and_ends_at_once(folder: Path) -> None:
+    head = Head(folder)
+    assert head.channel._others == {}
+    began = time.monotonic()
+    head.rooms.close()
+    assert time.monotonic() - began < deadline(0.5)
+    assert not (folder / "head").exists()
+
+
+def test_what_is_no_envelope_is_counted_and_dropped(head: Head) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.connect(head.channel.address)
+    try:
+        for parts in ([b"\x00nonsense"], [b"two", b"parts"], [b""]):
+            socket.send_multipart(parts)
+        head.until(lambda: head.channel.bad == 3)
+    finally:
+        socket.close(0)
+        context.term()
+
+
+def test_only_sockets_of_this_host_are_connected_to(head: Head) -> None:
+    head.channel.send(Peer("tcp://192.0.2.1:1", 1), b"x", asks=False)
+    assert head.channel._others == {}
+
+
+def test_connections_that_nobody_uses_are_closed(
+    head: Head, other: Other, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head.channel.send(other.peer, b"", asks=True)
+    head.channel.tidy()
+    assert set(head.channel._others) == {other.peer}
+    monkeypatch.setattr("weft.engine.room_channel.UNUSED_S", -1.0)
+    head.channel.tidy()
+    assert head.channel._others == {}
+    head.channel.send(other.peer, b"", asks=True)  # and made again
+    head.until(lambda: head.rooms._peers.knows(other.peer))
+
+
+class TestPeerWatch:
+    PEER = Peer("ipc://there", 1)
+
+    def process(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+
+    def of(self, child: subprocess.Popen[bytes]) -> Process:
+        started = peers._started(child.pid)
+        assert started is not None
+        return own_process()._replace(pid=child.pid, started=started)
+
+    @pytest.mark.parametrize("pidfds", [True, False])
+    def test_the_end_of_a_process_is_seen(self, pidfds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        if not pidfds:
+            monkeypatch.delattr(os, "pidfd_open")
+        watch = PeerWatch()
+        child = self.process()
+        watch.heard(self.PEER, self.of(child))
+        watch.look()
+        assert watch.take() == []
+        assert watch.here(self.PEER)
+        child.kill()  # nobody has asked how it ended: it is a zombie
+        until = time.monotonic() + SECONDS
+        while not (ended := watch.take()) and time.monotonic() < until:
+            watch.look()
+            time.sleep(0.01)
+        assert ended == [self.PEER]
+        assert watch.take() == []
+        child.wait()
+        watch.close()
+
+    def test_a_loop_that_sleeps_wakes(self) -> None:
+        watch = PeerWatch()
+        child = self.process()
+        poller = zmq.Poller()
+        poller.register(watch.sockets[0], zmq.POLLIN)
+        watch.heard(self.PEER, self.of(child))
+        assert not poller.poll(0)
+        child.kill()
+        assert poller.poll(SECONDS * 1e3)
+        assert watch.take() == [self.PEER]
+        assert not poller.poll(0)
+        child.wait()
+        watch.close()
+
+    def test_another_process_of_the_same_number_is_another(self) -> None:
+        watch = PeerWatch()
+        me = own_process()
+        watch.heard(self.PEER, me._replace(started=me.started - 1))
+        assert watch.take() == [self.PEER]
+        watch.close()
+
+    def test_a_process_that_had_ended_before_it_was_heard_of(self) -> None:
+        watch = PeerWatch()
+        child = self.process()
+        process = self.of(child)
+        child.kill()
+        child.wait()
+        watch.heard(self.PEER, process)
+        assert watch.take() == [self.PEER]
+        watch.close()
+
+    def test_of_processes_elsewhere_nothing_is_known(self) -> None:
+        watch = PeerWatch()
+        watch.heard(self.PEER, own_process()._replace(host="elsewhere", pid=1 << 30))
+        watch.look()
+        assert watch.take() == []
+        assert watch.knows(self.PEER)
+        assert not watch.here(self.PEER)
+        watch.close()
+
+    def test_nothing_is_left_open(self) -> None:
+        before = len(os.listdir("/proc/self/fd"))
+        watch = PeerWatch()
+        watch.heard(self.PEER, own_process())
+        assert watch.sockets
+        watch.close()
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_an_arrival_says_who_and_which_process(head: Head, folder: Path) -> None:
+    channel = ZmqRooms(f"ipc://{folder}/second", 9)
+    got: list[Arrived] = []
+    try:
+        channel.send(Peer(head.channel.address, 7), b"body", asks=True)
+        until = time.monotonic() + SECONDS
+        while not got and time.monotonic() < until:
+            got += [one for one in [head.channel.receive()] if one is not None]
+        assert got == [Arrived(Peer(channel.address, 9), own_process(), True, b"body")]
+    finally:
+        channel.close()

@@ -1,0 +1,304 @@
+"""A head's part in rooms: between a scheduler, ranks and the heads of other groups, on virtual time."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+
+import pytest
+
+from tests.engine.rooms_rig import ERROR, PROMPT, Pair, Side
+from weft.common.errors import ErrorInfo, InvalidRequest
+from weft.engine.rooms import HeadRooms
+from weft.transfer import words as w
+from weft.transfer.volume import room_bytes
+from weft.types import frames as f
+from weft.types import rooms as r
+from weft.types.messages import TransferStats
+from weft.types.rooms import Outcome, Peer, RoomKey, RoomTicket
+
+
+def kinds(side: Side) -> list[str]:
+    return [type(frame).__name__ for frame in side.ranks.frames]
+
+
+def land(pair: Pair, key: RoomKey) -> None:
+    for side in (pair.sender, pair.receiver):
+        side.ranks.say(key, Outcome.pending)
+    pair.run(0.5)
+    for side in (pair.sender, pair.receiver):
+        side.ranks.say(key, Outcome.done)
+    pair.run(0.5)
+
+
+def test_a_room_from_its_offer_to_its_landing() -> None:
+    pair = Pair()
+    key = pair.bound()
+    sender, receiver = pair.sender, pair.receiver
+    push, expect = sender.ranks.frames[0], receiver.ranks.frames[0]
+    assert isinstance(push, f.PushRoom)
+    assert isinstance(expect, f.ExpectRoom)
+    assert push.blocks == sender.scheduler.room_blocks(key)
+    assert push.bound == expect.bound
+    assert push.bound.blocks == receiver.scheduler.room_blocks(key)
+    assert push.bound.endpoints == receiver.ranks.endpoints()
+    assert push.offer.num_prompt == PROMPT
+    assert sender.rooms.moving
+    assert sender.rooms.stats(None).rooms == receiver.rooms.stats(None).rooms == 1
+    pair.finish(key)
+    land(pair, key)
+    assert sender.scheduler.kinds(key) == ["RoomBound", "RoomLanded"]
+    assert receiver.scheduler.kinds(key) == ["RoomWanted", "RoomLanded"]
+    landed = receiver.scheduler.told[-1]
+    assert isinstance(landed, r.RoomLanded)
+    assert landed.first == (r.FirstToken(0, 5),)
+    assert kinds(sender) == ["PushRoom", "StopRoom"]
+    assert kinds(receiver) == ["ExpectRoom", "StopRoom"]
+    nbytes = room_bytes(sender.ranks.dims, receiver.ranks.dims, 0, PROMPT)
+    there, here = (side.rooms.stats(TransferStats(awaiting=3, done=9)) for side in (sender, receiver))
+    assert (there.done, there.sent_bytes, there.received_bytes) == (1, nbytes, 0)
+    assert (here.done, here.sent_bytes, here.received_bytes) == (1, 0, nbytes)
+    assert here.awaiting == 3
+    assert here.seconds == pytest.approx(0.5, abs=0.1)
+    assert not sender.rooms.moving
+
+
+def test_what_a_scheduler_asks_is_carried_out_at_once() -> None:
+    """Behind the launch of the plan that admits the sequence, not a turn later."""
+    pair = Pair()
+    key = pair.open(1)
+    pair.run(0.2)
+    sent = pair.net.sent
+    pair.admit(key)
+    pair.sender.rooms.asked(pair.sender.scheduler)
+    assert pair.net.sent == sent + 1
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_nothing_leaks_whatever_happens(seed: int) -> None:
+    """Messages are lost, come twice and overtake each other; sequences end, ranks fail, groups are lost, a
+    head dies: every room ends, each block comes back once, and never while ranks may touch it."""
+    rng = random.Random(seed)
+    pair = Pair(seed, loss=rng.choice([0.0, 0.2, 0.5]), transport=rng.choice(["shm", "tcp"]))
+    keys = [pair.open(room, seconds=rng.uniform(5, 60)) for room in range(12)]
+    waiting = list(keys)
+    for _ in range(120):
+        if waiting and rng.random() < 0.3:
+            key = waiting.pop()
+            if "RoomFailed" not in pair.sender.scheduler.kinds(key):
+                pair.admit(key)
+        one = rng.choice(keys)
+        side = rng.choice([pair.sender, pair.receiver])
+        deed = rng.random()
+        if deed < 0.3:
+            pair.finish(one)
+            for each in (pair.sender, pair.receiver):
+                each.ranks.say(one, Outcome.done)
+        elif deed < 0.4:
+            side.ranks.say(one, rng.choice([Outcome.failed, Outcome.pending]), ERROR)
+        elif deed < 0.5:
+            side.scheduler.requests.append(r.CancelRoom(one, rng.choice([None, ERROR])))
+        elif deed < 0.55:
+            side.rooms.lose()
+        elif deed < 0.65:
+            side.rooms.regain()
+        elif deed < 0.66 and pair.sender.alive and pair.receiver.alive:
+            side.alive = False
+            other = pair.receiver if side is pair.sender else pair.sender
+            other.peers.end(side.peer)
+        pair.run(rng.random())
+    pair.net.loss = 0.0
+    for side in (pair.sender, pair.receiver):
+        side.rooms.regain()
+    pair.run(200.0, step=0.5)
+    for side in (pair.sender, pair.receiver):
+        if not side.alive:
+            continue
+        for key in keys:
+            told = side.scheduler.kinds(key)
+            assert told.count("RoomLanded") + told.count("RoomFailed") == 1, (key, told)
+        never = {key for key in side.scheduler.held if side is pair.sender and key in waiting}
+        assert set(side.scheduler.held) == never
+        assert side.rooms.stats(None).rooms == 0
+        assert not side.rooms.moving
+        assert not side.ranks.busy
+        assert not side.rooms._records
+        assert not side.rooms._stops
+
+
+def test_a_peer_that_has_ended_fails_its_rooms_at_once_and_gives_their_memory_back() -> None:
+    for transport in ("shm", "tcp"):
+        pair = Pair(transport=transport)
+        key = pair.bound()
+        pair.receiver.alive = False
+        pair.sender.peers.end(pair.receiver.peer)
+        pair.sender.turn()
+        pair.sender.turn()  # its ranks have stopped
+        assert pair.sender.scheduler.kinds(key)[-2:] == ["RoomFailed", "RoomFreed"]
+        assert not pair.sender.scheduler.held
+        assert pair.sender.channel.dropped == [pair.receiver.peer]
+        late = pair.key(2)  # its Submit was under way
+        pair.sender.rooms.open(RoomTicket(late, True, pair.receiver.peer, 60.0))
+        pair.sender.turn()
+        assert pair.sender.scheduler.kinds(late) == ["RoomFailed", "RoomFreed"]
+
+
+def test_a_silent_peer_keeps_memory_that_it_can_read_and_no_other() -> None:
+    """Stopped, it may go on with what it has mapped; what only travels through sockets is this side's own."""
+    for transport, kept in (("shm", True), ("tcp", False)):
+        pair = Pair(transport=transport)
+        key = pair.bound()
+        pair.receiver.alive = False
+        pair.sender.scheduler.requests.append(r.CancelRoom(key, ERROR))
+        pair.run(300.0, step=0.5)
+        assert pair.sender.scheduler.kinds(key)[1] == "RoomFailed"
+        assert bool(pair.sender.scheduler.held) is kept, transport
+        assert pair.sender.rooms.stats(None).rooms == kept
+        assert not pair.sender.rooms.moving
+        pair.sender.peers.end(pair.receiver.peer)
+        pair.run(0.2)
+        assert not pair.sender.scheduler.held
+        assert pair.sender.scheduler.kinds(key).count("RoomFreed") == 1
+
+
+def test_a_peer_that_stood_still_and_goes_on_answers() -> None:
+    pair = Pair()
+    key = pair.bound()
+    pair.receiver.alive = False
+    pair.sender.scheduler.requests.append(r.CancelRoom(key, ERROR))
+    pair.run(30.0, step=0.5)
+    assert pair.sender.scheduler.held
+    pair.receiver.alive = True
+    pair.run(30.0, step=0.5)
+    assert not pair.sender.scheduler.held
+    assert not pair.receiver.scheduler.held
+
+
+def test_a_group_that_is_lost_ends_its_rooms_and_ranks_that_run_on_are_told_again() -> None:
+    pair = Pair()
+    key = pair.bound()
+    sender = pair.sender
+    sender.ranks.deaf = {1}  # the frame is lost with its connection
+    sender.rooms.lose()
+    sender.turn()
+    assert sender.events[-1].finish == "evicted"
+    assert sender.scheduler.held
+    early = pair.open(2)  # taken in while the group is being formed
+    pair.admit(early)
+    pair.run(1.0)
+    assert sender.scheduler.kinds(early) == ["RoomBound", "RoomFailed"]
+    assert kinds(sender).count("PushRoom") == 1  # nothing begins meanwhile
+    assert set(sender.scheduler.held) == {key, early}  # rank 1 has not said that it stopped
+    sender.ranks.deaf = set()
+    sender.rooms.regain()
+    pair.run(1.0)
+    assert sender.scheduler.kinds(key)[-1] == "RoomFreed"
+    assert not sender.scheduler.held
+    after = pair.open(3)
+    pair.admit(after)
+    pair.run(0.3)
+    assert after in sender.ranks.busy
+
+
+def test_a_rank_that_was_replaced_has_stopped_with_its_process() -> None:
+    pair = Pair()
+    key = pair.bound()
+    sender = pair.sender
+    sender.ranks.deaf = {1}
+    sender.rooms.lose()
+    pair.run(1.0)
+    assert sender.scheduler.held
+    sender.ranks.said.append(w.RankGone(1))
+    pair.run(0.2)
+    assert sender.scheduler.kinds(key)[-1] == "RoomFreed"
+    assert not sender.scheduler.held
+    sender.ranks.deaf = set()
+    sender.rooms.regain()
+    pair.bound(2)
+
+
+def test_a_refused_room_fails_at_the_sender_and_holds_nothing() -> None:
+    pair = Pair()
+    pair.receiver.scheduler.refuse = "yes"
+    key = pair.open(1)
+    pair.admit(key)
+    pair.run(1.0)
+    for side in (pair.sender, pair.receiver):
+        assert side.scheduler.kinds(key)[-2:] == ["RoomFailed", "RoomFreed"]
+        assert not side.scheduler.held
+
+
+def test_a_failed_room_is_one_line_that_names_both_ends(caplog: pytest.LogCaptureFixture) -> None:
+    pair = Pair()
+    key = pair.bound()
+    corrupt = ErrorInfo(code="transfer_corrupt", message="other bytes arrived")
+    with caplog.at_level(logging.INFO, "weft"):
+        pair.receiver.ranks.say(key, Outcome.failed, corrupt)
+        pair.run(1.0)
+    lines = [record for record in caplog.records if "transfer 1/0" in record.message]
+    assert len(lines) == 2  # one at each end
+    for record in lines:
+        assert record.levelno == logging.WARNING
+        assert f"from {pair.sender.peer.name} to {pair.receiver.peer.name}" in record.message
+    for side in (pair.sender, pair.receiver):
+        stats = side.rooms.stats(None)
+        assert (stats.done, stats.failed, stats.corrupt) == (0, 1, 1)
+
+
+def test_a_sequence_that_ended_with_its_prefill_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:
+    pair = Pair()
+    key = pair.bound()
+    with caplog.at_level(logging.INFO, "weft"):
+        pair.sender.scheduler.requests.append(r.CancelRoom(key))
+        pair.run(1.0)
+    assert not [record for record in caplog.records if "transfer 1/0" in record.message]
+    for side in (pair.sender, pair.receiver):
+        assert side.rooms.stats(None).failed == 0
+        assert side.scheduler.kinds(key)[-2:] == ["RoomFailed", "RoomFreed"]
+
+
+def test_messages_that_are_none_are_dropped() -> None:
+    pair = Pair()
+    pair.sender.channel.send(pair.receiver.peer, b"\x81\xa4type\xa4what", asks=False)
+    pair.run(0.2)
+    assert pair.receiver.rooms.bad == 1
+    pair.bound()
+
+
+def test_a_room_of_the_other_role_is_refused() -> None:
+    pair = Pair()
+    with pytest.raises(InvalidRequest):
+        pair.sender.rooms.check(RoomTicket(pair.key(1), False, Peer("ipc://x", 1), 1.0))
+    with pytest.raises(InvalidRequest):
+        pair.receiver.rooms.check(RoomTicket(pair.key(1), True, Peer("ipc://x", 1), 1.0))
+
+
+def test_a_head_that_ends_says_so() -> None:
+    """The other end does not wait for a deadline."""
+    pair = Pair()
+    key = pair.bound()
+    pair.sender.rooms.close()
+    pair.sender.alive = False
+    assert pair.sender.channel.closed
+    pair.run(0.3)
+    assert pair.receiver.scheduler.kinds(key)[-2:] == ["RoomFailed", "RoomFreed"]
+    assert not pair.receiver.scheduler.held
+
+
+def test_a_turn_without_anything_to_do_costs_microseconds() -> None:
+    """Also with rooms that are under way."""
+    pair = Pair()
+    for room in range(100):
+        pair.open(room)
+    pair.run(1.0)
+    rooms: HeadRooms = pair.sender.rooms
+    best = min(_seconds(pair, rooms) for _ in range(5))
+    assert best < 50e-6
+
+
+def _seconds(pair: Pair, rooms: HeadRooms) -> float:
+    began = time.perf_counter()
+    for _ in range(1000):
+        rooms.take(pair.sender.scheduler)
+    return (time.perf_counter() - began) / 1000
