@@ -21,11 +21,13 @@ from weft.group.sizes import blocks_of, sized
 from weft.group.types import GroupLost
 from weft.parallel.loopback import LinkFault, Loopback
 from weft.parallel.mesh import Mesh
+from weft.runner.exports import Reports, Transfer
 from weft.runner.runner import StepHandle
 from weft.runner.slot_state import SlotState
 from weft.sim.clock import VirtualClock
 from weft.types import frames as f
 from weft.types.plan import StepPlan, StepResult
+from weft.types.rooms import Endpoint
 
 SETTINGS = {"scheduler.max_num_seqs": "8", "dtype": '"float64"'}
 TIMEOUT = 10.0
@@ -37,6 +39,9 @@ class TableRunner:
     graphs = None
     drafter = None
     varying: tuple[str, ...] = ()
+    transfer: Transfer | None = None
+    reports: Reports | None = None
+    endpoint: Endpoint | None = None
 
     def __init__(self, kv: KVConfig, commits: dict[int, int], fake: FakeRunner | None = None) -> None:
         """``commits``: step -> the last step that was committed when it was planned."""

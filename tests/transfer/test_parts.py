@@ -230,16 +230,16 @@ class TestArrivals:
 class TestPushes:
     GROUP = Group([KINDS["full"], KINDS["state"]], 1, 8, 16)
 
-    def plan(self) -> SpanPlan:
+    def plan(self, start: int = 0) -> SpanPlan:
         to = Group([KINDS["full"], KINDS["state"]], 1, 8, 16, snapshots=True)
         sides = self.GROUP.side([[3, 9, 1], [1]], 0, 20), to.side([[5, 2, 11], [2]], 0, 20)
-        return SpanPlan(sides[0], 0, sides[1], 0, 0, 20)
+        return SpanPlan(sides[0], 0, sides[1], 0, start, 20)
 
     def pushes(self, **more: int) -> p.Pushes:
         def digest(key: RoomKey, peer: str, parts: tuple[Part, ...]) -> np.ndarray:
             return np.zeros(sum(len(part.spans) for part in parts), np.uint64)
 
-        return p.Pushes([kind.layers for kind in self.GROUP.dims.kinds], digest, **more)
+        return p.Pushes([kind.layers for kind in self.GROUP.dims.kinds], digest, states=[1], **more)
 
     def total(self) -> int:
         return sum(part.nbytes for part in self.plan().everything())
@@ -274,15 +274,26 @@ class TestPushes:
             out.on(p.Stopped(KEY))
             assert len(out) == out.under_way == 0
 
-    @pytest.mark.parametrize("bound_after", range(3))
-    @pytest.mark.parametrize("cached", [0, 5, 8, 13, 16])
-    def test_what_the_sender_had_in_its_own_caches_is_pushed_too(self, cached: int, bound_after: int) -> None:
+    @pytest.mark.parametrize("bound_after", range(5))
+    def test_what_is_told_twice_is_pushed_once(self, bound_after: int) -> None:
         out = self.pushes()
-        events: list[p.Event] = [p.Computed(KEY, layer, cached, 20) for layer in (1, 2)]
-        events.insert(bound_after, p.Begin(KEY, {"peer": self.plan()}, 20, 0, cached))
+        events: list[p.Event] = [p.Computed(KEY, layer, 0, end) for end in (13, 20) for layer in (1, 2)]
+        events.insert(bound_after, p.Begin(KEY, {"peer": self.plan()}, 20))
         actions = [action for event in events for action in self.run(out, out.on(event), 1 << 30)]
         writes = [action for action in actions if isinstance(action, p.Write)]
         assert sum(part.nbytes for write in writes for part in write.parts) == self.total()
+        assert actions[-1] == p.Report(KEY, Outcome.done)
+
+    def test_a_state_is_pushed_to_a_receiver_that_has_every_position(self) -> None:
+        out = self.pushes()
+        states = sum(part.nbytes for n in range(2) for part in self.plan().state(1, n))
+        assert out.on(p.Begin(KEY, {"peer": self.plan(20)}, 20, 20)) == []
+        actions = list[p.Action]()
+        for layer in (1, 2):
+            assert out.on(p.Computed(KEY, layer, 0, 13)) == []  # a state of the past
+            actions += self.run(out, out.on(p.Computed(KEY, layer, 13, 20)), 1 << 30)
+        writes = [action for action in actions if isinstance(action, p.Write)]
+        assert sum(part.nbytes for write in writes for part in write.parts) == states > 0
         assert actions[-1] == p.Report(KEY, Outcome.done)
 
     def test_a_rank_is_not_done_while_positions_lack(self) -> None:

@@ -165,7 +165,8 @@ def test_a_senders_own_prefix_hit_arrives(pair: Callable[..., Pair], cached: int
     expected = one.expected()
     one.expect(KEY)
     one.push(one.bound(KEY), num_cached=cached)
-    one.compute(KEY, chunks=(), begin=cached)
+    assert one.senders[0].told.empty()
+    one.compute(KEY, chunks=(), begin=0)
     assert one.receivers[0].wait(KEY).outcome is Outcome.done
     assert same(one, expected)
     assert one.senders[0].wait(KEY).outcome is Outcome.done

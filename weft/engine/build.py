@@ -17,6 +17,7 @@ from weft.config.gpus import head_rank, sharers
 from weft.config.memory import activation_bytes, pools_for
 from weft.config.resolved import EngineConfig, KVConfig
 from weft.config.sharding import local_spec
+from weft.engine.rank_rooms import check_rooms, open_rooms
 from weft.layers.build import ExpertOptions
 from weft.models.loader import Model, load_model
 from weft.ops import cpu
@@ -86,10 +87,11 @@ class LoadedModel:
         mesh = self.mesh
         meets = mesh is not None and mesh.connects
         device = device_of(config)
+        kv = kv or self.kv
         return Runner(
             self.model,
             self.backends,
-            kv or self.kv,
+            kv,
             vocab_size=config.spec.vocab_size,
             dtype=DTYPES[config.dtype],
             device=device,
@@ -100,6 +102,7 @@ class LoadedModel:
             graphs=graph_options(config, self.model, self.backends, self.progress),
             speculation=config.speculation,
             launcher=mesh.launcher if mesh is not None and meets else None,
+            rooms=open_rooms(config, kv, head_rank(config) if mesh is None else mesh.rank),
         )
 
 
@@ -118,6 +121,7 @@ def load(
 ) -> LoadedModel:
     """The model's weights, or the share of them that ``mesh`` has. Raises as ``build_runner``."""
     device = device_of(config)
+    check_rooms(config)
     dtype = DTYPES[config.dtype]
     spec = config.spec
     local = local_spec(spec, config.parallel.layout)

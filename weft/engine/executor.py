@@ -6,10 +6,12 @@ import zlib
 from typing import Protocol
 
 from weft.config.resolved import KVConfig
+from weft.runner.exports import Reports, Transfer
 from weft.runner.graphs import DecodeGraphs
 from weft.runner.runner import StepHandle
 from weft.speculation.base import Drafter
 from weft.types.plan import StepPlan, StepResult
+from weft.types.rooms import Endpoint
 
 
 class RankRunner(Protocol):
@@ -26,6 +28,15 @@ class RankRunner(Protocol):
 
     @property
     def varying(self) -> tuple[str, ...]: ...
+
+    @property
+    def transfer(self) -> Transfer | None: ...
+
+    @property
+    def reports(self) -> Reports | None: ...
+
+    @property
+    def endpoint(self) -> Endpoint | None: ...
 
     def forward(self, plan: StepPlan) -> StepHandle: ...
 

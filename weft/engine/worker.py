@@ -5,6 +5,9 @@
 
 It decides nothing. Whatever fails is told to the head; then the rank waits, with its weights, for the next
 epoch, in which all its slots are empty. When the head is gone it can join another one.
+
+Transfers to and from other groups outlast epochs: the head begins and stops them, room by room. What the
+rank's transfers tell goes to the head that named the room; a rank that joins another head stops all rooms.
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ from weft.parallel.group_comm import CommLost
 from weft.parallel.mesh import Mesh
 from weft.parallel.store import join_store
 from weft.runner.runner import StepHandle
+from weft.transfer.words import RankReport
 from weft.types import frames as f
+from weft.types.rooms import RoomKey
 
 log = get_logger(__name__)
 
@@ -72,6 +77,11 @@ class Worker:
         self._orphan = False
         self._served = False
         """Whether this head has begun an epoch."""
+        self._rooms: set[RoomKey] = set()
+        """Those that this head has named and not stopped."""
+        self._stopping: set[RoomKey] = set()
+        """Those that it is to be told the end of."""
+        self._wake = None if runner.reports is None else runner.reports.descriptor
 
     # ---- the loop
 
@@ -80,7 +90,7 @@ class Worker:
 
         Raises EngineDead when the head will not have this rank.
         """
-        self._channel.send(f.encode(f.Ready(rank=self.rank)))
+        self._channel.send(f.encode(f.Ready(rank=self.rank, endpoint=self._runner.endpoint)))
         while not self.stopped and not self._orphan:
             self.turn(_BUSY if self._in_flight else _IDLE)
         self._leave()
@@ -91,6 +101,10 @@ class Worker:
         self._channel = channel
         self._incarnation = incarnation
         self._orphan = self._served = False
+        self._rooms.clear()
+        self._stopping.clear()
+        if self._runner.transfer is not None:
+            self._runner.transfer.stop_all()
         self._send(f.Loaded(rank=self.rank, blocks=blocks_of(self._runner.kv)))
 
     def turn(self, wait: float = 0.0) -> bool:
@@ -98,9 +112,10 @@ class Worker:
         if self._in_flight and self._runner.done(self._in_flight[0]):
             self._attempt(self._answer)
             return True
-        data = self._channel.receive(wait)
+        told = self._tell()
+        data = self._channel.receive(0.0 if told else wait, self._wake)
         if data is None:
-            return False
+            return told or self._tell()
         self._attempt(lambda: self._take(f.decode_to_rank(data)))
         return True
 
@@ -145,8 +160,39 @@ class Worker:
             self._form(frame)
         elif isinstance(frame, f.StepFrame):
             self._step(frame)
+        elif isinstance(frame, f.RoomToRank):
+            self._room(frame)
         elif isinstance(frame, f.LateMasks) and self._current(frame.epoch):
             raise EngineDead("token masks came, and this rank has no grammar backend")
+
+    def _room(self, frame: f.RoomToRank) -> None:
+        transfer = self._runner.transfer
+        if transfer is None:
+            raise EngineDead("a transfer between groups came to a rank that takes part in none")
+        if isinstance(frame, f.StopRoom):
+            self._rooms.discard(frame.key)
+            self._stopping.add(frame.key)
+            transfer.stop(frame.key)
+            return
+        self._rooms.add(frame.offer.key)
+        if isinstance(frame, f.PushRoom):
+            transfer.begin(frame.offer, frame.bound, frame.blocks, frame.num_cached)
+        else:
+            transfer.expect(frame.offer, frame.bound)
+
+    def _tell(self) -> bool:
+        """Passes on what the rank's transfers have told. False: nothing."""
+        told = [] if self._runner.reports is None else self._runner.reports.take()
+        for said in told:
+            if isinstance(said, RankReport):
+                if said.key in self._rooms:
+                    self._send(
+                        f.RoomReport(rank=self.rank, key=said.key, outcome=said.outcome, error=said.error)
+                    )
+            elif said.key in self._stopping:
+                self._stopping.discard(said.key)
+                self._send(f.RoomStopped(rank=self.rank, key=said.key))
+        return bool(told)
 
     def _fits(self, frame: f.Pools) -> None:
         """Caches are those of the first head; of fewer blocks, as another one says, the rest lies idle."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import torch
 from torch import nn
@@ -65,12 +65,14 @@ class Model(nn.Module, ABC):
         kv: Sequence[LayerCache],
         backends: Backends,
         logits_indices: Tensor | None = None,
+        done: Callable[[int], None] | None = None,
     ) -> Generator[Pending, None, Tensor]:
         """One forward pass up to the head: [L, hidden] for the merged rows ``logits_indices`` (int64 [L]), or
         for all.
 
         kv: for each layer its caches, written in place. Yields once for each collective, in an order that the
-        configuration alone fixes; on one rank never.
+        configuration alone fixes; on one rank never. ``done(layer)`` is called behind each layer, when all
+        that it writes to its caches is launched.
         """
 
     def ahead(
@@ -95,8 +97,12 @@ class Model(nn.Module, ABC):
         """[L, vocab] in the model's dtype, of what ``hidden`` returned."""
 
     def steps(
-        self, step: StepInput, kv: Sequence[LayerCache], backends: Backends
+        self,
+        step: StepInput,
+        kv: Sequence[LayerCache],
+        backends: Backends,
+        done: Callable[[int], None] | None = None,
     ) -> Generator[Pending, None, Tensor]:
         """One forward pass; returns logits [L, vocab] in the model's dtype, for ``step.logits_index``."""
-        hidden = yield from self.hidden(step, kv, backends, step.logits_index)
+        hidden = yield from self.hidden(step, kv, backends, step.logits_index, done)
         return (yield from self.logits(hidden))

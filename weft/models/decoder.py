@@ -122,6 +122,7 @@ class Decoder(Model):
         kv: Sequence[LayerCache],
         backends: Backends,
         logits_indices: Tensor | None = None,
+        done: Callable[[int], None] | None = None,
     ) -> Generator[Pending, None, Tensor]:
         shared = self.share(step, kv, backends)
         embedded = yield from self._embed(step.ids)
@@ -134,6 +135,8 @@ class Decoder(Model):
             x, delta = yield from block.steps(
                 x, delta, shared, caches, logits_indices if layer == last else None
             )
+            if done is not None:
+                done(layer)
         return self.leave(x, delta)
 
     def share(self, step: StepInput, kv: Sequence[LayerCache], backends: Backends) -> Any:

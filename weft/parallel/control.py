@@ -79,8 +79,10 @@ class RankChannel(ABC):
         """Queues a frame for the head; does not wait. Raises PeerGone."""
 
     @abstractmethod
-    def receive(self, timeout: float) -> bytes | None:
-        """The head's next frame; None when none came within ``timeout`` seconds (0: do not wait)."""
+    def receive(self, timeout: float, wake: int | None = None) -> bytes | None:
+        """The head's next frame; None when none came within ``timeout`` seconds (0: do not wait), or when the
+        descriptor ``wake`` can be read from.
+        """
 
     @abstractmethod
     def close(self, deliver: bool = True) -> None:
@@ -167,8 +169,8 @@ class ZmqRank(RankChannel):
         except zmq.ZMQError as error:
             raise PeerGone(f"the head is gone or does not read ({error.strerror})") from error
 
-    def receive(self, timeout: float) -> bytes | None:
-        parts = self._inbox.take(timeout)
+    def receive(self, timeout: float, wake: int | None = None) -> bytes | None:
+        parts = self._inbox.take(timeout, wake)
         if parts is None:
             return None
         return parts[0] if len(parts) == 1 else b""
@@ -195,8 +197,11 @@ class _Inbox:
         self._socket = socket
         self._patience = -1
 
-    def take(self, timeout: float) -> list[bytes] | None:
-        """The next message; None when none came within ``timeout`` seconds."""
+    def take(self, timeout: float, wake: int | None = None) -> list[bytes] | None:
+        """The next message; None when none came within ``timeout`` seconds, or ``wake`` can be read from."""
+        if wake is not None and timeout > 0:
+            zmq.zmq_poll([(self._socket, zmq.POLLIN), (wake, zmq.POLLIN)], max(int(timeout * 1000), 1))
+            timeout = 0
         if timeout <= 0 and not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # cheaper than to fail
             return None
         flags = 0 if timeout > 0 else int(zmq.NOBLOCK)

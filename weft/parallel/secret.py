@@ -65,13 +65,17 @@ def derive(secret: bytes) -> CurveKeys:
 
 def read_keys(file: str) -> CurveKeys:
     """The keys of the group whose secret is in ``file``. Raises ConfigError."""
+    return derive(read_secret(file))
+
+
+def read_secret(file: str) -> bytes:
+    """The secret in ``file``, of any length. Raises ConfigError."""
     try:
-        secret = Path(file).read_bytes().strip()
+        return Path(file).read_bytes().strip()
     except OSError as error:
         raise ConfigError(
             f"--group-secret: the file can't be read ({error.strerror})", param="--group-secret"
         ) from error
-    return derive(secret)
 
 
 def admit_ranks(context: Any, keys: CurveKeys) -> ThreadAuthenticator:

@@ -18,12 +18,23 @@ def allocate(kv: KVConfig, dtype: torch.dtype, device: torch.device) -> list[Lay
     return by_layer(kv, stacked(kv, dtype, device))
 
 
-def stacked(kv: KVConfig, dtype: torch.dtype, device: torch.device) -> list[list[torch.Tensor]]:
+def stacked(
+    kv: KVConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    blocks: Sequence[Sequence[torch.Tensor]] | None = None,
+) -> list[list[torch.Tensor]]:
     """For each cache kind its tensors, zeros; the first dim of each counts the kind's layers.
 
-    Block 0 is the null block: padding of tables points at it, no row's own positions ever do.
+    Block 0 is the null block: padding of tables points at it, no row's own positions ever do. ``blocks``: for
+    each kind the memory of its blocks, where there is some; of a state those are snapshots, not its slots.
     """
-    return [_allocated(kv.tensors(pool, _name(dtype)), device) for pool in kv.pools]
+    return [
+        _allocated(kv.tensors(pool, _name(dtype)), device)
+        if blocks is None or pool.cache.kind == "state"
+        else list(blocks[kind])
+        for kind, pool in enumerate(kv.pools)
+    ]
 
 
 def snapshots(pool: PoolSpec, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:

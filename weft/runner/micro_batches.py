@@ -23,6 +23,7 @@ from weft.overlap.split import MicroBatches, split
 from weft.overlap.times import Stretch
 from weft.parallel.launcher import Launcher
 from weft.runner.batch import BatchBuilder
+from weft.runner.exports import LayerDone
 from weft.runner.staging import StagingBuffer, StagingRing
 from weft.types.exchange import Exchange
 from weft.types.plan import StepPlan
@@ -52,11 +53,12 @@ class MicroBatchedSteps:
         self._turns: list[tuple[int, float]] = []
 
     def hidden(
-        self, plan: StepPlan, buffers: list[StagingBuffer], *, whole: bool
+        self, plan: StepPlan, buffers: list[StagingBuffer], *, whole: bool, done: LayerDone | None = None
     ) -> tuple[Tensor, list[Stretch]]:
         """Hidden states [T, hidden] of all tokens if ``whole``, else of those with logits; and their times.
 
-        ``buffers`` gets the two that the step uses; they go back by ``release``.
+        ``buffers`` gets the two that the step uses; they go back by ``release``. ``done`` is called when both
+        micro-batches have passed a layer: the second one passes it last.
         """
         micro_batches = split(plan)
         if micro_batches is None:
@@ -68,8 +70,8 @@ class MicroBatchedSteps:
             steps.append(self._builder.micro_batch(micro_batch, cut, exchange, buffers[-1]))
         self._turns = []
         first, second = (
-            self._model.hidden(step, self._cache, self._backends, None if whole else step.logits_index)
-            for step in steps
+            self._model.hidden(step, self._cache, self._backends, None if whole else step.logits_index, hook)
+            for step, hook in zip(steps, (None, done), strict=True)
         )
         self._launcher.threaded(True)
         try:

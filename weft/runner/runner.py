@@ -29,6 +29,7 @@ from weft.overlap.times import StepTimes, Stretch
 from weft.parallel.launcher import Launcher
 from weft.runner.batch import BatchBuilder, StepRows
 from weft.runner.device_queue import DeviceQueue, result_of
+from weft.runner.exports import Exports, LayerDone, RankRooms, Reports, Transfer
 from weft.runner.graphs import (
     MOST_EXACT,
     MOST_KEPT,
@@ -51,7 +52,8 @@ from weft.speculation.base import Drafter, Sampled
 from weft.speculation.chain import CaptureOptions
 from weft.speculation.mtp import MtpDrafter
 from weft.speculation.ngram import NgramDrafter
-from weft.types.plan import AllocSlot, FreeSlot, Rebalance, StepPlan, StepResult
+from weft.types.plan import AllocSlot, Export, FreeSlot, Rebalance, StepPlan, StepResult
+from weft.types.rooms import Endpoint
 
 Tensor = torch.Tensor
 
@@ -96,20 +98,24 @@ class Runner:
         graphs: GraphOptions | None = None,
         speculation: SpeculationSection | None = None,
         launcher: Launcher | None = None,
+        rooms: RankRooms | None = None,
     ) -> None:
         """``depth``: steps that may be in flight. ``poison`` spoils recycled staging buffers (tests).
 
         With ``graphs`` decode steps are captured now. ``speculation`` says who makes drafts. ``launcher``
-        runs the model's collectives; the runner closes it.
+        runs the model's collectives; the runner closes it, and ``rooms``, in whose memory its caches lie.
         """
         self.kv = kv
         self._model = model
         self._backends = backends
         self._device = device
         self._state = SlotState(kv, device)
-        memory = stacked(kv, dtype, device)
+        self._rooms = rooms
+        self._exports = None if rooms is None else Exports(kv, model.spec.layers, rooms.transfer)
+        blocks = None if rooms is None else rooms.memory
+        memory = stacked(kv, dtype, device, blocks)
         self._cache = by_layer(kv, memory)
-        self._states = States(kv, memory, self._state.live, dtype)
+        self._states = States(kv, memory, self._state.live, dtype, blocks)
         self._vocab_size = vocab_size
         self._sampler = Sampler(kv.num_slots, vocab_size, device)
         self._ring = StagingRing(device, depth, poison=poison)
@@ -145,6 +151,21 @@ class Runner:
     def cache(self) -> Sequence[LayerCache]:
         """Each layer's caches. Tests poison them; nobody else writes."""
         return self._cache
+
+    @property
+    def transfer(self) -> Transfer | None:
+        """What moves caches to and from other groups; None in a group that does everything itself."""
+        return None if self._rooms is None else self._rooms.transfer
+
+    @property
+    def reports(self) -> Reports | None:
+        """What ``transfer`` tells this rank's head."""
+        return None if self._rooms is None else self._rooms.reports
+
+    @property
+    def endpoint(self) -> Endpoint | None:
+        """Where ranks of other groups reach ``transfer``."""
+        return None if self._rooms is None else self._rooms.endpoint
 
     @property
     def varying(self) -> tuple[str, ...]:
@@ -214,6 +235,8 @@ class Runner:
     def close(self) -> None:
         """Ends the device thread, the launcher's and the trace."""
         self._queue.close()
+        if self._rooms is not None:
+            self._rooms.close()
         self._launcher.close()
         if self.graphs is not None and self._device.type == "cuda":
             self.graphs.forget()  # their communicators end when they are gone
@@ -250,16 +273,17 @@ class Runner:
             elif isinstance(op, Rebalance) and self._model.experts is not None:
                 drive(self._model.experts.rebalance())
         self._states.apply(plan.ops)
+        done = self._export(plan)
         self._state.validate(plan.prefill)
         self._state.validate(plan.decode)
         handle.buffer = self._ring.acquire()
         began = time.monotonic()
-        made = self._replay(plan, handle)
+        made = self._replay(plan, handle) if done is None else None
         if made is not None or plan.micro_batches == 1:
-            rows, logits = made or self._compute(plan, handle)
+            rows, logits = made or self._compute(plan, handle, done)
             stretches = [Stretch(0, began, time.monotonic())]
         else:
-            rows, logits, stretches = self._compute_micro_batches(plan, handle)
+            rows, logits, stretches = self._compute_micro_batches(plan, handle, done)
         if self._launcher.recording:
             handle.times = StepTimes(
                 micro_batches=plan.micro_batches,
@@ -268,6 +292,15 @@ class Runner:
                 flights=self._launcher.take(),
             )
         return rows, logits
+
+    def _export(self, plan: StepPlan) -> LayerDone | None:
+        """What is to be called behind each layer, of a plan with rows that are exported. Such a plan is not
+        replayed: a replay passes no layer."""
+        if self._exports is not None:
+            return self._exports.begin(plan.ops)
+        if any(isinstance(op, Export) for op in plan.ops):
+            raise EngineDead(f"step {plan.step} exports positions, and this rank has no transfers")
+        return None
 
     def _replay(self, plan: StepPlan, handle: StepHandle) -> tuple[StepRows, Tensor] | None:
         """The step's logits, where a graph was captured for such steps."""
@@ -285,26 +318,26 @@ class Runner:
         return rows, logits
 
     def _compute_micro_batches(
-        self, plan: StepPlan, handle: StepHandle
+        self, plan: StepPlan, handle: StepHandle, done: LayerDone | None
     ) -> tuple[StepRows, Tensor, list[Stretch]]:
         """The step's logits, computed as two micro-batches."""
         assert handle.buffer is not None
         rows, logits_index = self._builder.rows(plan, handle.buffer)
         whole = self.drafter is not None and self.drafter.reads_hidden
-        hidden, stretches = self._micro_batched.hidden(plan, handle.micro_batches, whole=whole)
+        hidden, stretches = self._micro_batched.hidden(plan, handle.micro_batches, whole=whole, done=done)
         if whole:
             handle.hidden = hidden
             hidden = hidden[logits_index]
         return rows, drive(self._model.logits(hidden)), stretches
 
-    def _compute(self, plan: StepPlan, handle: StepHandle) -> tuple[StepRows, Tensor]:
+    def _compute(self, plan: StepPlan, handle: StepHandle, done: LayerDone | None) -> tuple[StepRows, Tensor]:
         """The step's logits."""
         assert handle.buffer is not None
         build = self._builder.build_even if even(plan, most_each(plan)) else self._builder.build
         batch = build(plan, handle.buffer)
         if self.drafter is None or not self.drafter.reads_hidden:
-            return batch, drive(self._model.steps(batch.step, self._cache, self._backends))
-        handle.hidden = drive(self._model.hidden(batch.step, self._cache, self._backends))
+            return batch, drive(self._model.steps(batch.step, self._cache, self._backends, done))
+        handle.hidden = drive(self._model.hidden(batch.step, self._cache, self._backends, done=done))
         wanted = handle.hidden
         if len(batch.step.logits_index) < len(wanted):
             wanted = wanted[batch.step.logits_index]
@@ -327,6 +360,8 @@ class Runner:
         state.history[rows.slot, rows.position] = output.tokens.to(state.history.dtype)
         state.advance(step.slots, step.counts, accepted, moves=self._has_state)
         drafts = None if self.drafter is None else self._propose(self.drafter, handle, step)
+        if self._exports is not None:
+            self._exports.drafted(handle.plan)
         if handle.times is not None:
             handle.times = replace(handle.times, drafting=self._launcher.take())
         return HostCopy(output, accepted, drafts)

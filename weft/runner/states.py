@@ -60,13 +60,21 @@ class States:
     """
 
     def __init__(
-        self, kv: KVConfig, memory: Sequence[Sequence[Tensor]], live: Tensor, dtype: torch.dtype
+        self,
+        kv: KVConfig,
+        memory: Sequence[Sequence[Tensor]],
+        live: Tensor,
+        dtype: torch.dtype,
+        blocks: Sequence[Sequence[Tensor]] | None = None,
     ) -> None:
         """``memory``: for each cache kind its tensors over all its layers, as ``kv_tensors.stacked`` made
-        them, in a model of ``dtype``. ``live``: int64 [slots + 1], the copy of each slot that holds."""
+        them, in a model of ``dtype``. ``live``: int64 [slots + 1], the copy of each slot that holds.
+        ``blocks``: for each cache kind the memory of its blocks, where there is some."""
         self._live = live
         self._kinds = {
-            number: _Kind(memory[number], snapshots(pool, dtype, live.device))
+            number: _Kind(
+                memory[number], blocks[number] if blocks is not None else snapshots(pool, dtype, live.device)
+            )
             for number, pool in enumerate(kv.pools)
             if pool.cache.kind == "state"
         }

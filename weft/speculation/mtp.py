@@ -14,7 +14,8 @@ output and the last draft; those entries are guesses, and made again when their 
 A row that wants no drafts needs no entries yet: its hidden states wait until the entries are drafted from, or
 others may find its block. That is when the block is full; or, where a pass of the module concerns no other
 ranks, when somebody comes who found blocks, and when the sequence ends. There the states of prompts wait,
-too, as long as they are few. So where nothing is drafted, the module costs little.
+too, as long as they are few. So where nothing is drafted, the module costs little. A sequence that leaves for
+another group (``Export``) takes its entries along, all of them: those of its rows are made at once.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from weft.ops.upload import upload
 from weft.speculation.base import Drafter, Sampled
 from weft.speculation.chain import CapturedChains, CaptureOptions, Chain, DraftSteps
 from weft.speculation.pending_hidden import PendingHidden, most_waiting
-from weft.types.plan import EMPTY_SEGMENT, AllocSlot, FreeSlot, Op, Segment, StepPlan, column
+from weft.types.plan import EMPTY_SEGMENT, AllocSlot, Export, FreeSlot, Op, Segment, StepPlan, column
 
 Tensor = torch.Tensor
 
@@ -218,6 +219,8 @@ class MtpDrafter(Drafter):
         ends = np.concatenate([s.start for s in both]) + counts
         waiting = self.waiting.counts[slots]
         keep = ~self._verified[slots] & (not drafting)
+        if first:
+            keep &= ~np.isin(slots, [op.slot for op in step.plan.ops if isinstance(op, Export)])
         keep[first:] &= decode.count == 1
         keep &= self._can_wait(waiting, counts, ends, first)
         self._verified[decode.slot] = decode.count != 1

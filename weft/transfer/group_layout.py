@@ -157,11 +157,13 @@ def compatible(one: GroupDims, other: GroupDims) -> str | None:
     return None
 
 
-def placed(blocks: Sequence[Blocks], dims: GroupDims, start: int, num_positions: int) -> tuple[Place, ...]:
+def placed(
+    blocks: Sequence[Blocks], dims: GroupDims, start: int, num_positions: int, *, grows: bool = False
+) -> tuple[Place, ...]:
     """Where a sequence lies, checked: up to ``num_positions`` there are blocks, and those exist.
 
-    Of a table that still grows, ``num_positions`` are those that it has to have by now; of one that is
-    added to another, 0. Raises RoomMessageError.
+    Of a table that still grows (``grows``), ``num_positions`` are those that it has to have by now, and its
+    states may have no place yet; of one that is added to another, 0. Raises RoomMessageError.
     """
     if len(blocks) != len(dims.kinds):
         raise RoomMessageError(f"blocks of {len(blocks)} kinds, of {len(dims.kinds)} needed")
@@ -174,7 +176,7 @@ def placed(blocks: Sequence[Blocks], dims: GroupDims, start: int, num_positions:
         if len(ids) and (ids.min() < 0 or ids.max() >= lines):
             raise RoomMessageError(f"a block of kind {kind.kind} is outside its pool of {lines}")
         if kind.kind == "state":
-            if len(ids) != 1 and num_positions:
+            if len(ids) > 1 or (not len(ids) and num_positions and not grows):
                 raise RoomMessageError("a state is in one place")
         elif len(np.unique(ids[ids > 0])) != np.count_nonzero(ids):
             raise RoomMessageError(f"a block of kind {kind.kind} is named twice")

@@ -8,7 +8,7 @@ write; the writes of a room keep their order.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -36,12 +36,12 @@ class Begin(_Word, frozen=True):
     """Positions of the sequence."""
     start: int = 0
     """Those before it the receiver has."""
-    num_cached: int = 0
-    """Those before it were in this rank's caches when the sequence was admitted: nothing computes them."""
 
 
 class Computed(_Word, frozen=True):
-    """The model's layer ``layer`` has positions ``begin`` .. end - 1 in its caches."""
+    """The model's layer ``layer`` has positions ``begin`` .. end - 1 in its caches, whoever computed them; of
+    a recurrent layer, the state after them lies where the room is sent from. What was told before is not
+    pushed again."""
 
     key: RoomKey
     layer: int
@@ -116,12 +116,12 @@ class Queued(NamedTuple):
 
 
 class _Room:
-    def __init__(self, begin: Begin, layers: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, begin: Begin, layers: Sequence[tuple[int, int]], states: Collection[int]) -> None:
         self.plans, self.start, self.end = begin.plans, begin.start, begin.end
         self.computed = {layer: Positions() for layer in layers}
         """Of each (kind, number) the positions that have been queued."""
-        self.missing = {layer for layer in layers if self.start < self.end}
-        """(kind, number) of layers of which positions have not been queued."""
+        self.missing = {layer for layer in layers if self.start < self.end or layer[0] in states}
+        """(kind, number) of layers of which positions, or the state, have not been queued."""
         self.queued: dict[str, deque[Queued]] = {peer: deque() for peer in begin.plans}
         self.under_way: dict[tuple[str, int], MemoryLease] = {}
         self.numbers = dict.fromkeys(begin.plans, 0)
@@ -141,9 +141,13 @@ class Pushes:
         digest: Digest,
         write_bytes: int = WRITE_BYTES,
         window: int = WINDOW_BYTES,
+        states: Collection[int] = (),
     ) -> None:
-        """``digest``: called as soon as a part is queued, when its bytes have just been computed."""
+        """``digest``: called as soon as a part is queued, when its bytes have just been computed. ``states``:
+        the kinds that are recurrent, of which a receiver gets the state at the end, whatever it has already.
+        """
         self._digest = digest
+        self._states = frozenset(states)
         self._of_layer: dict[int, list[tuple[int, int]]] = {}
         for kind, has in enumerate(layers):
             for number, layer in enumerate(has):
@@ -161,6 +165,10 @@ class Pushes:
     def rooms(self) -> list[RoomKey]:
         """Those that have begun."""
         return list(self._rooms)
+
+    def waiting(self) -> list[RoomKey]:
+        """Those that something was computed of, and that have not begun."""
+        return list(self._early)
 
     @property
     def under_way(self) -> int:
@@ -196,9 +204,7 @@ class Pushes:
         if event.key in self._rooms:
             return []
         everything = [pair for pairs in self._of_layer.values() for pair in pairs]
-        room = self._rooms[event.key] = _Room(event, everything)
-        for layer in self._of_layer if event.num_cached else ():
-            self._queue(room, Computed(event.key, layer, 0, event.num_cached))
+        room = self._rooms[event.key] = _Room(event, everything, self._states)
         for early in self._early.pop(event.key, []):
             if isinstance(early, Grown):
                 self._grow(room, early)
@@ -237,7 +243,7 @@ class Pushes:
         for kind, number in self._of_layer.get(event.layer, []):
             computed = room.computed[kind, number]
             new = computed.add(max(event.begin, 0), min(event.end, room.end))
-            last = computed.has(room.start, room.end)
+            last = computed.has(min(room.start, room.end - 1), room.end)
             for peer, plan in room.plans.items():
                 parts = [part for at in new for part in plan.entries(kind, number, *at)]
                 if last and (kind, number) in room.missing:

@@ -60,7 +60,8 @@ class Expecting(NamedTuple):
 
 
 class Ending(NamedTuple):
-    key: RoomKey
+    key: RoomKey | None
+    """None: of every room."""
 
 
 _Command = Began | Growing | Expecting | Ending | p.Computed | None
@@ -80,13 +81,15 @@ class RankTransfer:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``dims``: of this rank's group. Without ``start`` there is no thread: call ``turn``."""
-        self._rank, self._dims, self._transport, self._tell = rank, dims, transport, tell
+        self._rank, self._transport, self._tell = rank, transport, tell
+        self.dims = dims
         self._clock = clock
         self.pushes = p.Pushes(
             [kind.layers for kind in dims.kinds],
             transport.digest,
             transport.write_bytes,
             transport.window_bytes,
+            [number for number, kind in enumerate(dims.kinds) if kind.kind == "state"],
         )
         self.arrivals = a.Arrivals()
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
@@ -100,7 +103,9 @@ class RankTransfer:
     def begin(self, offer: Admitted, bound: Bound, blocks: tuple[Blocks, ...], num_cached: int = 0) -> None:
         """Carries out ``Push``: what is computed of the room is pushed, and what will be.
 
-        ``num_cached``: so many positions were in this rank's caches when the sequence was admitted.
+        ``num_cached``: so many positions were in this rank's caches when the sequence was admitted, for which
+        ``blocks`` must suffice. They are pushed when they are told as ``computed``, not before: the step that
+        makes sure of all of them may not have run yet.
         """
         self._put(Began(offer, bound, blocks, num_cached))
 
@@ -109,7 +114,7 @@ class RankTransfer:
         self._put(Growing(key, blocks))
 
     def computed(self, key: RoomKey, layer: int, begin: int, end: int) -> None:
-        """The model's layer has positions ``begin`` .. end - 1 in its caches, and the state after them."""
+        """See ``pushes.Computed``. It may come before ``begin``."""
         self._put(p.Computed(key, layer, begin, end))
 
     def expect(self, offer: Admitted, bound: Bound) -> None:
@@ -119,6 +124,10 @@ class RankTransfer:
     def stop(self, key: RoomKey) -> None:
         """Carries out ``Stop``; answered with ``RankStopped`` when nothing here touches the room's memory."""
         self._put(Ending(key))
+
+    def stop_all(self) -> None:
+        """``stop`` of every room that has begun, that is expected, or that something was computed of."""
+        self._put(Ending(None))
 
     def close(self) -> None:
         """Ends the thread, and the transport with it. Raises EngineDead when that takes too long."""
@@ -153,7 +162,7 @@ class RankTransfer:
             match self._commands.get():
                 case None:
                     self._done = True
-                case Ending(key):
+                case Ending(RoomKey() as key):
                     self._tell(RankStopped(key, self._rank))
                 case Began(offer) | Expecting(offer):
                     self._report(offer.key, Outcome.failed, error)
@@ -188,11 +197,14 @@ class RankTransfer:
             case Began(offer):
                 self._guard(offer.key, lambda: self._begin(command))
             case Growing(key, blocks):
-                places = partial(placed, blocks, self._dims, 0, 0)
+                places = partial(placed, blocks, self.dims, 0, 0)
                 self._guard(key, lambda: self._push(self.pushes.on(p.Grown(key, places()))))
             case Expecting(offer):
                 self._guard(offer.key, lambda: self._expect(command))
-            case Ending(key):
+            case Ending(None):
+                for key in {*self.pushes.rooms(), *self.pushes.waiting(), *self.arrivals.rooms()}:
+                    self._stop(key)
+            case Ending(RoomKey() as key):
                 self._stop(key)
             case p.Computed(key):
                 self._guard(key, lambda: self._push(self.pushes.on(command)))
@@ -208,17 +220,17 @@ class RankTransfer:
 
     def _begin(self, began: Began) -> None:
         offer, bound = began.offer, began.bound
-        own = Side(self._dims, placed(began.blocks, self._dims, bound.start, began.num_cached))
+        own = Side(self.dims, placed(began.blocks, self.dims, bound.start, began.num_cached, grows=True))
         there = Side(bound.dims, placed(bound.blocks, bound.dims, bound.start, offer.num_prompt))
         plans = {}
         for to, endpoint in enumerate(bound.endpoints):
             plan = SpanPlan(own, self._rank, there, to, bound.start, offer.num_prompt)
             plans[self._transport.connect(endpoint, to, CONNECT_S)] = plan
-        self._push(self.pushes.on(p.Begin(offer.key, plans, offer.num_prompt, bound.start, began.num_cached)))
+        self._push(self.pushes.on(p.Begin(offer.key, plans, offer.num_prompt, bound.start)))
 
     def _expect(self, expecting: Expecting) -> None:
         offer, bound = expecting.offer, expecting.bound
-        here = Side(self._dims, placed(bound.blocks, self._dims, bound.start, offer.num_prompt))
+        here = Side(self.dims, placed(bound.blocks, self.dims, bound.start, offer.num_prompt))
         expected = arriving(here, self._rank, offer.dims, bound.start, offer.num_prompt)
         self._arrive(a.Expected(offer.key, Coverage(expected)))
 
