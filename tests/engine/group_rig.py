@@ -224,7 +224,7 @@ class Ranks:
             else:
                 return True
             self.workers[rank] = state["worker"] = made
-            channel.send(f.encode(f.Ready(rank=rank)))
+            channel.send(f.encode(f.Ready(rank=rank, endpoint=runner.endpoint)))
             return True
 
         self.net.drive(self.peer(rank), turn)

@@ -261,9 +261,32 @@ def test_a_sequence_that_ended_with_its_prefill_is_no_failure(caplog: pytest.Log
 def test_messages_that_are_none_are_dropped() -> None:
     pair = Pair()
     pair.sender.channel.send(pair.receiver.peer, b"\x81\xa4type\xa4what", asks=False)
+    odd = r.Admitted(key=pair.key(1), num_prompt=PROMPT, dims=pair.sender.ranks.dims, hashes=b"odd")
+    pair.sender.channel.send(pair.receiver.peer, r.encode(odd), asks=False)
     pair.run(0.2)
-    assert pair.receiver.rooms.bad == 1
+    assert pair.receiver.rooms.bad == 2
     pair.bound()
+
+
+def test_a_message_that_cannot_be_taken_in_ends_its_room_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair()
+    first, second = pair.bound(1), pair.key(2)
+    machine = pair.receiver.rooms._machine
+    heard = machine._heard
+
+    def poisoned(event: w.Heard, now: float) -> list[w.Action]:
+        if event.message.key == first and isinstance(event.message, r.Metadata):
+            raise ZeroDivisionError
+        return heard(event, now)
+
+    monkeypatch.setattr(machine, "_heard", poisoned)
+    pair.finish(first)
+    pair.run(1.0)
+    assert pair.receiver.scheduler.kinds(first)[-2:] == ["RoomFailed", "RoomFreed"]
+    pair.open(2)
+    pair.admit(second)
+    pair.run(0.5)
+    assert second in pair.receiver.ranks.busy
 
 
 def test_a_room_of_the_other_role_is_refused() -> None:

@@ -88,6 +88,7 @@ class EngineCore:
         """
         self.config = config
         self._clock = clock or SystemClock()
+        self._fingerprint = "" if config.transfer.role == "unified" else fingerprint(config)
         self.runner = runner or start_executor(config, progress=progress)
         self.scheduler = Scheduler(
             self.runner.kv, config.scheduler, config.spec.vocab_size, config.speculation
@@ -102,7 +103,6 @@ class EngineCore:
         """Of this engine: no other has it."""
         self.rooms = make_rooms(config, self.runner.rooms, self.incarnation, self._clock)
         """Transfers to or from other groups; None in a group that does everything itself."""
-        self._fingerprint = "" if self.rooms is None else fingerprint(config)
         self.sources: list[AwaitedSource] = [] if self.rooms is None else [self.rooms]  # type: ignore[list-item]
         """All of them are there before a loop begins, as it asks for ``sockets`` once."""
         self._depth = config.scheduler.steps_in_flight

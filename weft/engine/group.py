@@ -150,7 +150,7 @@ class GroupExecutor:
         self._until(lambda: members.phase == "running")
 
     def _make_rooms(self, runner: RankRunner) -> GroupRooms | None:
-        transfer, reports, own = (getattr(runner, name, None) for name in ("transfer", "reports", "endpoint"))
+        transfer, reports, own = runner.transfer, runner.reports, runner.endpoint
         if transfer is None or reports is None:
             return None
         members = self.membership.members

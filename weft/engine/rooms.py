@@ -45,6 +45,8 @@ TICK_S = 0.1
 """Seconds between two looks at deadlines."""
 TIDY_S = 30.0
 """Between two looks for connections that nobody uses."""
+HASH_BYTES = 16
+"""Of one base block, in an offer."""
 MOST_MESSAGES = 256
 """Of one turn: steps go on meanwhile."""
 
@@ -228,7 +230,6 @@ class HeadRooms:
     def close(self) -> None:
         """Tells peers that nothing more comes, and ends. The ranks' transfers end with their processes."""
         ends = Unavailable("the head of a group that moved the sequence's cache ends").info()
-        self._actions.clear()
         for key in list(self._records):
             self._on(w.Cancel(key, ends))
         for action in self._actions:
@@ -281,11 +282,19 @@ class HeadRooms:
             return
         try:
             message = r.decode(arrived.body)
+            if isinstance(message, r.Admitted) and len(message.hashes) % HASH_BYTES:
+                raise r.RoomMessageError("hashes of a prompt are not whole")
         except r.RoomMessageError as error:
             self.bad += 1
             log.warning("dropped a message of %s: %s", peer.name, error.message)
             return
-        self._on(w.Heard(peer, message))
+        try:
+            self._on(w.Heard(peer, message))
+        except Exception:  # what a peer says ends its room, and nothing else
+            log.exception("a message of %s could not be taken in", peer.name)
+            self.bad += 1
+            bad = r.RoomMessageError("the other end of the transfer said what cannot be right")
+            self._on(w.Cancel(message.key, bad.info()))
 
     def _rank_said(self, word: RankWord) -> None:
         match word:

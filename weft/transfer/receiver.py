@@ -83,7 +83,8 @@ class ReceivingRooms(Rooms):
                 return [w.Send(room.peer, room.bound)]
             case r.Metadata() if State.new < room.state < State.failing and room.metadata is None:
                 if not intact(message):
-                    error = TransferRefused("the first tokens of a sequence arrived with a wrong digest")
+                    what = "the first tokens of a sequence arrived with a wrong digest"
+                    error = TransferRefused(what, code="transfer_corrupt")
                     return self._fail(room, error.info(), now)
                 room.metadata = message
                 return self._progressed(room, now)

@@ -1,0 +1,220 @@
+"""Rooms and the ranks of a group: frames in order with steps, words that come back, and who has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import zmq
+
+from tests.engine.group_rig import GroupRig, Ranks
+from tests.engine.rooms_rig import ERROR, GROUP, PROMPT
+from tests.engine.test_group import load
+from tests.scheduler.fake_runner import kv_config
+from weft.engine.group_rooms import GroupRooms
+from weft.group import types as t
+from weft.parallel.loopback import Loopback
+from weft.transfer import words as w
+from weft.transfer.group_layout import blocks_of
+from weft.transports.reports import RoomReports
+from weft.types import frames as f
+from weft.types import rooms as r
+from weft.types.plan import StepPlan
+from weft.types.rooms import Endpoint, Outcome, RoomKey
+
+KEY = RoomKey(5, 1, 9)
+OFFER = r.Admitted(key=KEY, num_prompt=PROMPT, dims=GROUP.dims)
+BLOCKS = (blocks_of([1, 2, 3]),)
+
+
+class FakeTransfer:
+    """A rank's transfers, which note what they are told, among the steps of their rank."""
+
+    dims = GROUP.dims
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.log: list[Any] = []
+        self.reports = RoomReports()
+
+    def begin(
+        self, offer: r.Admitted, bound: r.Bound, blocks: tuple[r.Blocks, ...], num_cached: int = 0
+    ) -> None:
+        self.log.append(("begin", offer.key, blocks, num_cached))
+
+    def expect(self, offer: r.Admitted, bound: r.Bound) -> None:
+        self.log.append(("expect", offer.key))
+
+    def stop(self, key: RoomKey) -> None:
+        self.log.append(("stop", key))
+        self.reports.tell(w.RankStopped(key, 99))
+
+    def stop_all(self) -> None: ...
+
+    def grow(self, key: RoomKey, blocks: tuple[r.Blocks, ...]) -> None: ...
+
+    def computed(self, key: RoomKey, layer: int, begin: int, end: int) -> None: ...
+
+
+class Books:
+    """Of processes of ranks, which start and end at once."""
+
+    outlive = False
+
+    def __init__(self) -> None:
+        self.ranks: Ranks | None = None
+
+    def spawn(self, rank: int) -> bool:
+        return False
+
+    def keeps(self, rank: int) -> bool:
+        return True
+
+    def dead(self) -> list[tuple[int, str]]:
+        return []
+
+    def kill(self, rank: int) -> None:
+        assert self.ranks is not None
+        self.ranks.restart(rank)
+
+    def close(self, seconds: float) -> None: ...
+
+
+def endpoint(rank: int) -> Endpoint:
+    return Endpoint("shm", f"rank{rank}", rank)
+
+
+def equip(ranks: Ranks) -> dict[int, FakeTransfer]:
+    """Gives every rank transfers."""
+    made = {}
+    for rank, runner in ranks.runners.items():
+        made[rank] = transfer = FakeTransfer(rank)
+        runner.transfer, runner.reports, runner.endpoint = transfer, transfer.reports, endpoint(rank)
+        runner.forward = _noted(runner.forward, transfer)  # type: ignore[method-assign]
+    return made
+
+
+def _noted(forward: Callable[[StepPlan], Any], transfer: FakeTransfer) -> Callable[[StepPlan], Any]:
+    def noted(plan: StepPlan) -> Any:
+        transfer.log.append(("step", plan.step))
+        return forward(plan)
+
+    return noted
+
+
+@pytest.fixture
+def rig() -> GroupRig:
+    made = GroupRig(kv_config(copies=4), 1)
+    made.join(Ranks(made.kv, 2))
+    return made
+
+
+def push() -> f.PushRoom:
+    endpoints = tuple(endpoint(rank) for rank in range(3))
+    bound = r.Bound(key=KEY, start=0, dims=GROUP.dims, blocks=BLOCKS, endpoints=endpoints)
+    return f.PushRoom(offer=OFFER, bound=bound, blocks=BLOCKS, num_cached=4)
+
+
+def test_a_group_without_a_role_has_nothing_of_it(rig: GroupRig) -> None:
+    rig.ranks.up()
+    assert rig.ranks.head.rooms is None
+    rig.ranks.workers[1]._send(f.RoomStopped(rank=1, key=KEY))  # who says so is not believed
+    rig.ranks.head.check()
+
+
+def test_every_rank_carries_out_words_in_order_with_steps(rig: GroupRig) -> None:
+    transfers = equip(rig.ranks)
+    rig.ranks.up()
+    rooms = rig.ranks.head.rooms
+    assert rooms is not None
+    assert rooms.endpoints() == tuple(endpoint(rank) for rank in range(3))
+    load(rig, 1)
+    rig.plan()
+    rooms.send(push())
+    rig.commit()
+    rig.plan()
+    rooms.send(f.ExpectRoom(offer=OFFER, bound=push().bound))
+    rooms.send(f.StopRoom(key=KEY))
+    rig.commit()
+    rig.ranks.settle()
+    expected = [("step", 0), ("begin", KEY, BLOCKS, 4), ("step", 1), ("expect", KEY), ("stop", KEY)]
+    assert {rank: transfer.log for rank, transfer in transfers.items()} == dict.fromkeys(range(3), expected)
+    rig.ranks.head.check()
+    assert set(rooms.take()) == {w.RankStopped(KEY, rank) for rank in range(3)}
+    assert rooms.take() == []
+
+
+def test_ranks_say_how_it_stands_and_have_numbers_of_their_group(rig: GroupRig) -> None:
+    transfers = equip(rig.ranks)
+    rig.ranks.up()
+    rooms = rig.ranks.head.rooms
+    assert rooms is not None
+    rooms.send(push())
+    rig.ranks.settle()
+    for transfer in transfers.values():
+        transfer.reports.tell(w.RankReport(KEY, 0, Outcome.failed, ERROR))
+    rig.ranks.settle()
+    rig.ranks.head.check()
+    said = rooms.take()
+    assert sorted(word.rank for word in said) == [0, 1, 2]
+    assert all(word == w.RankReport(KEY, word.rank, Outcome.failed, ERROR) for word in said)
+
+
+def test_of_several_replicas_ranks_are_numbered_from_their_head_on() -> None:
+    own, sent = FakeTransfer(4), []
+    rooms = GroupRooms(own, own.reports, lambda: [endpoint(0)] * 3, {5: 1, 6: 2}, lambda *to: sent.append(to))
+    assert rooms.ranks == range(3)
+    rooms.send(f.StopRoom(key=KEY))
+    assert [rank for rank, _ in sent] == [5, 6]
+    rooms.heard(f.RoomStopped(rank=6, key=KEY))
+    rooms.ended(5)
+    rooms.ended(4)  # the head's own: it would not say so
+    assert set(rooms.take()) == {w.RankStopped(KEY, 0), w.RankStopped(KEY, 2), w.RankGone(1)}
+
+
+def test_endpoints_are_complete_or_none() -> None:
+    own = FakeTransfer(0)
+    known: list[Endpoint | None] = [endpoint(0), None]
+    rooms = GroupRooms(own, own.reports, lambda: known, {1: 1}, lambda *_: None)
+    assert rooms.endpoints() is None
+    known[1] = endpoint(1)
+    assert rooms.endpoints() == (endpoint(0), endpoint(1))
+
+
+def test_a_rank_that_was_replaced_has_ended_and_the_next_one_has_an_endpoint_of_its_own() -> None:
+    rig = GroupRig(kv_config(copies=4), 1)
+    books = Books()
+    ranks = Ranks(rig.kv, 2)
+    ranks.books = books
+    rig.join(ranks)
+    equip(ranks)
+    ranks.up()
+    rooms = ranks.head.rooms
+    assert rooms is not None
+    books.ranks = ranks
+    ranks.head._feed(t.Gone(2, "planted"))
+    lost = ranks.head.membership.lost
+    assert lost is not None
+    ranks.head.recover(lost)  # kills what is left of it, and starts another
+    ranks.runners[2].endpoint = endpoint(22)
+    while not ranks.head.recovered(10.0):
+        pass
+    assert rooms.take() == [w.RankGone(2)]
+    assert rooms.endpoints() == (endpoint(0), endpoint(1), endpoint(22))
+
+
+def test_an_idle_head_wakes_when_a_rank_says_something(rig: GroupRig) -> None:
+    transfers = equip(rig.ranks)
+    rig.ranks.up()
+    rooms = rig.ranks.head.rooms
+    assert rooms is not None
+    poller = zmq.Poller()
+    for socket in rooms.sockets:
+        poller.register(socket, zmq.POLLIN)
+    assert not poller.poll(0)
+    transfers[0].reports.tell(w.RankStopped(KEY, 0))
+    assert poller.poll(0)
+    rooms.take()
+    assert not poller.poll(0)
+    assert isinstance(rig.ranks.net, Loopback)  # over zmq the channel's socket is among them
