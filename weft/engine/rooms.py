@@ -422,7 +422,7 @@ class HeadRooms:
         )
 
     def _failed(self, key: RoomKey, record: _Record | None, error: ErrorInfo) -> None:
-        if error.code == not_needed().code:
+        if error.blame == "client":  # it left, or the sequence ended with its prefill
             return
         corrupt = error.code == "transfer_corrupt"
         self._stats = msgspec.structs.replace(

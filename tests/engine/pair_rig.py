@@ -1,0 +1,157 @@
+"""Two engines in this process, one of which prefills and the other decodes, joined as two heads are. The part
+of a front is played by hand."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from tests.runner.rooms_rig import config_of
+from tests.support.slowness import deadline
+from weft.config.resolved import EngineConfig
+from weft.engine.core import EngineCore
+from weft.types import messages as m
+from weft.types.rooms import Peer, RoomKey, RoomTicket
+from weft.types.sampling import TokenParams
+
+SECONDS = deadline(60.0)
+ROOM_S = 60.0
+
+
+@dataclass
+class Answer:
+    """What a front heard of one sequence, from both ends."""
+
+    tokens: dict[int, int] = field(default_factory=dict)
+    """By position."""
+    logprobs: dict[int, list[float]] = field(default_factory=dict)
+    finish: list[str] = field(default_factory=list)
+    """Of the end that prefills, then of the one that decodes."""
+    cached: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def ids(self) -> list[int]:
+        assert sorted(self.tokens) == list(range(len(self.tokens)))
+        return [self.tokens[position] for position in range(len(self.tokens))]
+
+
+def submit(sequence: int, prompt: list[int], params: TokenParams, **more: Any) -> m.Submit:
+    settings: dict[str, Any] = {"request": sequence, "seed": 1000 + more.get("request", sequence), **more}
+    return m.Submit(sequence=sequence, prompt_ids=m.ids_to_bytes(prompt), params=params, **settings)
+
+
+class EnginePair:
+    """Closed by ``close``."""
+
+    def __init__(self, prefill: EngineConfig, decode: EngineConfig) -> None:
+        self.prefill = EngineCore(prefill, progress=False)
+        self.decode = EngineCore(decode, progress=False)
+        self.answers: dict[int, Answer] = {}
+        self.free = {core: core.stats().free_blocks for core in self.cores}
+
+    @property
+    def cores(self) -> tuple[EngineCore, EngineCore]:
+        return self.prefill, self.decode
+
+    def peer(self, core: EngineCore) -> Peer:
+        welcome = core.welcome(core.incarnation)
+        return Peer(welcome.rooms, welcome.incarnation)
+
+    def ticket(self, sequence: int, attempt: int, sends: bool) -> RoomTicket:
+        key = RoomKey(sequence, attempt, self.prefill.incarnation)
+        other = self.decode if sends else self.prefill
+        return RoomTicket(key, sends, self.peer(other), ROOM_S)
+
+    def submit(self, one: m.Submit) -> None:
+        """To both."""
+        self.answers[one.sequence] = Answer()
+        for core, sends in ((self.decode, False), (self.prefill, True)):
+            room = self.ticket(one.sequence, one.attempt, sends)
+            self.take(core, core.submit(msgspec.structs.replace(one, room=room)))
+
+    def take(self, core: EngineCore, events: list[m.TokenEvent]) -> None:
+        for event in events:
+            answer = self.answers[event.sequence]
+            assert event.error is None, event.error
+            for number, token in enumerate(event.token_ids):
+                position = event.position + number
+                assert event.position >= 0
+                assert answer.tokens.setdefault(position, token) == token, "the ends disagree"
+            if event.logprobs is not None:
+                _, values, _ = event.logprobs.arrays()
+                for number, row in enumerate(values):
+                    answer.logprobs.setdefault(event.position + number, np.asarray(row).tolist())
+            if event.finish is not None:
+                answer.finish.append(event.finish)
+                answer.cached["prefill" if core is self.prefill else "decode"] = event.num_cached
+                if event.finish not in ("moved", "evicted") and core is self.prefill:
+                    self.take(self.decode, self.decode.finish(event.sequence))  # as a front would
+
+    def turn(self) -> bool:
+        """One turn of each loop. Whether there was anything to compute."""
+        worked = False
+        for core in self.cores:
+            core.check()
+            self.take(core, core.hear())
+            if core.has_work():
+                worked = True
+                self.take(core, core.step())
+        return worked
+
+    def run(self) -> None:
+        """Until all sequences have ended, and all rooms."""
+        until = time.monotonic() + SECONDS
+        while not self.idle:
+            assert time.monotonic() < until, (self.answers, [core.stats() for core in self.cores])
+            if not self.turn():
+                self.decode.sleep(0.002)
+
+    @property
+    def idle(self) -> bool:
+        if any(core.has_work() or core.awaiting for core in self.cores):
+            return False
+        stats = [core.stats().transfers for core in self.cores]
+        return all(one is not None and one.rooms == 0 and one.blocks_on_hold == 0 for one in stats)
+
+    def check_given_back(self) -> None:
+        """Every block is free again (or cached), and nothing is remembered."""
+        for core in self.cores:
+            stats = core.stats()
+            assert stats.free_blocks == self.free[core]
+            assert stats.running == stats.waiting == 0
+            assert core.rooms is not None
+            assert not core.rooms.moving
+
+    def close(self) -> None:
+        for core in self.cores:
+            core.close()
+
+
+def pair_of(root: Path, family: str, blocks: tuple[int, int] = (8, 8), **more: Any) -> EnginePair:
+    prefill, decode = (
+        config_of(root, family, block, role, **more)  # type: ignore[arg-type]
+        for block, role in zip(blocks, ("prefill", "decode"), strict=True)
+    )
+    return EnginePair(prefill, decode)
+
+
+def unified(config: EngineConfig, submits: list[m.Submit]) -> dict[int, list[int]]:
+    """What an engine makes that does everything itself."""
+    core = EngineCore(config, progress=False)
+    made: dict[int, list[int]] = {one.sequence: [] for one in submits}
+    try:
+        events = [event for one in submits for event in core.submit(one)]
+        while True:
+            for event in events:
+                assert event.error is None
+                made[event.sequence] += event.token_ids
+            if not core.has_work():
+                return made
+            events = core.step()
+    finally:
+        core.close()

@@ -1,0 +1,195 @@
+"""Two engines, one that prefills and one that decodes: the same tokens as one that does both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.engine.pair_rig import EnginePair, pair_of, submit, unified
+from tests.runner.rooms_rig import config_of
+from weft.common.errors import InvalidRequest
+from weft.config.flags import from_keywords
+from weft.config.resolve import resolve
+from weft.config.sections import TransferSection
+from weft.engine.core import EngineCore
+from weft.types import messages as m
+from weft.types.sampling import TokenParams
+
+GREEDY = TokenParams(temperature=0.0, max_tokens=12)
+SAMPLED = TokenParams(temperature=0.9, top_p=0.95, repetition_penalty=1.2, max_tokens=9)
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> Iterator[Callable[..., EnginePair]]:
+    made: list[EnginePair] = []
+
+    def one(*arguments: Any, **more: Any) -> EnginePair:
+        made.append(pair_of(tmp_path, *arguments, **more))
+        return made[-1]
+
+    yield one
+    for pair in made:
+        pair.close()
+
+
+def prompts(count: int) -> list[list[int]]:
+    return [[3 + (7 * n + 5 * i) % 90 for i in range(5 + 13 * n)] for n in range(count)]
+
+
+def check(pair: EnginePair, submits: list[m.Submit], expected: dict[int, list[int]]) -> None:
+    for one in submits:
+        pair.submit(one)
+    pair.run()
+    assert {s: answer.ids for s, answer in pair.answers.items()} == expected
+    pair.check_given_back()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("blocks", [(8, 8), (8, 16), (16, 8)])
+def test_tokens_are_those_of_one_engine(
+    pairs: Callable[..., EnginePair], tmp_path: Path, blocks: tuple[int, int], depth: int
+) -> None:
+    settings = {"steps_in_flight": depth, "max_num_batched_tokens": 32}
+    submits = [submit(n, ids, (GREEDY, SAMPLED)[n % 2]) for n, ids in enumerate(prompts(6))]
+    expected = unified(config_of(tmp_path, "llama", 8, "unified", **settings), submits)
+    pair = pairs("llama", blocks, **settings)
+    check(pair, submits, expected)
+    assert {tuple(answer.finish) for answer in pair.answers.values()} == {("moved", "length")}
+    sent, got = (core.stats().transfers for core in pair.cores)
+    assert sent is not None
+    assert got is not None
+    assert (sent.done, got.done, sent.failed, got.failed) == (6, 6, 0, 0)
+    assert sent.sent_bytes == got.received_bytes > 0
+    assert pair.prefill.stats().generation_tokens <= 6
+    assert pair.decode.stats().steps <= 60
+
+
+def test_a_bundled_model_goes_on_where_it_was_prefilled(tmp_path: Path) -> None:
+    config = resolve(
+        from_keywords(
+            {"model": "spool-text", "dtype": "float64", "kv_cache_memory": "64M", "max_model_len": 256}
+        )
+    )
+
+    def of(role: Any) -> Any:
+        return msgspec.structs.replace(config, transfer=TransferSection(role=role))
+
+    submits = [submit(n, ids, GREEDY) for n, ids in enumerate(prompts(3))]
+    expected = unified(config, submits)
+    pair = EnginePair(of("prefill"), of("decode"))
+    try:
+        assert pair.prefill.welcome(1).fingerprint == pair.decode.welcome(1).fingerprint != ""
+        assert [core.welcome(1).role for core in pair.cores] == ["prefill", "decode"]
+        check(pair, submits, expected)
+    finally:
+        pair.close()
+
+
+def test_the_first_token_comes_once_from_each_end_with_its_logprobs(
+    pairs: Callable[..., EnginePair], tmp_path: Path
+) -> None:
+    params = msgspec.structs.replace(GREEDY, logprobs=3)
+    pair = pairs("llama")
+    pair.submit(submit(1, prompts(3)[2], params))
+    pair.run()
+    answer = pair.answers[1]
+    assert sorted(answer.logprobs) == list(range(12))
+    assert all(len(row) == 4 for row in answer.logprobs.values())
+
+
+def test_a_sequence_that_ends_with_its_first_token_opens_no_room(pairs: Callable[..., EnginePair]) -> None:
+    pair = pairs("llama")
+    pair.submit(submit(1, prompts(3)[2], msgspec.structs.replace(GREEDY, max_tokens=1)))
+    pair.run()
+    answer = pair.answers[1]
+    assert answer.finish[0] == "length"
+    assert len(answer.ids) == 1
+    pair.check_given_back()
+    for core in pair.cores:
+        stats = core.stats().transfers
+        assert stats is not None
+        assert (stats.done, stats.failed) == (0, 0)
+
+
+def test_what_the_decoding_end_has_cached_is_not_sent_again(pairs: Callable[..., EnginePair]) -> None:
+    pair = pairs("llama")
+    ids = prompts(5)[4]
+    pair.submit(submit(1, ids, GREEDY))
+    pair.run()
+    first = pair.prefill.stats().transfers
+    pair.submit(submit(2, ids, GREEDY))
+    pair.run()
+    second = pair.prefill.stats().transfers
+    assert first is not None
+    assert second is not None
+    assert pair.answers[2].ids == pair.answers[1].ids
+    assert 0 < second.sent_bytes - first.sent_bytes < first.sent_bytes / 2
+
+
+def test_choices_of_one_prompt_have_a_room_each(pairs: Callable[..., EnginePair], tmp_path: Path) -> None:
+    ids = prompts(4)[3]
+    submits = [submit(10 + n, ids, SAMPLED, request=5, choice=n) for n in range(3)]
+    expected = unified(config_of(tmp_path, "llama", 8, "unified"), submits)
+    pair = pairs("llama")
+    check(pair, submits, expected)
+
+
+def test_a_continuation_has_a_room_like_any(pairs: Callable[..., EnginePair], tmp_path: Path) -> None:
+    ids = prompts(4)[3]
+    whole = unified(config_of(tmp_path, "llama", 8, "unified"), [submit(1, ids, SAMPLED)])[1]
+    pair = pairs("llama")
+    again = submit(1, ids, SAMPLED, emitted_ids=m.ids_to_bytes(whole[:4]), attempt=1)
+    pair.submit(again)
+    pair.run()
+    assert pair.answers[1].tokens == {n: token for n, token in enumerate(whole) if n >= 4}
+
+
+@pytest.mark.parametrize("at", ["prefill", "decode"])
+@pytest.mark.parametrize("turns", [0, 1, 2, 3, 5, 8])
+def test_a_client_that_leaves_frees_both_ends(pairs: Callable[..., EnginePair], at: str, turns: int) -> None:
+    pair = pairs("llama", max_num_batched_tokens=32)
+    for n, ids in enumerate(prompts(4)):
+        pair.submit(submit(n, ids, GREEDY))
+    for _ in range(turns):
+        pair.turn()
+    for n in range(4):
+        core = pair.prefill if at == "prefill" else pair.decode
+        pair.take(core, core.finish(n))
+    for _ in range(20):
+        pair.turn()
+        pair.decode.sleep(0.005)
+    other = pair.decode if at == "prefill" else pair.prefill
+    for n in range(4):
+        pair.take(other, other.finish(n))
+    pair.run()
+    pair.check_given_back()
+
+
+def test_a_role_takes_no_part_in_the_other_one(pairs: Callable[..., EnginePair], tmp_path: Path) -> None:
+    pair = pairs("llama")
+    one = submit(1, [3, 4, 5], GREEDY)
+    with pytest.raises(InvalidRequest):
+        pair.prefill.submit(msgspec.structs.replace(one, room=pair.ticket(1, 0, False)))
+    core = EngineCore(config_of(tmp_path, "llama", 8, "unified"), progress=False)
+    try:
+        assert core.rooms is None
+        assert core.sources == []
+        assert core.sockets == []
+        assert core.stats().transfers is None
+        with pytest.raises(InvalidRequest):
+            core.submit(msgspec.structs.replace(one, room=pair.ticket(1, 0, True)))
+    finally:
+        core.close()
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_group_with_a_role_serves_sequences_without_a_room(
+    pairs: Callable[..., EnginePair], tmp_path: Path, role: str
+) -> None:
+    submits = [submit(n, ids, GREEDY) for n, ids in enumerate(prompts(3))]
+    expected = unified(config_of(tmp_path, "llama", 8, "unified"), submits)
+    assert unified(config_of(tmp_path, "llama", 8, role), submits) == expected  # type: ignore[arg-type]
