@@ -97,7 +97,7 @@ def send(kind: str, folder: str, blocks: int, pipe: Connection) -> None:
         bound = r.decode(data)
         assert isinstance(bound, r.Bound)
         for layer in CACHE.layers:
-            rank.transfer.computed(bound.key, layer, 0, blocks * BLOCK)
+            rank.transfer.computed(bound.key, (layer,), 0, blocks * BLOCK)
         rank.transfer.begin(rank.offer(bound.key), bound, rank.table())
         pipe.send(rank.wait().name)
         rank.transfer.stop(bound.key)

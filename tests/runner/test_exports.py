@@ -17,6 +17,7 @@ from tests.runner.rooms_rig import KEY, Side, config_of, logprobs
 from weft.common.errors import ConfigError, EngineDead
 from weft.engine.build import build_runner
 from weft.engine.rank_rooms import check_rooms
+from weft.runner import exports
 from weft.transfer.words import RankReport
 from weft.types import plan as p
 from weft.types.rooms import Outcome
@@ -134,8 +135,10 @@ def test_in_float32_bits_are_equal_where_the_backend_is_invariant(make: Callable
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_next", "deepseek_v4"])
 def test_layers_are_told_when_both_micro_batches_have_passed_them(
-    make: Callable[..., list[Side]], family: str
+    make: Callable[..., list[Side]], family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Each at once, whatever it has."""
+    monkeypatch.setattr(exports, "ENOUGH", 1)
     whole, sender, receiver = make(family)
     chunks(whole, 0, exports=False)
     reference = decoded(whole, 0)

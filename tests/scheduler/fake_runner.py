@@ -23,6 +23,7 @@ from weft.types.plan import (
     AllocSlot,
     AppendBlocks,
     AppendEach,
+    Export,
     FreeSlot,
     LoadState,
     LogprobRows,
@@ -197,6 +198,8 @@ class FakeRunner:
     """Step in flight -> (kind, block) of the snapshots that it makes."""
     states: dict[tuple[int, int, int], int] = field(default_factory=dict)
     """(slot, kind, copy) -> the prefix that the state is after; outlives sequences, as memory does."""
+    exports: list[Export] = field(default_factory=list)
+    """Of all plans, in order."""
     right: float = 0.7
     """Share of drafts that are."""
     accepted: int = 0
@@ -233,6 +236,8 @@ class FakeRunner:
                 self._load(plan.step, op)
             elif isinstance(op, AppendEach):
                 self._append_each(op)
+            elif isinstance(op, Export):
+                self._export(plan, op)
         rows = [*self._rows(plan.prefill), *self._rows(plan.decode)]
         assert rows or plan.ops, "an empty plan"
         assert len({r[0] for r in rows}) == len(rows), "a slot twice in a plan"
@@ -314,6 +319,18 @@ class FakeRunner:
         occupant.live = 0
         self.loaded += 1
 
+    def _export(self, plan: StepPlan, op: Export) -> None:
+        """It goes with a row, or with the snapshots of a state that no row of the plan changes."""
+        rows = {row[0]: row for row in self._rows(plan.prefill)}
+        if op.states:
+            assert op.slot not in rows
+            assert op.end == op.start == self.in_slot[op.slot].num_computed
+            for kind in self.kinds:
+                assert (kind, *np.frombuffer(op.blocks[kind].ids, "<i4")) in self.saving[plan.step]
+        else:
+            assert rows[op.slot][2:4] == (op.start, op.end - op.start)
+        self.exports.append(op)
+
     def _name(self, step: int, kind: int, block: int, why: str) -> None:
         assert 1 <= block <= self.kv.pools[kind].num_blocks
         for _, blocks in self.named.values():
@@ -342,8 +359,9 @@ class FakeRunner:
         assert start >= begin if loose else start == begin
         assert len(occupant.history) > begin, "a position whose id nobody knows"
         known = len(occupant.op.token_ids)
+        fetched = occupant.op.num_cached == known - 1
         if decode:
-            assert begin >= known
+            assert begin >= known - fetched
             assert count == logits == sample <= 1 + occupant.next_k, "drafts that nobody proposed"
             drafts = self._drafts(occupant, count - 1)
             if drafts:

@@ -42,6 +42,54 @@ class Told:
     given_up: bool = False
 
 
+def audit(scheduler: Scheduler) -> None:
+    """Every block and slot is in exactly one place, and the pool's counts agree with the tables."""
+    state = scheduler._state
+    for kind in state.caches.kinds:
+        pool = kind.pool  # type: ignore[attr-defined]
+        held: dict[int, int] = {}
+        if isinstance(kind, StateKind):
+            savings = [saving for savings in kind._saving.values() for saving in savings]
+            tables = [list(kind._loaded.values()), [saving.block for saving in savings]]
+            tables.append(list(kind._fetched.values()))
+            assert {key: slot for slot, key in kind._newest.items()} == kind._owner
+        else:
+            tables = [table.blocks[table.live :] for table in kind._tables.values()]  # type: ignore[attr-defined]
+        on_hold = [[block] * count for block, count in pool._holds.items()]
+        for blocks in [*tables, *pool._pending.values(), *on_hold]:
+            for block in blocks:
+                held[block] = held.get(block, 0) + 1
+        assert 0 not in held
+        places = [*pool._free, *pool._cached, *held]
+        assert sorted(places) == list(range(1, pool.num_blocks + 1))
+        assert all(pool._references[block] == held.get(block, 0) for block in places)
+        assert {pool._index[key] for key in pool._index} == {b for b in places if pool._key[b]}
+        assert all(pool._key[block] is not None for block in pool._cached)
+    slots = state.slots
+    taken = [s.state.slot for s in state.running]  # type: ignore[union-attr]
+    taken += [state.rooms._records[key].slot for key in state.rooms.parting]
+    pending = [slot for due in slots._pending.values() for slot in due]
+    assert sorted([*slots._free, *taken, *pending]) == list(range(slots.num_slots))
+    states = [type(s.state).__name__ for s in state.live.values()]
+    assert len(state.running) == states.count("Running")
+    assert len(state.waiting) == states.count("Waiting")
+    waiting, shares = state.waiting, list(state.waiting._shares.values())
+    assert all(any(s.share is share for share in shares) for s in state.live.values())
+    for share in shares:
+        mine = [s for s in state.live.values() if s.share is share]
+        assert share.live == len(mine) > 0
+        assert share.running == sum(s in mine for s in state.running)
+        assert share.waiting == sorted((s for s in mine if isinstance(s.state, Waiting)), key=lambda s: s.key)
+    assert waiting.large == sum(share.running > 1 for share in shares)
+    assert [share.place for share in waiting._order] == sorted(
+        (share.priority, -1 if share.invited else share.running, *share.waiting[0].key[1:])
+        for share in shares
+        if share.waiting
+    )
+    members = [i for request in state.requests.values() for i in request.members]
+    assert sorted(members) == sorted(state.live)
+
+
 class Rig:
     """The real scheduler and the fake runner, with ``depth`` steps in flight."""
 
@@ -171,50 +219,8 @@ class Rig:
         assert (stats.running, stats.waiting, stats.kv_usage) == (0, 0, 0.0)
 
     def audit(self) -> None:
-        """Every block and slot is in exactly one place, and the pool's counts agree with the tables."""
-        state = self.scheduler._state
-        for kind in state.caches.kinds:
-            pool = kind.pool  # type: ignore[attr-defined]
-            held: dict[int, int] = {}
-            if isinstance(kind, StateKind):
-                savings = [saving for savings in kind._saving.values() for saving in savings]
-                tables = [list(kind._loaded.values()), [saving.block for saving in savings]]
-                assert {key: slot for slot, key in kind._newest.items()} == kind._owner
-            else:
-                tables = [table.blocks[table.live :] for table in kind._tables.values()]  # type: ignore[attr-defined]
-            for blocks in [*tables, *pool._pending.values()]:
-                for block in blocks:
-                    held[block] = held.get(block, 0) + 1
-            assert 0 not in held
-            places = [*pool._free, *pool._cached, *held]
-            assert sorted(places) == list(range(1, pool.num_blocks + 1))
-            assert all(pool._references[block] == held.get(block, 0) for block in places)
-            assert {pool._index[key] for key in pool._index} == {b for b in places if pool._key[b]}
-            assert all(pool._key[block] is not None for block in pool._cached)
-        slots = state.slots
-        taken = [s.state.slot for s in state.running]  # type: ignore[union-attr]
-        pending = [slot for due in slots._pending.values() for slot in due]
-        assert sorted([*slots._free, *taken, *pending]) == list(range(slots.num_slots))
-        states = [type(s.state).__name__ for s in state.live.values()]
-        assert len(state.running) == states.count("Running")
-        assert len(state.waiting) == states.count("Waiting")
-        waiting, shares = state.waiting, list(state.waiting._shares.values())
-        assert all(any(s.share is share for share in shares) for s in state.live.values())
-        for share in shares:
-            mine = [s for s in state.live.values() if s.share is share]
-            assert share.live == len(mine) > 0
-            assert share.running == sum(s in mine for s in state.running)
-            assert share.waiting == sorted(
-                (s for s in mine if isinstance(s.state, Waiting)), key=lambda s: s.key
-            )
-        assert waiting.large == sum(share.running > 1 for share in shares)
-        assert [share.place for share in waiting._order] == sorted(
-            (share.priority, -1 if share.invited else share.running, *share.waiting[0].key[1:])
-            for share in shares
-            if share.waiting
-        )
-        members = [i for request in state.requests.values() for i in request.members]
-        assert sorted(members) == sorted(state.live)
+        """See ``audit``."""
+        audit(self.scheduler)
 
     def _check_snapshots(self, plan: StepPlan) -> None:
         """What a plan saves is the state after the very prefix that it will be found by."""

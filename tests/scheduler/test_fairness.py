@@ -13,6 +13,7 @@ import pytest
 from tests.scheduler.fake_runner import VOCAB, kv_config, submit
 from tests.scheduler.harness import Rig
 from tests.scheduler.test_steps import same
+from weft.scheduler import crowding as crowding_module
 from weft.scheduler import state as state_module
 from weft.scheduler.queue import FairQueue, SequenceQueue
 from weft.scheduler.sequence import MOST_YIELDS, Sequence
@@ -264,7 +265,7 @@ def test_random_loads_of_several_clients(
     depth: int, turn: int, seeds: range, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens are those that each sequence gets alone, whoever gave way to whom."""
-    monkeypatch.setattr(state_module, "TURN", turn)
+    monkeypatch.setattr(crowding_module, "TURN", turn)
     yielded = 0
     for seed in seeds:
         rng = random.Random(seed)
@@ -304,12 +305,12 @@ LONG = {"max_model_len": 40 * TURN, "blocks": 500}
 @pytest.fixture
 def no_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots are given up for shares alone."""
-    monkeypatch.setattr(state_module, "TURN", 1 << 30)
+    monkeypatch.setattr(crowding_module, "TURN", 1 << 30)
 
 
 @pytest.fixture
 def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_module, "TURN", TURN)
+    monkeypatch.setattr(crowding_module, "TURN", TURN)
 
 
 @pytest.mark.parametrize("depth", [1, 2])

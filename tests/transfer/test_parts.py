@@ -260,7 +260,9 @@ class TestPushes:
         for bound_after in range(5):
             out = self.pushes(write_bytes=600, window=1500)
             events: list[p.Event] = [
-                p.Computed(KEY, layer, begin, end) for begin, end in ((0, 13), (13, 20)) for layer in layers
+                p.Computed(KEY, (layer,), begin, end)
+                for begin, end in ((0, 13), (13, 20))
+                for layer in layers
             ]
             events.insert(bound_after, p.Begin(KEY, {"peer": self.plan()}, 20))
             actions = list[p.Action]()
@@ -277,7 +279,7 @@ class TestPushes:
     @pytest.mark.parametrize("bound_after", range(5))
     def test_what_is_told_twice_is_pushed_once(self, bound_after: int) -> None:
         out = self.pushes()
-        events: list[p.Event] = [p.Computed(KEY, layer, 0, end) for end in (13, 20) for layer in (1, 2)]
+        events: list[p.Event] = [p.Computed(KEY, (layer,), 0, end) for end in (13, 20) for layer in (1, 2)]
         events.insert(bound_after, p.Begin(KEY, {"peer": self.plan()}, 20))
         actions = [action for event in events for action in self.run(out, out.on(event), 1 << 30)]
         writes = [action for action in actions if isinstance(action, p.Write)]
@@ -286,12 +288,12 @@ class TestPushes:
 
     def test_a_state_is_pushed_to_a_receiver_that_has_every_position(self) -> None:
         out = self.pushes()
-        states = sum(part.nbytes for n in range(2) for part in self.plan().state(1, n))
+        states = sum(part.nbytes for part in self.plan().state(1, range(2)))
         assert out.on(p.Begin(KEY, {"peer": self.plan(20)}, 20, 20)) == []
         actions = list[p.Action]()
         for layer in (1, 2):
-            assert out.on(p.Computed(KEY, layer, 0, 13)) == []  # a state of the past
-            actions += self.run(out, out.on(p.Computed(KEY, layer, 13, 20)), 1 << 30)
+            assert out.on(p.Computed(KEY, (layer,), 0, 13)) == []  # a state of the past
+            actions += self.run(out, out.on(p.Computed(KEY, (layer,), 13, 20)), 1 << 30)
         writes = [action for action in actions if isinstance(action, p.Write)]
         assert sum(part.nbytes for write in writes for part in write.parts) == states > 0
         assert actions[-1] == p.Report(KEY, Outcome.done)
@@ -302,10 +304,10 @@ class TestPushes:
         actions = list[p.Action]()
         for begin, end in ((5, 13), (13, 20), (5, 20)):
             for layer in (1, 2):
-                actions += self.run(out, out.on(p.Computed(KEY, layer, begin, end)), 1 << 30)
+                actions += self.run(out, out.on(p.Computed(KEY, (layer,), begin, end)), 1 << 30)
         assert p.Report(KEY, Outcome.done) not in actions
         for layer in (1, 2):
-            actions += self.run(out, out.on(p.Computed(KEY, layer, 0, 7)), 1 << 30)
+            actions += self.run(out, out.on(p.Computed(KEY, (layer,), 0, 7)), 1 << 30)
         assert actions[-1] == p.Report(KEY, Outcome.done)
         writes = [action for action in actions if isinstance(action, p.Write)]
         assert sum(part.nbytes for write in writes for part in write.parts) == self.total()
@@ -326,10 +328,10 @@ class TestPushes:
         out = self.pushes()
         for number in range(p.MOST_STOPPED + 10):
             out.on(p.Stopped(RoomKey(100 + number, 0, 1)))
-        out.on(p.Computed(KEY, 1, 0, 20))
+        out.on(p.Computed(KEY, (1,), 0, 20))
         assert len(out) == 1
         out.on(p.Stopped(KEY))
-        assert out.on(p.Computed(KEY, 2, 0, 20)) == []
+        assert out.on(p.Computed(KEY, (2,), 0, 20)) == []
         assert len(out) == 0
         assert len(out._stopped) == p.MOST_STOPPED
 
@@ -337,12 +339,12 @@ class TestPushes:
         out = self.pushes(write_bytes=600, window=600)
         for key, peer in ((KEY, "slow"), (OTHER, "fast")):
             out.on(p.Begin(key, {peer: self.plan()}, 20))
-        slow = [action for layer in (1, 2) for action in out.on(p.Computed(KEY, layer, 0, 20))]
+        slow = [action for layer in (1, 2) for action in out.on(p.Computed(KEY, (layer,), 0, 20))]
         assert sum(isinstance(action, p.Write) for action in slow) == 1
         fast = [
             action
             for layer in (1, 2)
-            for action in self.run(out, out.on(p.Computed(OTHER, layer, 0, 20)), 1200)
+            for action in self.run(out, out.on(p.Computed(OTHER, (layer,), 0, 20)), 1200)
         ]
         assert fast[-1] == p.Report(OTHER, Outcome.done)
         out.on(p.Stopped(KEY))
@@ -352,14 +354,14 @@ class TestPushes:
         out = self.pushes(write_bytes=200, window=400)
         for key in (KEY, OTHER):
             out.on(p.Begin(key, {"peer": self.plan()}, 20))
-        first = out.on(p.Computed(KEY, 1, 0, 20)) + out.on(p.Computed(OTHER, 1, 0, 20))
+        first = out.on(p.Computed(KEY, (1,), 0, 20)) + out.on(p.Computed(OTHER, (1,), 0, 20))
         rooms = [action.key for action in self.run(out, first, 400) if isinstance(action, p.Write)]
         assert rooms.index(OTHER) < len(rooms) - 1 - rooms[::-1].index(KEY)
 
     def test_a_write_that_fails_fails_the_room_and_no_more_is_sent(self) -> None:
         out = self.pushes(write_bytes=200, window=200)
         out.on(p.Begin(KEY, {"peer": self.plan()}, 20))
-        write = next(x for x in out.on(p.Computed(KEY, 1, 0, 20)) if isinstance(x, p.Write))
+        write = next(x for x in out.on(p.Computed(KEY, (1,), 0, 20)) if isinstance(x, p.Write))
         assert out.on(p.Written(KEY, "peer", write.number, ERROR)) == [p.Report(KEY, Outcome.failed, ERROR)]
         assert out.on(p.Written(KEY, "peer", write.number, ERROR)) == []
         assert out.under_way == 0

@@ -96,11 +96,11 @@ def check(case: Case, chunks: list[int]) -> None:
             for begin, end in zip([case.start, *chunks], [*chunks, case.end], strict=True):
                 for kind, dims in enumerate(case.sender.dims.kinds):
                     for number in range(len(dims.layers)):
-                        parts = plan.entries(kind, number, begin, end)
+                        parts = plan.entries(kind, [number], begin, end)
                         case.carry_out(rank, to, parts, coverage, written)
             for kind, dims in enumerate(case.sender.dims.kinds):
                 for number in range(len(dims.layers)):
-                    case.carry_out(rank, to, plan.state(kind, number), coverage, written)
+                    case.carry_out(rank, to, plan.state(kind, [number]), coverage, written)
         assert coverage.complete()
         for region, counts in enumerate(written):
             assert counts.max(initial=0) <= 1
@@ -134,7 +134,7 @@ def test_equal_groups_exchange_whole_blocks() -> None:
     case = Case(0, ["full"], (1, 1), (8, 8), 0, 32)
     block = 2 * 4 * 8 * 3 * 2
     parts = list(case.plan(0, 0).everything())
-    assert len(parts) == 2  # layers
+    assert len(parts) == 1  # of one region, both layers
     assert all(set((part.spans[:, 2] % block).tolist()) == {0} for part in parts)
     assert sum(part.nbytes for part in parts) == 2 * 4 * block
 

@@ -153,7 +153,7 @@ class Pair:
         layers = sorted({layer for kind in self.sender.dims.kinds for layer in kind.layers})
         for layer in layers:
             for rank in self.senders:
-                rank.transfer.computed(key, layer, begin, end)
+                rank.transfer.computed(key, (layer,), begin, end)
 
     def transfer(self, key: RoomKey) -> list[RankReport]:
         """From beginning to end; how it ended on each rank of the receiver."""

@@ -20,10 +20,10 @@ def main() -> None:
         assert isinstance(bound, r.Bound)
         pair.push(bound)
         rank = pair.senders[0]
-        rank.transfer.computed(bound.key, 1, pair.start, pair.end)
+        rank.transfer.computed(bound.key, (1,), pair.start, pair.end)
         print("half", flush=True)
         sys.stdin.readline()
-        rank.transfer.computed(bound.key, 2, pair.start, pair.end)
+        rank.transfer.computed(bound.key, (2,), pair.start, pair.end)
         print(rank.wait(bound.key).outcome.name, flush=True)
         rank.transfer.stop(bound.key)
     pair.close()

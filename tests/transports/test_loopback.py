@@ -53,7 +53,7 @@ class Pair:
         self.ranks[1].expect(offer, bound)
         self.ranks[0].begin(offer, bound, tuple(blocks_of(table) for table in tables[0]))
         for layer in (1, 2):
-            self.ranks[0].computed(key, layer, 8, END)
+            self.ranks[0].computed(key, (layer,), 8, END)
 
     def run(self, seconds: float) -> None:
         until = self.time + seconds

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
 from weft.common.errors import ConfigError
 from weft.config.resolved import KVConfig
-from weft.kv.kinds import CacheKind, FullKind, WindowKind
+from weft.kv.kinds import CacheKind, FullKind, WindowKind, blocks_of
 from weft.kv.snapshots import Marks, StateKind, marks_for
 from weft.types.plan import Op
+from weft.types.rooms import Blocks
 
 
 def make_kinds(kv: KVConfig, max_chunk: int) -> tuple[CacheKind, ...]:
@@ -53,15 +55,21 @@ class Caches:
 
     def hit(self, hashes: Sequence[bytes], limit: int) -> int:
         """The longest prefix, at most ``limit``, that every kind can go on from."""
-        return _agreed(self.kinds, hashes, limit)
+        return _agreed([partial(kind.hit, hashes) for kind in self.kinds], limit)
 
     def needed(self, slot: int, upto: int, num_hit: int = 0, hashes: Sequence[bytes] = ()) -> list[int]:
         """Blocks of each kind, as ``CacheKind.needed``."""
         return [kind.needed(slot, upto, num_hit, hashes) for kind in self.kinds]
 
-    def fits(self, needed: Sequence[int]) -> bool:
-        """Whether every kind has as many blocks available."""
+    def fits(self, needed: Sequence[int], spare: float = 0.0) -> bool:
+        """Whether every kind has as many blocks available, and a share ``spare`` of its pool beside them."""
+        if spare and any(n + spare * k.num_blocks > k.available() for n, k in self._of_tables(needed)):
+            return False
         return all(n <= kind.available() for n, kind in zip(needed, self.kinds, strict=True))
+
+    def ever_fits(self, needed: Sequence[int]) -> bool:
+        """Whether every kind has as many blocks."""
+        return all(n <= kind.num_blocks for n, kind in zip(needed, self.kinds, strict=True))
 
     def will_fit(self, needed: Sequence[int]) -> bool:
         """Whether every kind will, once the steps in flight have committed."""
@@ -154,6 +162,71 @@ class Caches:
         """Used share of the fullest pool, 0 .. 1."""
         return max((1 - kind.available() / kind.num_blocks for kind in self._tabled), default=0.0)
 
+    # ---- what comes from other groups, and goes there
+
+    def fetch_hit(self, hashes: Sequence[bytes], position: int) -> int:
+        """The longest prefix that has not to be sent to a sequence that goes on at ``position``.
+
+        A recurrent state is sent in any case, and then one position at least: that is what it comes with.
+        """
+        limit = position - 1 if self._states else position
+        return _agreed([partial(self._fetch_hit, kind, hashes, position) for kind in self._tabled], limit)
+
+    def _of_tables(self, needed: Sequence[int]) -> list[tuple[int, CacheKind]]:
+        """Of those kinds that have tables, with the kind."""
+        pairs = zip(needed, self.kinds, strict=True)
+        return [(n, kind) for n, kind in pairs if not isinstance(kind, StateKind)]
+
+    @staticmethod
+    def _fetch_hit(kind: CacheKind, hashes: Sequence[bytes], position: int, limit: int) -> int:
+        return kind.fetch_hit(hashes, limit, position)
+
+    def fetch_needed(self, hashes: Sequence[bytes], start: int, position: int, upto: int) -> list[int]:
+        """``CacheKind.fetch_needed`` of each kind."""
+        return [kind.fetch_needed(hashes, start, position, upto) for kind in self.kinds]
+
+    def fetch(
+        self,
+        fetch: int,
+        hashes: Sequence[bytes],
+        start: int,
+        position: int,
+        upto: int,
+        sent_blocks: Sequence[int],
+    ) -> tuple[Blocks, ...]:
+        """``CacheKind.fetch`` of each kind; ``sent_blocks``: positions of a block there, of each."""
+        return tuple(
+            kind.fetch(fetch, hashes, start, position, upto, size)
+            for kind, size in zip(self.kinds, sent_blocks, strict=True)
+        )
+
+    def adopt(self, fetch: int, slot: int) -> list[Op]:
+        """``CacheKind.adopt`` of each kind."""
+        return [op for kind in self.kinds for op in kind.adopt(fetch, slot)]
+
+    def table(self, slot: int, position: int) -> tuple[Blocks, ...]:
+        """``CacheKind.table`` of each kind."""
+        return tuple(kind.table(slot, position) for kind in self.kinds)
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether there are kinds that have a state, and no entries."""
+        return bool(self._states)
+
+    def can_take(self) -> bool:
+        """Whether each recurrent kind has a block for a state."""
+        return all(kind.available() for kind in self._states)
+
+    def take(self, slot: int, after_step: int) -> tuple[list[Op], tuple[Blocks, ...]]:
+        """``StateKind.take`` of each, and for each kind its block; no ids where there are none."""
+        ops = list[Op]()
+        blocks = [Blocks(first=0, ids=b"")] * len(self.kinds)
+        for kind in self._states:
+            op, block = kind.take(slot, after_step)
+            ops.append(op)
+            blocks[kind.number] = blocks_of([block], 0)
+        return ops, tuple(blocks)
+
     # ---- snapshots of recurrent states
 
     @property
@@ -168,7 +241,7 @@ class Caches:
         """
         if not self._snapshots or not hashes:
             return None
-        branch = _agreed(self._tabled, hashes, known - 1) if self._tabled else 0
+        branch = _agreed([partial(kind.hit, hashes) for kind in self._tabled], known - 1)
         return marks_for(self.unit, self._states[0].stride, known, num_hit, branch)
 
     def save(self, slot: int, key: bytes, back: int, keep: bool, step: int) -> list[Op] | None:
@@ -185,13 +258,13 @@ class Caches:
             kind.spoil(slot)
 
 
-def _agreed(kinds: Sequence[CacheKind], hashes: Sequence[bytes], limit: int) -> int:
-    """The longest prefix, at most ``limit``, that each of ``kinds`` can go on from.
+def _agreed(hits: Sequence[Callable[[int], int]], limit: int) -> int:
+    """The longest prefix, at most ``limit``, that each kind can go on from, given the ``hit`` of each.
 
     Each answer is at most the limit it was given, so limits fall until all agree.
     """
     while True:
-        result = min((kind.hit(hashes, limit) for kind in kinds), default=0)
+        result = min((hit(limit) for hit in hits), default=0)
         if result == limit:
             return result
         limit = result

@@ -22,6 +22,7 @@ from weft.common.errors import ConfigError
 from weft.config.resolved import PoolSpec
 from weft.kv.pool import NULL_BLOCK, BlockPool
 from weft.types.plan import AppendBlocks, AppendEach, Op, column
+from weft.types.rooms import Blocks
 
 
 class CacheKind(Protocol):
@@ -29,6 +30,9 @@ class CacheKind(Protocol):
 
     A slot has a block table from ``acquire`` to ``release``. ``hashes`` are those of the sequence's leading
     full base blocks. ``needed`` must have been at most ``available`` before ``acquire`` and ``reserve``.
+
+    A sequence whose cache comes from another group (``weft.types.rooms``) has a table, too, from ``fetch`` to
+    ``adopt`` or ``release``, under a number that is no slot's: a negative one.
     """
 
     block_size: int
@@ -93,6 +97,45 @@ class CacheKind(Protocol):
     def least(self, upto: int) -> int:
         """The fewest blocks of a pool with which one sequence alone gets to ``upto`` tokens."""
 
+    def fetch_hit(self, hashes: Sequence[bytes], limit: int, position: int) -> int:
+        """The longest prefix, at most ``limit``, of which a token at ``position`` finds here all it reads."""
+
+    def fetch_needed(self, hashes: Sequence[bytes], start: int, position: int, upto: int) -> int:
+        """Blocks that must be available before ``fetch``."""
+
+    def fetch(
+        self,
+        fetch: int,
+        hashes: Sequence[bytes],
+        start: int,
+        position: int,
+        upto: int,
+        sent_block: int,
+    ) -> Blocks:
+        """Makes the table ``fetch`` for a token at ``position``, up to ``upto``: what it reads before
+        ``start``, from the cache, and new blocks.
+
+        Positions ``start`` .. position - 1 come from a group whose blocks have ``sent_block`` positions, as
+        ``weft.transfer.spans.first_position`` says. Returns where to put them: the new blocks.
+        """
+
+    def adopt(self, fetch: int, slot: int) -> list[Op]:
+        """The table ``fetch`` becomes that of ``slot``."""
+
+    def table(self, slot: int, position: int) -> Blocks:
+        """What a token at ``position`` reads: entries of the table of ``slot``, as far as they are there."""
+
+
+def blocks_of(table: Sequence[int], first: int) -> Blocks:
+    """Entries of a block table, of which the first has number ``first``."""
+    return Blocks(first=first, ids=np.asarray(table, "<i4").tobytes())
+
+
+def ids_of(blocks: Blocks) -> list[int]:
+    """The other way round."""
+    ids: list[int] = np.frombuffer(blocks.ids, "<i4").tolist()
+    return ids
+
 
 class _Table:
     __slots__ = ("blocks", "live", "published")
@@ -100,7 +143,7 @@ class _Table:
     def __init__(self, blocks: list[int], live: int, published: int) -> None:
         self.blocks = blocks
         self.live = live  # entries before it are null: slid out, or never there
-        self.published = published  # entries before it were published or shared
+        self.published = published  # entries before it were published or shared, or never will be
 
 
 class FullKind:
@@ -219,6 +262,46 @@ class FullKind:
     def least(self, upto: int) -> int:
         return self._blocks(upto)
 
+    def fetch_hit(self, hashes: Sequence[bytes], limit: int, position: int) -> int:
+        first = self._first_read(position)
+        most = min(limit // self.block_size, len(hashes) // self._ratio)
+        if most > first:
+            most = first + self.pool.leading(self._keys(hashes, first, most))
+        return most * self.block_size
+
+    def fetch_needed(self, hashes: Sequence[bytes], start: int, position: int, upto: int) -> int:
+        first = self._first_read(position)
+        held = self.pool.held(self._keys(hashes, first, start // self.block_size))
+        return self._blocks(upto) - first - held
+
+    def fetch(
+        self,
+        fetch: int,
+        hashes: Sequence[bytes],
+        start: int,
+        position: int,
+        upto: int,
+        sent_block: int,
+    ) -> Blocks:
+        first = self._first_read(position)
+        hits = start // self.block_size
+        shared = [self.pool.find(key) for key in self._keys(hashes, first, hits)]
+        for block in shared:  # all hits leave the LRU before anything can be evicted from it
+            self.pool.share(block)
+        begin = first + len(shared)
+        new = [self.pool.take() for _ in range(self._blocks(upto) - begin)]
+        whole = -(-max(start, self._first_sent(position, sent_block)) // self.block_size)
+        self._tables[fetch] = _Table([NULL_BLOCK] * first + shared + new, first, max(hits, whole))
+        return blocks_of(new, begin)
+
+    def adopt(self, fetch: int, slot: int) -> list[Op]:
+        table = self._tables[slot] = self._tables.pop(fetch)
+        return [AppendBlocks(slot=slot, kind=self.number, blocks=column(table.blocks))]
+
+    def table(self, slot: int, position: int) -> Blocks:
+        first = self._first_read(position)
+        return blocks_of(self._tables[slot].blocks[first : self._blocks(position)], first)
+
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
@@ -228,6 +311,10 @@ class FullKind:
 
     def _first_read(self, position: int) -> int:
         """The first table entry that a token at ``position`` reads."""
+        return 0
+
+    def _first_sent(self, position: int, sent_block: int) -> int:
+        """From where on what a token at ``position`` reads is sent, by a group with blocks of that size."""
         return 0
 
     def _held(self, hashes: Sequence[bytes], num_hit: int) -> int:
@@ -292,6 +379,10 @@ class WindowKind(FullKind):
 
     def _first_read(self, position: int) -> int:
         return max(0, position - self._window + 1) // self.block_size
+
+    def _first_sent(self, position: int, sent_block: int) -> int:
+        read = max(0, position - self._window + 1)
+        return max(read // size * size for size in (sent_block, self.block_size))
 
     def _peak(self) -> int:
         """Most blocks that a window and one chunk after it touch, if the pool has as many."""

@@ -21,6 +21,7 @@ import numpy as np
 from weft.config.resolved import PoolSpec
 from weft.kv.pool import NULL_BLOCK, BlockPool
 from weft.types.plan import LoadState, Op, SaveState
+from weft.types.rooms import Blocks
 
 DECODE_STRIDE = 64
 """Positions between two snapshots of a sequence that decodes, unless the stride of prompts is less."""
@@ -103,6 +104,7 @@ class StateKind:
         self._base = base_block
         self.pool = BlockPool(spec.num_blocks)
         self._loaded: dict[int, int] = {}  # slot -> the block that its first plan loads
+        self._fetched: dict[int, int] = {}  # number of a fetch -> the block that its state comes to
         self._saving: dict[int, list[_Saving]] = {}  # step -> what its plan saves
         self._newest: dict[int, bytes] = {}  # slot -> its snapshot that a newer one replaces
         self._owner: dict[bytes, int] = {}  # the same the other way round
@@ -155,10 +157,15 @@ class StateKind:
         self._unload(slot, after_step)
 
     def slide_each(self, slots: np.ndarray, committed: np.ndarray, after_step: np.ndarray) -> None:
-        return  # a slot's first row is a prefill row, which slides by itself
+        if not self._loaded:
+            return
+        for slot, step in zip(slots.tolist(), after_step.tolist(), strict=True):
+            self._unload(slot, step)
 
     def release(self, slot: int, after_step: int) -> None:
         self._unload(slot, after_step)
+        if (block := self._fetched.pop(slot, None)) is not None:
+            self.pool.release(block, after_step)
         key = self._newest.pop(slot, None)
         if key is not None:
             del self._owner[key]
@@ -173,7 +180,7 @@ class StateKind:
 
     def reset(self) -> None:
         self.pool.reset()
-        for by_slot in (self._loaded, self._saving, self._newest, self._owner):
+        for by_slot in (self._loaded, self._fetched, self._saving, self._newest, self._owner):
             by_slot.clear()
 
     def most(self, upto: int) -> int:
@@ -182,7 +189,40 @@ class StateKind:
     def least(self, upto: int) -> int:
         return 0
 
+    def fetch_hit(self, hashes: Sequence[bytes], limit: int, position: int) -> int:
+        return limit  # the state after ``position`` tokens comes in any case
+
+    def fetch_needed(self, hashes: Sequence[bytes], start: int, position: int, upto: int) -> int:
+        return 1
+
+    def fetch(
+        self,
+        fetch: int,
+        hashes: Sequence[bytes],
+        start: int,
+        position: int,
+        upto: int,
+        sent_block: int,
+    ) -> Blocks:
+        block = self._fetched[fetch] = self.pool.take()
+        return Blocks(first=0, ids=np.asarray([block], "<i4").tobytes())
+
+    def adopt(self, fetch: int, slot: int) -> list[Op]:
+        block = self._loaded[slot] = self._fetched.pop(fetch)
+        return [LoadState(slot=slot, kind=self.number, block=block)]
+
+    def table(self, slot: int, position: int) -> Blocks:
+        return Blocks(first=0, ids=b"")
+
     # ---- snapshots
+
+    def take(self, slot: int, after_step: int) -> tuple[Op, int]:
+        """(op, block): saves the state of ``slot`` to a block of its own, which nobody else finds. It is
+        free when ``after_step`` has committed, unless it is on hold. There must be one available.
+        """
+        block = self.pool.take()
+        self.pool.release(block, after_step)
+        return SaveState(slot=slot, kind=self.number, block=block), block
 
     def has(self, key: bytes) -> bool:
         """Whether there is a snapshot of ``key`` to hit."""

@@ -1,7 +1,7 @@
 """Which positions of which layers may leave for other groups, told as a step computes them.
 
     plan with Export      blocks of the sequence, before the pass
-    behind each layer     its entries of positions 0 .. end - 1 are there
+    behind layers         their entries of positions 0 .. end - 1 are there, as soon as it is worth a word
     behind the drafts     so are those of the layers that make them
     Export with states    the snapshots that the plan's SaveState made are there
 
@@ -18,11 +18,14 @@ from typing import Protocol, TypeAlias
 import torch
 
 from weft.common.errors import EngineDead
-from weft.config.resolved import KVConfig
+from weft.config.resolved import KVConfig, PoolSpec
 from weft.transfer.words import RankReport, RankStopped
 from weft.types.plan import Export, Op, StepPlan
 from weft.types.rooms import Admitted, Blocks, Bound, Endpoint, GroupDims, RoomKey
 
+ENOUGH = 2 << 20
+"""Bytes of a row's layers that are told of at once. Each telling costs the thread that computes its lock, and
+the transfers a write, whatever its size."""
 LayerDone: TypeAlias = Callable[[int], None]
 """Called with a layer's number when all that a pass writes to its caches is there."""
 
@@ -40,7 +43,7 @@ class Transfer(Protocol):
 
     def grow(self, key: RoomKey, blocks: tuple[Blocks, ...]) -> None: ...
 
-    def computed(self, key: RoomKey, layer: int, begin: int, end: int) -> None: ...
+    def computed(self, key: RoomKey, layers: tuple[int, ...], begin: int, end: int) -> None: ...
 
     def expect(self, offer: Admitted, bound: Bound) -> None: ...
 
@@ -75,16 +78,21 @@ class RankRooms:
 class Exports:
     """Tells ``transfer`` of the plans of one runner, from the thread that computes them."""
 
-    def __init__(self, kv: KVConfig, model_layers: int, transfer: Transfer) -> None:
+    def __init__(self, kv: KVConfig, model_layers: int, dtype: str, transfer: Transfer) -> None:
         """``model_layers``: further layers of the caches are a drafter's."""
         self._transfer = transfer
         states = {layer for pool in kv.pools if pool.cache.kind == "state" for layer in pool.cache.layers}
-        entries = {layer for pool in kv.pools if pool.cache.kind != "state" for layer in pool.cache.layers}
-        if states & entries:
-            raise EngineDead(f"layers {sorted(states & entries)} have both a state and entries")
-        self._states = sorted(states)
-        self._entries = frozenset(layer for layer in entries if layer < model_layers)
-        self._drafters = sorted(layer for layer in entries if layer >= model_layers)
+        bytes_of: dict[int, int] = {}
+        for pool in kv.pools:
+            for layer in pool.cache.layers if pool.cache.kind != "state" else ():
+                bytes_of[layer] = bytes_of.get(layer, 0) + _position_bytes(pool, dtype)
+        if states & bytes_of.keys():
+            raise EngineDead(f"layers {sorted(states & bytes_of.keys())} have both a state and entries")
+        self._states = tuple(sorted(states))
+        self._bytes_of = {layer: size for layer, size in bytes_of.items() if layer < model_layers}
+        """Of each layer of the model with entries, what a position takes."""
+        self._last = max(self._bytes_of, default=0)
+        self._drafters = tuple(sorted(bytes_of.keys() - self._bytes_of.keys()))
 
     def begin(self, ops: Sequence[Op]) -> LayerDone | None:
         """Before a step's rows, when its ops are carried out. What is to be called behind each layer; None:
@@ -94,25 +102,46 @@ class Exports:
             if isinstance(op, Export):
                 self._transfer.grow(op.key, op.blocks)
                 if op.states:
-                    for layer in self._states:
-                        self._transfer.computed(op.key, layer, 0, op.end)
+                    self._transfer.computed(op.key, self._states, 0, op.end)
                 else:
-                    rows.append(op)
+                    rows.append(_Leaving(op))
         if not rows:
             return None
 
         def done(layer: int) -> None:
-            if layer in self._entries:
-                for op in rows:
-                    self._transfer.computed(op.key, layer, 0, op.end)
+            size = self._bytes_of.get(layer)
+            if size is None:
+                return
+            for row in rows:
+                row.layers += (layer,)
+                row.nbytes += size * (row.op.end - row.op.start)
+                if row.nbytes >= ENOUGH or layer == self._last:
+                    self._transfer.computed(row.op.key, row.layers, 0, row.op.end)
+                    row.layers, row.nbytes = (), 0
 
         return done
 
     def drafted(self, plan: StepPlan) -> None:
         """The drafter has made all entries of the positions of ``plan`` that are exported."""
         for op in exported(plan.ops) if self._drafters else ():
-            for layer in self._drafters:
-                self._transfer.computed(op.key, layer, 0, op.end)
+            self._transfer.computed(op.key, self._drafters, 0, op.end)
+
+
+@dataclass(slots=True)
+class _Leaving:
+    """A row that is exported, in a pass."""
+
+    op: Export
+    layers: tuple[int, ...] = ()
+    """Passed, and not told."""
+    nbytes: int = 0
+    """Of the row in these."""
+
+
+def _position_bytes(pool: PoolSpec, dtype: str) -> int:
+    """What a position takes in one layer of a kind."""
+    blocks = pool.num_blocks + 1  # and the null block
+    return pool.nbytes(dtype) // (blocks * pool.block_size * len(pool.cache.layers))
 
 
 def exported(ops: Sequence[Op]) -> list[Export]:

@@ -111,7 +111,9 @@ class Runner:
         self._device = device
         self._state = SlotState(kv, device)
         self._rooms = rooms
-        self._exports = None if rooms is None else Exports(kv, model.spec.layers, rooms.transfer)
+        self._exports: Exports | None = None
+        if rooms is not None:
+            self._exports = Exports(kv, model.spec.layers, str(dtype).removeprefix("torch."), rooms.transfer)
         blocks = None if rooms is None else rooms.memory
         memory = stacked(kv, dtype, device, blocks)
         self._cache = by_layer(kv, memory)

@@ -143,6 +143,12 @@ def _commit_quiet(state: SchedulerState, slots: np.ndarray, tokens: np.ndarray) 
     state.counts.generation_tokens += len(told)
     ids = columns.sequence[slots].tolist()
     cached = columns.num_cached[slots].tolist()
+    if state.rooms.decodes:
+        positions = np.maximum(committed - columns.origin[slots], -1).tolist()
+        return [
+            TokenEvent(sequence=sequence, token_ids=(token,), num_cached=num_cached, position=position)
+            for sequence, token, num_cached, position in zip(ids, told, cached, positions, strict=True)
+        ]
     return [
         TokenEvent(sequence=sequence, token_ids=(token,), num_cached=num_cached)
         for sequence, token, num_cached in zip(ids, told, cached, strict=True)
@@ -242,9 +248,13 @@ def _commit_row(state: SchedulerState, row: _Row, result: StepResult) -> TokenEv
     logprobs = None
     if made and sequence.params.logprobs >= 0:
         logprobs = _columns(result.logprobs, row.answer, len(made), sequence.params.logprobs)
+    if made and ending is None and sequence.sends:
+        state.rooms.moved(sequence, made[0], logprobs)
+        ending = ("moved", None)
+    position = -1 if sequence.room is None else sequence.num_output - len(made)
     finish, stop_id = ending or (None, None)
     if finish is not None:
-        state.end(sequence, finish)
+        state.end(sequence, finish, error)
     accepted = min(accepted, len(made))
     return TokenEvent(
         sequence=sequence.id,
@@ -257,6 +267,7 @@ def _commit_row(state: SchedulerState, row: _Row, result: StepResult) -> TokenEv
         finish=finish,
         stop_id=stop_id,
         error=error if finish == "error" else None,
+        position=position,
     )
 
 

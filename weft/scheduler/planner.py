@@ -10,11 +10,12 @@ import numpy as np
 
 from weft.config.sections import SchedulerSection, SpeculationSection
 from weft.scheduler.chunk import ChunkPolicy
+from weft.scheduler.crowding import crowding
 from weft.scheduler.draft_policy import DraftPolicy
 from weft.scheduler.fit import CostFitter
 from weft.scheduler.plan_builder import DecodeRows, PlanBuilder, Row
 from weft.scheduler.reserve import Reserver
-from weft.scheduler.sequence import Running, Sequence
+from weft.scheduler.sequence import FetchedTables, Running, Sequence
 from weft.scheduler.state import SchedulerState
 from weft.types.plan import Op
 
@@ -50,6 +51,7 @@ class Planner:
     def fill(self, builder: PlanBuilder) -> None:
         """The rows of a step, within the budget of ``builder``."""
         self.starved = False
+        self._adopt_first()
         if self._exclusive:
             self._fill_exclusive(builder)
         else:
@@ -129,6 +131,27 @@ class Planner:
             if ops is not None:
                 self._add_chunk(builder, sequence, run, end, next_k, ops)
 
+    def _adopt_first(self) -> None:
+        """Slots for those of the queue's first whose caches have come; they decode in this step."""
+        waiting = self._state.waiting
+        while waiting and (tables := waiting.first().tables) is not None and self._has_slot():
+            self._adopt(waiting.first(), tables)
+
+    def _adopt_behind(self) -> None:
+        """The same of all of the queue, as its first lacks blocks: these have theirs, and give them back only
+        after they ran."""
+        for sequence in list(self._state.waiting):
+            if sequence.tables is not None and self._has_slot():
+                self._adopt(sequence, sequence.tables)
+
+    def _adopt(self, sequence: Sequence, tables: FetchedTables) -> None:
+        run = self._state.adopt(sequence, tables)
+        if self.drafts is not None:
+            self.drafts.enter(run.slot)
+
+    def _has_slot(self) -> bool:
+        return len(self._state.running) < self._most_running and self._state.slots.available() > 0
+
     def _admit(self, builder: PlanBuilder) -> None:
         """Waiting sequences in their order, while a slot, budget and blocks for all known ids are there.
 
@@ -143,18 +166,24 @@ class Planner:
             sequence = state.waiting.first()
             yielding = None
             if len(state.running) >= self._most_running:
-                yielding = state.crowding(sequence)
+                yielding = crowding(state, sequence)
                 if yielding is None:
                     return
             elif not state.slots.available():
                 return
+            if sequence.tables is not None and yielding is None:
+                self._adopt(sequence, sequence.tables)
+                continue
             if sequence.protected and not state.guaranteed(sequence):
                 return
             hashes, num_hit = state.lookup(sequence)
             known = len(sequence.tokens)
             needed = state.caches.needed(NO_SLOT, known + 1, num_hit, hashes)
-            if not state.caches.fits([n + p for n, p in zip(needed, promised, strict=True)]):
+            if sequence.tables is not None:
+                pass  # it has its blocks
+            elif not state.caches.fits([n + p for n, p in zip(needed, promised, strict=True)]):
                 self.starved = True
+                self._adopt_behind()
                 return
             if yielding is not None:
                 state.waiting.invite(sequence)
@@ -186,7 +215,12 @@ class Planner:
         logits, sample = sequence.prefill_logits(start, end)
         if logits - sample > builder.prompt_logits:
             end = min(end, max(start, sequence.delivered) + builder.prompt_logits)
-        return self._state.caches.cut(start, end) if end > start else start
+        if end <= start:
+            return start
+        end = self._state.caches.cut(start, end)
+        if sequence.sends and end == known and end - start > 1 and self.drafts is not None:
+            return min(end, self._state.caches.cut(start, end + 1) - 1)  # see ``_first_drafts``
+        return end
 
     def _first_drafts(
         self, builder: PlanBuilder, sequence: Sequence, slot: int, start: int, end: int, hashes: list[bytes]
@@ -197,6 +231,9 @@ class Planner:
         """
         known = len(sequence.tokens)
         room = sequence.limit - 2 - known
+        if self.drafts is not None and sequence.sends and end == known:
+            # Without a draft to propose, the drafter would leave out entries of its own cache, which is sent.
+            return int(known + 2 <= sequence.limit and self._state.caches.cut(start, end + 1) > end)
         if self.drafts is None or end < known or room < 1 or builder.lacking is not None:
             return 0
         next_k = self.drafts.first(room)
@@ -212,6 +249,8 @@ class Planner:
         if self.chunks is not None:
             self.chunks.took(start, end - start)
         logits, sample = sequence.prefill_logits(start, end)
+        if sequence.sends:
+            ops = [*ops, *self._state.rooms.export(sequence, start, end)]
         builder.add_prefill(Row(sequence, run, start, end - start, logits, sample, next_k, ops))
 
     def _promised(self) -> list[int]:

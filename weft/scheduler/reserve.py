@@ -74,7 +74,8 @@ class Reserver:
 
         The victim is the last by key that is not protected; it may be the one that asks. No sequence is
         preempted while blocks that steps in flight still name will do, and none preempts itself while its
-        own last step is in flight: that may free blocks, and computes tokens that need not be lost.
+        own last step is in flight: that may free blocks, and computes tokens that need not be lost. Nor is
+        one whose slot ranks do not know of yet, which could not be freed.
         """
         caches = self._state.caches
         while True:
@@ -83,7 +84,7 @@ class Reserver:
                 return True
             if caches.will_fit(needed):
                 return False
-            victim = next((s for s in reversed(self._state.running) if not s.protected), None)
+            victim = next((s for s in reversed(self._state.running) if _can_go(s)), None)
             if victim is None or (victim is sequence and run.last_step > self._state.last_commit):
                 return False
             self.preempt(victim, builder)
@@ -98,3 +99,8 @@ class Reserver:
         builder.drop(victim, held)
         builder.preempted = True
         self._state.preempt(victim, held, yields=yields)
+
+
+def _can_go(sequence: Sequence) -> bool:
+    known = isinstance(sequence.state, Running) and sequence.state.last_step >= 0
+    return known and not sequence.protected

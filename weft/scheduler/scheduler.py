@@ -7,6 +7,10 @@ until ``commit`` takes it. A step may be built while another one awaits its comm
 What a sequence lacks that comes from outside the group is awaited, until a deadline: it is no work meanwhile.
 Whoever waits for anything else must get on. Sequences that wait without a row in flight are excused by one
 thing alone: that they lack blocks, and some are on hold whose deadline has not passed.
+
+A sequence whose Submit has a room is prefilled by one group and decoded by another. It never comes back to
+the queue: when it cannot go on, it is given back to its front, with the end "evicted". See
+``weft.scheduler.rooms``.
 """
 
 from __future__ import annotations
@@ -16,15 +20,17 @@ from weft.common.log import get_logger
 from weft.common.restarts import MOST_LOSSES
 from weft.config.budget import check_budget
 from weft.config.resolved import KVConfig
-from weft.config.sections import SchedulerSection, SpeculationSection
+from weft.config.sections import SchedulerSection, SpeculationSection, TransferSection
 from weft.scheduler.commit import commit
 from weft.scheduler.plan_builder import PlanBuilder
 from weft.scheduler.planner import Planner
+from weft.scheduler.rooms import SchedulerRooms
 from weft.scheduler.sequence import Sequence
 from weft.scheduler.state import SchedulerState
 from weft.scheduler.validate import check_submit
 from weft.types.messages import HeadStats, Submit, TokenEvent
 from weft.types.plan import Op, StepPlan, StepResult
+from weft.types.rooms import Blocks, RoomEvent, RoomKey, RoomRequest
 
 MAX_IN_FLIGHT = 2
 MAX_EMPTY_PLANS = 64
@@ -48,8 +54,10 @@ class Scheduler:
         section: SchedulerSection,
         vocab_size: int,
         speculation: SpeculationSection | None = None,
+        transfer: TransferSection | None = None,
     ) -> None:
-        """``kv`` says how many drafts there may be, ``speculation`` whether their number adapts."""
+        """``kv`` says how many drafts there may be, ``speculation`` whether their number adapts, ``transfer``
+        the group's role."""
         check_budget(section, kv.block_size, kv.drafts)
         self._section = section
         self._vocab_size = vocab_size
@@ -65,7 +73,9 @@ class Scheduler:
         self._built: PlanBuilder | None = None  # what is to be sealed next
         self._blocked = False  # whether nothing can run until a block on hold is given back
         self._awaited: dict[int, float] = {}  # sequence -> until when it awaits what it lacks
-        self._holds: dict[tuple[int, int], float] = {}  # (kind, block) on hold -> its latest deadline
+        self._holds = self._state.holds
+        role = transfer or TransferSection()
+        self._rooms = SchedulerRooms(self._state, role, vocab_size, lambda: self.planner.starved)
 
     # ---- sequences
 
@@ -82,6 +92,7 @@ class Scheduler:
         tokens, num_prompt = check_submit(submit, self._vocab_size, state.kv.max_model_len)
         if submit.sequence in state.live:
             raise InvalidRequest("a sequence of this id is live", param="sequence")
+        self._rooms.check(submit)
         # A sequence that the next step can admit does not queue: a burst on an idle engine fills its slots
         # first.
         unused = self._section.max_num_seqs - len(state.running)
@@ -91,9 +102,14 @@ class Scheduler:
         sequence = Sequence(submit, tokens, num_prompt, limit, self._arrivals)
         sequence.awaits = awaits
         self._arrivals += 1
+        if sequence.room is not None:
+            state.rooms.open(sequence, now)
         ending = sequence.ending() if sequence.num_output else None
         if ending is not None:
-            return [TokenEvent(sequence=sequence.id, finish=ending[0], stop_id=ending[1])]
+            state.rooms.ended(sequence, ending[0], None)
+            position = sequence.position
+            finish, stop_id = ending
+            return [TokenEvent(sequence=sequence.id, finish=finish, stop_id=stop_id, position=position)]
         state.arrive(sequence)
         if awaits:
             self._awaited[sequence.id] = now + AWAIT_S if until is None else until
@@ -110,7 +126,7 @@ class Scheduler:
 
     def expire(self, now: float) -> list[TokenEvent]:
         """Ends sequences that have awaited what they lack for too long. Call it often, work or none."""
-        self._blocked = self._blocked and self._held(now)
+        self._blocked = self._blocked and self._holds.excuse(now)
         late = [sequence for sequence, until in self._awaited.items() if now >= until]
         events: list[TokenEvent] = []
         for number in late:
@@ -120,14 +136,16 @@ class Scheduler:
             error = DeadlineExceeded("what the request awaited did not come in time").info()
             self._state.end(sequence, "error")
             events.append(TokenEvent(sequence=number, finish="error", error=error))
-        if late:
+        self._rooms.expire(now)
+        events += self._given_back()
+        if events:
             self._blocked = False
         return events
 
     @property
     def awaiting(self) -> bool:
         """Whether nothing can be done before something comes from outside: what is awaited, or a block."""
-        return bool(self._awaited or self._blocked) and not self.has_work()
+        return bool(self._awaited or self._blocked or self._state.rooms.awaited) and not self.has_work()
 
     def finish(self, sequence: int) -> list[TokenEvent]:
         """Ends a sequence from outside. Unknown and ended ones are fine: then there is no event."""
@@ -137,14 +155,15 @@ class Scheduler:
         self._awaited.pop(sequence, None)
         self._state.end(found, "abort")
         self._blocked = False
-        return [TokenEvent(sequence=sequence, num_cached=max(found.num_cached, 0), finish="abort")]
+        num_cached = max(found.num_cached, 0)
+        return [TokenEvent(sequence=sequence, num_cached=num_cached, finish="abort", position=found.position)]
 
     def requeue_all(self) -> list[TokenEvent]:
         """The group was lost: everything that ran waits again, as prompt + what was told of its output.
 
         To be called when the ranks have empty slot tables. Steps in flight are forgotten (their results must
         not be committed), pools are at their idle counts and the prefix cache is empty. Step numbers go on.
-        Returns the ends of those with which the group was lost too often.
+        Returns the ends of those with which the group was lost too often, and of those that are given back.
         """
         self._blocked = self.planner.lacked = False
         self._empty_plans = 0
@@ -153,10 +172,11 @@ class Scheduler:
         for sequence in often:
             self._state.end(sequence, "error")
         error = EngineDead(f"the engine was lost {MOST_LOSSES} times while it worked on this request").info()
-        return [
+        events = [
             TokenEvent(sequence=s.id, num_cached=max(s.num_cached, 0), finish="error", error=error)
             for s in often
         ]
+        return events + self._given_back()
 
     def enqueue(self, op: Op) -> None:
         """``op`` goes out with the next plan, which is made for it alone if there are no rows. A slot that it
@@ -168,22 +188,36 @@ class Scheduler:
         may read or write it. Outlives the block's sequence, ``requeue_all``, and ``until``: from then on it
         no longer excuses that others lack blocks, and lack of progress ends the group within milliseconds.
         So ``until`` is later than any time at which the transfer, its fence included, can end."""
-        self._state.caches.kinds[kind].pool.hold(block)
-        self._holds[kind, block] = max(until, self._holds.get((kind, block), until))
+        self._holds.hold(kind, block, until)
 
     def unhold(self, kind: int, block: int) -> None:
         """The other side of one ``hold``."""
-        pool = self._state.caches.kinds[kind].pool
-        pool.unhold(block)
-        if not pool.on_hold(block):
-            del self._holds[kind, block]
+        self._holds.unhold(kind, block)
         self._blocked = False
+
+    # ---- rooms
+
+    def room(self, event: RoomEvent, now: float) -> list[TokenEvent]:
+        """Hears what happened to a room: the first token of a sequence whose cache has come, or ends."""
+        self._rooms.on(event)
+        self._blocked = False
+        return self._given_back()
+
+    def room_requests(self) -> list[RoomRequest]:
+        """What is asked of rooms since the last call, in order. To be called after whatever changes anything
+        here, and not between ``build`` and ``seal``."""
+        return self._rooms.requests()
+
+    def room_blocks(self, key: RoomKey) -> tuple[Blocks, ...]:
+        """A sender's own block tables as far as they are made, for each kind what the room reads; of a state
+        its snapshot, once a plan that saves it was sealed. () before it has a slot, and of unknown rooms."""
+        return self._state.rooms.tables(key)
 
     def has_work(self) -> bool:
         """Whether there is something to plan or to commit. What is awaited is none."""
         state = self._state
         wanting = (state.waiting or len(state.running)) and not self._blocked
-        return bool(wanting or state.ops or state.in_flight)
+        return bool(wanting or state.ops or state.in_flight or state.rooms.can_save)
 
     @property
     def in_flight(self) -> int:
@@ -214,7 +248,7 @@ class Scheduler:
             self._empty_plans = 0
         else:
             self._watch_progress(now)
-            if not self._state.ops:
+            if not (self._state.ops or self._state.rooms.can_save):
                 return None
         self._built = builder.close()
         return builder
@@ -235,7 +269,8 @@ class Scheduler:
             raise EngineDead("a step is to be launched that is not the one that was built last")
         state = self._state
         step = builder.step
-        plan = builder.seal([*state.slots.announce(), *state.take_ops(step), *state.snapshots(step)])
+        first = [*state.slots.announce(), *state.take_ops(step), *state.save(step), *state.snapshots(step)]
+        plan = builder.seal(first)
         state.launched(plan)
         self._step += 1
         self._built = None
@@ -243,7 +278,8 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenEvent]:
         """Applies the result of the oldest plan in flight. See ``weft.scheduler.commit``."""
-        return commit(self._state, plan, result, self.planner.drafts)
+        events = commit(self._state, plan, result, self.planner.drafts)
+        return events + self._given_back() if self._state.rooms.events else events
 
     def observe(self, plan: StepPlan, seconds: float, uncaptured: bool = False) -> None:
         """``plan`` took the device ``seconds``, from the end of the step before it if that was later.
@@ -287,6 +323,7 @@ class Scheduler:
             requeued=counts.requeued,
             free_blocks=state.caches.free_blocks(),
             free_slots=state.slots.available(),
+            transfers=self._rooms.stats(),
         )
 
     # ----
@@ -302,9 +339,11 @@ class Scheduler:
     def _num_waiting(self) -> int:
         return len(self._state.live) - len(self._state.running)
 
-    def _held(self, now: float) -> bool:
-        """Whether a block is on hold whose deadline has not passed."""
-        return now < max(self._holds.values(), default=now)
+    def _given_back(self) -> list[TokenEvent]:
+        """What rooms have to tell, once."""
+        rooms = self._state.rooms
+        events, rooms.events = rooms.events, []
+        return events
 
     def _watch_progress(self, now: float) -> None:
         """Counts plans without rows in a row that nothing explains; too many end the group.
@@ -313,7 +352,8 @@ class Scheduler:
         """
         state = self._state
         waits = state.waiting or len(state.running)
-        excused = (self.planner.lacked or self.planner.starved) and self._held(now)
+        lacking = self.planner.lacked or self.planner.starved or state.rooms.parting
+        excused = lacking and self._holds.excuse(now)
         self._blocked = bool(excused and not state.in_flight)
         if not waits or excused or any(plan.rows for plan in state.in_flight):
             self._empty_plans = 0

@@ -1,11 +1,13 @@
 """A sequence and its states. The state object owns the sequence's slot and block tables.
 
-AwaitingLeader ──> Awaiting ──> Waiting ──> Running
-   │  │               │         ^ │ ^─preempted─╯ │
-   │  ╰───────────────┼─────────╯ │               │
-   ╰──────────────────┴───────────┴──> Ended <────╯
+                      ╭──> Fetching ──╮
+AwaitingLeader ──> Awaiting ──────> Waiting ──> Running
+   │  │               │             ^ │ ^─preempted─╯ │
+   │  ╰───────────────┼─────────────╯ │               │
+   ╰──────────────────┴───────────────┴──> Ended <────╯
 
-Running owns a slot and its block tables; all other states own nothing.
+Running owns a slot and its block tables. Fetching owns block tables without a slot, and so does Waiting after
+it, until a slot adopts them. All other states own nothing. Any state but Ended may end.
 """
 
 from __future__ import annotations
@@ -13,12 +15,15 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from weft.common.errors import EngineDead
 from weft.common.restarts import MOST_LOSSES
 from weft.kv.hashing import HashChain
 from weft.kv.snapshots import Marks
 from weft.scheduler.slot_columns import SlotColumns
 from weft.types.messages import Submit
+from weft.types.plan import AllocSlot, column
 from weft.types.sampling import TokenParams
 
 PROTECT_AFTER = 2
@@ -42,8 +47,28 @@ class Awaiting:
 
 
 @dataclass(frozen=True, slots=True)
+class FetchedTables:
+    """Block tables of a sequence whose cache comes, or has come, from another group."""
+
+    number: int
+    """Negative: stands for a slot where caches are asked."""
+    reach: int
+    """Positions that they cover at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fetching:
+    """Its cache is coming: it holds the blocks where that goes, and no slot. It counts as no work."""
+
+    tables: FetchedTables
+
+
+@dataclass(frozen=True, slots=True)
 class Waiting:
     """In the queue, for the first time or again."""
+
+    tables: FetchedTables | None = None
+    """Its cache has come: it is admitted as a decode row."""
 
 
 class _Entry:
@@ -74,7 +99,8 @@ class Running:
     slot: int
     gen: int
     known: int
-    """Number of ids that AllocSlot wrote; later ids are on the device before they are here."""
+    """Number of ids that AllocSlot wrote; later ids are on the device before they are here. One less where
+    the cache came from another group: the last id is the first token, which goes into a decode row."""
     marks: Marks | None = None
     """Where snapshots of its recurrent state are wanted; None: nowhere."""
 
@@ -101,11 +127,12 @@ class Ended:
     finish: str
 
 
-State = AwaitingLeader | Awaiting | Waiting | Running | Ended
+State = AwaitingLeader | Awaiting | Fetching | Waiting | Running | Ended
 
 TRANSITIONS: dict[type, tuple[type, ...]] = {
     AwaitingLeader: (Awaiting, Waiting, Ended),
-    Awaiting: (Waiting, Ended),
+    Awaiting: (Fetching, Waiting, Ended),
+    Fetching: (Waiting, Ended),
     Waiting: (Running, Ended),
     Running: (Waiting, Ended),
     Ended: (),
@@ -131,6 +158,7 @@ class Sequence:
         "preemptions",
         "prompt_logprobs",
         "request",
+        "room",
         "salt",
         "seed",
         "share",
@@ -150,6 +178,8 @@ class Sequence:
         self.stop_ids = frozenset(submit.params.stop_ids)  # for membership only
         self.tokens = tokens
         self.num_prompt = num_prompt
+        self.room = submit.room
+        """Where another group decodes what this one prefills, or the other way round."""
         self.limit = limit
         """Tokens, prompt and output, at which the sequence ends with "length"."""
         self.owner = submit.owner or submit.request
@@ -204,6 +234,26 @@ class Sequence:
     def num_output(self) -> int:
         return len(self.tokens) - self.num_prompt
 
+    @property
+    def tables(self) -> FetchedTables | None:
+        """Those that it has without a slot."""
+        return self.state.tables if isinstance(self.state, Fetching | Waiting) else None
+
+    @property
+    def sends(self) -> bool:
+        """Whether it ends here with its first token, and another group goes on with its cache."""
+        return self.room is not None and self.room.sends
+
+    @property
+    def fetches(self) -> bool:
+        """Whether another group prefills it."""
+        return self.room is not None and not self.room.sends
+
+    @property
+    def position(self) -> int:
+        """Output tokens so far, for events of a sequence with a room; -1 for others."""
+        return -1 if self.room is None else self.num_output
+
     def may_skip(self) -> int:
         """Leading positions that need no computing if the cache has them; the last known id always does."""
         most = len(self.tokens) - 1
@@ -217,6 +267,19 @@ class Sequence:
         if len(self.tokens) >= self.limit:
             return "length", None
         return None
+
+    def alloc(self, run: Running, num_cached: int) -> AllocSlot:
+        """The op that gives it its slot."""
+        return AllocSlot(
+            slot=run.slot,
+            gen=run.gen,
+            choice=self.choice,
+            seed=self.seed,
+            params=self.params,
+            num_prompt=self.num_prompt,
+            num_cached=num_cached,
+            token_ids=column(np.array(self.tokens, np.int32)),  # a copy: the array goes on growing
+        )
 
     def prefill_logits(self, start: int, end: int) -> tuple[int, int]:
         """(logits, sample) of a prefill row over ``start .. end - 1``: trailing positions of each."""

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
+NO_ORIGIN = 1 << 30
+"""More than any length."""
 MAX_STOPS = 4
 """Stop ids that a column holds; a sequence with more is never quiet."""
 
@@ -19,7 +21,8 @@ class SlotColumns:
 
     gen             int32: number of the sequence in the slot, from 1
     sequence        uint64: its id
-    limit           int32: tokens at which it ends
+    limit           int32: tokens at which it ends, or leaves for another group
+    origin          int32: tokens before its output, of a sequence with a room; NO_ORIGIN of others
     known           int32: ids that AllocSlot wrote
     num_cached      int32: prompt tokens found in the cache at its first admission
     num_computed    int32: by committed steps
@@ -39,6 +42,7 @@ class SlotColumns:
         self.gen = np.zeros(num_slots, np.int32)
         self.sequence = np.zeros(num_slots, np.uint64)
         self.limit = np.zeros(num_slots, np.int32)
+        self.origin = np.full(num_slots, NO_ORIGIN, np.int32)
         self.known = np.zeros(num_slots, np.int32)
         self.num_cached = np.zeros(num_slots, np.int32)
         self.num_computed = np.zeros(num_slots, np.int32)

@@ -11,24 +11,27 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from weft.common.errors import ErrorInfo, Unavailable
 from weft.config.resolved import KVConfig
 from weft.kv.caches import Caches, make_kinds
 from weft.kv.hashing import HashChain, request_root, salted_root
 from weft.kv.slots import SlotTable
 from weft.kv.snapshots import Marks
+from weft.scheduler.holds import Holds
 from weft.scheduler.queue import FairQueue, SequenceQueue
+from weft.scheduler.room_book import RoomBook
 from weft.scheduler.sequence import (
-    MOST_YIELDS,
-    TURN,
     Awaiting,
     AwaitingLeader,
     Ended,
+    FetchedTables,
     Running,
     Sequence,
     Waiting,
 )
-from weft.scheduler.slot_columns import SlotColumns
-from weft.types.plan import AllocSlot, Op, StepPlan, column
+from weft.scheduler.slot_columns import NO_ORIGIN, SlotColumns
+from weft.types.plan import Op, StepPlan
+from weft.types.rooms import RoomKey
 
 
 @dataclass(slots=True, eq=False)
@@ -69,6 +72,8 @@ class SchedulerState:
     def __init__(self, kv: KVConfig, max_chunk: int) -> None:
         self.kv = kv
         self.caches = Caches(make_kinds(kv, max_chunk), kv.max_model_len)
+        self.holds = Holds(self.caches)
+        self.rooms = RoomBook(self.caches, self.holds)
         self.slots = SlotTable(kv.num_slots)
         self.columns = SlotColumns(kv.num_slots)
         self.in_slot = np.full(kv.num_slots, None, object)
@@ -89,7 +94,7 @@ class SchedulerState:
 
     def arrive(self, sequence: Sequence) -> None:
         """Takes in a new sequence: to the queue if it awaits nothing, or held until its request's leader has
-        the prompt."""
+        the prompt. One that is prefilled elsewhere awaits its cache, whoever leads."""
         self.live[sequence.id] = sequence
         self.waiting.enter(sequence)
         request = self.requests.get(sequence.request)
@@ -98,18 +103,21 @@ class SchedulerState:
         else:
             self._share(request)
         request.members[sequence.id] = sequence
-        if request.leader is sequence or request.prompt_computed:
+        if sequence.fetches:
+            sequence.move(Awaiting())
+        elif request.leader is sequence or request.prompt_computed:
             self._enqueue(sequence)
 
     def arrived(self, sequence: Sequence) -> None:
         """The input that the sequence awaited has come. Idempotent."""
         sequence.awaits = False
-        if isinstance(sequence.state, Awaiting):
+        if isinstance(sequence.state, Awaiting) and not sequence.fetches:
             self._enqueue(sequence)
 
-    def end(self, sequence: Sequence, finish: str) -> None:
-        """Ends a live sequence in any state, and frees its slot and blocks."""
+    def end(self, sequence: Sequence, finish: str, error: ErrorInfo | None = None) -> None:
+        """Ends a live sequence in any state, and frees its slot and blocks. ``error``: for its room."""
         state = sequence.state
+        tables = sequence.tables
         sequence.move(Ended(finish))
         if isinstance(state, Running):
             if finish == "error":
@@ -117,15 +125,29 @@ class SchedulerState:
             self._release(sequence, state)
         elif isinstance(state, Waiting):
             self.waiting.remove(sequence)
+        if tables is not None:
+            self.caches.release(tables.number, -1)
         del self.live[sequence.id]
         self.waiting.leave(sequence)
         self._leave(sequence)
+        if sequence.room is not None:
+            self.rooms.ended(sequence, finish, error)
+
+    def evict(self, sequence: Sequence, why: str) -> None:
+        """Gives a sequence that has, or had, a room back to its front: any head may go on with it."""
+        self.end(sequence, "evicted", Unavailable(why).info())
+        self.rooms.evicted(sequence)
 
     def preempt(self, sequence: Sequence, run: Running, *, yields: bool = False) -> None:
-        """Sends a running sequence back to its place in the queue; it is recomputed later.
+        """Sends a running sequence back to its place in the queue; it is recomputed later. One with a room
+        goes back to its front: its blocks are promised to another group, or another one has computed them.
 
         ``yields``: it makes room for a waiting sequence.
         """
+        if sequence.room is not None:
+            self.counts.preemptions += 1
+            self.evict(sequence, "a group made room for other sequences")
+            return
         sequence.move(Waiting())
         self._release(sequence, run)
         sequence.preemptions += 1
@@ -137,9 +159,14 @@ class SchedulerState:
         """Sends all running sequences back to the queue, after ranks were lost and the group formed anew.
 
         Plans in flight and all cached blocks are dropped. A block on hold stays out of use, because the owner
-        of the hold may not know of the loss yet. Sequences get no protection as after a preemption. Returns
-        the sequences that ran.
+        of the hold may not know of the loss yet. Sequences get no protection as after a preemption. Those
+        with rooms of which there was anything in the caches are given back. Returns the others that ran.
         """
+        for sequence in list(self.live.values()):
+            if sequence.room is not None and (isinstance(sequence.state, Running) or sequence.tables):
+                self.evict(sequence, "the processes that had the sequence's cache were lost")
+        for key in list(self.rooms.parting):
+            self.part(key)
         ran = self.running.snapshot()
         for sequence in ran:
             sequence.move(Waiting())
@@ -173,81 +200,38 @@ class SchedulerState:
         slot, gen = self.slots.take()
         known = len(sequence.tokens)
         run = Running(columns=self.columns, slot=slot, gen=gen, known=known, marks=marks)
-        alloc = AllocSlot(
-            slot=slot,
-            gen=gen,
-            choice=sequence.choice,
-            seed=sequence.seed,
-            params=sequence.params,
-            num_prompt=sequence.num_prompt,
-            num_cached=num_hit,
-            token_ids=column(np.array(sequence.tokens, np.int32)),  # a copy: the array goes on growing
-        )
-        ops: list[Op] = [alloc, *self.caches.acquire(slot, hashes, num_hit, end)]
+        ops: list[Op] = [sequence.alloc(run, num_hit), *self.caches.acquire(slot, hashes, num_hit, end)]
         sequence.move(run)
         self.running.add(sequence)
         self._count_admission(sequence, known, num_hit)
         self._enter(sequence, run)
         run.num_computed = run.num_scheduled = run.snapshot = num_hit
         run.reserved = self.caches.reserved(end)
+        if sequence.room is not None:
+            self.columns.limit[slot] = known + 1  # it leaves with its first token
+            self.rooms.admitted(sequence, slot, num_hit, hashes, self.kv.block_size)
         return run, ops
+
+    def adopt(self, sequence: Sequence, tables: FetchedTables) -> Running:
+        """Gives ``sequence``, whose cache has come, a slot and its blocks. The next plan has the ops."""
+        self.waiting.start(sequence)
+        slot, gen = self.slots.take()
+        known = len(sequence.tokens) - 1  # of the last there is nothing in the caches
+        hashes = self.hashes(sequence, known)
+        marks = self.marks(sequence, hashes, known)
+        run = Running(columns=self.columns, slot=slot, gen=gen, known=known, marks=marks)
+        sequence.move(run)
+        self.running.add(sequence)
+        self._enter(sequence, run)
+        run.num_computed = run.num_scheduled = run.snapshot = known
+        run.reserved = self.caches.reserved(tables.reach)
+        self.ops += [sequence.alloc(run, known), *self.caches.adopt(tables.number, slot)]
+        return run
 
     def guaranteed(self, sequence: Sequence) -> bool:
         """Whether ``sequence`` and all that run protected could grow to their limits side by side."""
         lengths = [other.limit for other in self.running if other.protected]
         return self.caches.guaranteed([*lengths, sequence.limit])
-
-    def crowding(self, sequence: Sequence) -> Sequence | None:
-        """The sequence that should give up its slot for ``sequence``, which waits while all slots are taken;
-        or None.
-        """
-        return self._of_larger_share(sequence) or self._of_longer_turn(sequence)
-
-    def _of_larger_share(self, sequence: Sequence) -> Sequence | None:
-        """The last in order of the share of the same priority that runs most.
-
-        If that runs at least two more than the share of ``sequence``: then the difference falls, so that no
-        two ever send each other away in turns. Nobody gives way so twice, and who is protected never does;
-        nor one that was admitted in this plan: ranks do not know of it yet, and could not free its slot.
-        """
-        share, victim = sequence.share, None
-        if share is None or not self.waiting.large:
-            return None
-        most = share.running + 1
-        if len(self.running) - share.running <= most:
-            return None
-        for other in reversed(self.running):
-            theirs = other.share
-            if theirs is None or theirs.priority != share.priority or theirs.running <= most:
-                continue
-            known = isinstance(other.state, Running) and other.state.last_step >= 0
-            if known and not other.yielded and not other.protected:
-                victim, most = other, theirs.running
-        return victim
-
-    def _of_longer_turn(self, sequence: Sequence) -> Sequence | None:
-        """The last in order that has had ``TURN`` tokens since it was admitted.
-
-        Anybody of a larger share (no sibling, nobody who would ask the slot back) for a newcomer, so that
-        short requests get in where long ones have all slots; whoever of those came later for one that gave
-        way. A newcomer that turns out to be long so returns the slot, and the order is first come, first
-        served again: while one that gave way waits, it is first. Not without prefix caching, where all that
-        it had would be computed again.
-        """
-        share = sequence.share
-        if share is None or not self.kv.enable_prefix_caching:
-            return None
-        slots, columns = self.order(), self.columns
-        had = columns.num_computed[slots] - columns.known[slots]
-        for other in self.in_slot[slots[had >= TURN][::-1]].tolist():
-            if not sequence.newcomer and other.key < sequence.key:
-                return None  # nor who comes before it
-            if other.key[0] != sequence.key[0] or other.protected or other.yielded >= MOST_YIELDS:
-                continue
-            if other.share.running > share.running:
-                result: Sequence = other
-                return result
-        return None
 
     # ---- prefix sharing
 
@@ -283,6 +267,37 @@ class SchedulerState:
         for member in request.members.values():
             if isinstance(member.state, AwaitingLeader):
                 self._enqueue(member)
+
+    # ---- rooms
+
+    def landed(self, sequence: Sequence, tables: FetchedTables, token: int) -> None:
+        """The whole cache of a sequence has come into ``tables``, and its first token: it joins the queue."""
+        known = len(sequence.tokens)
+        hashes = self.hashes(sequence, known)
+        if hashes:
+            self.caches.publish(tables.number, known, hashes)
+        sequence.tokens.append(token)
+        sequence.move(Waiting(tables))
+        self.waiting.add(sequence)
+        self.prompt_computed(sequence)
+
+    def part(self, key: RoomKey) -> None:
+        """A sender that has moved leaves its slot at once, if it still has it: its states are not needed."""
+        left = self.rooms.part(key)
+        if left is not None:
+            self.caches.release(*left)
+            self.slots.release(*left)
+
+    def save(self, step: int) -> list[Op]:
+        """Ops by which plan ``step``, which is sure to go out, saves the states of senders that have moved;
+        with it they leave their slots."""
+        if not self.rooms.parting:
+            return []
+        ops, slots = self.rooms.save(step)
+        for slot in slots:
+            self.caches.release(slot, step)
+            self.slots.release(slot, step)
+        return ops
 
     # ---- snapshots
 
@@ -362,6 +377,7 @@ class SchedulerState:
         columns.gen[slot] = run.gen
         columns.sequence[slot] = sequence.id
         columns.limit[slot] = sequence.limit
+        columns.origin[slot] = NO_ORIGIN if sequence.room is None else sequence.num_prompt
         columns.known[slot] = run.known
         columns.num_cached[slot] = sequence.num_cached
         columns.set_stops(slot, sequence.stop_ids, quiet=sequence.params.logprobs < 0)
@@ -394,8 +410,9 @@ class SchedulerState:
         last_step = run.last_step
         self.running.remove(sequence)
         self.waiting.stop(sequence)
-        self.caches.release(run.slot, last_step)
-        self.slots.release(run.slot, last_step)
+        if sequence.room is None or self.rooms.leaves(sequence, last_step):
+            self.caches.release(run.slot, last_step)
+            self.slots.release(run.slot, last_step)
         self.ops = [op for op in self.ops if getattr(op, "slot", None) != run.slot]
         self.columns.gen[run.slot] = 0
         self.in_slot[run.slot] = None
@@ -416,7 +433,7 @@ class SchedulerState:
             del self.requests[sequence.request]
         elif request.leader is sequence:
             request.leader = next(iter(request.members.values()))
-            if not request.prompt_computed:
+            if not request.prompt_computed and isinstance(request.leader.state, AwaitingLeader):
                 self._enqueue(request.leader)
 
     def _count_admission(self, sequence: Sequence, known: int, num_hit: int) -> None:

@@ -39,12 +39,12 @@ class Begin(_Word, frozen=True):
 
 
 class Computed(_Word, frozen=True):
-    """The model's layer ``layer`` has positions ``begin`` .. end - 1 in its caches, whoever computed them; of
+    """The model's ``layers`` have positions ``begin`` .. end - 1 in their caches, whoever computed them; of
     a recurrent layer, the state after them lies where the room is sent from. What was told before is not
     pushed again."""
 
     key: RoomKey
-    layer: int
+    layers: tuple[int, ...]
     begin: int
     end: int
 
@@ -240,18 +240,25 @@ class Pushes:
     def _queue(self, room: _Room, event: Computed) -> None:
         if room.over:
             return
-        for kind, number in self._of_layer.get(event.layer, []):
+        ranges = dict[tuple[int, tuple[tuple[int, int], ...]], list[int]]()
+        """(kind, new positions) -> numbers of its layers."""
+        ended = dict[int, list[int]]()
+        for kind, number in (pair for layer in event.layers for pair in self._of_layer.get(layer, [])):
             computed = room.computed[kind, number]
             new = computed.add(max(event.begin, 0), min(event.end, room.end))
+            ranges.setdefault((kind, tuple(new)), []).append(number)
             last = computed.has(min(room.start, room.end - 1), room.end)
-            for peer, plan in room.plans.items():
-                parts = [part for at in new for part in plan.entries(kind, number, *at)]
-                if last and (kind, number) in room.missing:
-                    parts = parts + plan.state(kind, number)
-                for group in packed(parts, self._write_bytes):
-                    room.queued[peer].append(Queued(group, self._digest(event.key, peer, group)))
-            if last:
-                room.missing.discard((kind, number))
+            if last and (kind, number) in room.missing:
+                ended.setdefault(kind, []).append(number)
+        for peer, plan in room.plans.items():
+            parts = list[Part]()
+            for (kind, new_ones), numbers in ranges.items():
+                parts += [part for at in new_ones for part in plan.entries(kind, numbers, *at)]
+            for kind, numbers in ended.items():
+                parts += plan.state(kind, numbers)
+            for group in packed(parts, self._write_bytes):
+                room.queued[peer].append(Queued(group, self._digest(event.key, peer, group)))
+        room.missing -= {(kind, number) for kind, numbers in ended.items() for number in numbers}
 
     def _written(self, event: Written) -> list[Action]:
         room = self._rooms.get(event.key)

@@ -12,7 +12,7 @@ for an offset. The lengths of a sequence and the layout of both groups decide al
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -80,28 +80,28 @@ class SpanPlan:
         self._sender = self._sender._replace(places=tuple(joined(*pair) for pair in pairs))
         self._made.clear()
 
-    def entries(self, kind: int, number: int, begin: int, end: int) -> list[Part]:
-        """What to push of the kind's layer ``number`` when positions ``begin`` .. end - 1 are computed."""
+    def entries(self, kind: int, numbers: Sequence[int], begin: int, end: int) -> list[Part]:
+        """What to push of the kind's layers ``numbers`` when positions ``begin`` .. end - 1 are computed."""
         sender, receiver = self._sender.dims.kinds[kind], self._receiver.dims.kinds[kind]
         if sender.kind == "state":
             return []
         begin = max(begin, first_position(sender, receiver, self._start, self._end))
-        return self._layer(kind, number, begin, min(end, self._end))
+        return self._layers(kind, numbers, begin, min(end, self._end))
 
-    def state(self, kind: int, number: int) -> list[Part]:
-        """What to push of a recurrent kind's layer ``number`` when the whole prompt is computed."""
+    def state(self, kind: int, numbers: Sequence[int]) -> list[Part]:
+        """What to push of a recurrent kind's layers ``numbers`` when the whole prompt is computed."""
         if self._sender.dims.kinds[kind].kind != "state":
             return []
-        return self._layer(kind, number, 0, 1)
+        return self._layers(kind, numbers, 0, 1)
 
     def everything(self) -> Iterator[Part]:
-        """All parts, kind by kind, layer by layer."""
+        """All parts, kind by kind, tensor by tensor."""
         for kind, dims in enumerate(self._sender.dims.kinds):
-            for number in range(len(dims.layers)):
-                yield from self.entries(kind, number, self._start, self._end)
-                yield from self.state(kind, number)
+            numbers = range(len(dims.layers))
+            yield from self.entries(kind, numbers, self._start, self._end)
+            yield from self.state(kind, numbers)
 
-    def _layer(self, kind: int, number: int, begin: int, end: int) -> list[Part]:
+    def _layers(self, kind: int, numbers: Sequence[int], begin: int, end: int) -> list[Part]:
         made = self._made.get((kind, begin, end))
         if made is None:
             made = self._made[kind, begin, end] = list(self._plan(kind, begin, end))
@@ -109,8 +109,9 @@ class SpanPlan:
                 del self._made[next(iter(self._made))]
         moved = []
         for part, source_stride, target_stride in made:
-            shift = np.array([number * source_stride, number * target_stride, 0], np.int64)
-            moved.append(part._replace(spans=part.spans + shift))
+            strides = np.array([source_stride, target_stride, 0], np.int64)
+            shifts = np.array(numbers, np.int64)[:, None] * strides
+            moved.append(part._replace(spans=(shifts[:, None] + part.spans).reshape(-1, 3)))
         return moved
 
     def _plan(self, kind: int, begin: int, end: int) -> Iterator[tuple[Part, int, int]]:

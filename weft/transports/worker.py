@@ -113,9 +113,9 @@ class RankTransfer:
         """The sequence got these blocks, for each kind; to be said before they are ``computed``."""
         self._put(Growing(key, blocks))
 
-    def computed(self, key: RoomKey, layer: int, begin: int, end: int) -> None:
+    def computed(self, key: RoomKey, layers: tuple[int, ...], begin: int, end: int) -> None:
         """See ``pushes.Computed``. It may come before ``begin``."""
-        self._put(p.Computed(key, layer, begin, end))
+        self._put(p.Computed(key, layers, begin, end))
 
     def expect(self, offer: Admitted, bound: Bound) -> None:
         """Carries out ``Expect``: the room's bytes are taken in."""
