@@ -9,14 +9,14 @@ import time
 import pytest
 
 from tests.engine.rooms_rig import ERROR, PROMPT, Pair, Side
-from weft.common.errors import ErrorInfo, InvalidRequest
+from weft.common.errors import ErrorInfo
 from weft.engine.rooms import HeadRooms
 from weft.transfer import words as w
 from weft.transfer.volume import room_bytes
 from weft.types import frames as f
 from weft.types import rooms as r
 from weft.types.messages import TransferStats
-from weft.types.rooms import Outcome, Peer, RoomKey, RoomTicket
+from weft.types.rooms import Outcome, RoomKey, RoomTicket
 
 
 def kinds(side: Side) -> list[str]:
@@ -287,14 +287,6 @@ def test_a_message_that_cannot_be_taken_in_ends_its_room_alone(monkeypatch: pyte
     pair.admit(second)
     pair.run(0.5)
     assert second in pair.receiver.ranks.busy
-
-
-def test_a_room_of_the_other_role_is_refused() -> None:
-    pair = Pair()
-    with pytest.raises(InvalidRequest):
-        pair.sender.rooms.check(RoomTicket(pair.key(1), False, Peer("ipc://x", 1), 1.0))
-    with pytest.raises(InvalidRequest):
-        pair.receiver.rooms.check(RoomTicket(pair.key(1), True, Peer("ipc://x", 1), 1.0))
 
 
 def test_a_head_that_ends_says_so() -> None:

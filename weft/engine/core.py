@@ -27,7 +27,7 @@ import msgspec
 import zmq
 
 from weft.common.clock import Clock, SystemClock
-from weft.common.errors import EngineDead, InvalidRequest
+from weft.common.errors import EngineDead
 from weft.common.log import get_logger
 from weft.config.fingerprint import fingerprint
 from weft.config.resolved import EngineConfig
@@ -91,7 +91,7 @@ class EngineCore:
         self._fingerprint = "" if config.transfer.role == "unified" else fingerprint(config)
         self.runner = runner or start_executor(config, progress=progress)
         self.scheduler = Scheduler(
-            self.runner.kv, config.scheduler, config.spec.vocab_size, config.speculation
+            self.runner.kv, config.scheduler, config.spec.vocab_size, config.speculation, config.transfer
         )
         self.domain = domain or self.runner.domain
         """Where other replicas have a part in every step."""
@@ -103,7 +103,7 @@ class EngineCore:
         """Of this engine: no other has it."""
         self.rooms = make_rooms(config, self.runner.rooms, self.incarnation, self._clock)
         """Transfers to or from other groups; None in a group that does everything itself."""
-        self.sources: list[AwaitedSource] = [] if self.rooms is None else [self.rooms]  # type: ignore[list-item]
+        self.sources: list[AwaitedSource] = [] if self.rooms is None else [self.rooms]
         """All of them are there before a loop begins, as it asks for ``sockets`` once."""
         self._depth = config.scheduler.steps_in_flight
         self._in_flight: deque[tuple[StepHandle, float]] = deque()
@@ -143,13 +143,9 @@ class EngineCore:
 
         Raises InvalidRequest, ContextLength or Overloaded; then nothing changed.
         """
-        if submit.room is None:
-            return self.scheduler.add(submit, self._clock.now())
-        if self.rooms is None:
-            raise InvalidRequest("this engine takes no part in transfers between groups")
-        self.rooms.check(submit.room)
         events = self.scheduler.add(submit, self._clock.now())
-        self.rooms.open(submit.room)
+        if self.rooms is not None and submit.room is not None:
+            self.rooms.open(submit.room)
         return events + self._asked()
 
     def finish(self, sequence: int) -> list[TokenEvent]:

@@ -24,7 +24,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from weft.common.clock import Clock
-from weft.common.errors import ErrorInfo, InvalidRequest, Unavailable, WeftError
+from weft.common.errors import ErrorInfo, Unavailable, WeftError
 from weft.common.log import get_logger
 from weft.engine.group_rooms import RankWord
 from weft.engine.peers import PeerWatch
@@ -158,12 +158,6 @@ class HeadRooms:
             blocks_on_hold=of_scheduler.blocks_on_hold,
             evictions=of_scheduler.evictions,
         )
-
-    def check(self, ticket: r.RoomTicket) -> None:
-        """Raises InvalidRequest for a room that this head can have no part in."""
-        if ticket.sends is not self._sends:
-            does = "prefills" if self._sends else "decodes"
-            raise InvalidRequest(f"a sequence's room was sent to a head that {does} the other way round")
 
     def open(self, ticket: r.RoomTicket) -> None:
         """A Submit with a room was taken in. ``asked`` is to follow."""
