@@ -46,6 +46,10 @@ def check(pair: EnginePair, submits: list[m.Submit], expected: dict[int, list[in
     pair.run()
     assert {s: answer.ids for s, answer in pair.answers.items()} == expected
     pair.check_given_back()
+    for core in pair.cores:
+        stats = core.stats().transfers
+        assert stats is not None
+        assert (stats.done, stats.failed, stats.evictions) == (len(submits), 0, 0)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -193,3 +197,41 @@ def test_a_group_with_a_role_serves_sequences_without_a_room(
     submits = [submit(n, ids, GREEDY) for n, ids in enumerate(prompts(3))]
     expected = unified(config_of(tmp_path, "llama", 8, "unified"), submits)
     assert unified(config_of(tmp_path, "llama", 8, role), submits) == expected  # type: ignore[arg-type]
+
+
+FAMILIES = ("mistral", "deepseek_v3", "qwen3_next", "deepseek_v4")
+"""With windows, latents, recurrent states, compressed entries."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("blocks", [(8, 8), (8, 16)])
+def test_every_kind_of_cache_goes_over(
+    pairs: Callable[..., EnginePair], tmp_path: Path, family: str, blocks: tuple[int, int]
+) -> None:
+    settings = {"max_num_batched_tokens": 32}
+    submits = [submit(n, ids, (GREEDY, SAMPLED)[n % 2]) for n, ids in enumerate(prompts(5))]
+    ids = prompts(4)[3]
+    submits += [submit(10 + n, ids, SAMPLED, request=10, choice=n) for n in range(3)]
+    expected = unified(config_of(tmp_path, family, 8, "unified", **settings), submits)
+    check(pairs(family, blocks, **settings), submits, expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", {"speculative_method": "ngram", "ngram_min_length": 1}),
+        ("qwen3_next", {"speculative_method": "ngram", "ngram_min_length": 1}),
+        ("deepseek_v3", {"speculative_method": "mtp", "num_speculative_tokens": 2}),
+        ("llama", {"enable_prefix_caching": False}),
+        ("qwen3_next", {"enable_prefix_caching": False}),
+        ("llama", {"kv_cache_dtype": "fp8"}),
+        ("qwen3_next", {"steps_in_flight": 2, "max_num_seqs": 2}),
+    ],
+)
+def test_with_drafts_without_a_prefix_cache_in_8_bits_and_with_few_slots(
+    pairs: Callable[..., EnginePair], tmp_path: Path, family: str, settings: dict[str, Any]
+) -> None:
+    settings = {"max_num_batched_tokens": 32, **settings}
+    submits = [submit(n, ids, (GREEDY, SAMPLED)[n % 2]) for n, ids in enumerate(prompts(6))]
+    expected = unified(config_of(tmp_path, family, 8, "unified", **settings), submits)
+    check(pairs(family, (8, 16), **settings), submits, expected)
