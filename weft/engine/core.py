@@ -101,7 +101,7 @@ class EngineCore:
         """At which steps experts move."""
         self.incarnation = secrets.randbits(64)
         """Of this engine: no other has it."""
-        self.rooms = make_rooms(config, self.runner.rooms, self.incarnation, self._clock)
+        self.rooms = make_rooms(config, self.runner, self.incarnation, self._clock)
         """Transfers to or from other groups; None in a group that does everything itself."""
         self.sources: list[AwaitedSource] = [] if self.rooms is None else [self.rooms]
         """All of them are there before a loop begins, as it asks for ``sockets`` once."""

@@ -10,13 +10,13 @@ from weft.common.clock import Clock
 from weft.common.errors import EngineDead
 from weft.common.folder import private_folder
 from weft.config.resolved import EngineConfig
-from weft.engine.group_rooms import GroupRooms
+from weft.engine.group import GroupExecutor
 from weft.engine.room_channel import ZmqRooms
 from weft.engine.rooms import HeadRooms
 
 
 def make_rooms(
-    config: EngineConfig, ranks: GroupRooms | None, incarnation: int, clock: Clock
+    config: EngineConfig, group: GroupExecutor, incarnation: int, clock: Clock
 ) -> HeadRooms | None:
     """None for a group without a role: then nothing was made. ``incarnation``: of this head.
 
@@ -26,6 +26,7 @@ def make_rooms(
     role = config.transfer.role
     if role == "unified":
         return None
+    ranks = group.rooms
     if ranks is None:
         raise EngineDead(f"a group with the role {role}, and its ranks take no part in transfers")
     folder = Path(config.domain) if config.domain else private_folder()
