@@ -394,7 +394,7 @@ class HeadRooms:
         record = self._records.get(event.key)
         match event:
             case r.RoomLanded():
-                self._landed(record)
+                self._landed(event.key, record)
                 self._records.pop(event.key, None)
             case r.RoomFailed(error=error):
                 if record is not None:
@@ -403,16 +403,18 @@ class HeadRooms:
             case r.RoomFreed():
                 self._records.pop(event.key, None)
 
-    def _landed(self, record: _Record | None) -> None:
+    def _landed(self, key: RoomKey, record: _Record | None) -> None:
         stats = self._stats
         nbytes = 0 if record is None else record.nbytes
         began = None if record is None else record.began
+        seconds = 0.0 if began is None else self._clock.now() - began
+        log.debug("transfer %d/%d: %d bytes in %.3f s", key.room, key.attempt, nbytes, seconds)
         self._stats = msgspec.structs.replace(
             stats,
             done=stats.done + 1,
             sent_bytes=stats.sent_bytes + (nbytes if self._sends else 0),
             received_bytes=stats.received_bytes + (0 if self._sends else nbytes),
-            seconds=stats.seconds + (0.0 if began is None else self._clock.now() - began),
+            seconds=stats.seconds + seconds,
         )
 
     def _failed(self, key: RoomKey, record: _Record | None, error: ErrorInfo) -> None:
