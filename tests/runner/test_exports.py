@@ -193,11 +193,11 @@ def test_a_chunk_of_one_token_is_exported_where_decode_steps_are_replayed(
         chunks(side, 3, exports=False)
         decoded(side, 3, 4)
     replayed = None if sender.runner.graphs is None else sender.runner.graphs.replayed
-    for side, exports in ((whole, False), (sender, True)):
+    for side, exported in ((whole, False), (sender, True)):
         ops = side.enter(0, PROMPT, END, 0, side.tables_for(END + 32))
-        ops += [side.export(0, 0, END - 1)] if exports else []
+        ops += [side.export(0, 0, END - 1)] if exported else []
         side.run(ops, prefill=[(0, 0, END - 1, 0, 0)], decode=[(3, END + 4, 1, 1, 0)])
-        ops = [side.export(0, END - 1, END)] if exports else []
+        ops = [side.export(0, END - 1, END)] if exported else []
         token = side.run(ops, prefill=[(0, END - 1, 1, 1, 0)])
     tables = open_room(sender, receiver)
     assert sender.runner.graphs is None or sender.runner.graphs.replayed == replayed

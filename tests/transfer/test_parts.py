@@ -247,13 +247,29 @@ class TestPushes:
     def run(self, out: p.Pushes, actions: list[p.Action], window: int) -> list[p.Action]:
         """Answers every write, at most ``window`` bytes of which are under way."""
         done, queue = list[p.Action](), list(actions)
-        while queue:
-            action = queue.pop(0)
-            done.append(action)
-            assert out.under_way <= window
-            if isinstance(action, p.Write):
-                queue += out.on(p.Written(action.key, action.peer, action.number, None))
-        return done
+        while True:
+            for action in queue:
+                done.append(action)
+                assert out.under_way <= window
+                if isinstance(action, p.Write):
+                    queue += out.on(p.Written(action.key, action.peer, action.number, None))
+            if (late := out.behind()) is None:
+                return done
+            queue = out.on(p.More(late))
+
+    def test_rooms_that_are_bound_late_take_turns(self) -> None:
+        out = self.pushes()
+        for key in (KEY, OTHER):
+            for layer in (1, 2):
+                assert out.on(p.Computed(key, (layer,), 0, 20)) == []
+            assert out.on(p.Begin(key, {"peer": self.plan()}, 20)) == []
+        out.on(p.Computed(KEY, (1,), 0, 20))  # behind what was told before
+        late, order = out.behind(), list[RoomKey]()
+        while late is not None:
+            order.append(late)
+            out.on(p.More(late))
+            late = out.behind()
+        assert order == [KEY, OTHER, KEY, OTHER, KEY]
 
     def test_everything_is_pushed_once_whenever_the_receiver_is_bound(self) -> None:
         layers = (1, 2)

@@ -71,7 +71,13 @@ class Stopped(_Word, frozen=True):
     key: RoomKey
 
 
-Event = Begin | Computed | Grown | Written | Stopped
+class More(_Word, frozen=True):
+    """There is time for one more thing that was told of a room before it began: see ``Pushes.behind``."""
+
+    key: RoomKey
+
+
+Event = Begin | Computed | Grown | Written | Stopped | More
 
 
 class Write(_Word, frozen=True):
@@ -125,11 +131,13 @@ class _Room:
         self.queued: dict[str, deque[Queued]] = {peer: deque() for peer in begin.plans}
         self.under_way: dict[tuple[str, int], MemoryLease] = {}
         self.numbers = dict.fromkeys(begin.plans, 0)
+        self.behind: deque[Computed | Grown] = deque()
+        """What was told before the room began, and since then, and is not taken in yet."""
         self.started = self.over = False
 
     @property
     def idle(self) -> bool:
-        return not self.missing and not self.under_way and not any(self.queued.values())
+        return not (self.missing or self.under_way or self.behind or any(self.queued.values()))
 
 
 class Pushes:
@@ -158,6 +166,8 @@ class Pushes:
         self._stopped: OrderedDict[RoomKey, None] = OrderedDict()
         """The last that stopped: what is computed of them is nobody's concern."""
         self._rings: dict[str, Ring] = {}
+        self._catching = False
+        """Whether a room may be behind."""
 
     def __len__(self) -> int:
         return len(self._rooms) + len(self._early)
@@ -169,6 +179,13 @@ class Pushes:
     def waiting(self) -> list[RoomKey]:
         """Those that something was computed of, and that have not begun."""
         return list(self._early)
+
+    def behind(self) -> RoomKey | None:
+        """A room that something was told of before it began: it is taken in by and by, one thing with each
+        ``More``, so that other rooms do not wait for all its digests. Rooms take turns."""
+        return (
+            next((key for key, room in self._rooms.items() if room.behind), None) if self._catching else None
+        )
 
     @property
     def under_way(self) -> int:
@@ -186,10 +203,17 @@ class Pushes:
         match event:
             case Begin():
                 return self._begin(event)
-            case Computed():
-                return self._computed(event)
-            case Grown():
-                return self._grown(event)
+            case Computed() | Grown():
+                room = self._rooms.get(event.key)
+                if room is not None and not room.behind:
+                    return self._take(room, event)
+                if room is not None:
+                    room.behind.append(event)
+                elif event.key not in self._stopped:
+                    self._early.setdefault(event.key, []).append(event)
+                return []
+            case More(key):
+                return self._more(key)
             case Written():
                 return self._written(event)
             case Stopped(key):
@@ -205,37 +229,25 @@ class Pushes:
             return []
         everything = [pair for pairs in self._of_layer.values() for pair in pairs]
         room = self._rooms[event.key] = _Room(event, everything, self._states)
-        for early in self._early.pop(event.key, []):
-            if isinstance(early, Grown):
-                self._grow(room, early)
-            else:
-                self._queue(room, early)
-        return self._turn(event.plans) + self._report(event.key, room)
+        room.behind.extend(self._early.pop(event.key, []))
+        self._catching |= bool(room.behind)
+        return self._report(event.key, room)
 
-    def _computed(self, event: Computed) -> list[Action]:
-        room = self._rooms.get(event.key)
-        if room is None:
-            self._wait(event)
+    def _more(self, key: RoomKey) -> list[Action]:
+        room = self._rooms.get(key)
+        if room is None or not room.behind:
             return []
+        self._rooms.move_to_end(key)
+        event = room.behind.popleft()
+        return self._take(room, event)
+
+    def _take(self, room: _Room, event: Computed | Grown) -> list[Action]:
+        if isinstance(event, Grown):
+            for plan in room.plans.values():
+                plan.grow(event.places)
+            return self._report(event.key, room)
         self._queue(room, event)
         return self._turn(room.plans) + self._report(event.key, room)
-
-    def _grown(self, event: Grown) -> list[Action]:
-        room = self._rooms.get(event.key)
-        if room is None:
-            self._wait(event)
-        else:
-            self._grow(room, event)
-        return []
-
-    def _wait(self, event: Computed | Grown) -> None:
-        """For the room to begin, unless it is over."""
-        if event.key not in self._stopped:
-            self._early.setdefault(event.key, []).append(event)
-
-    def _grow(self, room: _Room, event: Grown) -> None:
-        for plan in room.plans.values():
-            plan.grow(event.places)
 
     def _queue(self, room: _Room, event: Computed) -> None:
         if room.over:

@@ -177,6 +177,10 @@ class RankTransfer:
             self._take_command(command)
         if self._done:
             return
+        late = self.pushes.behind()
+        if late is not None:
+            self._guard(late, lambda: self._push(self.pushes.on(p.More(late))))
+            seconds = 0.0
         due = self.arrivals.next_due()
         if due is not None:
             seconds = max(0.0, min(seconds, due - self._clock()))
