@@ -10,9 +10,10 @@ import pytest
 from weft.common.errors import EngineDead, ErrorInfo, Overloaded, WeftError
 from weft.common.restarts import MOST_LOSSES
 from weft.routing import events as e
-from weft.routing.fleet import LATE, MOST_REFUSALS, Fleet
+from weft.routing.fleet import MOST_REFUSALS, Fleet
 from weft.routing.instance_table import HEALTHY_S, Patience
 from weft.routing.instances import InstanceState
+from weft.routing.lateness import LATE
 from weft.types import messages as m
 from weft.types.sampling import TokenParams
 

@@ -36,6 +36,17 @@ def submit(sequence: int, prompt: list[int], **fields: object) -> Submit:
     )  # type: ignore[arg-type]
 
 
+def welcome(**fields: object) -> Welcome:
+    return Welcome(
+        versions=(1, 2),
+        vocab_size=300,
+        max_model_len=512,
+        max_num_seqs=8,
+        num_blocks=(64,),
+        **fields,  # type: ignore[arg-type]
+    )
+
+
 NO_HASHES = hashes_of(b"", "")
 
 
@@ -134,10 +145,11 @@ def test_affinity_stays_with_the_cache_unless_waiting_costs_more() -> None:
     assert policy.choose(instances, talk) is instances[1]
     for sequence in range(busy):
         instances[0].end(sequence)
-    policy.forget("0")
-    policy.forget("1")
-    instances[0].begin(99, 0)
     assert policy.choose(instances, talk) is instances[1]
+    instances[1].chosen = 9
+    for instance in instances:
+        instance.welcome = welcome(incarnation=2)
+    assert policy.choose(instances, talk) is instances[0]  # other processes: both caches are empty
 
 
 def test_the_hashes_are_those_of_the_cache_whatever_its_block_size() -> None:
@@ -147,15 +159,7 @@ def test_the_hashes_are_those_of_the_cache_whatever_its_block_size() -> None:
         assert hashes_of(ids.tobytes(), "salt")(block) == chain.grow(ids, len(ids))
     instances, policy = fleet_of(2), PrefixAffinity()
     for instance, block in zip(instances, (16, 32), strict=True):
-        instance.welcome = Welcome(
-            versions=(1, 2),
-            vocab_size=300,
-            max_model_len=512,
-            max_num_seqs=8,
-            num_blocks=(64,),
-            incarnation=1,
-            block_size=block,
-        )
+        instance.welcome = welcome(incarnation=1, block_size=block)
     assert policy.choose(instances, hashes_of(ids.tobytes(), "")) is instances[0]
     instances[0].chosen = 9
     assert policy.choose(instances, hashes_of(ids.tobytes()[: 4 * 48], "")) is instances[0]
