@@ -166,8 +166,8 @@ class InstanceTable:
         instance.deadline = now + self._patience.load
         return True
 
-    def welcome(self, instance: Instance, welcome: m.Welcome, now: float) -> bool:
-        """A process answers. Returns whether it is up now. Raises EngineDead if it cannot be used."""
+    def welcome(self, instance: Instance, welcome: m.Welcome, now: float) -> None:
+        """A process answers: it is up. Raises EngineDead if it cannot be used."""
         version = m.common_version(welcome.versions)
         if version is None:
             low, high = welcome.versions
@@ -176,7 +176,7 @@ class InstanceTable:
         if instance.welcome is not None and instance.welcome.incarnation != welcome.incarnation:
             raise EngineDead("the engine was replaced")
         if instance.state is not InstanceState.STARTING:
-            return False
+            return
         instance.welcome = welcome
         instance.version = version
         instance.role = welcome.role if version >= ROLES_SINCE else "unified"
@@ -188,7 +188,6 @@ class InstanceTable:
         self.complete = self.complete or all_up or (self._joining and self.serve(self._serving()))
         self._changed(now)
         self._say_who_is_lonely()
-        return True
 
     def prove(self, instance: Instance) -> None:
         """The instance is healthy: a sequence ended well there, or it was up for ``HEALTHY_S``."""
