@@ -5,11 +5,13 @@ Run as ``python fake_head.py ENDPOINT [FILE]``; with FILE it loads until there i
 The seed of a request chooses what happens to it; without a scripted seed it gets its own prompt back, over
 and over, one token every few milliseconds, until ``max_tokens``.
 HeadStats are borrowed to tell tests what the head saw: ``running`` live sequences, ``preemptions`` Finishes.
+With FAKE_ROLE it prefills or decodes: then no cache is moved, since there is none, but both tell their part.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 import time
 
@@ -47,6 +49,8 @@ SLOW = 113
 """A second before the first token, and another one before the fourth."""
 
 TICK = 0.002
+LANDS = 0.03
+"""Seconds until what another head has prefilled goes on here."""
 
 
 class Sequence:
@@ -55,10 +59,14 @@ class Sequence:
         self.submit = submit
         self.prompt = [int(i) for i in m.ids_from_bytes(submit.prompt_ids)]
         self.ready = time.monotonic() + 1.0
+        self.room = submit.room
+        self.lands = time.monotonic() + LANDS
         self.given = self.sent = len(submit.emitted_ids) // 4
 
     def step(self) -> list[m.TokenEvent]:
         seed = self.submit.seed
+        if self.room is not None and not self.room.sends and time.monotonic() < self.lands:
+            return []
         if seed == HANG or (seed in (HANG_AFTER, STUCK) and self.sent == 3):
             return []
         if seed == SLOW and self.sent in (0, 3):
@@ -85,8 +93,12 @@ class Sequence:
     def _token(self) -> m.TokenEvent:
         params = self.submit.params
         token = self.prompt[self.sent % len(self.prompt)]
+        position = -1 if self.room is None else self.sent
         self.sent += 1
         stops = self.submit.seed == HONEST and token in params.stop_ids
+        ends = "stop" if stops else "length" if self.sent >= params.max_tokens else None
+        if self.room is not None and self.room.sends:
+            ends = ends or "moved"
         prompt_logprobs = None
         if (
             params.prompt_logprobs >= 0
@@ -102,7 +114,8 @@ class Sequence:
             logprobs=columns([token], 1 + params.logprobs) if params.logprobs >= 0 else None,
             prompt_logprobs=prompt_logprobs,
             num_cached=min(2, len(self.prompt) - 1),
-            finish="stop" if stops else "length" if self.sent >= params.max_tokens else None,
+            finish=ends,
+            position=position,
             stop_id=token if stops else None,
         )
 
@@ -128,6 +141,9 @@ class FakeHead:
         self.socket.bind(endpoint)
         self.live: dict[int, Sequence] = {}
         self.versions = tuple(map(int, os.environ.get("FAKE_VERSIONS", f"{m.OLDEST},{m.VERSION}").split(",")))
+        self.endpoint, self.role = endpoint, os.environ.get("FAKE_ROLE", "unified")
+        self.incarnation = secrets.randbits(63)
+        self.moved = 0
         self.fronts: set[bytes] = set()
         self.finishes = 0
         self.steps = 0
@@ -157,8 +173,11 @@ class FakeHead:
                 max_model_len=512,
                 max_num_seqs=8,
                 num_blocks=(64,),
-                incarnation=1,
+                incarnation=self.incarnation,
             )
+            if self.role != "unified":
+                more = {"role": self.role, "fingerprint": "fake", "rooms": self.endpoint + "-rooms"}
+                welcome = msgspec.structs.replace(welcome, **more)
             self.send(front, welcome)
         elif isinstance(message, m.Submit):
             self.live[message.sequence] = Sequence(front, message)
@@ -192,6 +211,7 @@ class FakeHead:
             events = sequence.step()
             if events:
                 self.send(sequence.front, m.Tokens(step=self.steps, events=tuple(events)))
+                self.moved += events[-1].finish == "moved"
                 if events[-1].finish is not None:
                     del self.live[number]
 
@@ -199,6 +219,8 @@ class FakeHead:
         stats = m.HeadStats(
             steps=self.steps, running=len(self.live), preemptions=self.finishes, free_blocks=(64,)
         )
+        if self.role != "unified":
+            stats = msgspec.structs.replace(stats, transfers=m.TransferStats(done=self.moved))
         return m.Heartbeat(idle=not self.live, stats=stats)
 
     def send(self, front: bytes, message: m.ToFront) -> None:

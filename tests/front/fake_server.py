@@ -12,6 +12,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,16 +98,22 @@ def engine_config(folder: Path, fields: dict[str, Any]) -> EngineConfig:
 class FakeHeads:
     """Starts fake heads, as ``weft.engine.heads.HeadProcesses`` starts heads."""
 
-    def __init__(self, folder: str, count: int, loaded: list[str], together: bool) -> None:
+    def __init__(
+        self, folder: str, count: int, loaded: list[str], together: bool, roles: Sequence[str] = ()
+    ) -> None:
+        """``roles``: of the heads, in order; those without one do everything."""
         self.names, self.together = [str(number) for number in range(count)], together
         self._folder, self._loaded = folder, loaded
+        self._roles = dict(zip(self.names, roles, strict=False))
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._started: list[subprocess.Popen[bytes]] = []
 
     def start(self, name: str, incarnation: int) -> Address:
         endpoint = f"ipc://{self._folder}/head-{name}-{incarnation}"
         script = str(Path(__file__).parent / "fake_head.py")
-        process = subprocess.Popen([sys.executable, script, endpoint, *self._loaded])
+        role = {"FAKE_ROLE": self._roles[name]} if name in self._roles else {}
+        command = [sys.executable, script, endpoint, *self._loaded]
+        process = subprocess.Popen(command, env={**os.environ, **role})
         self._running[name] = process
         self._started.append(process)
         return Address(endpoint, process, None, incarnation)
@@ -138,8 +145,9 @@ def main(folder: Path, fields: dict[str, Any]) -> int:
     config = engine_config(folder, fields)
     with tempfile.TemporaryDirectory(prefix="weft-") as private:
         loaded = fields.pop("loaded", [])
-        count, restarts = fields.pop("heads", 1), fields.pop("restarts", 0)
-        heads = FakeHeads(private, count, loaded, together)
+        roles = fields.pop("roles", [])
+        count, restarts = fields.pop("heads", len(roles) or 1), fields.pop("restarts", 0)
+        heads = FakeHeads(private, count, loaded, together, roles)
         front = msgspec.convert({"port": 0, "engine_restarts": restarts, **fields}, FrontSection)
         try:
             if front.fronts > 1:

@@ -116,7 +116,7 @@ def test_a_folders_path_is_accepted_and_never_shown(fake: Any) -> None:
     assert fake.http.get("/v1/models/" + path).json()["id"] == "fake"
     for route in ("/v1/models", "/metrics", "/docs"):
         assert path not in fake.http.get(route).text
-    assert 'weft:engine_up{head="0",model_name="fake"}' in fake.http.get("/metrics").text
+    assert 'weft:engine_up{head="0",model_name="fake",role="unified"}' in fake.http.get("/metrics").text
 
 
 def test_health_and_readiness(fake: Any) -> None:

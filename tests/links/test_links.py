@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.front.fake_server import FakeHeads
-from weft.common.errors import EngineDead, WeftError
+from weft.common.errors import EngineDead, Unavailable, WeftError
 from weft.common.folder import private_folder
 from weft.links.flow import Flow
 from weft.links.link import Address
@@ -28,9 +29,9 @@ SECONDS = 120.0
 class Owner:
     """What a test says is so."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, roles: Sequence[m.Role] = ()) -> None:
         self.folder: Path = private_folder()
-        self.heads = FakeHeads(str(self.folder), count, [], False)
+        self.heads = FakeHeads(str(self.folder), count, [], False, roles)
         self.so: dict[str, Address | WeftError] = {}
         self.lost: list[tuple[str, int]] = []
         self.fails = False
@@ -54,12 +55,14 @@ class Owner:
             raise OSError("no more processes")
 
 
-def with_links(count: int, work: Callable[[Links, Owner], Awaitable[None]]) -> None:
+def with_links(
+    count: int, work: Callable[[Links, Owner], Awaitable[None]], *roles: m.Role, **settings: Any
+) -> None:
     """Runs ``work`` with links to so many scripted heads."""
 
     async def run() -> None:
-        owner = Owner(count)
-        links = Links(owner, Patience())
+        owner = Owner(count, roles)
+        links = Links(owner, Patience(role=0.3), **settings)
         try:
             async with asyncio.timeout(SECONDS):
                 await links.start()
@@ -133,6 +136,74 @@ def test_one_that_drains_gets_nothing_new() -> None:
             await read(other, [])
 
     with_links(2, work)
+
+
+def kill(owner: Owner, name: str) -> None:
+    address = owner.so[name]
+    assert isinstance(address, Address)
+    address.process.kill()  # type: ignore[attr-defined]
+
+
+def test_a_stream_of_a_pair_goes_on_with_others_when_one_dies() -> None:
+    async def work(links: Links, owner: Owner) -> None:
+        flows = [submit(links, number) for number in range(1, 5)]
+        tokens: list[list[int]] = [[] for _ in flows]
+        for flow, its in zip(flows, tokens, strict=True):
+            await read(flow, its, 5)
+        assert links.paired == 4
+        assert [len(one.open) for one in links.instances] == [0, 2, 2]
+        kill(owner, "1")
+        for flow, its in zip(flows, tokens, strict=True):
+            await read(flow, its)
+            assert its == (PROMPT * LENGTH)[:LENGTH]
+        assert (links.paired, links.failovers) == (6, 2)
+        assert {one.load for one in links.instances} == {0}
+        assert links.progressing(60.0)
+        assert links.alive
+        kill(owner, "2")
+        await until(lambda: not links.alive)
+        assert not links.progressing(60.0)  # it is up, and can serve nobody
+        waits = submit(links, 9)
+        (event,) = await waits.next()
+        assert event.error is not None
+        assert event.error.http_status == 503
+        with pytest.raises(Unavailable, match="no engine of a role"):
+            submit(links, 10)
+        owner.start("2", 2)
+        await until(lambda: links.alive)
+        await read(submit(links, 11), [])
+
+    with_links(3, work, "prefill", "decode", "decode")
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_without_one_that_prefills_others_do_it_if_they_may(local: bool) -> None:
+    async def work(links: Links, owner: Owner) -> None:
+        kill(owner, "0")
+        await until(lambda: not links.whole)
+        assert links.alive is local
+        assert links.progressing(60.0) is local
+        flow = submit(links, 1)
+        if local:
+            await read(flow, [])
+            assert (links.local_prefills, links.paired) == (1, 0)
+        else:
+            (event,) = await flow.next()
+            assert event.error is not None
+            assert event.error.http_status == 503
+
+    with_links(2, work, "prefill", "decode", local_prefill=local)
+
+
+def test_prompts_are_hashed_where_there_is_a_choice() -> None:
+    async def work(links: Links, owner: Owner) -> None:
+        made = m.Submit(
+            sequence=1, request=2, seed=1, prompt_ids=m.ids_to_bytes(PROMPT), params=TokenParams()
+        )
+        assert bool(links.hash_prompts([made])) is (len(links.instances) > 2)
+
+    with_links(2, work, "prefill", "decode")
+    with_links(3, work, "prefill", "decode", "decode")
 
 
 def test_one_that_is_retired_is_gone_and_why() -> None:

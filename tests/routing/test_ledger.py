@@ -11,7 +11,17 @@ from weft.common.errors import ErrorInfo
 from weft.kv.hashing import HashChain, salted_root
 from weft.routing.instances import PROMPT_TOKENS, Instance, InstanceState
 from weft.routing.ledger import LedgerEntry
-from weft.routing.policy import DEFAULT_BLOCK, LeastLoad, PrefixAffinity, hashes_of
+from weft.routing.policy import (
+    DEFAULT_BLOCK,
+    MOVED_TOKENS,
+    LeastLoad,
+    PrefixAffinity,
+    RoundRobin,
+    RoutingPolicy,
+    TwoChoices,
+    hashes_of,
+    make_policies,
+)
 from weft.types.messages import (
     HeadStats,
     Heartbeat,
@@ -34,6 +44,17 @@ def submit(sequence: int, prompt: list[int], **fields: object) -> Submit:
     return Submit(
         sequence=sequence, request=1, seed=7, prompt_ids=ids_to_bytes(prompt), params=params, **fields
     )  # type: ignore[arg-type]
+
+
+def welcome(**fields: object) -> Welcome:
+    return Welcome(
+        versions=(1, 2),
+        vocab_size=300,
+        max_model_len=512,
+        max_num_seqs=8,
+        num_blocks=(64,),
+        **fields,  # type: ignore[arg-type]
+    )
 
 
 NO_HASHES = hashes_of(b"", "")
@@ -134,10 +155,11 @@ def test_affinity_stays_with_the_cache_unless_waiting_costs_more() -> None:
     assert policy.choose(instances, talk) is instances[1]
     for sequence in range(busy):
         instances[0].end(sequence)
-    policy.forget("0")
-    policy.forget("1")
-    instances[0].begin(99, 0)
     assert policy.choose(instances, talk) is instances[1]
+    instances[1].chosen = 9
+    for instance in instances:
+        instance.welcome = welcome(incarnation=2)
+    assert policy.choose(instances, talk) is instances[0]  # other processes: both caches are empty
 
 
 def test_the_hashes_are_those_of_the_cache_whatever_its_block_size() -> None:
@@ -147,18 +169,61 @@ def test_the_hashes_are_those_of_the_cache_whatever_its_block_size() -> None:
         assert hashes_of(ids.tobytes(), "salt")(block) == chain.grow(ids, len(ids))
     instances, policy = fleet_of(2), PrefixAffinity()
     for instance, block in zip(instances, (16, 32), strict=True):
-        instance.welcome = Welcome(
-            versions=(1, 2),
-            vocab_size=300,
-            max_model_len=512,
-            max_num_seqs=8,
-            num_blocks=(64,),
-            incarnation=1,
-            block_size=block,
-        )
+        instance.welcome = welcome(incarnation=1, block_size=block)
     assert policy.choose(instances, hashes_of(ids.tobytes(), "")) is instances[0]
     instances[0].chosen = 9
     assert policy.choose(instances, hashes_of(ids.tobytes()[: 4 * 48], "")) is instances[0]
+
+
+def test_round_robin_goes_round_whoever_is_there() -> None:
+    instances, policy = fleet_of(3), RoundRobin()
+    instances[0].begin(1, 10**6)
+    chosen = [policy.choose(instances, NO_HASHES).name for _ in range(4)]
+    chosen += [policy.choose([instances[0], instances[2]], NO_HASHES).name for _ in range(3)]
+    assert chosen == ["0", "1", "2", "0", "2", "0", "2"]
+
+
+def test_two_choices_take_the_less_loaded_of_two_and_repeat_themselves() -> None:
+    instances = fleet_of(4)
+    for number, instance in enumerate(instances):
+        for sequence in range(number):
+            instance.begin(sequence, 0)
+
+    def chosen(seed: int) -> list[str]:
+        policy = TwoChoices(seed)
+        return [policy.choose(instances, NO_HASHES).name for _ in range(300)]
+
+    names = chosen(1)
+    assert names == chosen(1)
+    assert names != chosen(2)
+    assert set(names) == {"0", "1", "2"}  # the fullest is never the less loaded of two
+    assert names.count("0") > names.count("1") > names.count("2") > 20
+    assert TwoChoices(1).choose(instances[3:], NO_HASHES) is instances[3]
+
+
+def test_a_cached_prompt_counts_less_where_it_need_not_be_computed() -> None:
+    instances = fleet_of(2)
+    prompt = hashes_of(ids_to_bytes(list(range(8 * PROMPT_TOKENS))), "")
+    computes, decodes = make_policies("prefix")
+    for policy in (computes, decodes):
+        assert policy.choose(instances, prompt) is instances[0]
+    assert MOVED_TOKENS > 8 * PROMPT_TOKENS
+    instances[0].begin(1, 0)
+    assert computes.choose(instances, prompt) is instances[0]
+    assert decodes.choose(instances, prompt) is instances[1]
+
+
+def test_every_policy_can_be_asked_for() -> None:
+    names: dict[RoutingPolicy, type] = {
+        "prefix": PrefixAffinity,
+        "least-load": LeastLoad,
+        "round-robin": RoundRobin,
+        "two-choices": TwoChoices,
+    }
+    for name, kind in names.items():
+        policies = make_policies(name, seed=3)
+        assert type(policies.compute) is type(policies.decode) is kind
+        assert policies.compute is not policies.decode
 
 
 def tokens(sequence: int, *ids: int, **fields: object) -> TokenEvent:

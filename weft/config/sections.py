@@ -375,6 +375,13 @@ class FrontSection(_Section, frozen=True, kw_only=True):
     engine_timeout: Annotated[
         float, Meta(gt=0, description="Seconds without progress after which the engine counts as dead.")
     ] = 120.0
+    routing_policy: Annotated[
+        Literal["prefix", "least-load", "round-robin", "two-choices"],
+        Meta(
+            description="Which engine gets a request. prefix: the least loaded, where cached tokens count as "
+            "no load; least-load; round-robin; two-choices: the less loaded of two random ones."
+        ),
+    ] = "prefix"
     engine_restarts: Annotated[
         int,
         Meta(

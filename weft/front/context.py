@@ -25,6 +25,7 @@ from weft.front.siblings import Siblings
 from weft.front.workers import WorkerPool
 from weft.links.links import Links, Owner
 from weft.routing.instance_table import Patience
+from weft.routing.policy import make_policies
 from weft.text.model import TextModel
 from weft.text.submit import IdMint, ModelLimits, SeedMint
 
@@ -65,7 +66,14 @@ class Front:
         self.created = int(time.time())
         self.links = Links(
             owner,
-            Patience(engine=section.engine_timeout, recovery=section.recovery_timeout),
+            Patience(
+                engine=section.engine_timeout,
+                recovery=section.recovery_timeout,
+                role=config.transfer.role_timeout,
+                transfer=config.transfer.transfer_timeout,
+            ),
+            policies=make_policies(section.routing_policy, config.model.seed),
+            local_prefill=config.transfer.prefill_fallback == "local",
             link_timeout=config.parallel.rank_timeout,
             together=config.parallel.enable_expert_parallel,
             joining=joining,

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from weft.links.links import Links
-from weft.types.messages import HeadStats, TokenEvent
+from weft.types.messages import HeadStats, TokenEvent, TransferStats
 
 disable_created_metrics()  # type: ignore[no-untyped-call]
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -141,7 +141,25 @@ _PLACES: dict[str, tuple[str, Callable[[HeadStats], tuple[int, ...]]]] = {
     ),
 }
 
+#: Of heads with a role, and the same for counters.
+_TRANSFER_GAUGES: dict[str, tuple[str, Callable[[TransferStats], float]]] = {
+    "transfers_awaiting": ("Sequences whose prompt is still to be computed elsewhere.", lambda s: s.awaiting),
+    "transfers_fetching": ("Sequences whose cache is coming.", lambda s: s.fetching),
+    "transfers_open": ("Transfers that have not ended.", lambda s: s.rooms),
+    "transfers_blocks_on_hold": ("Cache blocks that a transfer may still touch.", lambda s: s.blocks_on_hold),
+}
+_TRANSFERS: dict[str, tuple[str, Callable[[TransferStats], float]]] = {
+    "transfers_done": ("Transfers of a sequence's cache that were done.", lambda s: s.done),
+    "transfers_failed": ("Transfers that failed.", lambda s: s.failed),
+    "transfers_corrupt": ("Of those, by a wrong digest.", lambda s: s.corrupt),
+    "transfers_sent_bytes": ("Bytes of caches sent.", lambda s: s.sent_bytes),
+    "transfers_received_bytes": ("Bytes of caches received.", lambda s: s.received_bytes),
+    "transfers_seconds": ("From the first byte to the last, of those done.", lambda s: s.seconds),
+    "transfers_evictions": ("Sequences given back, to be prefilled again.", lambda s: s.evictions),
+}
+
 _UP = "1 while the head is alive."
+_HEAD = ("head", "role")
 _Values: TypeAlias = Iterable[tuple[tuple[str, ...], float]]
 _Family: TypeAlias = GaugeMetricFamily | CounterMetricFamily
 
@@ -155,9 +173,18 @@ _LINK: dict[str, tuple[str, Callable[[Links], float]]] = {
         lambda c: c.pauses,
     ),
     "front_failovers": ("Sequences that went on after the death of their head.", lambda c: c.failovers),
+    "front_pairs": ("Sequences sent to a head that prefills and one that decodes.", lambda c: c.paired),
+    "front_local_prefills": (
+        "Sequences prefilled by a head whose role is to decode, as none that prefills was up.",
+        lambda c: c.local_prefills,
+    ),
 }
 _LINK_GAUGES: dict[str, tuple[str, Callable[[Links], float]]] = {
     "front_sequences": ("Sequences that the front follows.", lambda c: c.open_sequences),
+    "engines_without_partner": (
+        "Heads that live and only prefill, or only decode, and none that lives works with them.",
+        lambda c: c.unpaired,
+    ),
 }
 
 
@@ -192,9 +219,18 @@ class _HeadCollector(_LinkCollector):
     def collect(self) -> Iterable[Metric]:
         instances = self._links.instances
         stats = [(instance.name, instance.stats) for instance in instances]
-        yield self._gauge("engine_up", _UP, [((one.name,), float(one.alive)) for one in instances], "head")
+        roles = [(one.name, one.role or "") for one in instances]
+        alive = [float(one.alive) for one in instances]
+        yield self._gauge("engine_up", _UP, zip(roles, alive, strict=True), *_HEAD)
         for name, (text, read) in _GAUGES.items():
-            yield self._gauge(name, text, [((head,), read(its)) for head, its in stats], "head")
+            loads = [read(its) for _, its in stats]
+            yield self._gauge(name, text, zip(roles, loads, strict=True), *_HEAD)
+        rooms = [(who, its.transfers) for who, (_, its) in zip(roles, stats, strict=True)]
+        moving = [(who, its) for who, its in rooms if its is not None]
+        for name, (text, of_transfers) in _TRANSFER_GAUGES.items():
+            yield self._gauge(name, text, [(who, of_transfers(its)) for who, its in moving], *_HEAD)
+        for name, (text, of_transfers) in _TRANSFERS.items():
+            yield self._counter(name, text, [(who, of_transfers(its)) for who, its in moving], *_HEAD)
         free = [((head, str(k)), float(n)) for head, its in stats for k, n in enumerate(its.free_blocks)]
         yield self._gauge("free_blocks", "Free cache blocks.", free, "head", "kind")
         for name, (text, by_place) in _PLACES.items():
@@ -315,7 +351,9 @@ class RequestTimes:
 
 def describe() -> str:
     """One line a metric: name, type, labels, buckets. What ``docs/metrics.txt`` holds."""
-    lines = [f"weft:{name} gauge model_name,head" for name in (*_GAUGES, "engine_up")]
+    gauges = (*_GAUGES, *_TRANSFER_GAUGES, "engine_up")
+    lines = [f"weft:{name} gauge model_name,{','.join(_HEAD)}" for name in gauges]
+    lines += [f"weft:{name}_total counter model_name,{','.join(_HEAD)}" for name in _TRANSFERS]
     lines += [f"weft:{name} gauge model_name" for name in _LINK_GAUGES]
     lines += [f"weft:{name}_total counter model_name,head" for name in _COUNTERS]
     lines += [f"weft:{name}_total counter model_name" for name in _LINK]

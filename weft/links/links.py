@@ -15,7 +15,7 @@ import contextlib
 import functools
 import math
 import secrets
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -31,7 +31,7 @@ from weft.routing import events as e
 from weft.routing.fleet import Fleet
 from weft.routing.instance_table import Patience
 from weft.routing.instances import Instance, InstanceState
-from weft.routing.policy import Policy, PromptHashes, block_of
+from weft.routing.policy import Policies, PromptHashes, block_of
 from weft.types import messages as m
 
 log = get_logger(__name__)
@@ -64,18 +64,21 @@ class Links:
         *,
         link_timeout: float = 10.0,
         together: bool = False,
-        policy: Policy | None = None,
+        policies: Policies | None = None,
         joining: bool = False,
+        local_prefill: bool = True,
         clock: Clock | None = None,
     ) -> None:
         """``link_timeout``: seconds after which a process that does not even answer pings counts as dead.
-        ``together``: none of several heads can work without the others. ``joining``: see ``Fleet``.
+        ``together``: none of several heads can work without the others. ``joining``, ``local_prefill``: see
+        ``Fleet``.
         """
         # One that was retired before this front began is none of its instances.
         names = [name for name, address in owner.present().items() if isinstance(address, Address)]
         domain = "all" if together and len(names) > 1 else ""
         self._name = secrets.token_hex(8)
-        self._fleet = Fleet(dict.fromkeys(names, domain), patience, policy, self._name, joining)
+        domains = dict.fromkeys(names, domain)
+        self._fleet = Fleet(domains, patience, policies, self._name, joining, local_prefill)
         self._owner, self._link_timeout = owner, link_timeout
         self._clock = clock or SystemClock()
         self._links: dict[str, Link] = {}
@@ -141,17 +144,18 @@ class Links:
 
     @property
     def alive(self) -> bool:
-        """Whether any head is alive."""
+        """Whether heads are alive that can serve requests."""
         return self._fleet.table.alive
 
     @property
     def whole(self) -> bool:
-        """Whether all heads are alive."""
+        """Whether all heads are alive, and can serve requests."""
         return self._fleet.table.whole
 
     def progressing(self, window: float) -> bool:
-        """Whether a head proved progress in the last ``window`` seconds."""
-        return any(one.progressing(window, self._clock.now()) for one in self.instances)
+        """Whether heads that can serve requests proved progress in the last ``window`` seconds."""
+        now = self._clock.now()
+        return self._fleet.table.serve(one for one in self.instances if one.progressing(window, now))
 
     @property
     def open_sequences(self) -> int:
@@ -169,6 +173,21 @@ class Links:
     @property
     def failovers(self) -> int:
         return self._fleet.failovers
+
+    @property
+    def paired(self) -> int:
+        """Sequences that were sent to a head that prefills and one that decodes."""
+        return self._fleet.paired
+
+    @property
+    def local_prefills(self) -> int:
+        """Sequences that a head prefilled whose role is to decode."""
+        return self._fleet.local_prefills
+
+    @property
+    def unpaired(self) -> int:
+        """Heads that live, have a role, and no partner that lives."""
+        return self._fleet.table.unpaired
 
     @property
     def restarts(self) -> int:
@@ -199,10 +218,10 @@ class Links:
 
     def hash_prompts(self, submits: Sequence[m.Submit]) -> dict[int, PromptHashes]:
         """What placing ``submits`` needs, made ahead, since long prompts take long. From any thread."""
-        instances = self.instances
-        if len(instances) == 1:
+        roles = Counter(instance.role for instance in self.instances)
+        blocks = {block_of(one) for one in self.instances if roles[one.role] > 1}  # of others none is chosen
+        if not blocks:
             return {}
-        blocks = {block_of(instance) for instance in instances}
         return {
             submit.request: {block: prompt_hashes(submit.prompt_ids, submit.salt, block) for block in blocks}
             for submit in submits

@@ -6,15 +6,16 @@
                  └─ Resumed ─ paused ◄─ Paused
 
 Input is events, output is actions (``weft.routing.events``). The class uses no clock, socket, thread or
-process, so the simulator runs it, too. An open sequence is parked, paused, or at one instance or more; it
-ends exactly once, with an event that has ``finish``. When an instance is lost its sequences go on at others,
-from the tokens that came so far. If no instance is alive, they wait for one that is being started, if any is.
+process, so the simulator runs it, too. An open sequence is parked, paused, at an instance, or at a pair of
+them (``weft.routing.pairs``); it ends exactly once, with an event that has ``finish``. When an instance is
+lost its sequences go on at others, from the tokens that came so far. If no instance is alive, they wait for
+one that is being started, if any is.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -25,15 +26,16 @@ from weft.common.restarts import MOST_LOSSES
 from weft.routing import events as e
 from weft.routing.instance_table import InstanceTable, Patience
 from weft.routing.instances import Instance, InstanceState
-from weft.routing.ledger import LedgerEntry
-from weft.routing.policy import Policy, PrefixAffinity, hashes_of
+from weft.routing.lateness import Lateness
+from weft.routing.ledger import LedgerEntry, is_refusal
+from weft.routing.pairs import Route, Router, serve, ticketed
+from weft.routing.policy import Policies, make_policies
 from weft.types import messages as m
 
 log = get_logger(__name__)
 
 MOST_REFUSALS = 8
 """Times that one instance may give a sequence back before a token of it comes."""
-LATE = "the engine failed and did not come back in time; try again later"
 
 
 class Fleet:
@@ -43,15 +45,17 @@ class Fleet:
         self,
         instances: Mapping[str, str],
         patience: Patience,
-        policy: Policy | None = None,
+        policies: Policies | None = None,
         front: str = "",
         joining: bool = False,
+        local_prefill: bool = True,
     ) -> None:
         """``instances``: name -> domain; those of one domain work together or not at all, "" is none.
         ``front``: the name of this front. ``joining``: other fronts serve already, so this one does not
-        wait for all instances, and goes on when one is lost before it was up.
+        wait for all instances, and goes on when one is lost before it was up. ``local_prefill``: instances
+        that decode compute prompts, too, where none that prefills comes in time.
         """
-        self.table = InstanceTable(instances, patience, joining)
+        self.table = InstanceTable(instances, patience, joining, local_prefill)
         self._joining = joining
         self.entries: dict[int, LedgerEntry] = {}
         """Open sequences."""
@@ -62,8 +66,12 @@ class Fleet:
         self.failovers = 0
         """Sequences that went on after an instance was lost."""
         self.pauses = 0
+        self.paired = 0
+        """Sequences that were sent to two instances."""
+        self.local_prefills = 0
+        """Sequences whose prompt was computed where they are decoded, as none that prefills was there."""
         self._patience, self._front = patience, front
-        self._policy = policy or PrefixAffinity()
+        self._router = Router(policies or make_policies())
         self._parked: dict[int, None] = {}
         """Open sequences that wait for an instance, in order."""
         self._paused: dict[int, None] = {}
@@ -73,10 +81,7 @@ class Fleet:
         self._bereft: set[int] = set()
         """Parked or paused sequences that lost their instance."""
         self._closing = False
-        self._late = False
-        """Whether sequences have waited for an instance for longer than ``Patience.recovery``: new ones are
-        refused.
-        """
+        self._lateness = Lateness(self.table, patience)
         self._now = -math.inf
         self._actions: list[e.Action] = []
         self._events: list[m.TokenEvent] = []
@@ -85,17 +90,18 @@ class Fleet:
         """Takes in ``event``, which happened at ``now``; returns the actions to carry out, in order."""
         self._now, self._actions, self._events = now, [], []
         _HANDLERS[type(event)](self, event)
-        self._late = self._late and self.table.unready_since < math.inf
+        self._lateness.look(now)
         if self._parked:
             self._place_parked()
+        if self._parked:
+            self._end_late()
         if self._events:
             self._actions.append(e.Deliver(tuple(self._events)))
         return self._actions
 
     def next_deadline(self) -> float:
         """When a ``Tick`` will change something, if nothing happens before; inf for never."""
-        unready = math.inf if self._late else self.table.unready_since + self._patience.recovery
-        return min(self.table.deadline(), unready)
+        return min(self.table.deadline(), self._lateness.deadline())
 
     def refusal(self) -> WeftError | None:
         """Why no request can begin now; None when it can."""
@@ -103,9 +109,7 @@ class Fleet:
             return Unavailable("the engine has failed; the server is stopping")
         if self._closing or not self.table.complete:
             return Unavailable("the engine is not ready yet; try again later")
-        if self._late:
-            return Unavailable("the engine has failed and is being started again; try again later")
-        return None
+        return self._lateness.why(begun=False)
 
     # -- requests -----------------------------------------------------------------------------------
 
@@ -142,10 +146,7 @@ class Fleet:
             if sequence not in self._paused:
                 continue
             del self._paused[sequence]
-            if self._late:
-                self._end(sequence, Unavailable(LATE))
-            else:
-                self._parked[sequence] = None
+            self._parked[sequence] = None
 
     def _leave(self, sequence: int) -> None:
         """Takes an open sequence from wherever it is."""
@@ -156,13 +157,11 @@ class Fleet:
             self._send(instance, m.Finish(sequence=sequence))
             if instance.version < 2:
                 instance.unanswered.add(sequence)
-        entry.places.clear()
+        entry.left()
 
     def _forget(self, sequence: int) -> None:
-        """It has ended."""
+        """It has ended, and is nowhere."""
         entry = self.entries.pop(sequence)
-        for name in entry.places:
-            self.table.instances[name].end(sequence)
         siblings = self._requests[entry.submit.request]
         del siblings[sequence]
         if not siblings:
@@ -186,43 +185,50 @@ class Fleet:
         groups: dict[int, list[int]] = {}
         for sequence in self._parked:
             groups.setdefault(self.entries[sequence].submit.request, []).append(sequence)
-        for group in groups.values():
-            first = self.entries[group[0]]
-            able = [taker for taker in takers if self._can_take(taker, group, first.pinned)]
-            able = [taker for taker in able if taker.name not in first.refused] or able
-            if not able:
+        for request, group in groups.items():
+            entry, near = self.entries[group[0]], self._near(request)
+            route = self._router.route(takers, entry, group, near, self._lateness.local)
+            if route is None:
                 continue
-            with_siblings = [taker for taker in able if self._has_siblings(taker, first.submit.request)]
-            hashes = hashes_of(first.submit.prompt_ids, first.submit.salt, first.hashes)
-            self._place(self._policy.choose(with_siblings or able, hashes), group)
+            self._place(route, group)
             if any(taker.state is InstanceState.HALF_OPEN for taker in takers):
                 takers = self.table.takers()
 
-    def _can_take(self, instance: Instance, group: Iterable[int], pinned: str | None) -> bool:
-        if pinned is not None and pinned != instance.name:
-            return False
-        return not instance.unanswered or instance.unanswered.isdisjoint(group)
+    def _near(self, request: int) -> set[str]:
+        """Instances that work on sequences of the prompt."""
+        return {name for each in self._requests[request] for name in self.entries[each].places}
 
-    def _has_siblings(self, instance: Instance, request: int) -> bool:
-        siblings = self._requests[request]
-        return len(siblings) > 1 and any(instance.name in self.entries[s].places for s in siblings)
-
-    def _place(self, instance: Instance, group: Iterable[int]) -> None:
-        shared = False
-        for sequence in group:
+    def _place(self, route: Route, group: list[int]) -> None:
+        compute, decode = route
+        for number, sequence in enumerate(group):
             entry = self.entries[sequence]
             submit = entry.again()
-            entry.places[instance.name] = entry.attempt
             tokens = (len(submit.prompt_ids) + len(submit.emitted_ids)) // 4
-            instance.begin(sequence, 0 if shared else tokens)
-            shared = True
-            if instance.version < 2 and submit.attempt:
-                submit = msgspec.structs.replace(submit, attempt=0)
-            self._send(instance, submit)
+            compute.begin(sequence, 0 if number else tokens)
+            if decode is not None:
+                decode.begin(sequence, 0)
+                entry.pair = (compute.name, decode.name)
+                self.paired += 1
+            elif compute.role == "decode" and entry.pinned is None:
+                self.local_prefills += 1
+            for instance, its in ticketed(route, submit, self._patience.transfer):
+                entry.places[instance.name] = entry.attempt
+                if instance.version < 2 and its.attempt:
+                    its = msgspec.structs.replace(its, attempt=0)
+                self._send(instance, its)
             del self._parked[sequence]
             if sequence in self._bereft:
                 self._bereft.discard(sequence)
                 self.failovers += 1
+
+    def _end_late(self) -> None:
+        """Parked sequences fail that have waited for too long."""
+        why = {s: self._lateness.why(begun=self.entries[s].attempt >= 0) for s in self._parked}
+        late = [(sequence, error) for sequence, error in why.items() if error is not None]
+        if late:
+            log.error("%d sequences fail: %s", len(late), late[0][1].message)
+        for sequence, error in late:
+            self._end(sequence, error)
 
     def _send(self, instance: Instance, message: m.ToHead) -> None:
         self._actions.append(e.Send(instance.name, instance.link, message))
@@ -249,12 +255,10 @@ class Fleet:
     def _welcome(self, instance: Instance, welcome: m.Welcome) -> None:
         complete = self.table.complete
         try:
-            up = self.table.welcome(instance, welcome, self._now)
+            self.table.welcome(instance, welcome, self._now)
         except EngineDead as error:
             self._lose(instance, error)
             return
-        if up:
-            self._policy.forget(instance.name)  # its cache is empty
         if self.table.complete and not complete:
             self._actions.append(e.Complete())
 
@@ -271,37 +275,64 @@ class Fleet:
             return
         if event.token_ids:
             instance.computed(sequence)
-        back = event.finish in ("moved", "evicted") or self._may_retry(instance, entry, event)
+        said = entry.in_turn(instance.name, event)
+        if said is None:
+            return
+        if said.finish == "evicted" != event.finish:  # it goes on there
+            log.error("engine %s left tokens out; they are computed again", instance.name)
+            self._send(instance, m.Finish(sequence=sequence))
+        self._tell(instance, entry, said)
+
+    def _tell(self, instance: Instance, entry: LedgerEntry, event: m.TokenEvent) -> None:
+        """What ``instance`` says of a sequence that is there, in its turn."""
+        sequence, finish = event.sequence, event.finish
+        back = finish in ("moved", "evicted") or self._may_retry(instance, entry, event)
         if back:
             event = msgspec.structs.replace(event, finish=None, error=None)
-        fresh = entry.take(event)
+        fresh = entry.take(event, entry.receives(instance.name))
         if fresh is not None and (not back or fresh.token_ids or fresh.prompt_logprobs is not None):
             self._events.append(fresh)
-        if back:
-            self._give_back(instance, sequence)
-        elif event.finish is not None:
+        if finish is None:
+            return
+        if finish == "moved" and entry.sender == instance.name:
+            self.table.prove(instance)
+            self._hand_over(instance, entry)
+        elif back:
+            self._give_back(instance, entry)
+        else:
+            self._depart(instance, entry)
+            self._leave(sequence)
             self._forget(sequence)
-            if event.finish != "error":
+            if finish != "error":
                 self.table.prove(instance)
 
     def _may_retry(self, instance: Instance, entry: LedgerEntry, event: m.TokenEvent) -> bool:
         """Whether ``event`` says that this instance has no room, and another one may have."""
-        error = event.error
-        if event.finish != "error" or error is None or error.blame != "capacity" or not error.retryable:
+        if entry.pinned is not None or not is_refusal(event):
             return False
-        if entry.pinned is not None:
-            return False
-        return any(i.name != instance.name and i.name not in entry.refused for i in self.table.takers())
+        others = [i for i in self.table.takers() if i is not instance and i.name not in entry.refused]
+        return serve(others, self._lateness.local)
 
-    def _give_back(self, instance: Instance, sequence: int) -> None:
-        """``instance`` has ``sequence`` no longer, and its stream goes on: where it is, too, or elsewhere."""
-        entry = self.entries[sequence]
-        instance.end(sequence)
+    def _depart(self, instance: Instance, entry: LedgerEntry) -> None:
+        """``instance`` has the sequence no longer."""
+        instance.end(entry.submit.sequence)
         del entry.places[instance.name]
-        if entry.places:
-            return
-        entry.refused[instance.name] = entry.refused.get(instance.name, 0) + 1
-        if entry.refused[instance.name] > MOST_REFUSALS:
+
+    def _hand_over(self, sender: Instance, entry: LedgerEntry) -> None:
+        """All that ``sender`` had to say of the sequence has come: now the other of the pair is heard."""
+        self._depart(sender, entry)
+        held, entry.held = entry.held, []
+        for event in held:
+            (receiver,) = entry.places or (None,)
+            if receiver is not None:
+                self._take(self.table.instances[receiver], event)
+
+    def _give_back(self, instance: Instance, entry: LedgerEntry) -> None:
+        """``instance`` has the sequence no longer, and its stream goes on elsewhere."""
+        sequence = entry.submit.sequence
+        self._depart(instance, entry)
+        self._leave(sequence)
+        if entry.refuse(instance.name) > MOST_REFUSALS:
             self._end(sequence, Unavailable("the engine takes the request no more; try again later"))
         else:
             self._parked[sequence] = None
@@ -315,21 +346,20 @@ class Fleet:
         self.table.expect(instance, event.link, self._now, event.relinked)
 
     def _located(self, event: e.Located) -> None:
-        if (instance := self._linked_to(event.instance, event.link)) is not None:
+        if (instance := self._linked_to(event)) is not None:
             self.table.locate(instance, self._now)
 
     def _listening(self, event: e.Linked) -> None:
-        instance = self._linked_to(event.instance, event.link)
-        if instance is not None and self.table.listen(instance, self._now):
+        if (instance := self._linked_to(event)) is not None and self.table.listen(instance, self._now):
             self._send(instance, m.Hello(versions=(m.OLDEST, m.VERSION), front=self._front))
 
-    def _linked_to(self, name: str, link: int) -> Instance | None:
-        """The instance, if ``link`` is its present one."""
-        instance = self.table.instances[name]
-        return instance if instance.link == link else None
+    def _linked_to(self, event: e.Located | e.Linked | e.Lost) -> Instance | None:
+        """Its instance, if its link is the present one."""
+        instance = self.table.instances[event.instance]
+        return instance if instance.link == event.link else None
 
     def _lost(self, event: e.Lost) -> None:
-        if (instance := self._linked_to(event.instance, event.link)) is not None:
+        if (instance := self._linked_to(event)) is not None:
             self._lose(instance, event.error)
 
     def _lose(self, instance: Instance, error: WeftError, replace: bool = True) -> None:
@@ -341,17 +371,17 @@ class Fleet:
         for sequence in list(instance.open):
             self._bereave(instance, sequence, error)
         self._end_pinned(instance.name, error)
-        if (
-            not self.table.complete and not self._joining
-        ):  # it failed to start: who waits for that hears of it
+        if not self.table.complete and not self._joining:  # who waits for its start hears of it
             self._fail(error)
         elif replace and not self._closing:
             self._actions.append(e.Replace(instance.name, error))
 
     def _bereave(self, instance: Instance, sequence: int, error: WeftError) -> None:
         entry = self.entries[sequence]
-        instance.end(sequence)
-        del entry.places[instance.name]
+        if entry.sender == instance.name and not entry.needs_sender:
+            self._hand_over(instance, entry)
+            return
+        self._depart(instance, entry)
         self._leave(sequence)
         entry.losses += 1
         if entry.losses > MOST_LOSSES:
@@ -384,11 +414,6 @@ class Fleet:
     def _tick(self, event: e.Tick) -> None:
         for instance, error in self.table.overdue(self._now):
             self._lose(instance, error)
-        if not self._late and self._now >= self.table.unready_since + self._patience.recovery:
-            self._late = True
-            log.error("no engine is back: %d sequences fail", len(self._parked))
-            for sequence in list(self._parked):
-                self._end(sequence, Unavailable(LATE))
 
     def _stalled(self, event: e.Stalled) -> None:
         self.table.stall(event.seconds, self._now)

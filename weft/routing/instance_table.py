@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from weft.common.errors import EngineDead, WeftError
 from weft.common.log import get_logger
 from weft.routing.instances import Instance, InstanceState
+from weft.routing.pairs import ROLES_SINCE, serve, why_lonely, without_partner
 from weft.types import messages as m
 
 log = get_logger(__name__)
@@ -33,14 +34,24 @@ class Patience:
     """
     load: float = 3600.0
     """From an instance's start until it answers; it loads its model in between."""
+    role: float = 10.0
+    """That new sequences wait for an instance of a role that has none, while others take sequences."""
+    transfer: float = 300.0
+    """That one sequence's cache may take from the instance that prefills to the one that decodes."""
 
 
 class InstanceTable:
     """All instances. Only this class changes their states. Times are seconds of one monotonic clock."""
 
-    def __init__(self, instances: Mapping[str, str], patience: Patience, joining: bool = False) -> None:
+    def __init__(
+        self,
+        instances: Mapping[str, str],
+        patience: Patience,
+        joining: bool = False,
+        local_prefill: bool = True,
+    ) -> None:
         """``instances``: name -> domain; those of one domain work together or not at all, "" is none.
-        ``joining``: see ``Fleet``.
+        ``joining`` and ``local_prefill``: see ``Fleet``.
         """
         self.instances = {
             name: Instance(name, domain, order) for order, (name, domain) in enumerate(instances.items())
@@ -51,23 +62,44 @@ class InstanceTable:
         """Processes started in place of a lost one."""
         self.unready_since = math.inf
         """Since when no instance takes sequences; inf while one does, and before all have been up."""
+        self.unpaired_since = math.inf
+        """Since when some take sequences, but none can do all work and no two are a pair; else inf."""
         self._patience = patience
         self._joining = joining
+        self._local_prefill = local_prefill
 
     @property
     def alive(self) -> bool:
-        """Whether any instance is alive."""
-        return self.complete and any(instance.alive for instance in self.instances.values())
+        """Whether the instances that are alive can serve requests."""
+        return self.complete and self.serve(one for one in self.instances.values() if one.alive)
 
     @property
     def whole(self) -> bool:
-        """Whether all instances are alive."""
-        return self.complete and all(instance.alive for instance in self.instances.values())
+        """Whether all instances are alive, and can serve requests."""
+        return self.alive and all(instance.alive for instance in self.instances.values())
 
     @property
     def over(self) -> bool:
-        """Whether all instances are retired."""
-        return all(instance.state is InstanceState.RETIRED for instance in self.instances.values())
+        """Whether those that are not retired can never serve a request."""
+        left = [one for one in self.instances.values() if one.state is not InstanceState.RETIRED]
+        roles = {one.role for one in left}
+        if not roles or roles & {None, "unified"}:
+            return not roles
+        return "decode" not in roles or not ("prefill" in roles or self._local_prefill)
+
+    @property
+    def local(self) -> bool:
+        """Whether an instance that decodes may, and can, compute prompts now."""
+        return self._local_prefill and any(one.role == "decode" for one in self._serving())
+
+    @property
+    def unpaired(self) -> int:
+        """Instances that are alive, have a role, and no partner that is alive."""
+        return len(without_partner(one for one in self.instances.values() if one.alive))
+
+    def serve(self, instances: Iterable[Instance]) -> bool:
+        """Whether ``instances`` can serve requests."""
+        return serve(instances, self._local_prefill)
 
     def takers(self) -> list[Instance]:
         """Instances that take sequences now, in order."""
@@ -111,6 +143,8 @@ class InstanceTable:
             instance.deadline += seconds
         if self.unready_since != math.inf:
             self.unready_since = min(now, self.unready_since + seconds)
+        if self.unpaired_since != math.inf:
+            self.unpaired_since = min(now, self.unpaired_since + seconds)
 
     # -- states
 
@@ -132,8 +166,8 @@ class InstanceTable:
         instance.deadline = now + self._patience.load
         return True
 
-    def welcome(self, instance: Instance, welcome: m.Welcome, now: float) -> bool:
-        """A process answers. Returns whether it is up now. Raises EngineDead if it cannot be used."""
+    def welcome(self, instance: Instance, welcome: m.Welcome, now: float) -> None:
+        """A process answers: it is up. Raises EngineDead if it cannot be used."""
         version = m.common_version(welcome.versions)
         if version is None:
             low, high = welcome.versions
@@ -142,17 +176,18 @@ class InstanceTable:
         if instance.welcome is not None and instance.welcome.incarnation != welcome.incarnation:
             raise EngineDead("the engine was replaced")
         if instance.state is not InstanceState.STARTING:
-            return False
+            return
         instance.welcome = welcome
         instance.version = version
+        instance.role = welcome.role if version >= ROLES_SINCE else "unified"
         instance.since = instance.heard = instance.moved = now
         instance.state = InstanceState.HALF_OPEN if instance.deaths >= ROW else InstanceState.UP
         if self.complete:
             log.info("engine %s is back", instance.name)
         all_up = all(other.alive for other in self.instances.values())
-        self.complete = self.complete or all_up or (self._joining and bool(self._serving()))
+        self.complete = self.complete or all_up or (self._joining and self.serve(self._serving()))
         self._changed(now)
-        return True
+        self._say_who_is_lonely()
 
     def prove(self, instance: Instance) -> None:
         """The instance is healthy: a sequence ended well there, or it was up for ``HEALTHY_S``."""
@@ -186,7 +221,21 @@ class InstanceTable:
         return [one for one in self.instances.values() if one.state in serving and one.domain not in broken]
 
     def _changed(self, now: float) -> None:
-        if self._serving():
+        serving = self._serving()
+        if serving:
             self.unready_since = math.inf
         elif self.complete:
             self.unready_since = min(self.unready_since, now)
+        if not serving or serve(serving, local=False):
+            self.unpaired_since = math.inf
+        elif self.complete:
+            self.unpaired_since = min(self.unpaired_since, now)
+
+    def _say_who_is_lonely(self) -> None:
+        """Once for each process."""
+        alive = [one for one in self.instances.values() if one.alive]
+        for one in alive:
+            why = None if one.lonely else why_lonely(one, alive)
+            if why is not None:
+                one.lonely = True
+                log.warning("engine %s is never paired: %s", one.name, why)

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field
 from enum import Enum
 
-from weft.types.messages import HeadStats, Heartbeat, Welcome
+from weft.types.messages import HeadStats, Heartbeat, Role, Welcome
 
 PROMPT_TOKENS = 256
 """Tokens of a prompt still to be computed that weigh as much as a running sequence."""
@@ -53,6 +53,8 @@ class Instance:
     """The connection to its present process."""
     welcome: Welcome | None = None
     """What that process said of itself."""
+    role: Role | None = None
+    """Of its latest process that answered; None before the first."""
     version: int = 0
     """Version of the messages that both ends speak."""
     stats: HeadStats = field(default_factory=HeadStats)
@@ -77,11 +79,18 @@ class Instance:
     deadline: float = math.inf
     """While it starts: when it must listen at the latest or, once it listens, answer."""
     listens: bool = False
+    lonely: bool = False
+    """Whether it was said that its present process has no partner."""
 
     @property
     def alive(self) -> bool:
         """Whether it answers, so that its sequences come to their end."""
         return self.state in ALIVE
+
+    @property
+    def incarnation(self) -> int:
+        """Of its present process; 0 while that has not answered."""
+        return 0 if self.welcome is None else self.welcome.incarnation
 
     @property
     def load(self) -> float:
@@ -113,6 +122,7 @@ class Instance:
     def start(self, link: int, deadline: float) -> None:
         """Takes note of a new process."""
         self.state = InstanceState.STARTING
+        self.lonely = False
         self.link = link
         self.deadline = deadline
         self.welcome = None

@@ -4,8 +4,10 @@ The Submit made by ``again`` carries every token that came, so penalties, limits
 the next token is drawn at the next position. Prompt logprobs that are computed twice (they came
 before the first token) are dropped here, so a reader of the events gets each once.
 
-A sequence may be at several instances at once. Each sending is an *attempt* with a number of its
-own. Events carry the number, so late events of an earlier attempt are recognized.
+A sequence may be at two instances at once, a *pair*: one computes its prompt, and tells the first token; the
+other one goes on, and tells that token, too. Each sending, to one or to both, is an *attempt* with a number
+of its own. Events carry the number, so late events of an earlier attempt are recognized, and the position of
+their tokens, so that what both tell is taken once.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ class LedgerEntry:
         "cached",
         "continued",
         "hashes",
+        "held",
         "losses",
+        "pair",
         "pinned",
         "places",
         "prompt_logprobs",
@@ -48,6 +52,10 @@ class LedgerEntry:
         """Output tokens so far."""
         self.places: dict[str, int] = {}
         """Instance -> attempt, of the instances that work on the sequence."""
+        self.pair: tuple[str, str] | None = None
+        """Who computes the prompt in the present attempt, and who decodes; None where one does both."""
+        self.held: list[TokenEvent] = []
+        """What the one that decodes has said while the other one was not done with the sequence."""
         self.attempt = -1
         """Number of the latest attempt; -1 before the first."""
         self.refused: dict[str, int] = {}
@@ -63,6 +71,40 @@ class LedgerEntry:
         self.continued = False
         """Whether the present attempt continues after tokens of an earlier one."""
 
+    @property
+    def position(self) -> int:
+        """Output tokens so far, those that came with the request among them."""
+        return len(self.submit.emitted_ids) // 4 + len(self.tokens)
+
+    @property
+    def sender(self) -> str | None:
+        """The instance of a pair that computes the prompt, until it has said all that it has to say."""
+        return self.pair[0] if self.pair is not None and self.pair[0] in self.places else None
+
+    def receives(self, name: str) -> bool:
+        """Whether ``name`` decodes what another instance has computed."""
+        return self.pair is not None and self.pair[1] == name
+
+    @property
+    def needs_sender(self) -> bool:
+        """Whether something that only the sender can tell is still to come."""
+        if not any(event.token_ids for event in self.held):
+            return True
+        params, prompt = self.submit.params, len(self.submit.prompt_ids) // 4
+        asked = params.prompt_logprobs >= 0 and self.submit.choice == 0 and not self.position
+        return asked and self.prompt_logprobs < prompt - 1
+
+    def refuse(self, name: str) -> int:
+        """``name`` refused it, or gave it back. Returns how often it did so since the last token."""
+        self.refused[name] = self.refused.get(name, 0) + 1
+        return self.refused[name]
+
+    def left(self) -> None:
+        """No instance works on it now."""
+        self.places.clear()
+        self.held.clear()
+        self.pair = None
+
     def again(self) -> Submit:
         """The Submit of the next attempt, which continues after all tokens so far."""
         self.attempt += 1
@@ -73,29 +115,77 @@ class LedgerEntry:
         emitted = self.submit.emitted_ids + ids_to_bytes(np.asarray(self.tokens, np.int32))
         return msgspec.structs.replace(self.submit, attempt=self.attempt, emitted_ids=emitted)
 
-    def take(self, event: TokenEvent) -> TokenEvent | None:
-        """Notes an event of its present attempt. Returns what is new of it; None when nothing is."""
+    def in_turn(self, name: str, event: TokenEvent) -> TokenEvent | None:
+        """What to take of an event that ``name`` sent; None when it is held until the sender is done.
+
+        Where tokens before it are missing, and nobody is left to tell them, ``name`` has given the sequence
+        back: that is the event returned.
+        """
+        goes_on = event.finish in (None, "stop", "length")
+        if self.sender not in (None, name):
+            if goes_on:
+                self.held.append(event)
+                return None
+        elif event.position <= self.position:
+            return event
+        finish = "evicted" if goes_on else event.finish
+        return msgspec.structs.replace(event, token_ids=(), logprobs=None, finish=finish)
+
+    def take(self, event: TokenEvent, receives: bool = False) -> TokenEvent | None:
+        """Notes an event of its present attempt. Returns what is new of it; None when nothing is.
+
+        ``receives``: it is of the instance that decodes what another one has computed.
+        """
+        told = event.prompt_logprobs is not None
+        known = min(self.position - event.position, len(event.token_ids)) if event.position >= 0 else 0
+        if known > 0:
+            event = _after(event, known)
         self.tokens.extend(event.token_ids)
         if event.token_ids:
             self.refused.clear()
-        if not self.continued:
+        if not self.continued and not receives:
             self.cached = max(self.cached, event.num_cached)
         elif event.num_cached != self.cached:
             event = msgspec.structs.replace(event, num_cached=self.cached)
+        event = self._fresh_prompt(event, receives)
+        nothing = not event.token_ids and event.finish is None and event.prompt_logprobs is None
+        return None if nothing and (known > 0 or told) else event
+
+    def _fresh_prompt(self, event: TokenEvent, receives: bool) -> TokenEvent:
+        """The event without prompt logprobs that came already."""
         columns = event.prompt_logprobs
         if columns is None:
             return event
         count = columns.positions
-        dropped = min(self.skip, count)
-        self.skip -= dropped
-        self.prompt_logprobs += count - dropped
+        dropped = count if receives else min(self.skip, count)
+        if not receives:
+            self.skip -= dropped
+            self.prompt_logprobs += count - dropped
         if not dropped:
             return event
         fresh = _without_first(columns, dropped) if dropped < count else None
-        event = msgspec.structs.replace(event, prompt_logprobs=fresh)
-        if fresh is None and not event.token_ids and event.finish is None:
-            return None
-        return event
+        return msgspec.structs.replace(event, prompt_logprobs=fresh)
+
+
+def is_refusal(event: TokenEvent) -> bool:
+    """Whether an instance has no room for the sequence, and another one may have."""
+    error = event.error
+    return event.finish == "error" and error is not None and error.blame == "capacity" and error.retryable
+
+
+def _after(event: TokenEvent, count: int) -> TokenEvent:
+    """The event without its first ``count`` tokens."""
+    left = event.token_ids[count:]
+    columns = event.logprobs
+    if columns is not None:
+        columns = _without_first(columns, count) if count < columns.positions else None
+    return msgspec.structs.replace(
+        event,
+        token_ids=left,
+        logprobs=columns,
+        position=event.position + count,
+        accepted=min(event.accepted, len(left)),
+    )
 
 
 def _without_first(columns: LogprobColumns, count: int) -> LogprobColumns:

@@ -1,0 +1,147 @@
+"""Where prefill and decode are at different instances: which of them are partners, which ones a prompt gets,
+and what each of them is sent. Pure but for the memory of policies.
+
+A *pair* is a prefill instance and a decode instance whose heads have equal fingerprints. All sequences of a
+prompt go to one pair, each with a room of its own. An instance of neither role does both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from weft.routing.instances import Instance
+from weft.routing.ledger import LedgerEntry
+from weft.routing.policy import Hashes, Policies, hashes_of
+from weft.types.messages import Submit
+from weft.types.rooms import Peer, RoomKey, RoomTicket
+
+ROLES_SINCE = 3
+"""The version of messages in which heads have roles."""
+
+
+class Route(NamedTuple):
+    """Where the sequences of a prompt go."""
+
+    compute: Instance
+    """Computes the prompt."""
+    decode: Instance | None = None
+    """Goes on from the first token; None where ``compute`` does."""
+
+
+def are_partners(prefill: Instance, decode: Instance) -> bool:
+    """Whether what ``prefill`` computes can go on at ``decode``, by their present processes."""
+    if prefill.role != "prefill" or decode.role != "decode":
+        return False
+    one, other = prefill.welcome, decode.welcome
+    if one is None or other is None or not one.rooms or not other.rooms:
+        return False
+    return bool(one.fingerprint) and one.fingerprint == other.fingerprint
+
+
+def serve(instances: Iterable[Instance], local: bool) -> bool:
+    """Whether ``instances`` can serve requests. ``local``: those that decode may compute prompts, too."""
+    given = list(instances)
+    if any(one.role == "unified" or (local and one.role == "decode") for one in given):
+        return True
+    return any(are_partners(one, other) for one in given for other in given)
+
+
+def without_partner(instances: Iterable[Instance]) -> list[Instance]:
+    """Those of ``instances`` that have a role, and none among the others to work with."""
+    given = list(instances)
+    paired = {id(one) for a in given for b in given if are_partners(a, b) for one in (a, b)}
+    return [one for one in given if one.role in ("prefill", "decode") and id(one) not in paired]
+
+
+def why_lonely(instance: Instance, others: Iterable[Instance]) -> str | None:
+    """Why none of ``others`` works with ``instance``; None where one may, or none has the other role yet."""
+    role = {"prefill": "decode", "decode": "prefill"}.get(instance.role or "")
+    opposite = [one for one in others if one.role == role and one.welcome is not None]
+    if instance.welcome is None or not opposite:
+        return None
+    if any(are_partners(instance, one) or are_partners(one, instance) for one in opposite):
+        return None
+    for one in (instance, *opposite):
+        if one.welcome is not None and not (one.welcome.rooms and one.welcome.fingerprint):
+            return f"{one.name} does not say how caches are moved; start it with --role"
+    names = ", ".join(one.name for one in opposite)
+    return (
+        f"it differs from {names} in model, weights, dtype or cache layout; start both with the same "
+        "--model, --revision, --dtype, --quantization and --kv-cache-dtype"
+    )
+
+
+class Router:
+    """Chooses instances for prompts."""
+
+    def __init__(self, policies: Policies) -> None:
+        self._policies = policies
+
+    def route(
+        self,
+        takers: Sequence[Instance],
+        entry: LedgerEntry,
+        group: Sequence[int],
+        near: Collection[str] = (),
+        local: bool = False,
+    ) -> Route | None:
+        """Where the sequences ``group`` of one prompt go, ``entry`` among them; None when they have to wait.
+
+        ``takers``: instances that take sequences. ``near``: those that have others of the same prompt.
+        ``local``: those that decode may compute the prompt, too, where there is no other way.
+        """
+        takers = [one for one in takers if not one.unanswered or one.unanswered.isdisjoint(group)]
+        if entry.pinned is not None:
+            return next((Route(one) for one in takers if one.name == entry.pinned), None)
+        hashes = hashes_of(entry.submit.prompt_ids, entry.submit.salt, entry.hashes)
+        willing = [one for one in takers if one.name not in entry.refused]
+        for able in (willing, takers):
+            route = self._pair(able, hashes, near) or self._alone(able, hashes, near, local)
+            if route is not None:
+                return route
+        return None
+
+    def _alone(
+        self, able: Sequence[Instance], hashes: Hashes, near: Collection[str], local: bool
+    ) -> Route | None:
+        alone = [one for one in able if one.role == "unified"]
+        alone = alone or [one for one in able if local and one.role == "decode"]
+        return Route(self._policies.compute.choose(_among(alone, near), hashes)) if alone else None
+
+    def _pair(self, able: Sequence[Instance], hashes: Hashes, near: Collection[str]) -> Route | None:
+        prefill = [one for one in able if one.role == "prefill"]
+        if not prefill:
+            return None
+        decode = [one for one in able if any(are_partners(each, one) for each in prefill)]
+        if not decode:
+            return None
+        decodes = self._policies.decode.choose(_among(decode, near), hashes)
+        partners = [one for one in prefill if are_partners(one, decodes)]
+        return Route(self._policies.compute.choose(_among(partners, near), hashes), decodes)
+
+
+def _among(instances: Sequence[Instance], names: Collection[str]) -> Sequence[Instance]:
+    """Those of ``names``, or all where there is none of them."""
+    return [one for one in instances if one.name in names] or instances
+
+
+def ticketed(route: Route, submit: Submit, seconds: float) -> list[tuple[Instance, Submit]]:
+    """What each instance of ``route`` is sent; ``seconds``: that the transfer may take.
+
+    First the one that decodes: it should know of the room when the other one offers it.
+    """
+    compute, decode = route
+    if decode is None:
+        return [(compute, submit)]
+    assert compute.welcome is not None
+    assert decode.welcome is not None
+    key = RoomKey(submit.sequence, submit.attempt, compute.incarnation)
+    sends = RoomTicket(key, True, Peer(decode.welcome.rooms, decode.incarnation), seconds)
+    receives = RoomTicket(key, False, Peer(compute.welcome.rooms, compute.incarnation), seconds)
+    return [
+        (decode, msgspec.structs.replace(submit, room=receives)),
+        (compute, msgspec.structs.replace(submit, room=sends)),
+    ]
