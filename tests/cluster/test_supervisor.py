@@ -8,7 +8,7 @@ import pytest
 
 from weft.cluster import supervisor as s
 from weft.cluster.supervisor import ServerPhase, Supervisor
-from weft.cluster.table import WINDOW, Kill, ProcessState, ProcessTable, Start
+from weft.cluster.table import WINDOW, Kill, Member, ProcessState, ProcessTable, Start
 from weft.common.errors import EngineDead
 
 GONE = EngineDead("the process ended")
@@ -17,11 +17,10 @@ GONE = EngineDead("the process ended")
 def started(heads: int = 1, fronts: int = 2, restarts: int = 5, together: bool = False) -> Supervisor:
     """One whose processes were started at time 0."""
     made = Supervisor(
-        [str(n) for n in range(heads)],
+        {str(n): Member("all" if together else "") for n in range(heads)},
         [str(n) for n in range(fronts)],
         restarts=restarts,
         drain_timeout=30.0,
-        together=together,
     )
     assert len(made.start(0.0)) == heads + fronts
     return made

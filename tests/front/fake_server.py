@@ -20,6 +20,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from weft.cluster.owner import HeadOwner
+from weft.cluster.table import Member
 from weft.common import log
 from weft.config.resolved import EngineConfig, KVConfig
 from weft.config.sections import (
@@ -32,7 +33,7 @@ from weft.config.sections import (
 )
 from weft.config.spec import CacheSpec, ModelSpec, RopeSpec
 from weft.front.server import serve
-from weft.launch.serve import run_fronts
+from weft.launch.server import run_fronts
 from weft.links.link import Address
 
 TEMPLATE = (
@@ -98,7 +99,7 @@ class FakeHeads:
     """Starts fake heads, as ``weft.engine.heads.HeadProcesses`` starts heads."""
 
     def __init__(self, folder: str, count: int, loaded: list[str], together: bool) -> None:
-        self.names, self.together = [str(number) for number in range(count)], together
+        self.members = {str(number): Member("all" if together else "") for number in range(count)}
         self._folder, self._loaded = folder, loaded
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._started: list[subprocess.Popen[bytes]] = []
@@ -109,7 +110,7 @@ class FakeHeads:
         process = subprocess.Popen([sys.executable, script, endpoint, *self._loaded])
         self._running[name] = process
         self._started.append(process)
-        return Address(endpoint, process, None, incarnation)
+        return Address(endpoint, process, None, incarnation, domain=self.members[name].domain)
 
     def kill(self, name: str, incarnation: int) -> None:
         self._running.pop(name).kill()
@@ -144,7 +145,7 @@ def main(folder: Path, fields: dict[str, Any]) -> int:
         try:
             if front.fronts > 1:
                 return run_fronts(config, front, heads, Path(private))  # type: ignore[arg-type]
-            owner = HeadOwner(heads.names, heads, restarts, together=together)
+            owner = HeadOwner(heads.members, heads, restarts)
             owner.start()
             return serve(config, front, owner)
         finally:

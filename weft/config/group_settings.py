@@ -30,8 +30,10 @@ _OWN = (
     "parallel.node_rank",
     "parallel.rdzv",
     "parallel.group_secret",
-    "domain",
     "incarnation",
+    "host.ranks",
+    "host.first",
+    "host.gpus",
 )
 _LONGEST = 120
 """Characters of a value; longer ones are told by a hash."""
@@ -83,4 +85,4 @@ def _show(value: str | None) -> str:
     return "no such setting" if value is None else value
 
 
-_SECTIONS = ("model", "cache", "scheduler", "speculation", "runner", "parallel")
+_SECTIONS = ("model", "cache", "scheduler", "speculation", "runner", "parallel", "transfer")

@@ -67,7 +67,6 @@ class Front:
             owner,
             Patience(engine=section.engine_timeout, recovery=section.recovery_timeout),
             link_timeout=config.parallel.rank_timeout,
-            together=config.parallel.enable_expert_parallel,
             joining=joining,
         )
         self.metrics = Metrics(self.names[0], self.links)
