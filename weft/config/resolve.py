@@ -88,24 +88,7 @@ def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> E
     dtype = choose_dtype(model, spec, device, path)
     copies = 1 + speculation.drafts
     num_bytes = cache_bytes(spec, dtype, device, model, cache, scheduler, copies, config.parallel, host)
-    max_model_len = choose_max_model_len(local, dtype, num_bytes, model, cache, scheduler, copies)
-    kv = KVConfig(
-        pools=pools_for(
-            local,
-            cache.block_size,
-            dtype,
-            num_bytes,
-            max_model_len,
-            scheduler,
-            copies=copies,
-            snapshots=cache.enable_prefix_caching,
-        ),
-        block_size=cache.block_size,
-        enable_prefix_caching=cache.enable_prefix_caching,
-        max_model_len=max_model_len,
-        num_slots=scheduler.max_num_seqs * scheduler.steps_in_flight,
-        copies=copies,
-    )
+    kv = divide_cache(local, dtype, num_bytes, model, cache, scheduler, copies)
     return EngineConfig(
         model_path=path,
         tokenizer_path=tokenizer_path,
@@ -125,6 +108,36 @@ def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> E
         gpus=gpus,
         group=group,
         host=host,
+    )
+
+
+def divide_cache(
+    spec: ModelSpec,
+    dtype: str,
+    num_bytes: int,
+    model: ModelSection,
+    cache: CacheSection,
+    scheduler: SchedulerSection,
+    copies: int,
+) -> KVConfig:
+    """The pools that a rank makes of ``num_bytes``, and the context length. ``spec``: of a rank's share."""
+    max_model_len = choose_max_model_len(spec, dtype, num_bytes, model, cache, scheduler, copies)
+    return KVConfig(
+        pools=pools_for(
+            spec,
+            cache.block_size,
+            dtype,
+            num_bytes,
+            max_model_len,
+            scheduler,
+            copies=copies,
+            snapshots=cache.enable_prefix_caching,
+        ),
+        block_size=cache.block_size,
+        enable_prefix_caching=cache.enable_prefix_caching,
+        max_model_len=max_model_len,
+        num_slots=scheduler.max_num_seqs * scheduler.steps_in_flight,
+        copies=copies,
     )
 
 
@@ -284,12 +297,9 @@ def cache_bytes(
     host: HostShare = HostShare(),
 ) -> int:
     """Bytes for a rank's cache pools: as asked, or what its device leaves, at most what all sequences could
-    use. The ranks of one host share a CPU's memory evenly, and so do those that have the same GPU, whatever
-    group they are of.
+    use. A host's ranks, of all groups, share a CPU's memory evenly, and so do those that have the same GPU.
 
-    ``spec``: of the whole model. ``copies``: of a slot's recurrent state.
-
-    On a GPU the default is a first division from estimates; the engine divides again, with ``pools_for``,
+    ``spec``: of the whole model. ``copies``: of a slot's recurrent state. On a GPU the default is a first division from estimates; the engine divides again, with ``pools_for``,
     when the weights are loaded.
     """
     if cache.kv_cache_memory is not None:

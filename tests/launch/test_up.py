@@ -1,0 +1,170 @@
+"""``weft up``: the topologies in ``examples/``, checked, and started as processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from tests.launch.test_serve import Server, start
+from tests.support.processes import is_alive, with_role
+from tests.support.slowness import deadline
+from weft.launch import main as cli
+
+__all__ = ["start"]
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PROMPT = "Tom has 12 apples and buys 7 more. How many apples does he have?"
+
+
+def ask(base: str, tokens: int = 24) -> str:
+    """The completion of one request at temperature 0."""
+    body = {"model": "spool-text", "prompt": PROMPT, "max_tokens": tokens, "temperature": 0}
+    answer = httpx.post(f"{base}/v1/completions", json=body, timeout=deadline(120))
+    assert answer.status_code == 200, answer.text
+    text: str = answer.json()["choices"][0]["text"]
+    return text
+
+
+class Clients:
+    """Threads that ask again and again, and keep what they got."""
+
+    def __init__(self, base: str, count: int = 3) -> None:
+        self._base = base
+        self._over = threading.Event()
+        self.texts: list[str] = []
+        self.errors: list[BaseException] = []
+        self._threads = [threading.Thread(target=self._run) for _ in range(count)]
+
+    def __enter__(self) -> Clients:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join(deadline(120))
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            try:
+                self.texts.append(ask(self._base))
+            except BaseException as error:
+                self.errors.append(error)
+                return
+
+
+def until(server: Server, condition: Any, seconds: float = 120.0) -> None:
+    over = time.monotonic() + deadline(seconds)
+    while not condition():
+        assert time.monotonic() < over, server.log.read_text()
+        time.sleep(0.1)
+
+
+def titles(server: Server) -> list[str]:
+    heads = with_role(server.process.pid, "head")
+    return sorted(Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")[0] for pid in heads)
+
+
+@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.yaml")), ids=lambda file: file.stem)
+def test_examples_are_right(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["up", str(file), "--check"])
+    text = capsys.readouterr().out
+    assert ended.value.code == 0, text
+    first, *groups = text.splitlines()
+    assert first.startswith("spool-text (float32, cpu) on 127.0.0.1:8000: 1 front, ")
+    counts = {"prefill": 0, "decode": 0, "unified": 0}
+    for entry in yaml.safe_load(file.read_text())["groups"]:
+        counts[entry["role"]] += entry.get("count", 1)
+    assert [line.split()[0] for line in groups] == [
+        f"{role}{number}" for role, count in counts.items() for number in range(count)
+    ]
+    assert (" tp 2" in text) == (file.stem == "tp2-prefill")
+
+
+def test_what_cannot_work_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "half.yaml"
+    file.write_text("groups: [{role: decode}]")
+    for arguments, message in (
+        (["up", str(file)], "the groups serve nothing"),
+        (["up", str(tmp_path / "none.yaml")], "none.yaml: "),
+        (["serve", "--role", "prefill"], "--role prefill is one group's"),
+        (["serve", "--decode", "2"], "--decode 2 needs --prefill N"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(arguments)
+        assert ended.value.code == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
+
+
+def test_two_groups_behind_one_front(start: Any) -> None:
+    """One of them dies under requests, and no client sees it; the end leaves nothing behind."""
+    server = start(str(EXAMPLES / "unified-x2.yaml"), "--port", "0", command="up")
+    base = server.url()
+    due = ask(base)
+    heads = with_role(server.process.pid, "head")
+    if any(title.startswith("weft: ") for title in titles(server)):
+        assert titles(server) == ["weft: head unified0 (spool-text)", "weft: head unified1 (spool-text)"]
+    with Clients(base) as clients:
+        until(server, lambda: len(clients.texts) > 3)
+        os.kill(heads[0], signal.SIGKILL)
+        until(server, lambda: " is back" in server.log.read_text())
+    assert not clients.errors
+    assert set(clients.texts) == {due}
+    log = server.log.read_text()
+    for name in ("unified0", "unified1"):
+        assert f" I {name} weft.engine.engine_server: engine ready" in log
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(deadline(60)) == 0, server.log.read_text()
+    assert not any(is_alive(pid) for pid in heads)
+    assert os.listdir(server.temporary) == []
+
+
+@pytest.mark.parametrize("fronts", [1, 2])
+def test_a_rolling_restart_loses_no_request(fronts: int, start: Any, tmp_path: Path) -> None:
+    file = tmp_path / "topology.yaml"
+    file.write_text("model: spool-text\ngroups: [{count: 2, max-num-seqs: 4}]")
+    server = start(str(file), "--port", "0", "--fronts", str(fronts), command="up")
+    base = server.url()
+    due = ask(base)
+    before = with_role(server.process.pid, "head")
+    with Clients(base) as clients:
+        until(server, lambda: len(clients.texts) > 3)
+        server.process.send_signal(signal.SIGUSR1)
+        until(server, lambda: "unified1 is restarted" in server.log.read_text())
+    assert not clients.errors
+    assert set(clients.texts) == {due}
+    assert not set(before) & set(with_role(server.process.pid, "head"))
+    assert not any(is_alive(pid) for pid in before)
+    log = server.log.read_text()
+    assert log.index("unified0 is restarted") < log.index("unified1 is restarted")
+    assert " is started again" not in log
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(deadline(60)) == 0, server.log.read_text()
+    assert os.listdir(server.temporary) == []
+
+
+def test_a_group_that_is_given_up_leaves_the_others(start: Any, tmp_path: Path) -> None:
+    file = tmp_path / "topology.yaml"
+    file.write_text("model: spool-text\nfront: {engine-restarts: 0}\ngroups: [{name: a}, {name: b}]")
+    server = start(str(file), "--port", "0", command="up")
+    base = server.url()
+    due = ask(base)
+    for left, pid in enumerate(reversed(with_role(server.process.pid, "head"))):
+        os.kill(pid, signal.SIGKILL)
+        until(server, lambda: "is lost" in server.log.read_text())
+        if not left:
+            assert ask(base) == due
+    assert server.process.wait(deadline(60)) == 1, server.log.read_text()
+    assert os.listdir(server.temporary) == []
