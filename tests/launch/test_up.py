@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
@@ -168,3 +170,50 @@ def test_a_group_that_is_given_up_leaves_the_others(start: Any, tmp_path: Path) 
             assert ask(base) == due
     assert server.process.wait(deadline(60)) == 1, server.log.read_text()
     assert os.listdir(server.temporary) == []
+
+
+def test_groups_on_two_hosts(start: Any, tmp_path: Path) -> None:
+    """Both hosts are this one. Two groups are on the other: either may die there, and all end with the
+    server.
+    """
+    (tmp_path / "secret").write_text("0123456789abcdef")
+    file = tmp_path / "topology.yaml"
+    file.write_text(
+        f"model: spool-text\nnnodes: 2\nrdzv: 127.0.0.1:{free_ports(3)}\ngroup-secret: {tmp_path}/secret\n"
+        "kv-cache-memory: 8M\nmax-model-len: 512\nmax-num-seqs: 4\n"
+        "groups: [{name: here, only-host: 0}, {name: there, count: 2, only-host: 1}]"
+    )
+    (tmp_path / "other").mkdir()
+    other = Server(tmp_path / "other", str(file), "--node-rank", "1", command="up")
+    try:
+        server = start(str(file), "--port", "0", command="up")
+        base = server.url()
+        due = ask(base)
+        with Clients(base) as clients:
+            until(server, lambda: len(clients.texts) > 3)
+            head = next(pid for part in children_of(other.process.pid) for pid in with_role(part, "head"))
+            os.kill(head, signal.SIGKILL)
+            until(server, lambda: " is back" in server.log.read_text())
+        assert not clients.errors
+        assert set(clients.texts) == {due}
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(deadline(60)) == 0, server.log.read_text()
+        assert other.process.wait(deadline(60)) == 0, other.log.read_text()
+        assert [os.listdir(one.temporary) for one in (server, other)] == [[], []]
+    finally:
+        other.close()
+
+
+def children_of(parent: int) -> list[int]:
+    """The processes of groups on another host, whatever they are called."""
+    return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+
+
+def free_ports(count: int) -> int:
+    """The first of so many ports in a row that were free a moment ago."""
+    for first in range(20_000 + os.getpid() % 9_000, 30_000, count):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as held:
+            for port in range(first, first + count):
+                held.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
+    raise AssertionError("no free ports")

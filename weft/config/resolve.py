@@ -299,8 +299,8 @@ def cache_bytes(
     """Bytes for a rank's cache pools: as asked, or what its device leaves, at most what all sequences could
     use. A host's ranks, of all groups, share a CPU's memory evenly, and so do those that have the same GPU.
 
-    ``spec``: of the whole model. ``copies``: of a slot's recurrent state. On a GPU the default is a first division from estimates; the engine divides again, with ``pools_for``,
-    when the weights are loaded.
+    ``spec``: of the whole model. ``copies``: of a slot's recurrent state. On a GPU the default is a first
+    division from estimates; the engine divides again, with ``pools_for``, when the weights are loaded.
     """
     if cache.kv_cache_memory is not None:
         asked = parse_size(cache.kv_cache_memory)

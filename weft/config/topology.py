@@ -25,7 +25,7 @@ from weft.common.errors import ConfigError
 from weft.common.log import get_logger
 from weft.config.file import field_of, load_yaml, parse_values
 from weft.config.flags import SETTINGS, from_values, suggest
-from weft.config.hosts import ranks_on
+from weft.config.hosts import check_hosts, meeting_place, ranks_on
 from weft.config.resolve import RANKS_EACH_CORE, resolve
 from weft.config.resolved import EngineConfig, HostShare
 from weft.config.sections import Config, FrontSection, ModelSection, TransferSection
@@ -187,6 +187,7 @@ def resolve_groups(topology: Topology) -> tuple[EngineConfig, ...]:
     serve nothing.
     """
     _check_roles(topology)
+    topology = _over_hosts(topology)
     here = [len(ranks_on(one.config.parallel, one.config.parallel.node_rank)) for one in topology.groups]
     made: list[EngineConfig] = []
     for number, (name, config) in enumerate(topology.groups):
@@ -200,6 +201,45 @@ def resolve_groups(topology: Topology) -> tuple[EngineConfig, ...]:
     _check_alike(made)
     _check_cores(made)
     return tuple(made)
+
+
+def _over_hosts(topology: Topology) -> Topology:
+    """Each group with a port of its own to meet at, and with what moves caches: no two groups on one host
+    need tcp. Raises ConfigError.
+    """
+    places = {
+        one.config.parallel.only_host if one.config.parallel.nnodes > 1 else 0 for one in topology.groups
+    }
+    moves = "shm" if len(places) == 1 and None not in places else "tcp"
+    groups = []
+    for number, (name, config) in enumerate(topology.groups):
+        parallel = check_hosts(config.parallel)
+        if parallel.nnodes > 1:
+            host, port = meeting_place(parallel)
+            if port + number > 65535:
+                raise ConfigError(
+                    f"--rdzv {parallel.rdzv}: the groups meet at {len(topology.groups)} ports from this one "
+                    f"on: use one of at most {65536 - len(topology.groups)}",
+                    param="--rdzv",
+                )
+            place = f"[{host}]:{port + number}" if ":" in host else f"{host}:{port + number}"
+            parallel = msgspec.structs.replace(parallel, rdzv=place)
+        transfer = config.transfer
+        if transfer.transfer == "auto" and transfer.role != "unified":
+            transfer = msgspec.structs.replace(transfer, transfer=moves)
+        groups.append(
+            GroupSettings(name, msgspec.structs.replace(config, parallel=parallel, transfer=transfer))
+        )
+    return topology._replace(groups=tuple(groups))
+
+
+def on_host(topology: Topology, node: int) -> Topology:
+    """The same, as host ``node`` sees it. Raises ConfigError when there is no such host."""
+    groups = []
+    for name, config in topology.groups:
+        parallel = msgspec.structs.replace(config.parallel, node_rank=node)
+        groups.append(GroupSettings(name, msgspec.structs.replace(config, parallel=parallel)))
+    return topology._replace(groups=tuple(groups))
 
 
 def serves(roles: set[str], fallback: str = "none") -> bool:
@@ -269,7 +309,7 @@ def _facts(one: EngineConfig, other: EngineConfig) -> list[tuple[str, object, ob
 
 def _check_cores(groups: list[EngineConfig]) -> None:
     """As ``resolve.check_cores``, over all groups."""
-    ranks = groups[0].ranks_beside
+    ranks = groups[0].host.ranks
     cores = usable_cores()
     if ranks <= cores or all(group.device != "cpu" for group in groups):
         return

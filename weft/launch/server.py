@@ -20,7 +20,6 @@ import msgspec
 from weft.common import log, signals
 from weft.common.folder import private_folder
 from weft.common.title import set_title
-from weft.config.hosts import uses_board
 from weft.config.resolved import EngineConfig
 from weft.config.sections import FrontSection
 from weft.config.topology import face, serves
@@ -45,12 +44,10 @@ def run(groups: tuple[EngineConfig, ...], front: FrontSection) -> int:
     """
     resolved = face(groups)
     if resolved.parallel.node_rank:
-        from weft.launch.host import serve_host
-        from weft.launch.node import serve_node
+        from weft.launch.other_host import serve_groups
 
         child.forbid_core_dumps()
-        keep = serve_host if uses_board(resolved.parallel) else serve_node
-        return keep(resolved, front.log_level)
+        return serve_groups(groups, front.log_level)
     from weft.cluster.owner import HeadOwner
     from weft.engine.heads import HeadGroups
     from weft.front.server import serve as run_front

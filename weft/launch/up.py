@@ -15,7 +15,7 @@ from weft.launch.serve import with_keys
 @click.command(cls=options.Command)
 @click.argument("file", type=click.Path())
 @click.option("--check", is_flag=True, help="Only check FILE, and print what it would start.")
-@options.settings(("front",), file=False)
+@options.settings(("front",), ("node_rank",), file=False)
 def up(file: str, check: bool, **given: Any) -> int:
     """Serve the groups of the topology FILE over an OpenAI-compatible API.
 
@@ -24,12 +24,13 @@ def up(file: str, check: bool, **given: Any) -> int:
     count and flags of its own. There are ready-made ones in the folder examples. SIGUSR1 has all groups
     restarted, one after the other, without a request being lost.
     """
-    from weft.config.topology import read_topology, resolve_groups
+    from weft.config.topology import on_host, read_topology, resolve_groups
     from weft.launch.server import configure_log, run
 
-    topology = read_topology(file, options.given_values(given))
+    node = given.pop("node_rank") or 0
+    topology = on_host(read_topology(file, options.given_values(given)), node)
     front = with_keys(Config(front=topology.front)).front
-    configure_log(front, 0)
+    configure_log(front, node)
     groups = resolve_groups(topology._replace(front=front))
     if check:
         click.echo(describe(groups, front))
@@ -40,9 +41,10 @@ def up(file: str, check: bool, **given: Any) -> int:
 def describe(groups: tuple[EngineConfig, ...], front: FrontSection) -> str:
     """What would be started: a line for the server, and one for each group."""
     one = groups[0]
+    ranks = sum(group.parallel.layout.ranks for group in groups)
     lines = [
         f"{one.served_names[0]} ({one.dtype}, {one.device}) on {front.host}:{front.port}: "
-        f"{_count(front.fronts, 'front')}, {_count(len(groups), 'group')}, {_count(one.host.ranks, 'rank')}"
+        f"{_count(front.fronts, 'front')}, {_count(len(groups), 'group')}, {_count(ranks, 'rank')}"
     ]
     width = max(len(group.group) for group in groups)
     for group in groups:
@@ -51,6 +53,9 @@ def describe(groups: tuple[EngineConfig, ...], front: FrontSection) -> str:
         layout += [f"tp {parallel.tensor_parallel_size}"] if parallel.tensor_parallel_size > 1 else []
         layout += [f"dp {parallel.data_parallel_size}"] if parallel.data_parallel_size > 1 else []
         layout += ["ep"] if parallel.enable_expert_parallel else []
+        if parallel.nnodes > 1:
+            alone = parallel.only_host
+            layout += [f"{parallel.nnodes} hosts" if alone is None else f"host {alone}"]
         layout += [f"GPUs {','.join(group.gpus)}"] if group.gpus else []
         pools = "; ".join(pool.describe(group.dtype) for pool in group.kv.pools)
         lines.append(f"  {group.group:<{width}}  {group.transfer.role:<7}  {', '.join(layout)}: {pools}")
