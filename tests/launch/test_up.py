@@ -15,10 +15,10 @@ import httpx
 import pytest
 import yaml
 
+from tests.launch.test_cli import run
 from tests.launch.test_serve import Server, start
 from tests.support.processes import is_alive, with_role
 from tests.support.slowness import deadline
-from weft.launch import main as cli
 
 __all__ = ["start"]
 
@@ -77,12 +77,10 @@ def titles(server: Server) -> list[str]:
 
 
 @pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.yaml")), ids=lambda file: file.stem)
-def test_examples_are_right(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["up", str(file), "--check"])
-    text = capsys.readouterr().out
-    assert ended.value.code == 0, text
-    first, *groups = text.splitlines()
+def test_examples_are_right(file: Path) -> None:
+    made = run("up", str(file), "--check")
+    assert made.returncode == 0, made.stderr
+    first, *groups = made.stdout.splitlines()
     assert first.startswith("spool-text (float32, cpu) on 127.0.0.1:8000: 1 front, ")
     counts = {"prefill": 0, "decode": 0, "unified": 0}
     for entry in yaml.safe_load(file.read_text())["groups"]:
@@ -90,10 +88,10 @@ def test_examples_are_right(file: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert [line.split()[0] for line in groups] == [
         f"{role}{number}" for role, count in counts.items() for number in range(count)
     ]
-    assert (" tp 2" in text) == (file.stem == "tp2-prefill")
+    assert (" tp 2" in made.stdout) == (file.stem == "tp2-prefill")
 
 
-def test_what_cannot_work_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_work_starts_nothing(tmp_path: Path) -> None:
     file = tmp_path / "half.yaml"
     file.write_text("groups: [{role: decode}]")
     for arguments, message in (
@@ -102,12 +100,10 @@ def test_what_cannot_work_starts_nothing(tmp_path: Path, capsys: pytest.CaptureF
         (["serve", "--role", "prefill"], "--role prefill is one group's"),
         (["serve", "--decode", "2"], "--decode 2 needs --prefill N"),
     ):
-        with pytest.raises(SystemExit) as ended:
-            cli.main(arguments)
-        assert ended.value.code == 2
-        error = capsys.readouterr().err
-        assert message in error
-        assert error.count("\n") == 1
+        made = run(*arguments)
+        assert made.returncode == 2
+        assert message in made.stderr
+        assert (made.stderr.count("\n"), made.stdout) == (1, "")
 
 
 def test_two_groups_behind_one_front(start: Any) -> None:
@@ -202,6 +198,23 @@ def test_groups_on_two_hosts(start: Any, tmp_path: Path) -> None:
         assert [os.listdir(one.temporary) for one in (server, other)] == [[], []]
     finally:
         other.close()
+
+
+def test_another_host_ends_by_a_signal_though_host_0_never_came(start: Any, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("0123456789abcdef")
+    file = tmp_path / "topology.yaml"
+    file.write_text(
+        f"nnodes: 2\nrdzv: 127.0.0.1:{free_ports(2)}\ngroup-secret: {tmp_path}/secret\nonly-host: 1\n"
+        "kv-cache-memory: 8M\nmax-model-len: 512\ngroups: [{count: 2}]"
+    )
+    other = start(str(file), "--node-rank", "1", command="up")
+    until(other, lambda: other.log.read_text().count("host 1 of 2") == 2)
+    parts = children_of(other.process.pid)
+    assert len(parts) == 2
+    other.process.send_signal(signal.SIGTERM)
+    assert other.process.wait(deadline(60)) == 0, other.log.read_text()
+    assert not any(is_alive(pid) for pid in parts)
+    assert os.listdir(other.temporary) == []
 
 
 def children_of(parent: int) -> list[int]:

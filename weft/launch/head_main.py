@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 
-from weft.common import log
+from weft.common import log, progress
 from weft.common.errors import ConfigError, WeftError
 from weft.common.title import set_title
 from weft.config.names import instance_name, process_name
@@ -28,6 +28,8 @@ def run(arguments: list[str]) -> int:
     config = child.read_setup(EngineConfig)
     set_title(f"head {instance_name(config, config.replica)}", config.served_names[0])
     log.configure(level, process_name(config))
+    if config.group or config.parallel.data_parallel_size > 1 or not sys.stderr.isatty():
+        progress.use_lines()
     try:
         listener = listen(config, endpoint)
         from weft.engine.engine_server import run_head  # imports torch
