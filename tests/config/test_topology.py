@@ -13,6 +13,7 @@ from weft.config import devices, topology
 from weft.config.flags import from_keywords
 from weft.config.gpus import gpu_environment
 from weft.config.hosts import has_ranks, heads_on, replica_spans, uses_board
+from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig, HostShare
 from weft.config.topology import face, on_host, read_topology, resolve_groups, serves, short_form
 from weft.engine.ranks import threads_each
@@ -196,6 +197,11 @@ def test_the_short_form() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             short_form(from_keywords(settings))
+
+
+def test_groups_are_the_servers() -> None:
+    with pytest.raises(ConfigError, match="--prefill and --decode are flags of weft serve only"):
+        resolve(from_keywords({"prefill": 1, "decode": 1}))
 
 
 def test_which_roles_serve() -> None:

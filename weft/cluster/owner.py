@@ -122,8 +122,8 @@ class Probes:
         seen = []
         for name, incarnation in watched.items():
             if name not in self._probes:
-                address = addresses[name]
-                if address.incarnation != incarnation:
+                address = addresses.get(name)
+                if address is None or address.incarnation != incarnation:
                     continue
                 self._probes[name] = incarnation, HeadProbe(address)
             probe = self._probes[name][1]

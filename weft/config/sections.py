@@ -386,8 +386,8 @@ class FrontSection(_Section, frozen=True, kw_only=True):
         Meta(
             ge=0,
             le=1000,
-            description="Engines that are started again in 10 minutes when they died; requests go on then. "
-            "One more ends the server. As many fronts, where there are several.",
+            description="Heads of each group that are started again in 10 minutes when they died; requests "
+            "go on then. One more ends the group. As many fronts, where there are several.",
         ),
     ] = 5
     recovery_timeout: Annotated[
