@@ -13,13 +13,10 @@ from weft.config import devices, topology
 from weft.config.flags import from_keywords
 from weft.config.gpus import gpu_environment
 from weft.config.hosts import has_ranks, heads_on, replica_spans, uses_board
-from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig, HostShare
 from weft.config.topology import face, on_host, read_topology, resolve_groups, serves, short_form
 from weft.engine.ranks import threads_each
 from weft.parallel.remote import host_settings
-
-PAIR = "groups: [{role: prefill}, {role: decode}]"
 
 
 @pytest.fixture
@@ -199,11 +196,6 @@ def test_the_short_form() -> None:
             short_form(from_keywords(settings))
 
 
-def test_groups_are_the_servers() -> None:
-    with pytest.raises(ConfigError, match="--prefill and --decode are flags of weft serve only"):
-        resolve(from_keywords({"prefill": 1, "decode": 1}))
-
-
 def test_which_roles_serve() -> None:
     assert serves({"unified"})
     assert serves({"prefill", "decode"})
@@ -217,9 +209,9 @@ def test_groups_on_hosts(written: Any, tmp_path: Path) -> None:
     file = written(
         f"nnodes: 2\nrdzv: 10.0.0.1:7000\ngroup-secret: {tmp_path}/secret\n"
         "groups:\n"
-        "  - {role: prefill, only-host: 1, count: 2}\n"
-        "  - {role: decode, only-host: 0}\n"
-        "  - {role: decode, tp: 2}\n"
+        "  - {name: far, only-host: 1, count: 2}\n"
+        "  - {name: near, only-host: 0}\n"
+        "  - {name: both, tp: 2}\n"
     )
     found = read_topology(file)
     zero = {group.group: group for group in resolve_groups(found)}
@@ -228,23 +220,16 @@ def test_groups_on_hosts(written: Any, tmp_path: Path) -> None:
     assert [uses_board(group.parallel) for group in zero.values()] == [True, True, False, False]
     assert [has_ranks(group.parallel) for group in zero.values()] == [False, False, True, True]
     assert [has_ranks(group.parallel) for group in one.values()] == [True, True, False, True]
-    assert heads_on(one["prefill1"].parallel, 1) == [0]
-    assert heads_on(one["decode1"].parallel, 1) == []
-    assert not replica_spans(one["prefill0"].parallel, 0)
-    assert {group.transfer.transfer for group in zero.values()} == {"tcp"}
+    assert heads_on(one["far1"].parallel, 1) == [0]
+    assert heads_on(one["both"].parallel, 1) == []
+    assert not replica_spans(one["far0"].parallel, 0)
     for name in zero:  # what host 0 compares when another host comes
         assert host_settings(zero[name]) == host_settings(one[name])
-    assert zero["decode1"].host.ranks == 2
-    assert one["decode1"].host == HostShare(ranks=3, first=2)
+    assert zero["both"].host.ranks == 2
+    assert one["both"].host == HostShare(ranks=3, first=2)
     wrong = written(f"nnodes: 2\nrdzv: a:1\ngroup-secret: {tmp_path}/secret\ngroups: [{{only-host: 2}}]")
     with pytest.raises(ConfigError, match="--only-host 2: with --nnodes 2 the last host is 1"):
         resolved(wrong)
     high = written("nnodes: 2\nrdzv: a:65535\ngroup-secret: x\ngroups: [{count: 2, only-host: 1}]")
     with pytest.raises(ConfigError, match="2 ports from this one on: use one of at most 65534"):
         resolved(high)
-
-
-def test_what_moves_caches_on_one_host(written: Any) -> None:
-    assert {one.transfer.transfer for one in resolved(written(PAIR)).values()} == {"shm"}
-    assert {one.transfer.transfer for one in resolved(written(f"transfer: tcp\n{PAIR}")).values()} == {"tcp"}
-    assert {one.transfer.transfer for one in resolved(written("groups: [{}]")).values()} == {"auto"}

@@ -61,8 +61,6 @@ def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> E
 
     ``group``, ``host``: its name, and what else is on its host, in a server of several groups.
     """
-    if config.transfer.prefill or config.transfer.decode:
-        raise ConfigError("--prefill and --decode are flags of weft serve only", param="--prefill")
     model, cache, runner, speculation = config.model, config.cache, config.runner, config.speculation
     device = choose_device(runner)
     scheduler = with_depth(with_budget(config.scheduler, device, speculation.drafts), device)

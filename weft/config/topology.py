@@ -204,13 +204,7 @@ def resolve_groups(topology: Topology) -> tuple[EngineConfig, ...]:
 
 
 def _over_hosts(topology: Topology) -> Topology:
-    """Each group with a port of its own to meet at, and with what moves caches: no two groups on one host
-    need tcp. Raises ConfigError.
-    """
-    places = {
-        one.config.parallel.only_host if one.config.parallel.nnodes > 1 else 0 for one in topology.groups
-    }
-    moves = "shm" if len(places) == 1 and None not in places else "tcp"
+    """Each group with a port of its own to meet at. Raises ConfigError."""
     groups = []
     for number, (name, config) in enumerate(topology.groups):
         parallel = check_hosts(config.parallel)
@@ -224,12 +218,7 @@ def _over_hosts(topology: Topology) -> Topology:
                 )
             place = f"[{host}]:{port + number}" if ":" in host else f"{host}:{port + number}"
             parallel = msgspec.structs.replace(parallel, rdzv=place)
-        transfer = config.transfer
-        if transfer.transfer == "auto" and transfer.role != "unified":
-            transfer = msgspec.structs.replace(transfer, transfer=moves)
-        groups.append(
-            GroupSettings(name, msgspec.structs.replace(config, parallel=parallel, transfer=transfer))
-        )
+        groups.append(GroupSettings(name, msgspec.structs.replace(config, parallel=parallel)))
     return topology._replace(groups=tuple(groups))
 
 
