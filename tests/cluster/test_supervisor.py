@@ -7,9 +7,11 @@ import signal
 import pytest
 
 from weft.cluster import supervisor as s
+from weft.cluster.rolling import Quit
 from weft.cluster.supervisor import ServerPhase, Supervisor
-from weft.cluster.table import WINDOW, Kill, ProcessState, ProcessTable, Start
+from weft.cluster.table import SHORT_S, WINDOW, Kill, Member, ProcessState, ProcessTable, Start
 from weft.common.errors import EngineDead
+from weft.config.topology import serves
 
 GONE = EngineDead("the process ended")
 
@@ -17,11 +19,10 @@ GONE = EngineDead("the process ended")
 def started(heads: int = 1, fronts: int = 2, restarts: int = 5, together: bool = False) -> Supervisor:
     """One whose processes were started at time 0."""
     made = Supervisor(
-        [str(n) for n in range(heads)],
+        {str(n): Member("all" if together else "") for n in range(heads)},
         [str(n) for n in range(fronts)],
         restarts=restarts,
         drain_timeout=30.0,
-        together=together,
     )
     assert len(made.start(0.0)) == heads + fronts
     return made
@@ -178,3 +179,76 @@ def test_restarts_are_forgotten_after_the_window() -> None:
     assert table.lose("0", 3, GONE, 2.0 + WINDOW) == [Kill("head", "0", 3)]
     assert table.entries["0"].error is GONE
     assert table.lose("0", 3, GONE, 3 * WINDOW) == []
+
+
+def test_one_that_dies_again_and_again_is_started_later_and_later() -> None:
+    table = ProcessTable("head", ["0"], 100)
+    table.start(0.0)
+    now, waits = 0.0, []
+    for incarnation in range(1, 10):
+        now += 1.0
+        actions = table.lose("0", incarnation, GONE, now)
+        if len(actions) == 1:
+            assert table.entries["0"].state is ProcessState.WAITING
+            assert table.lose("0", incarnation, GONE, now) == []
+            began = now
+            while not (started := table.tick(now)):
+                now += 0.5
+            assert started == [Start("head", "0", incarnation + 1)]
+            waits.append(now - began)
+    assert waits == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+    now += SHORT_S  # it was well for a while
+    assert len(table.lose("0", 10, GONE, now)) == 2
+    assert table.tick(now + 100.0) == []
+
+
+def test_who_waits_while_the_server_ends_is_not_waited_for() -> None:
+    made = serving()
+    for incarnation in (1, 2, 3):
+        made.on(s.ProcessEnded("front", "0", incarnation, 1), 2.0)
+    assert made.fronts.entries["0"].state is ProcessState.WAITING
+    assert made.on(s.Signalled(signal.SIGTERM), 2.1) == [s.Tell("1", "drain")]
+    assert made.on(s.ProcessEnded("front", "1", 1, 0), 3.0) == [s.Exit(0)]
+
+
+def groups(restarts: int = 0) -> ProcessTable:
+    members = {
+        name: Member(group=name, role=name.rstrip("012")) for name in ("prefill0", "decode0", "decode1")
+    }
+    table = ProcessTable("head", members, restarts, serves)
+    table.start(0.0)
+    return table
+
+
+def test_groups_have_budgets_of_their_own() -> None:
+    table = groups(restarts=1)
+    assert table.lose("decode0", 1, GONE, 1.0)[1:] == [Start("head", "decode0", 2)]
+    assert table.lose("decode0", 2, GONE, 2.0) == [Kill("head", "decode0", 2)]
+    assert table.entries["decode0"].state is ProcessState.RETIRED
+    assert table.lose("decode1", 1, GONE, 3.0)[1:] == [Start("head", "decode1", 2)]
+    assert table.lose("prefill0", 1, GONE, 4.0)[1:] == [Start("head", "prefill0", 2)]
+
+
+def test_what_is_left_ends_when_it_serves_nothing() -> None:
+    table = groups()
+    assert table.lose("decode0", 1, GONE, 1.0) == [Kill("head", "decode0", 1)]
+    assert not table.over
+    assert table.lose("decode1", 1, GONE, 2.0) == [Kill("head", "decode1", 1), Kill("head", "prefill0", 1)]
+    assert table.over
+    assert {entry.error for entry in table.entries.values()} == {GONE}
+
+
+def test_a_rolling_restart_is_the_supervisors() -> None:
+    made = serving(heads=2)
+    made.on(s.RestartAsked(), 2.0)
+    for name in ("0", "1"):
+        made.on(s.HeadSeen(name, 1, True), 2.0)
+    assert made.on(s.Tick(), 2.0) == []
+    made.on(s.HeadSeen("0", 1, True), 2.0)
+    assert made.on(s.Tick(), 4.0) == [Quit("0", 1)]
+    assert made.on(s.ProcessEnded("head", "0", 1, 0), 5.0) == [Kill("head", "0", 1), Start("head", "0", 2)]
+    made.on(s.Signalled(signal.SIGTERM), 6.0)
+    assert not made.rolling.active
+    early = started(heads=2)
+    early.on(s.RestartAsked(), 0.5)
+    assert not early.rolling.active

@@ -21,6 +21,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from weft.cluster.owner import HeadOwner
+from weft.cluster.table import Member
 from weft.common import log
 from weft.config.resolved import EngineConfig, KVConfig
 from weft.config.sections import (
@@ -33,7 +34,7 @@ from weft.config.sections import (
 )
 from weft.config.spec import CacheSpec, ModelSpec, RopeSpec
 from weft.front.server import serve
-from weft.launch.serve import run_fronts
+from weft.launch.server import run_fronts
 from weft.links.link import Address
 
 TEMPLATE = (
@@ -102,9 +103,11 @@ class FakeHeads:
         self, folder: str, count: int, loaded: list[str], together: bool, roles: Sequence[str] = ()
     ) -> None:
         """``roles``: of the heads, in order; those without one do everything."""
-        self.names, self.together = [str(number) for number in range(count)], together
+        names = [str(number) for number in range(count)]
+        self._roles = dict(zip(names, roles, strict=False))
+        domain = "all" if together else ""
+        self.members = {name: Member(domain, role=self._roles.get(name, "unified")) for name in names}
         self._folder, self._loaded = folder, loaded
-        self._roles = dict(zip(self.names, roles, strict=False))
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._started: list[subprocess.Popen[bytes]] = []
 
@@ -116,7 +119,7 @@ class FakeHeads:
         process = subprocess.Popen(command, env={**os.environ, **role})
         self._running[name] = process
         self._started.append(process)
-        return Address(endpoint, process, None, incarnation)
+        return Address(endpoint, process, None, incarnation, domain=self.members[name].domain)
 
     def kill(self, name: str, incarnation: int) -> None:
         self._running.pop(name).kill()
@@ -152,7 +155,7 @@ def main(folder: Path, fields: dict[str, Any]) -> int:
         try:
             if front.fronts > 1:
                 return run_fronts(config, front, heads, Path(private))  # type: ignore[arg-type]
-            owner = HeadOwner(heads.names, heads, restarts, together=together)
+            owner = HeadOwner(heads.members, heads, restarts)
             owner.start()
             return serve(config, front, owner)
         finally:

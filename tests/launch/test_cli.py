@@ -20,7 +20,7 @@ from weft.config.sections import Config
 from weft.launch import main as cli
 from weft.launch import options
 
-COMMANDS = ["serve", "generate", "eval", "verify", "models", "sim"]
+COMMANDS = ["serve", "up", "generate", "eval", "verify", "models", "sim"]
 
 
 def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
@@ -82,7 +82,7 @@ def test_version() -> None:
 def test_help_lists_every_flag_with_its_default(command: str) -> None:
     text = " ".join(run(command, "--help").stdout.split())
     for setting in SETTINGS.values():
-        if setting.section != "front" or command == "serve":
+        if setting.section not in ("transfer", "front") or command == "serve":
             assert setting.flag in text, setting.flag
     assert "[0..1048576; default: 0]" in text
 

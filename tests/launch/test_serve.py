@@ -29,10 +29,15 @@ from weft.launch.serve import with_keys
 
 
 class Server:
-    """A running ``weft serve`` whose ready line was read."""
+    """A running ``weft serve``, or another ``command``, whose ready line was read."""
 
     def __init__(
-        self, folder: Path, *arguments: str, omp_threads: str | None = "1", **variables: str
+        self,
+        folder: Path,
+        *arguments: str,
+        command: str = "serve",
+        omp_threads: str | None = "1",
+        **variables: str,
     ) -> None:
         # Sockets have short paths, and pytest's folders are long.
         self.temporary = tempfile.mkdtemp(prefix="w")
@@ -43,7 +48,7 @@ class Server:
         self.log = folder / "serve.log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "weft", "serve", *arguments],
+                [sys.executable, "-m", "weft", command, *arguments],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env=environment,

@@ -35,7 +35,7 @@ class Owner:
         self.so: dict[str, Address | WeftError] = {}
         self.lost: list[tuple[str, int]] = []
         self.fails = False
-        for name in self.heads.names:
+        for name in self.heads.members:
             self.start(name, 1)
 
     def start(self, name: str, incarnation: int) -> None:
@@ -211,7 +211,7 @@ def test_one_that_is_retired_is_gone_and_why() -> None:
         tokens: list[int] = []
         flow = submit(links, 1)
         await read(flow, tokens, 5)
-        for name in owner.heads.names:
+        for name in owner.heads.members:
             owner.so[name] = EngineDead("it died too often")
         errors: list[str] = []
         while not errors:

@@ -35,7 +35,7 @@ class ServerFailed(WeftError):
     code = "server_failed"
 
 
-_TITLE = re.compile(r"weft: (?:(head|front) (\d+)|worker (\d+) of head \d+)")
+_TITLE = re.compile(r"weft: (?:(head|front) [\w.-]+|worker (\d+) of head [\w.-]+)")
 
 
 def role_of(words: Sequence[str]) -> str | None:
@@ -44,7 +44,7 @@ def role_of(words: Sequence[str]) -> str | None:
     Whether or not it could give itself a title.
     """
     if found := _TITLE.match(words[0]):
-        return f"rank {found[3]}" if found[3] else found[1]
+        return f"rank {found[2]}" if found[2] else found[1]
     if len(words) < 6:  # it has not begun, or has ended
         return None
     module = words[2]

@@ -1,15 +1,18 @@
-"""The owner of the heads of a front in the same process: what it reports as lost is replaced at once."""
+"""The owner of the heads of a front in the same process: what it reports as lost is replaced."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
-from weft.cluster.table import Action, ProcessState, ProcessTable, Start
+from weft.cluster.rolling import Action as Step
+from weft.cluster.rolling import Quit, RollingRestart
+from weft.cluster.table import Member, ProcessState, ProcessTable, Start
 from weft.common.clock import Clock, SystemClock
 from weft.common.errors import EngineDead, WeftError
 from weft.common.log import get_logger
 from weft.links.link import Address
+from weft.links.probe import HeadProbe
 
 log = get_logger(__name__)
 
@@ -29,41 +32,63 @@ class HeadOwner:
 
     def __init__(
         self,
-        names: Iterable[str],
+        names: Iterable[str] | Mapping[str, Member],
         starter: Starter,
         restarts: int,
         *,
-        together: bool = False,
+        serves: Callable[[set[str]], bool] = bool,
+        drain_timeout: float = 30.0,
         clock: Clock | None = None,
     ) -> None:
-        """``restarts`` and ``together``: see ``ProcessTable``."""
-        self._table = ProcessTable("head", names, restarts, together=together)
+        """``restarts`` and ``serves``: see ``ProcessTable``. ``drain_timeout``: see ``RollingRestart``."""
+        self._table = ProcessTable("head", names, restarts, serves)
+        self._rolling = RollingRestart(self._table, drain_timeout)
+        self._probes = Probes()
         self._starter = starter
         self._clock = clock or SystemClock()
         self._addresses: dict[str, Address] = {}
+        self._asked = False
 
     def start(self) -> None:
         """Starts every head; does not wait for them."""
         self._carry_out(self._table.start(self._clock.now()))
 
+    def restart(self) -> None:
+        """Has all heads replaced, one after the other, with their work done. From a signal's handler, too."""
+        self._asked = True
+
     def present(self) -> Mapping[str, Address | WeftError]:
-        """Of each head its present process, or why none will be started again."""
+        """Of each head its present process, or why none will be started again. Polled: starts those whose
+        time has come.
+        """
+        self._turn()
         present: dict[str, Address | WeftError] = {}
         for name, entry in self._table.entries.items():
             if entry.state is ProcessState.RETIRED and entry.error is not None:
                 present[name] = entry.error
             elif name in self._addresses:
-                present[name] = self._addresses[name]
+                present[name] = self._addresses[name]._replace(draining=entry.draining)
         return present
 
     def replace(self, name: str, incarnation: int, error: WeftError) -> None:
         """A front has lost it."""
         self._carry_out(self._table.lose(name, incarnation, error, self._clock.now()))
 
-    def _carry_out(self, actions: Iterable[Action]) -> None:
+    def _turn(self) -> None:
+        now = self._clock.now()
+        if self._asked:
+            self._asked = False
+            self._rolling.begin()
+        for name, incarnation, idle in self._probes.look(self._rolling.watched, self._addresses):
+            self._rolling.seen(name, incarnation, idle)
+        self._carry_out([*self._table.tick(now), *self._rolling.tick(now)])
+
+    def _carry_out(self, actions: Iterable[Step]) -> None:
         for action in actions:
             if isinstance(action, Start):
                 self._start(action.name, action.incarnation)
+            elif isinstance(action, Quit):
+                self._probes.quit(action.name)
             else:
                 self._starter.kill(action.name, action.incarnation)
 
@@ -75,3 +100,43 @@ class HeadOwner:
             error = EngineDead(f"the engine's process cannot be started ({failed.strerror})")
             log.error("%s", error.message)
             self._carry_out(self._table.lose(name, incarnation, error, self._clock.now()))
+
+
+class Probes:
+    """The probes of the heads that are being replaced."""
+
+    def __init__(self) -> None:
+        self._probes: dict[str, tuple[int, HeadProbe]] = {}
+
+    def look(
+        self, watched: Mapping[str, int], addresses: Mapping[str, Address]
+    ) -> list[tuple[str, int, bool]]:
+        """(name, incarnation, whether it is idle) of those of ``watched``, name -> incarnation, that answer.
+
+        Probes of others are closed.
+        """
+        for name, (incarnation, probe) in list(self._probes.items()):
+            if watched.get(name) != incarnation:
+                probe.close()
+                del self._probes[name]
+        seen = []
+        for name, incarnation in watched.items():
+            if name not in self._probes:
+                address = addresses.get(name)
+                if address is None or address.incarnation != incarnation:
+                    continue
+                self._probes[name] = incarnation, HeadProbe(address)
+            probe = self._probes[name][1]
+            probe.look()
+            if probe.answers:
+                seen.append((name, incarnation, probe.idle))
+        return seen
+
+    def quit(self, name: str) -> None:
+        """Tells a head that is being watched to end."""
+        if name in self._probes:
+            self._probes[name][1].quit()
+
+    def close(self) -> None:
+        """Closes all. Idempotent."""
+        self.look({}, {})

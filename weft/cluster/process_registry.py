@@ -27,7 +27,9 @@ class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     role: Role
     name: str
     incarnation: int
-    state: Literal["running", "draining", "ended", "retired"]
+    state: Literal["running", "draining", "waiting", "ended", "retired"]
+    domain: str = ""
+    """Heads of one domain work together or not at all; "" is none."""
     endpoint: str | None = None
     """Where a head listens; None while that is not known."""
     pid: int | None = None
@@ -108,7 +110,8 @@ class RegistryOwner:
             return EngineDead("the engine has ended") if why is None else ReportedError(why)
         keys = None if record.secret is None else self._keys_of(record.secret)
         endpoint = record.endpoint or (lambda: self._endpoint(record.name, record.incarnation))
-        return Address(endpoint, _Elsewhere(), keys, record.incarnation, record.state == "draining")
+        draining = record.state == "draining"
+        return Address(endpoint, _Elsewhere(), keys, record.incarnation, draining, record.domain)
 
     def _keys_of(self, secret: str) -> CurveKeys:
         if secret not in self._keys:

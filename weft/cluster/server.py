@@ -20,7 +20,8 @@ import msgspec
 
 from weft.cluster import channel, process_registry
 from weft.cluster import supervisor as s
-from weft.cluster.owner import Starter
+from weft.cluster.owner import Probes, Starter
+from weft.cluster.rolling import Quit
 from weft.cluster.table import Kill, ProcessState, Start
 from weft.common import signals
 from weft.common.clock import Clock, SystemClock
@@ -67,6 +68,9 @@ class ClusterServer:
         """Name -> incarnation, process and channel."""
         self._selector = selectors.DefaultSelector()
         self._signals: deque[int] = deque()
+        self._asked = False
+        """Whether a rolling restart was asked for."""
+        self._probes = Probes()
         self._published: process_registry.ProcessRegistry | None = None
         self._status: int | None = None
 
@@ -78,6 +82,7 @@ class ClusterServer:
         """
         for number in signals.heeded():
             signal.signal(number, lambda caught, _: self._signals.append(caught))
+        signal.signal(signals.RESTART, lambda *_: self._ask())
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOPS)
         try:
             self._start()
@@ -87,6 +92,9 @@ class ClusterServer:
         finally:
             signals.ignore()
             self._end()
+
+    def _ask(self) -> None:
+        self._asked = True
 
     def _start(self) -> None:
         actions = self._supervisor.start(self._clock.now())
@@ -108,6 +116,11 @@ class ClusterServer:
         for name, address in list(self._addresses.items()):
             if (status := address.process.poll()) is not None:
                 self._on(s.ProcessEnded("head", name, address.incarnation, status))
+        if self._asked:
+            self._asked = False
+            self._on(s.RestartAsked())
+        for name, incarnation, idle in self._probes.look(self._supervisor.rolling.watched, self._addresses):
+            self._on(s.HeadSeen(name, incarnation, idle))
         self._on(s.Tick())
         self._publish()
 
@@ -142,6 +155,8 @@ class ClusterServer:
                     self._run_front(name, incarnation)
                 case Kill(_, name, _):
                     self._end_front(name)
+                case Quit(name, _):
+                    self._probes.quit(name)
                 case s.Tell(name, order):
                     channel.tell(self._fronts[name][2], order)
                 case s.Announce():
@@ -194,7 +209,8 @@ class ClusterServer:
                     role="head",
                     name=name,
                     incarnation=entry.incarnation,
-                    state=entry.state.value,
+                    state="draining" if entry.draining else entry.state.value,
+                    domain=address.domain,
                     endpoint=endpoint if isinstance(endpoint, str) else endpoint(),
                     pid=process.pid if isinstance(process, subprocess.Popen) else None,
                     secret=self._secret if address.keys is not None else None,
@@ -220,6 +236,7 @@ class ClusterServer:
         for name in list(self._fronts):
             self._end_front(name)
         self._selector.close()
+        self._probes.close()
         if self._status is not None and self._status <= 128:
             running = [
                 n for n, e in self._supervisor.heads.entries.items() if e.state is ProcessState.RUNNING

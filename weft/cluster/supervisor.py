@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from weft.cluster import table as t
+from weft.cluster.rolling import Quit, RollingRestart
 from weft.common.errors import EngineDead, WeftError
 from weft.common.log import get_logger
 
@@ -82,11 +83,25 @@ class Signalled(NamedTuple):
     number: int
 
 
+class RestartAsked(NamedTuple):
+    """All heads are to be replaced, one after the other: see ``weft.cluster.rolling``."""
+
+
+class HeadSeen(NamedTuple):
+    """A head that is to be replaced, or was, answers. ``idle``: it has no work."""
+
+    name: str
+    incarnation: int
+    idle: bool
+
+
 class Tick(NamedTuple):
     """Time has passed. Comes several times a second."""
 
 
-Event: TypeAlias = ProcessEnded | FrontLostHead | FrontIsReady | FrontIsAlive | Signalled | Tick
+Event: TypeAlias = (
+    ProcessEnded | FrontLostHead | FrontIsReady | FrontIsAlive | Signalled | RestartAsked | HeadSeen | Tick
+)
 
 # -- actions, besides ``Start`` and ``Kill``
 
@@ -110,7 +125,7 @@ class Exit(NamedTuple):
     status: int
 
 
-Action: TypeAlias = t.Action | Tell | Announce | Exit
+Action: TypeAlias = t.Action | Quit | Tell | Announce | Exit
 
 
 class Supervisor:
@@ -118,17 +133,18 @@ class Supervisor:
 
     def __init__(
         self,
-        heads: Sequence[str],
+        heads: Iterable[str] | Mapping[str, t.Member],
         fronts: Sequence[str],
         *,
         restarts: int,
         drain_timeout: float,
-        together: bool = False,
+        serves: Callable[[set[str]], bool] = bool,
     ) -> None:
-        """``restarts``: of each role, how many may be started again in ``table.WINDOW`` seconds.
-        ``together``: no head can work without the others.
+        """``restarts``: of the fronts, and of each group of heads, how many may be started again in
+        ``table.WINDOW`` seconds. ``serves``: see ``table.ProcessTable``.
         """
-        self.heads = t.ProcessTable("head", heads, restarts, together=together)
+        self.heads = t.ProcessTable("head", heads, restarts, serves)
+        self.rolling = RollingRestart(self.heads, drain_timeout)
         self.fronts = t.ProcessTable("front", fronts, restarts)
         self.phase = ServerPhase.STARTING
         self._drain_timeout = drain_timeout
@@ -176,6 +192,8 @@ class Supervisor:
 
         Without heads fronts end by themselves, once they have told their clients.
         """
+        if self.phase is ServerPhase.DRAINING or self.heads.over:
+            self.fronts.give_up()
         if not self.fronts.over:
             return actions
         drained = self.phase is ServerPhase.DRAINING and not self._failed and not self.heads.over
@@ -205,13 +223,25 @@ class Supervisor:
 
     # -- the server
 
+    def _restart(self, event: RestartAsked) -> list[Action]:
+        if self.phase is ServerPhase.SERVING:
+            self.rolling.begin()
+        return []
+
+    def _seen(self, event: HeadSeen) -> list[Action]:
+        self.rolling.seen(event.name, event.incarnation, event.idle)
+        return []
+
     def _signalled(self, event: Signalled) -> list[Action]:
         if self.phase is ServerPhase.STARTING:
             return self._exit(128 + event.number)
         if self.phase is ServerPhase.SERVING:
             self.phase = ServerPhase.DRAINING
             self._deadline = self._now + self._drain_timeout + END_S
-            return [Tell(n, "drain" if entry.ready else "stop") for n, entry in self._running_fronts()]
+            self.rolling.end()
+            return self._after(
+                [Tell(n, "drain" if entry.ready else "stop") for n, entry in self._running_fronts()]
+            )
         # A terminal that is closed sends SIGHUP more than once, and its shell does, too: none of them cuts.
         if event.number == signal.SIGHUP or self._forced:
             return []
@@ -228,9 +258,10 @@ class Supervisor:
         if self._now >= self._deadline:
             log.error("fronts did not end in time")
             return self._exit(FORCED if self._forced else 1)
-        actions: list[Action] = []
+        actions: list[Action] = [*self.heads.tick(self._now), *self.rolling.tick(self._now)]
         if self.phase is ServerPhase.DRAINING:
             return actions
+        actions += self.fronts.tick(self._now)
         for name, entry in self._running_fronts():
             # Before it is ready it loads, which takes as long as the heads' loading.
             if entry.ready and self._now - entry.heard > SILENT_S:
@@ -255,5 +286,7 @@ _HANDLERS: dict[type, Callable[[Supervisor, Any], list[Action]]] = {
     FrontIsReady: Supervisor._ready,
     FrontIsAlive: Supervisor._alive,
     Signalled: Supervisor._signalled,
+    RestartAsked: Supervisor._restart,
+    HeadSeen: Supervisor._seen,
     Tick: Supervisor._tick,
 }

@@ -1,13 +1,14 @@
-"""The processes of one role, by name, and the one rule by which what died is started again. Pure.
+"""The processes of one kind, by name, and the one rule by which what died is started again. Pure.
 
 Every process of a name has a number of its own, its *incarnation*. What is said of an earlier one is old
-news, so one that several fronts report as lost is replaced once.
+news, so one that several fronts report as lost is replaced once. One that dies again and again is started
+again later and later, and in the end never: then the others go on, if they still serve something.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, NamedTuple, TypeAlias
@@ -19,15 +20,24 @@ from weft.common.restarts import RestartBudget
 log = get_logger(__name__)
 
 WINDOW = 600.0
-"""Seconds in which the number of restarts is limited, over all processes of a role."""
+"""Seconds in which the number of restarts is limited, over all processes of a group."""
+SHORT_S = 60.0
+"""Seconds from its start in which the death of a process is one of a row."""
+AT_ONCE = 2
+"""Deaths in a row after which the next process is started at once."""
+FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 30.0
+"""Seconds until the next process after one death more than that; each further one doubles them."""
 
 Role: TypeAlias = Literal["head", "front"]
 
 
 class ProcessState(Enum):
-    """RUNNING ──lost──► RUNNING (the next incarnation) or RETIRED; RUNNING ──► ENDED, as it was told to."""
+    """RUNNING ──lost──► WAITING (for its time) ──► RUNNING (the next incarnation); RUNNING ──lost──► RETIRED;
+    RUNNING or WAITING ──► ENDED, as it was told to.
+    """
 
     RUNNING = "running"
+    WAITING = "waiting"
     ENDED = "ended"
     RETIRED = "retired"
 
@@ -51,10 +61,27 @@ class Kill(NamedTuple):
 Action: TypeAlias = Start | Kill
 
 
+class Member(NamedTuple):
+    """What the table must know of a process."""
+
+    domain: str = ""
+    """Processes of one domain work together or not at all; "" is none."""
+    group: str = ""
+    """Processes of one group share a budget of restarts."""
+    role: str = "unified"
+    """Of a head: what its group does."""
+
+
+def members_of(names: Iterable[str] | Mapping[str, Member]) -> dict[str, Member]:
+    """``names`` alone are all of one group, and none needs another."""
+    return dict(names) if isinstance(names, Mapping) else {name: Member() for name in names}
+
+
 @dataclass(slots=True)
 class ProcessEntry:
     """The state of one name: its present process, or its end."""
 
+    member: Member
     incarnation: int = 0
     """Incarnation of its last process; 0 before the first."""
     state: ProcessState = ProcessState.RUNNING
@@ -62,21 +89,36 @@ class ProcessEntry:
     """Of a retired one: how its last process was lost."""
     ready: bool = False
     """Of a front: whether it answers requests."""
+    draining: bool = False
+    """Of one that runs: whether it is to be replaced, and gets no new work."""
     heard: float = -math.inf
     """When its last message came."""
+    began: float = -math.inf
+    """When its last process was started."""
+    deaths: int = 0
+    """In a row."""
+    due: float = math.inf
+    """Of one that waits: when the next process is started."""
 
 
 class ProcessTable:
     """Times are seconds of one monotonic clock, which never falls."""
 
-    def __init__(self, role: Role, names: Iterable[str], restarts: int, *, together: bool = False) -> None:
-        """``restarts``: how many may be started again in ``WINDOW`` seconds. ``together``: none can work
-        without the others.
+    def __init__(
+        self,
+        role: Role,
+        names: Iterable[str] | Mapping[str, Member],
+        restarts: int,
+        serves: Callable[[set[str]], bool] = bool,
+    ) -> None:
+        """``restarts``: how many of each group may be started again in ``WINDOW`` seconds. ``serves``: says
+        whether processes of these roles serve anything; if not, all are retired.
         """
         self.role = role
-        self._entries = {name: ProcessEntry() for name in names}
-        self._budget = RestartBudget(restarts, WINDOW)
-        self._together = together
+        self._entries = {name: ProcessEntry(member) for name, member in members_of(names).items()}
+        groups = {entry.member.group for entry in self._entries.values()}
+        self._budgets = {group: RestartBudget(restarts, WINDOW) for group in groups}
+        self._serves = serves
 
     @property
     def entries(self) -> Mapping[str, ProcessEntry]:
@@ -86,7 +128,7 @@ class ProcessTable:
     @property
     def over(self) -> bool:
         """Whether none runs, and none will."""
-        return all(entry.state is not ProcessState.RUNNING for entry in self._entries.values())
+        return not any(_lives(entry) for entry in self._entries.values())
 
     @property
     def ready(self) -> bool:
@@ -111,16 +153,43 @@ class ProcessTable:
         if entry is None:
             return []
         actions: list[Action] = [Kill(self.role, name, incarnation)]
-        if self._budget.grant(now):
-            log.error("%s %s is started again (restart %d)", self.role, name, self._budget.granted)
+        if entry.draining:  # it ended as it was to, or before
             return [*actions, self._next(name, entry, now)]
-        if self._budget.most:
-            log.error("%d %ss died in %g minutes", self._budget.most + 1, self.role, WINDOW / 60)
-        for other in self._entries.values() if self._together else (entry,):
-            if other.state is ProcessState.RUNNING:
-                other.state = ProcessState.RETIRED
-                other.error = error
+        budget = self._budgets[entry.member.group]
+        entry.deaths = entry.deaths + 1 if now - entry.began < SHORT_S else 1
+        if not budget.grant(now):
+            if budget.most:
+                log.error("%d %ss died in %g minutes", budget.most + 1, self._kind(entry), WINDOW / 60)
+            return [*actions, *self._retire(entry, error)]
+        wait = _wait(entry.deaths)
+        if wait:
+            entry.state, entry.ready, entry.due = ProcessState.WAITING, False, now + wait
+            log.error("%s %s is started again in %g s (restart %d)", self.role, name, wait, budget.granted)
+            return actions
+        log.error("%s %s is started again (restart %d)", self.role, name, budget.granted)
+        return [*actions, self._next(name, entry, now)]
+
+    def tick(self, now: float) -> list[Action]:
+        """Time has passed: starts those whose time has come."""
+        due = [(name, entry) for name, entry in self._entries.items() if entry.due <= now]
+        return [self._next(name, entry, now) for name, entry in due]
+
+    def _retire(self, lost: ProcessEntry, error: WeftError) -> list[Action]:
+        """Its own domain goes with it, and everything once what is left serves nothing."""
+        domain = lost.member.domain
+        gone = {id(entry) for entry in self._entries.values() if domain and entry.member.domain == domain}
+        gone.add(id(lost))
+        roles = {e.member.role for e in self._entries.values() if _lives(e) and id(e) not in gone}
+        actions: list[Action] = []
+        for name, entry in self._entries.items():
+            if _lives(entry) and (id(entry) in gone or not self._serves(roles)):
+                if entry is not lost and entry.state is ProcessState.RUNNING:
+                    actions.append(Kill(self.role, name, entry.incarnation))
+                entry.state, entry.due, entry.error = ProcessState.RETIRED, math.inf, error
         return actions
+
+    def _kind(self, entry: ProcessEntry) -> str:
+        return " ".join(filter(None, (self.role, entry.member.group)))
 
     def end(self, name: str, incarnation: int) -> bool:
         """A process ended as it was told to. Whether that is news."""
@@ -130,8 +199,32 @@ class ProcessTable:
             entry.ready = False
         return entry is not None
 
+    def drain(self, name: str, incarnation: int) -> None:
+        """That process gets no new work, and is replaced when it ends, however it ends."""
+        if (entry := self.running(name, incarnation)) is not None:
+            entry.draining = True
+
+    def give_up(self) -> None:
+        """Those that wait are not started again."""
+        for entry in self._entries.values():
+            if entry.state is ProcessState.WAITING:
+                entry.state, entry.due = ProcessState.ENDED, math.inf
+
     def _next(self, name: str, entry: ProcessEntry, now: float) -> Start:
         entry.incarnation += 1
-        entry.ready = False
-        entry.heard = now
+        entry.state = ProcessState.RUNNING
+        entry.ready = entry.draining = False
+        entry.heard = entry.began = now
+        entry.due = math.inf
         return Start(self.role, name, entry.incarnation)
+
+
+def _lives(entry: ProcessEntry) -> bool:
+    """Whether it has a process, or will have one."""
+    return entry.state in (ProcessState.RUNNING, ProcessState.WAITING)
+
+
+def _wait(deaths: int) -> float:
+    """Seconds until the next process of one that died so often in a row."""
+    further = deaths - AT_ONCE
+    return 0.0 if further <= 0 else min(FIRST_WAIT_S * 2.0 ** min(further - 1, 10), LONGEST_WAIT_S)

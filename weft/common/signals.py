@@ -14,6 +14,9 @@ from collections.abc import Iterator
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
+RESTART = signal.SIGUSR1
+"""Asks a server's first process for a rolling restart of its heads; the others ignore it."""
+
 
 def heeded() -> list[signal.Signals]:
     """The signals of ``STOPS`` that this process should act on.

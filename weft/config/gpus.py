@@ -1,7 +1,7 @@
 """Ranks and the GPUs of their host: which rank has which, and what cannot be.
 
-The ranks of a host get its GPUs in order, one each. A rank's process sees no other GPU, by
-CUDA_VISIBLE_DEVICES, so in every rank the device is torch's first.
+The ranks of a host get its GPUs in order, one each, those of one group after those of another. A rank's
+process sees no other GPU, by CUDA_VISIBLE_DEVICES, so in every rank the device is torch's first.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from weft.common.errors import ConfigError
 from weft.config import devices
 from weft.config.hosts import ranks_on
-from weft.config.resolved import EngineConfig
+from weft.config.resolved import EngineConfig, HostShare
 from weft.config.sections import ParallelSection
 
 
@@ -39,8 +39,20 @@ def gpus_here(parallel: ParallelSection, device: str) -> tuple[str, ...]:
     )
 
 
-def sharers(parallel: ParallelSection, gpus: Sequence[str]) -> int:
-    """Ranks of this host that have the same GPU, at most."""
+def gpus_of_group(gpus: Sequence[str], parallel: ParallelSection, host: HostShare) -> tuple[str, ...]:
+    """Those of this host's ``gpus`` that a group's ranks have, in order: they follow those of the groups
+    before it and, where there are fewer GPUs than ranks, begin again with the first.
+    """
+    if not host.ranks:
+        return tuple(gpus)
+    mine = min(len(gpus), len(ranks_on(parallel, parallel.node_rank)))
+    return tuple(gpus[(host.first + number) % len(gpus)] for number in range(mine))
+
+
+def sharers(parallel: ParallelSection, gpus: Sequence[str], host: HostShare = HostShare()) -> int:
+    """Ranks of this host that have the same GPU, at most. ``gpus``: the group's."""
+    if host.ranks:
+        return -(-host.ranks // max(host.gpus, 1))
     return -(-len(ranks_on(parallel, parallel.node_rank)) // max(len(gpus), 1))
 
 
@@ -50,8 +62,9 @@ def gpu_of(parallel: ParallelSection, gpus: Sequence[str], rank: int) -> str:
 
 
 def gpu_environment(config: EngineConfig, rank: int) -> dict[str, str]:
-    """What the process of ``rank`` has in its environment besides; nothing for an engine of one rank."""
-    if config.device != "cuda" or not config.gpus or config.parallel.layout.ranks == 1:
+    """What the process of ``rank`` has in its environment besides; nothing where it is the only rank."""
+    alone = config.parallel.layout.ranks == 1 and not config.host.ranks
+    if config.device != "cuda" or not config.gpus or alone:
         return {}
     return {"CUDA_VISIBLE_DEVICES": gpu_of(config.parallel, config.gpus, rank)}
 

@@ -30,8 +30,10 @@ _OWN = (
     "parallel.node_rank",
     "parallel.rdzv",
     "parallel.group_secret",
-    "domain",
     "incarnation",
+    "host.ranks",
+    "host.first",
+    "host.gpus",
 )
 _LONGEST = 120
 """Characters of a value; longer ones are told by a hash."""

@@ -14,6 +14,12 @@ def check_hosts(parallel: ParallelSection) -> ParallelSection:
             f"{parallel.nnodes - 1}",
             param="--node-rank",
         )
+    if parallel.only_host is not None and parallel.only_host >= parallel.nnodes:
+        raise ConfigError(
+            f"--only-host {parallel.only_host}: with --nnodes {parallel.nnodes} the last host is "
+            f"{parallel.nnodes - 1}",
+            param="--only-host",
+        )
     if parallel.nnodes == 1:
         return parallel
     if parallel.rdzv is None or parallel.group_secret is None:
@@ -23,6 +29,8 @@ def check_hosts(parallel: ParallelSection) -> ParallelSection:
         )
     meeting_place(parallel)
     ranks = parallel.layout.ranks
+    if parallel.only_host is not None:
+        return parallel
     if ranks % parallel.nnodes:
         raise ConfigError(
             f"--nnodes {parallel.nnodes} does not divide the {ranks} ranks of --tensor-parallel-size "
@@ -41,13 +49,17 @@ def meeting_place(parallel: ParallelSection) -> tuple[str, int]:
 
 
 def ranks_on(parallel: ParallelSection, node: int) -> range:
-    """The ranks of host ``node``: as many on each, in order."""
+    """The ranks of host ``node``: as many on each, in order, unless one has all."""
+    if parallel.only_host is not None:
+        return range(parallel.layout.ranks if node == parallel.only_host else 0)
     each = parallel.ranks_here
     return range(node * each, min((node + 1) * each, parallel.layout.ranks))
 
 
 def host_of(parallel: ParallelSection, rank: int) -> int:
     """The host that ``rank`` is on."""
+    if parallel.only_host is not None:
+        return parallel.only_host
     return rank // parallel.ranks_here
 
 
@@ -76,9 +88,17 @@ def replica_spans(parallel: ParallelSection, replica: int) -> bool:
 
 def domain_spans(parallel: ParallelSection, replica: int) -> bool:
     """Whether the ranks that ``replica`` exchanges tensors with are on more than one host."""
-    return parallel.nnodes > 1 if parallel.enable_expert_parallel else replica_spans(parallel, replica)
+    several = parallel.nnodes > 1 and parallel.only_host is None
+    return several if parallel.enable_expert_parallel else replica_spans(parallel, replica)
 
 
 def uses_board(parallel: ParallelSection) -> bool:
     """Whether heads may run on several hosts, and find each other by the board on host 0."""
+    if parallel.only_host is not None:
+        return parallel.only_host > 0
     return parallel.nnodes > 1 and parallel.data_parallel_size > 1
+
+
+def has_ranks(parallel: ParallelSection) -> bool:
+    """Whether any of them are on this host."""
+    return bool(ranks_on(parallel, parallel.node_rank))

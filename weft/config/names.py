@@ -1,11 +1,15 @@
-"""Names of the model that is served: those that are shown, and those that requests may use beside them."""
+"""Names of the model that is served: those that are shown, and those that requests may use beside them; and
+names of the server's instances.
+"""
 
 from __future__ import annotations
 
 import os.path
 from pathlib import Path
 
+from weft.common import log
 from weft.common.errors import ConfigError
+from weft.config.resolved import EngineConfig
 from weft.config.sections import ModelSection
 
 
@@ -32,3 +36,20 @@ def accepted_names(model: ModelSection, path: str) -> tuple[str, ...]:
 def _is_folder(model: ModelSection, path: str) -> bool:
     """Whether ``--model`` names the folder itself, not a bundled or a hub model that lies there."""
     return str(Path(model.model).expanduser()) == path
+
+
+def instance_name(config: EngineConfig, replica: int) -> str:
+    """What fronts call a replica: ``1``; in a server of several groups ``decode1`` or, of several replicas of
+    one, ``decode1.0``.
+    """
+    if not config.group:
+        return str(replica)
+    return f"{config.group}.{replica}" if config.parallel.data_parallel_size > 1 else config.group
+
+
+def process_name(config: EngineConfig, rank: int | None = None) -> str:
+    """What log lines of the replica's head, or of its worker ``rank``, name as their process."""
+    if not config.group:
+        return log.head_name(config.replica, config.parallel.data_parallel_size, rank)
+    instance = instance_name(config, config.replica)
+    return instance if rank is None else f"{instance} rank {rank}"

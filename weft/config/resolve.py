@@ -20,7 +20,7 @@ from weft.config.budget import check_budget, with_budget
 from weft.config.experts import check_experts
 from weft.config.families import load_spec
 from weft.config.flags import parse_size
-from weft.config.gpus import gpus_here, sharers
+from weft.config.gpus import gpus_here, gpus_of_group, sharers
 from weft.config.hosts import check_hosts
 from weft.config.memory import (
     GIB,
@@ -33,7 +33,7 @@ from weft.config.memory import (
     weight_bytes,
 )
 from weft.config.names import accepted_names, served_names
-from weft.config.resolved import EngineConfig, KVConfig
+from weft.config.resolved import EngineConfig, HostShare, KVConfig
 from weft.config.sections import (
     CacheSection,
     Config,
@@ -57,8 +57,11 @@ _CPU_CACHE_MOST = 4 * GIB
 _CPU_CACHE_SHARE = 0.5
 
 
-def resolve(config: Config) -> EngineConfig:
-    """The configuration of one engine. Raises ConfigError; see the steps."""
+def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> EngineConfig:
+    """The configuration of one engine. Raises ConfigError; see the steps.
+
+    ``group``, ``host``: its name, and what else is on its host, in a server of several groups.
+    """
     model, cache, runner, speculation = config.model, config.cache, config.runner, config.speculation
     device = choose_device(runner)
     transfer = check_transfer(config.transfer, config.parallel, device)
@@ -79,29 +82,15 @@ def resolve(config: Config) -> EngineConfig:
     )
     spec = check_experts(with_cache_dtype(spec, cache), config.parallel)
     local = local_spec(spec, check_hosts(config.parallel).layout)
-    check_cores(config.parallel, device)
-    gpus = gpus_here(config.parallel, device)
+    if not host.ranks:
+        check_cores(config.parallel, device)
+    here = gpus_here(config.parallel, device)
+    host = msgspec.structs.replace(host, gpus=len(here)) if host.ranks else host
+    gpus = gpus_of_group(here, config.parallel, host)
     dtype = choose_dtype(model, spec, device, path)
     copies = 1 + speculation.drafts
-    num_bytes = cache_bytes(spec, dtype, device, model, cache, scheduler, copies, config.parallel)
-    max_model_len = choose_max_model_len(local, dtype, num_bytes, model, cache, scheduler, copies)
-    kv = KVConfig(
-        pools=pools_for(
-            local,
-            cache.block_size,
-            dtype,
-            num_bytes,
-            max_model_len,
-            scheduler,
-            copies=copies,
-            snapshots=cache.enable_prefix_caching,
-        ),
-        block_size=cache.block_size,
-        enable_prefix_caching=cache.enable_prefix_caching,
-        max_model_len=max_model_len,
-        num_slots=scheduler.max_num_seqs * scheduler.steps_in_flight,
-        copies=copies,
-    )
+    num_bytes = cache_bytes(spec, dtype, device, model, cache, scheduler, copies, config.parallel, host)
+    kv = divide_cache(local, dtype, num_bytes, model, cache, scheduler, copies)
     return EngineConfig(
         model_path=path,
         tokenizer_path=tokenizer_path,
@@ -119,6 +108,38 @@ def resolve(config: Config) -> EngineConfig:
         parallel=config.parallel,
         transfer=transfer,
         gpus=gpus,
+        group=group,
+        host=host,
+    )
+
+
+def divide_cache(
+    spec: ModelSpec,
+    dtype: str,
+    num_bytes: int,
+    model: ModelSection,
+    cache: CacheSection,
+    scheduler: SchedulerSection,
+    copies: int,
+) -> KVConfig:
+    """The pools that a rank makes of ``num_bytes``, and the context length. ``spec``: of a rank's share."""
+    max_model_len = choose_max_model_len(spec, dtype, num_bytes, model, cache, scheduler, copies)
+    return KVConfig(
+        pools=pools_for(
+            spec,
+            cache.block_size,
+            dtype,
+            num_bytes,
+            max_model_len,
+            scheduler,
+            copies=copies,
+            snapshots=cache.enable_prefix_caching,
+        ),
+        block_size=cache.block_size,
+        enable_prefix_caching=cache.enable_prefix_caching,
+        max_model_len=max_model_len,
+        num_slots=scheduler.max_num_seqs * scheduler.steps_in_flight,
+        copies=copies,
     )
 
 
@@ -275,19 +296,18 @@ def cache_bytes(
     scheduler: SchedulerSection,
     copies: int = 1,
     parallel: ParallelSection = ParallelSection(),
+    host: HostShare = HostShare(),
 ) -> int:
     """Bytes for a rank's cache pools: as asked, or what its device leaves, at most what all sequences could
-    use. The ranks of one host share a CPU's memory evenly, and so do those that have the same GPU.
+    use. A host's ranks, of all groups, share a CPU's memory evenly, and so do those that have the same GPU.
 
-    ``spec``: of the whole model. ``copies``: of a slot's recurrent state.
-
-    On a GPU the default is a first division from estimates; the engine divides again, with ``pools_for``,
-    when the weights are loaded.
+    ``spec``: of the whole model. ``copies``: of a slot's recurrent state. On a GPU the default is a first
+    division from estimates; the engine divides again, with ``pools_for``, when the weights are loaded.
     """
     if cache.kv_cache_memory is not None:
         asked = parse_size(cache.kv_cache_memory)
         assert asked is not None, "checked when the flag was parsed"
-        _check_asked(asked, device, _sharers(parallel, device))
+        _check_asked(asked, device, _sharers(parallel, device, host))
         return asked
     weights = weight_bytes(spec, dtype, model.quantization, parallel.layout, parallel.redundant_experts)
     spec = local_spec(spec, parallel.layout)
@@ -306,7 +326,7 @@ def cache_bytes(
         available = devices.available_memory()
         if available is None:
             return min(_CPU_CACHE_MOST, usable)
-        available //= parallel.ranks_here
+        available //= _sharers(parallel, device, host)
         share = int(max(available - weights, 0) * _CPU_CACHE_SHARE)
         one = bytes_for(spec, cache.block_size, dtype, 1, length, scheduler, copies=copies)
         return min(share, usable, max(_CPU_CACHE_MOST, one))
@@ -316,7 +336,7 @@ def cache_bytes(
             "the GPU's memory can't be read: set --kv-cache-memory, e.g. --kv-cache-memory 4G",
             param="--kv-cache-memory",
         )
-    budget = int(total * cache.gpu_memory_utilization) // _sharers(parallel, device)
+    budget = int(total * cache.gpu_memory_utilization) // _sharers(parallel, device, host)
     left = budget - weights - activation_bytes(spec, dtype, scheduler)
     if left <= 0:
         raise ConfigError(
@@ -329,9 +349,11 @@ def cache_bytes(
     return min(left, usable)
 
 
-def _sharers(parallel: ParallelSection, device: str) -> int:
+def _sharers(parallel: ParallelSection, device: str, host: HostShare) -> int:
     """Ranks that share the memory of a device."""
-    return parallel.ranks_here if device == "cpu" else sharers(parallel, devices.gpus())
+    if device == "cpu":
+        return host.ranks or parallel.ranks_here
+    return sharers(parallel, devices.gpus(), host)
 
 
 def _check_asked(asked: int, device: str, ranks: int) -> None:

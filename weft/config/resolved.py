@@ -69,6 +69,17 @@ class KVConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.copies - 1
 
 
+class HostShare(msgspec.Struct, frozen=True, kw_only=True):
+    """What else of a server is on a group's host: cores, memory and GPUs are divided among all of it."""
+
+    ranks: int = 0
+    """Ranks of all groups there; 0: this group's are all."""
+    first: int = 0
+    """Ranks there of the groups before this one, which have the GPUs before its own."""
+    gpus: int = 0
+    """GPUs of the host."""
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One group's configuration, resolved. ``model_path`` is a local folder."""
 
@@ -100,6 +111,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Folder where the heads of a domain of several replicas meet, if they run on one host."""
     incarnation: int = 0
     """Which start of this group's head it is, if its front is on another host; see weft/types/board.py."""
+    group: str = ""
+    """The group's name, in a server of several groups."""
+    host: HostShare = HostShare()
+
+    @property
+    def ranks_beside(self) -> int:
+        """Ranks of one host at most, those of other groups included."""
+        return self.host.ranks or self.parallel.ranks_here
 
 
-__all__ = ["Config", "EngineConfig", "KVConfig", "PoolSpec"]
+__all__ = ["Config", "EngineConfig", "HostShare", "KVConfig", "PoolSpec"]

@@ -213,6 +213,8 @@ class ParallelSection(_Section, frozen=True, kw_only=True):
     @property
     def ranks_here(self) -> int:
         """Ranks of one host at most."""
+        if self.only_host is not None:
+            return self.layout.ranks
         return -(-self.layout.ranks // self.nnodes)
 
     tensor_parallel_size: Annotated[
@@ -276,6 +278,10 @@ class ParallelSection(_Section, frozen=True, kw_only=True):
     ] = 10.0
     nnodes: Annotated[int, Meta(ge=1, le=1024, description="Hosts that the ranks are spread over.")] = 1
     node_rank: Annotated[int, Meta(ge=0, le=1023, description="Number of this host; 0 has the front.")] = 0
+    only_host: Annotated[
+        Annotated[int, Meta(ge=0, le=1023)] | None,
+        Meta(description="Number of the host that has all ranks; by default they are spread over all hosts."),
+    ] = None
     rdzv: Annotated[
         str | None, Meta(description="HOST:PORT of host 0, where ranks of several hosts meet.")
     ] = None
@@ -387,8 +393,8 @@ class FrontSection(_Section, frozen=True, kw_only=True):
         Meta(
             ge=0,
             le=1000,
-            description="Engines that are started again in 10 minutes when they died; requests go on then. "
-            "One more ends the server. As many fronts, where there are several.",
+            description="Heads of each group that are started again in 10 minutes when they died; requests "
+            "go on then. One more ends the group. As many fronts, where there are several.",
         ),
     ] = 5
     recovery_timeout: Annotated[

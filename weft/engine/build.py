@@ -218,7 +218,7 @@ def fit_pools(config: EngineConfig, free: int, total: int, used: int = 0) -> KVC
     room = free - int(total * (1 - cache.gpu_memory_utilization))
     if config.parallel.layout.domain > 1 and config.parallel.collectives != "gloo":
         room -= LATER
-    ranks = sharers(config.parallel, config.gpus)
+    ranks = sharers(config.parallel, config.gpus, config.host)
     if ranks > 1:
         room = min(room, int(total * cache.gpu_memory_utilization) // ranks - used - CONTEXT)
     room = max(room - activation_bytes(spec, config.dtype, scheduler), 0)

@@ -8,14 +8,17 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import msgspec
 
+from weft.cluster.table import Member
 from weft.common import env, signals
 from weft.config.gpus import gpu_environment, head_rank
 from weft.config.hosts import uses_board
+from weft.config.names import instance_name
 from weft.config.resolved import EngineConfig
 from weft.engine.rank_supervisor import RankSupervisor
 from weft.engine.ranks import RankProcesses, are_supervised, rank_address
@@ -27,7 +30,7 @@ LEAVE_S = 3.0
 
 
 class HeadProcesses:
-    """One head for each replica, named by its number. Heads live no longer than the thread that starts them.
+    """One group: a head for each replica. Heads live no longer than the thread that starts them.
 
     What starts them anew is decided elsewhere: see ``weft.cluster``.
     """
@@ -37,9 +40,18 @@ class HeadProcesses:
 
         Raises ConfigError when other hosts cannot reach this one.
         """
-        self.names = [str(replica) for replica in range(config.parallel.data_parallel_size)]
-        self.together = config.parallel.enable_expert_parallel
-        """Whether all heads are one domain: none can work without the others."""
+        parallel = config.parallel
+        self._replicas = {
+            instance_name(config, replica): replica for replica in range(parallel.data_parallel_size)
+        }
+        together = parallel.enable_expert_parallel and parallel.data_parallel_size > 1
+        member = Member(
+            domain=(config.group or "all") if together else "",
+            group=config.group,
+            role=config.transfer.role,
+        )
+        self.members = dict.fromkeys(self._replicas, member)
+        """The names of the heads, in order, and what their owner must know of each."""
         self._remote = RemoteHeads(config) if uses_board(config.parallel) else None
         self._running: dict[str, subprocess.Popen[bytes] | RemoteHead] = {}
         self._ended: list[subprocess.Popen[bytes] | RemoteHead] = []
@@ -50,15 +62,16 @@ class HeadProcesses:
         """Starts a head; does not wait for it. Every start has an address of its own, so nothing that was
         meant for one head reaches the next.
         """
-        replica = int(name)
+        replica = self._replicas[name]
+        domain = self.members[name].domain
         if self._remote is not None and replica in self._remote:
             remote = self._remote.start(replica)
             self._running[name] = remote
-            return Address(remote.endpoint, remote, self._remote.keys, incarnation)
-        endpoint = f"ipc://{self._folder}/head-{name}-{incarnation}"
+            return Address(remote.endpoint, remote, self._remote.keys, incarnation, domain=domain)
+        endpoint = f"ipc://{self._folder}/head-{replica}-{incarnation}"
         process = self._local.start(replica, endpoint)
         self._running[name] = process
-        return Address(endpoint, process, None, incarnation)
+        return Address(endpoint, process, None, incarnation, domain=domain)
 
     def kill(self, name: str, incarnation: int) -> None:
         """Ends the process of a head that is dead or stopped answering, before the next one starts."""
@@ -86,6 +99,41 @@ class HeadProcesses:
             ends += [ended for head in heads if isinstance(head, RemoteHead) and (ended := head.poll())]
             self._remote.close(max(until - time.monotonic(), LEAVE_S), status)
         return ends
+
+
+class HeadGroups:
+    """The heads of all groups of a server: see ``HeadProcesses``."""
+
+    def __init__(self, groups: Iterable[EngineConfig], folder: Path, log_level: str) -> None:
+        """``groups`` have names of their own, unless there is one only. See ``HeadProcesses``."""
+        self._of: dict[str, HeadProcesses] = {}
+        self._groups: list[HeadProcesses] = []
+        self.members: dict[str, Member] = {}
+        """The names of all heads, in order, and what their owner must know of each."""
+        try:
+            for config in groups:
+                group = HeadProcesses(config, folder, log_level)
+                self._groups.append(group)
+                self._of.update(dict.fromkeys(group.members, group))
+                self.members.update(group.members)
+        except BaseException:
+            self.close(0.0, 2)
+            raise
+
+    def start(self, name: str, incarnation: int) -> Address:
+        """Starts a head; does not wait for it."""
+        return self._of[name].start(name, incarnation)
+
+    def kill(self, name: str, incarnation: int) -> None:
+        """Ends the process of a head that is dead or stopped answering, before the next one starts."""
+        self._of[name].kill(name, incarnation)
+
+    def close(self, seconds: float, status: int = 0) -> list[int]:
+        """``HeadProcesses.close`` of all groups, in ``seconds`` together. The heads' statuses."""
+        until = time.monotonic() + seconds
+        return [
+            end for group in self._groups for end in group.close(max(until - time.monotonic(), 0.0), status)
+        ]
 
 
 def group_folder(folder: Path) -> Path:

@@ -137,11 +137,11 @@ def end_of(status: int) -> str:
 
 
 def threads_each(config: EngineConfig, cores: int) -> int:
-    """CPU threads of each rank: as set, or its host's ``cores`` divided among all ranks of all replicas.
+    """CPU threads of each rank: as set, or its host's ``cores`` divided among all ranks of all groups.
 
     More threads than cores would spin for each other's core (docs/adr/0007).
     """
-    return config.runner.threads or max(1, cores // config.parallel.ranks_here)
+    return config.runner.threads or max(1, cores // config.ranks_beside)
 
 
 def rank_address(config: EngineConfig) -> str:

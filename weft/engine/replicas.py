@@ -80,11 +80,9 @@ class Replicas:
         heads = self._heads
         assert heads is not None
         # Nothing is started again, so nothing is ever started by another thread than this.
-        owner = HeadOwner(heads.names, heads, restarts=0, together=heads.together)
+        owner = HeadOwner(heads.members, heads, restarts=0)
         self._maker.submit(owner.start).result(60.0)
-        return Links(
-            owner, Patience(), link_timeout=self.config.parallel.rank_timeout, together=heads.together
-        )
+        return Links(owner, Patience(), link_timeout=self.config.parallel.rank_timeout)
 
     @property
     def thread(self) -> LinksThread:

@@ -61,7 +61,7 @@ def layout_of(config: EngineConfig) -> Layout:
 def take_threads(config: EngineConfig) -> None:
     """Gives this process the CPU threads of one rank, and says how many."""
     cores = usable_cores()
-    ranks = config.parallel.ranks_here
+    ranks = config.ranks_beside
     set_threads(config.runner.threads, threads_each(config, cores))
     log.info("CPU threads: %d (%d cores for %d ranks on this host)", torch.get_num_threads(), cores, ranks)
 

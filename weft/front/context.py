@@ -75,7 +75,6 @@ class Front:
             policies=make_policies(section.routing_policy, config.model.seed),
             local_prefill=config.transfer.prefill_fallback == "local",
             link_timeout=config.parallel.rank_timeout,
-            together=config.parallel.enable_expert_parallel,
             joining=joining,
         )
         self.metrics = Metrics(self.names[0], self.links)

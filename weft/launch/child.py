@@ -49,6 +49,7 @@ def _watch(parent: int) -> None:
 def ignore_signals() -> None:
     """Leaves the signals that ask to stop to the parent, which drains; see ``weft.common.signals``."""
     signals.ignore()
+    signal.signal(signals.RESTART, signal.SIG_IGN)
 
 
 def read_setup(kind: type[Setup]) -> Setup:

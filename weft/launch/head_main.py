@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import sys
 
-from weft.common import log
+from weft.common import log, progress
 from weft.common.errors import ConfigError, WeftError
 from weft.common.title import set_title
+from weft.config.names import instance_name, process_name
 from weft.config.resolved import EngineConfig
 from weft.engine.listener import listen
 from weft.launch import child
@@ -25,8 +26,10 @@ def run(arguments: list[str]) -> int:
     child.ignore_signals()
     child.forbid_core_dumps()
     config = child.read_setup(EngineConfig)
-    set_title(f"head {config.replica}", config.served_names[0])
-    log.configure(level, log.head_name(config.replica, config.parallel.data_parallel_size))
+    set_title(f"head {instance_name(config, config.replica)}", config.served_names[0])
+    log.configure(level, process_name(config))
+    if config.group or config.parallel.data_parallel_size > 1 or not sys.stderr.isatty():
+        progress.use_lines()
     try:
         listener = listen(config, endpoint)
         from weft.engine.engine_server import run_head  # imports torch

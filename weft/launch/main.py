@@ -17,6 +17,7 @@ from weft.config.flags import suggest
 #: command -> where it is.
 _COMMANDS = {
     "serve": "weft.launch.serve:serve",
+    "up": "weft.launch.up:up",
     "generate": "weft.launch.generate:generate",
     "eval": "weft.launch.evaluate:evaluate",
     "verify": "weft.launch.verify:verify",

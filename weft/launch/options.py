@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,7 +22,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 ENGINE = ("model", "cache", "scheduler", "speculation", "runner", "parallel")
 """Sections of a command that runs a model without a server."""
-ALL = (*ENGINE, "front")
+ALL = (*ENGINE, "transfer", "front")
 
 
 class SettingType(_ParamType):
@@ -80,8 +80,8 @@ def _option(setting: Setting) -> SettingOption:
     )
 
 
-def settings(sections: Iterable[str], also: Iterable[str] = ()) -> Callable[[F], F]:
-    """Adds ``--config`` and the flags of ``sections`` and of the fields ``also`` to a command, in order.
+def settings(sections: Iterable[str], also: Iterable[str] = (), *, file: bool = True) -> Callable[[F], F]:
+    """Adds ``--config`` (if ``file``) and the flags of ``sections`` and of the fields ``also`` to a command.
 
     The command should be a ``Command``, whose help groups them by section.
     """
@@ -95,13 +95,9 @@ def settings(sections: Iterable[str], also: Iterable[str] = ()) -> Callable[[F],
                 flag = _option(setting)
                 flag.heading = title(setting.section) if setting.section in chosen else ""
                 options.append(flag)
-        options.append(
-            click.Option(
-                ["--config"],
-                type=click.Path(),
-                help="YAML file of flags, e.g. max-num-seqs: 16. Flags win over it.",
-            )
-        )
+        if file:
+            about = "YAML file of flags, e.g. max-num-seqs: 16. Flags win over it."
+            options.append(click.Option(["--config"], type=click.Path(), help=about))
         # Click lists what a decorator appended last first.
         for option in reversed(options):
             function.__dict__.setdefault("__click_params__", []).append(option)
@@ -117,10 +113,7 @@ def build(given: dict[str, Any], model: str | None = None) -> Config:
     positional MODEL. Raises ConfigError.
     """
     values = read_values(Path(given["config"])) if given.get("config") else {}
-    for name, value in given.items():
-        if name not in SETTINGS or value is None or value == ():
-            continue
-        values[name] = tuple(one for many in value for one in many) if SETTINGS[name].many else value
+    values.update(given_values(given))
     if model is not None:
         if given.get("model") not in (None, model):
             raise ConfigError(
@@ -128,6 +121,15 @@ def build(given: dict[str, Any], model: str | None = None) -> Config:
             )
         values["model"] = model
     return from_values(values)
+
+
+def given_values(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Field name to value, of click's values of settings that are set."""
+    return {
+        name: tuple(one for many in value for one in many) if SETTINGS[name].many else value
+        for name, value in given.items()
+        if name in SETTINGS and value is not None and value != ()
+    }
 
 
 def keywords(config: Config) -> dict[str, Any]:

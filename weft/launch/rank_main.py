@@ -16,6 +16,7 @@ from weft.common import log
 from weft.common.errors import WeftError
 from weft.common.title import set_title
 from weft.config.group_settings import shared_settings
+from weft.config.names import instance_name, process_name
 from weft.config.resolved import EngineConfig
 from weft.launch import child
 from weft.parallel.control import HeadLink, RankChannel, ZmqRank
@@ -41,8 +42,9 @@ def run(arguments: list[str]) -> int:
     child.ignore_signals()
     child.forbid_core_dumps()
     config = child.read_setup(EngineConfig)
-    set_title(f"worker {rank} of head {config.replica}", config.served_names[0])
-    log.configure(level, log.head_name(config.replica, config.parallel.data_parallel_size, int(rank)))
+    head = instance_name(config, config.replica)
+    set_title(f"worker {rank} of head {head}", config.served_names[0])
+    log.configure(level, process_name(config, int(rank)))
     try:
         serve(config, address, int(rank))
     except NoHead as error:

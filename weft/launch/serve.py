@@ -1,34 +1,20 @@
-"""``weft serve``: fronts and heads, joined by sockets in a private folder.
-
-One front runs in this process and owns the heads. Several are children beside the heads, and this process is
-their supervisor: see ``weft.cluster``.
-"""
+"""``weft serve``: one group, or with ``--prefill`` and ``--decode`` several, behind one port."""
 
 from __future__ import annotations
 
-import shutil
-import signal
-import socket
-import subprocess
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
-from weft.common import env, log, signals
+from weft.common import env
 from weft.common.errors import ConfigError
-from weft.common.folder import private_folder
-from weft.common.title import set_title
 from weft.config.flags import SETTINGS
-from weft.config.hosts import uses_board
-from weft.config.resolved import EngineConfig
-from weft.config.sections import Config, FrontSection
-from weft.launch import child, options
+from weft.config.sections import Config
+from weft.launch import options
 
 if TYPE_CHECKING:
-    from weft.engine.heads import HeadProcesses
+    pass
 
 _SECONDS_TO_CLOSE = 5.0
 
@@ -40,15 +26,17 @@ def serve(model_name: str | None, **given: Any) -> int:
     """Serve MODEL over an OpenAI-compatible API.
 
     MODEL is a folder, a hub name or a bundled model (see `weft models`); without it the default bundled model
-    is served.
+    is served. With --prefill P --decode D as many groups compute prompts and, with the caches of these,
+    outputs; each has the other flags. `weft up` starts groups that differ.
     """
     from weft.config.resolve import resolve
+    from weft.config.topology import resolve_groups, short_form
+    from weft.launch.server import configure_log, run
 
     config = with_keys(options.build(given, model_name))
-    host = config.parallel.node_rank
-    front = "front" if config.front.fronts == 1 else "supervisor"
-    log.configure(config.front.log_level, f"host {host}" if host else front)
-    return run(resolve(config), config.front)
+    configure_log(config.front, config.parallel.node_rank)
+    topology = short_form(config)
+    return run((resolve(config),) if topology is None else resolve_groups(topology), config.front)
 
 
 def with_keys(config: Config) -> Config:
@@ -63,91 +51,3 @@ def with_keys(config: Config) -> Config:
         raise ConfigError("WEFT_API_KEY is set and holds no key: give one, or unset it to serve without keys")
     keys = SETTINGS["api_key"].parse(text, "WEFT_API_KEY")
     return msgspec.structs.replace(config, front=msgspec.structs.replace(config.front, api_key=keys))
-
-
-def run(resolved: EngineConfig, front: FrontSection) -> int:
-    """Serves until told to stop, or until nothing can be served any more; returns the exit status.
-
-    A host other than the first of several runs its share of heads and ranks for the front on the first one.
-    """
-    if resolved.parallel.node_rank:
-        from weft.launch.host import serve_host
-        from weft.launch.node import serve_node
-
-        child.forbid_core_dumps()
-        keep = serve_host if uses_board(resolved.parallel) else serve_node
-        return keep(resolved, front.log_level)
-    from weft.cluster.owner import HeadOwner
-    from weft.engine.heads import HeadProcesses
-    from weft.front.server import serve as run_front
-
-    name = "server" if front.fronts == 1 else "supervisor"
-    set_title(name, resolved.served_names[0])
-
-    child.forbid_core_dumps()
-    # Until the front takes signals over, each ends this process in order: no folder is left behind.
-    for number in signals.heeded():
-        signal.signal(number, signals.end)
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOPS)
-    folder = private_folder()
-    heads: HeadProcesses | None = None
-    patience, status = 0.0, 1
-    ends: list[int] = []
-    try:
-        heads = HeadProcesses(resolved, folder, front.log_level)
-        if front.fronts > 1:
-            status = run_fronts(resolved, front, heads, folder)
-        else:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOPS)
-            owner = HeadOwner(heads.names, heads, front.engine_restarts, together=heads.together)
-            owner.start()
-            status = run_front(resolved, front, owner)
-        # After a signal that cuts short there is nothing to wait for: heads still load, or are not to finish.
-        patience = 0.0 if status > 128 else _SECONDS_TO_CLOSE
-    finally:
-        signals.ignore()
-        if heads is not None:
-            ends = heads.close(patience, 0 if status > 128 else status)
-        shutil.rmtree(folder, ignore_errors=True)
-    return 2 if status != 0 and 2 in ends else status
-
-
-def run_fronts(resolved: EngineConfig, front: FrontSection, heads: HeadProcesses, folder: Path) -> int:
-    """Serves with several fronts on one port, as their supervisor; returns the exit status.
-
-    ``folder``: for the registry; only this user may enter it. Raises ConfigError when the port can't be used.
-    """
-    from weft.cluster.server import ClusterServer
-    from weft.cluster.supervisor import Supervisor
-    from weft.front.server import bind, ready_text
-    from weft.launch.front_main import FrontSetup, start_front
-
-    # It never listens: it finds the port, and keeps it for fronts that are started again. Others of this user
-    # could share a port that is shared from the beginning, and this server would not notice.
-    with bind(front.host, front.port, listens=False) as reserved:
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        section = msgspec.structs.replace(front, port=reserved.getsockname()[1])
-
-        def start(name: str, incarnation: int, link: socket.socket) -> subprocess.Popen[bytes]:
-            setup = FrontSetup(
-                config=resolved,
-                section=section,
-                name=name,
-                folder=str(folder),
-                serving=incarnation > 1,
-            )
-            return start_front(setup, link)
-
-        def announce() -> None:
-            sys.stdout.write(ready_text(reserved, resolved.served_names[0], bool(front.api_key)))
-            sys.stdout.flush()
-
-        supervisor = Supervisor(
-            heads.names,
-            [str(number) for number in range(front.fronts)],
-            restarts=front.engine_restarts,
-            drain_timeout=front.drain_timeout,
-            together=heads.together,
-        )
-        secret = resolved.parallel.group_secret
-        return ClusterServer(supervisor, heads, start, folder, announce, secret=secret).run()

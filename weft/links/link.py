@@ -59,6 +59,8 @@ class Address(NamedTuple):
     """Number of the instance's process, to tell it from earlier ones."""
     draining: bool = False
     """Whether it should get no new sequences."""
+    domain: str = ""
+    """Heads of one domain work together or not at all; "" is none."""
 
 
 class Link:

@@ -63,21 +63,17 @@ class Links:
         patience: Patience,
         *,
         link_timeout: float = 10.0,
-        together: bool = False,
         policies: Policies | None = None,
         joining: bool = False,
         local_prefill: bool = True,
         clock: Clock | None = None,
     ) -> None:
         """``link_timeout``: seconds after which a process that does not even answer pings counts as dead.
-        ``together``: none of several heads can work without the others. ``joining``, ``local_prefill``: see
-        ``Fleet``.
+        ``joining``, ``local_prefill``: see ``Fleet``.
         """
         # One that was retired before this front began is none of its instances.
-        names = [name for name, address in owner.present().items() if isinstance(address, Address)]
-        domain = "all" if together and len(names) > 1 else ""
+        domains = {n: one.domain for n, one in owner.present().items() if isinstance(one, Address)}
         self._name = secrets.token_hex(8)
-        domains = dict.fromkeys(names, domain)
         self._fleet = Fleet(domains, patience, policies, self._name, joining, local_prefill)
         self._owner, self._link_timeout = owner, link_timeout
         self._clock = clock or SystemClock()

@@ -16,7 +16,7 @@ import msgspec
 from weft.common.errors import ConfigError
 from weft.common.log import get_logger
 from weft.config.group_settings import compare, shared_settings
-from weft.config.hosts import heads_on
+from weft.config.hosts import heads_on, ranks_on
 from weft.config.resolved import EngineConfig
 from weft.parallel.board import Board, board_place, open_board
 from weft.types import board as b
@@ -47,7 +47,7 @@ class RemoteHeads:
         self._incarnations = {
             r: first for node in range(1, parallel.nnodes) for r in heads_on(parallel, node)
         }
-        self._hosts = range(1, parallel.nnodes)
+        self._hosts = [node for node in range(1, parallel.nnodes) if ranks_on(parallel, node)]
         self._present: dict[int, str] = {}
         """Host -> the key under which its process, if it may work, says its settings."""
         self._answered: set[str] = set()

@@ -1,0 +1,115 @@
+"""The rolling restart, event by event: no process, no clock."""
+
+from __future__ import annotations
+
+from weft.cluster.rolling import QUIT_S, SETTLE_S, Quit, RollingRestart
+from weft.cluster.table import Kill, Member, ProcessState, ProcessTable, Start
+from weft.common.errors import EngineDead
+
+GONE = EngineDead("the process ended")
+
+
+def made(members: dict[str, Member] | list[str], restarts: int = 5) -> tuple[ProcessTable, RollingRestart]:
+    table = ProcessTable("head", members, restarts)
+    table.start(0.0)
+    return table, RollingRestart(table, 30.0)
+
+
+def answer(table: ProcessTable, rolling: RollingRestart, *, idle: bool = True) -> None:
+    """All that is watched answers."""
+    for name, incarnation in rolling.watched.items():
+        rolling.seen(name, incarnation, idle)
+
+
+def test_one_after_the_other_and_only_when_it_is_idle() -> None:
+    table, rolling = made(["0", "1"])
+    assert rolling.tick(1.0) == []
+    rolling.begin()
+    assert rolling.watched == {"0": 1, "1": 1}
+    rolling.seen("0", 1, True)
+    assert rolling.tick(1.0) == []
+    assert not table.entries["0"].draining  # the other one may still be loading
+    rolling.seen("1", 1, True)
+    assert rolling.tick(2.0) == []
+    assert [entry.draining for entry in table.entries.values()] == [True, False]
+    assert rolling.watched == {"0": 1}
+    answer(table, rolling)
+    assert rolling.tick(2.0 + SETTLE_S / 2) == []  # fronts may not have read it
+    rolling.seen("0", 1, False)
+    assert rolling.tick(10.0) == []
+    rolling.seen("0", 1, True)
+    assert rolling.tick(11.0) == [Quit("0", 1)]
+    assert rolling.tick(11.1) == []
+    assert table.lose("0", 1, GONE, 11.2) == [Kill("head", "0", 1), Start("head", "0", 2)]
+    assert rolling.tick(11.3) == []
+    assert not table.entries["1"].draining
+    rolling.seen("0", 1, True)  # old news
+    assert rolling.tick(60.0) == []
+    rolling.seen("0", 2, True)
+    assert rolling.tick(61.0) == []
+    assert table.entries["1"].draining
+    answer(table, rolling)
+    assert rolling.tick(63.0) == [Quit("1", 1)]
+    table.lose("1", 1, GONE, 63.2)
+    answer(table, rolling)
+    assert rolling.tick(64.0) == []
+    assert not rolling.active
+
+
+def test_it_charges_no_budget() -> None:
+    table, rolling = made(["0"], restarts=0)
+    rolling.begin()
+    answer(table, rolling)
+    rolling.tick(1.0)
+    assert table.lose("0", 1, GONE, 1.5) == [Kill("head", "0", 1), Start("head", "0", 2)]
+    assert table.lose("0", 2, GONE, 2.0) == [Kill("head", "0", 2)]
+    assert rolling.tick(2.5) == []
+    assert not rolling.active
+
+
+def test_work_that_does_not_end_and_processes_that_do_not_are_not_waited_for() -> None:
+    table, rolling = made(["0"])
+    rolling.begin()
+    answer(table, rolling, idle=False)
+    rolling.tick(1.0)
+    answer(table, rolling, idle=False)
+    assert rolling.tick(30.9) == []
+    assert rolling.tick(31.0) == [Quit("0", 1)]
+    assert rolling.tick(31.0 + QUIT_S - 0.1) == []
+    assert rolling.tick(31.0 + QUIT_S) == [Kill("head", "0", 1), Start("head", "0", 2)]
+    answer(table, rolling)
+    rolling.tick(60.0)
+    assert not rolling.active
+
+
+def test_those_of_a_domain_go_together() -> None:
+    table, rolling = made({"a": Member("d"), "b": Member("d"), "c": Member()})
+    rolling.begin()
+    answer(table, rolling)
+    rolling.tick(1.0)
+    assert [entry.draining for entry in table.entries.values()] == [True, True, False]
+    rolling.seen("a", 1, True)
+    assert rolling.tick(5.0) == []
+    rolling.seen("b", 1, True)
+    assert rolling.tick(5.0) == [Quit("a", 1), Quit("b", 1)]
+    table.lose("a", 1, GONE, 6.0)
+    rolling.seen("a", 2, True)
+    assert rolling.tick(6.0) == []
+    table.lose("b", 1, GONE, 6.0)
+    rolling.seen("b", 2, True)
+    rolling.tick(7.0)
+    assert table.entries["c"].draining
+
+
+def test_it_ends_where_one_does_not_come_back() -> None:
+    table, rolling = made(["0", "1"])
+    rolling.begin()
+    rolling.begin()
+    answer(table, rolling)
+    rolling.tick(1.0)
+    table.lose("0", 1, GONE, 2.0)
+    table.lose("0", 2, GONE, 3.0)
+    assert rolling.tick(4.0) == []
+    assert not rolling.active
+    assert table.entries["1"].state is ProcessState.RUNNING
+    assert not table.entries["1"].draining

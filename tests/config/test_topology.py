@@ -1,0 +1,235 @@
+"""Topology files: what they say, what is refused before anything starts, and how groups share a host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.config.test_resolve import GIB, MIB, checkpoint
+from weft.common.errors import ConfigError
+from weft.config import devices, topology
+from weft.config.flags import from_keywords
+from weft.config.gpus import gpu_environment
+from weft.config.hosts import has_ranks, heads_on, replica_spans, uses_board
+from weft.config.resolved import EngineConfig, HostShare
+from weft.config.topology import face, on_host, read_topology, resolve_groups, serves, short_form
+from weft.engine.ranks import threads_each
+from weft.parallel.remote import host_settings
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Any:
+    """Writes a topology file of a small checkpoint, ``text`` behind its model."""
+
+    def write(text: str, *, model: bool = True) -> Path:
+        file = tmp_path / "topology.yaml"
+        head = f"model: {checkpoint(tmp_path)}\nblock-size: 16\n" if model else ""
+        file.write_text(head + text)
+        return file
+
+    return write
+
+
+def resolved(file: Path) -> dict[str, EngineConfig]:
+    return {group.group: group for group in resolve_groups(read_topology(file))}
+
+
+def test_groups_have_roles_names_and_flags_of_their_own(written: Any) -> None:
+    file = written(
+        "front: {port: 8123, fronts: 2}\n"
+        "max-num-seqs: 4\n"
+        "groups:\n"
+        "  - {role: prefill, count: 2, tp: 2}\n"
+        "  - {role: decode, max_num_seqs: 8, decode-watermark: 0.1}\n"
+        "  - {role: decode, count: 2}\n"
+        "  - {role: decode, count: 2, name: spare}\n"
+        "  - {name: all}\n"
+    )
+    found = read_topology(file, {"port": 0})
+    assert (found.front.port, found.front.fronts) == (0, 2)
+    names = ["prefill0", "prefill1", "decode0", "decode1", "decode2", "spare0", "spare1", "all"]
+    assert [group.name for group in found.groups] == names
+    of = dict(found.groups)
+    assert [of[name].transfer.role for name in ("prefill1", "decode2", "spare1", "all")] == [
+        "prefill",
+        "decode",
+        "decode",
+        "unified",
+    ]
+    assert of["prefill1"].parallel.tensor_parallel_size == 2
+    assert of["decode0"].parallel.tensor_parallel_size == 1
+    assert [of[name].scheduler.max_num_seqs for name in ("prefill0", "decode0", "decode1")] == [4, 8, 4]
+    assert of["decode0"].transfer.decode_watermark == 0.1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("groups: []", "topology.yaml must be a mapping with a list of groups"),
+        ("[1]", "topology.yaml must be a mapping with a list of groups"),
+        ("groups: [decode]", r"groups\[0\] must be a mapping"),
+        ("groups: [{role: decoder}]", r"groups\[0\]: role must be one of decode, prefill, unified"),
+        ("groups: [{count: 0}]", r"groups\[0\]: count must be an integer of at least 1"),
+        ("groups: [{count: true}]", r"groups\[0\]: count must be an integer"),
+        ("groups: [{name: A b}]", r"groups\[0\]: name must be up to 24 of a-z"),
+        ("groups: [{cuont: 2}]", r"groups\[0\]: unknown key 'cuont'. Did you mean count\?"),
+        ("groups: [{max-num-seq: 2}]", r"groups\[0\]: unknown key 'max-num-seq'. Did you mean max-num-seqs"),
+        ("groups: [{max-num-seqs: no}]", r"groups\[0\]: max-num-seqs must be an integer"),
+        ("groups: [{tp: 2, tensor-parallel-size: 1}]", r"are the same setting: give one of them"),
+        ("groups: [{count: 2, count: 3}]", "'count' is given twice"),
+        ("groups: [{port: 1}]", r"groups\[0\]: 'port' is the server's: write it under front"),
+        ("groups: [{prefill: 1}]", r"groups\[0\]: 'prefill' has no place in a topology: list groups"),
+        ("groups: [{node-rank: 1}]", "'node-rank' has no place in a topology: start each host with"),
+        ("role: decode\ngroups: [{}]", "role is a group's: write it under groups"),
+        ("grups: [{}]\ngroups: [{}]", "unknown key 'grups'. Did you mean groups"),
+        ("front: [1]\ngroups: [{}]", "front must be a mapping"),
+        ("front: {prot: 1}\ngroups: [{}]", "front: unknown key 'prot'. Did you mean port"),
+        ("front: {tp: 1}\ngroups: [{}]", "front: unknown key 'tp'"),
+        ("groups: [{name: a}, {name: a}]", "two groups are called 'a'"),
+        ("groups: [{count: 1024}, {}]", "1025 groups are more than 1024"),
+    ],
+)
+def test_what_is_wrong_with_a_file(written: Any, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_topology(written(text, model=False))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "groups: [{role: prefill}]",
+            "role prefill need at least one with role decode",
+        ),
+        (
+            "groups: [{role: decode}]",
+            "role decode need at least one with role prefill",
+        ),
+        (
+            "groups: [{}, {dtype: float64}]",
+            "can never work together: --dtype is bfloat16 in unified0",
+        ),
+        (
+            "groups: [{role: decode}, {role: prefill, model: spool-text}]",
+            "decode0 and prefill0 .* --model is",
+        ),
+        ("groups: [{}, {num-hidden-layers-override: 1}]", "--num-hidden-layers-override is None in unified0"),
+        ("groups: [{}, {kv-cache-dtype: fp8}]", "--kv-cache-dtype is auto in unified0 and fp8 in unified1"),
+        ("groups: [{}, {transfer: tcp}]", "--transfer is auto in unified0 and tcp in unified1"),
+        (
+            "groups: [{}, {max-model-len: 4096}]",
+            "group unified1: --max-model-len 4096 is more than",
+        ),
+    ],
+)
+def test_groups_that_cannot_work(written: Any, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolved(written(text))
+
+
+def test_settings_that_need_not_be_alike(written: Any) -> None:
+    groups = resolved(
+        written("groups: [{role: prefill, tp: 2, block-size: 32}, {role: decode, max-model-len: 100}]")
+    )
+    assert face(tuple(groups.values())).kv.max_model_len == 100
+    assert face(tuple(groups.values())).group == "decode0"
+
+
+def test_memory_and_cores_are_divided_among_all_groups(written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their caches together are what one group's would be, of the memory that the weights leave."""
+    monkeypatch.setattr(devices, "available_memory", lambda: 12 * MIB)
+    (alone,) = resolved(written("groups: [{max-num-seqs: 4096}]")).values()
+    pair = "[{role: prefill, tp: 2}, {role: decode, count: 2}]"
+    groups = resolved(written(f"max-num-seqs: 4096\ngroups: {pair}"))
+    sizes = [pool.nbytes(one.dtype) for one in groups.values() for pool in one.kv.pools]
+    assert sizes[0] * 2 + sizes[1] + sizes[2] <= alone.kv.pools[0].nbytes(alone.dtype)
+    assert sizes[1] == sizes[2] > MIB
+    assert {threads_each(one, 8) for one in groups.values()} == {2}
+    with pytest.raises(ConfigError, match=r"group decode0: --kv-cache-memory 8M .* for each of 2 ranks"):
+        resolved(written("groups: [{role: prefill}, {role: decode, kv-cache-memory: 8M}]"))
+
+
+def test_far_more_ranks_than_cores_are_refused(written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topology, "usable_cores", lambda: 1)
+    resolved(written("groups: [{count: 4}]"))
+    with pytest.raises(ConfigError, match="5 ranks of 5 groups are too many for the 1 CPU cores"):
+        resolved(written("groups: [{count: 5}]"))
+
+
+def test_gpus_go_to_groups_in_order(written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "gpu_memory", lambda: 80 * GIB)
+
+    def seen(text: str, *gpus: str) -> list[str]:
+        monkeypatch.setattr(devices, "gpus", lambda: gpus)
+        return [
+            gpu_environment(group, rank)["CUDA_VISIBLE_DEVICES"]
+            for group in resolved(written(f"groups: {text}")).values()
+            for rank in range(group.parallel.layout.ranks)
+        ]
+
+    assert seen("[{tp: 2}, {}]", "4", "5", "6") == ["4", "5", "6"]
+    assert seen("[{count: 3}]", "4", "5") == ["4", "5", "4"]
+
+    def blocks(text: str, *gpus: str) -> int:
+        monkeypatch.setattr(devices, "gpus", lambda: gpus)
+        monkeypatch.setattr(devices, "gpu_memory", lambda: GIB)
+        return resolved(written(f"max-num-seqs: 4096\ngroups: {text}"))["unified0"].kv.pools[0].num_blocks
+
+    assert blocks("[{count: 2}]", "0") < 0.6 * blocks("[{count: 2}]", "0", "1")
+
+
+def test_the_short_form() -> None:
+    assert short_form(from_keywords({})) is None
+    found = short_form(from_keywords({"prefill": 1, "decode": 2, "port": 0, "max_num_seqs": 3}))
+    assert found is not None
+    assert [name for name, _ in found.groups] == ["prefill0", "decode0", "decode1"]
+    assert [config.transfer.role for _, config in found.groups] == ["prefill", "decode", "decode"]
+    assert {config.scheduler.max_num_seqs for _, config in found.groups} == {3}
+    for settings, message in (
+        ({"role": "decode"}, "--role decode is one group's: use --prefill P --decode D"),
+        ({"decode": 1}, "--decode 1 needs --prefill N"),
+        ({"prefill": 2}, "--prefill 2 needs --decode N"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            short_form(from_keywords(settings))
+
+
+def test_which_roles_serve() -> None:
+    assert serves({"unified"})
+    assert serves({"prefill", "decode"})
+    assert not serves({"prefill"})
+    assert not serves({"decode"})
+    assert serves({"decode"}, "local")
+    assert not serves({"prefill"}, "local")
+
+
+def test_groups_on_hosts(written: Any, tmp_path: Path) -> None:
+    file = written(
+        f"nnodes: 2\nrdzv: 10.0.0.1:7000\ngroup-secret: {tmp_path}/secret\n"
+        "groups:\n"
+        "  - {name: far, only-host: 1, count: 2}\n"
+        "  - {name: near, only-host: 0}\n"
+        "  - {name: both, tp: 2}\n"
+    )
+    found = read_topology(file)
+    zero = {group.group: group for group in resolve_groups(found)}
+    one = {group.group: group for group in resolve_groups(on_host(found, 1))}
+    assert [group.parallel.rdzv for group in zero.values()] == [f"10.0.0.1:{7000 + n}" for n in range(4)]
+    assert [uses_board(group.parallel) for group in zero.values()] == [True, True, False, False]
+    assert [has_ranks(group.parallel) for group in zero.values()] == [False, False, True, True]
+    assert [has_ranks(group.parallel) for group in one.values()] == [True, True, False, True]
+    assert heads_on(one["far1"].parallel, 1) == [0]
+    assert heads_on(one["both"].parallel, 1) == []
+    assert not replica_spans(one["far0"].parallel, 0)
+    for name in zero:  # what host 0 compares when another host comes
+        assert host_settings(zero[name]) == host_settings(one[name])
+    assert zero["both"].host.ranks == 2
+    assert one["both"].host == HostShare(ranks=3, first=2)
+    wrong = written(f"nnodes: 2\nrdzv: a:1\ngroup-secret: {tmp_path}/secret\ngroups: [{{only-host: 2}}]")
+    with pytest.raises(ConfigError, match="--only-host 2: with --nnodes 2 the last host is 1"):
+        resolved(wrong)
+    high = written("nnodes: 2\nrdzv: a:65535\ngroup-secret: x\ngroups: [{count: 2, only-host: 1}]")
+    with pytest.raises(ConfigError, match="2 ports from this one on: use one of at most 65534"):
+        resolved(high)

@@ -1,0 +1,137 @@
+"""The rolling restart: every process of a table is replaced, one after the other, with its work done. Pure.
+
+    all answer ─► drain ─idle, or too late─► quit ─ended─► its next process loads ─answers─► the next one
+
+Processes of one domain are replaced together. One that drains gets nothing new of any front; it ends by the
+table's own rule, without a charge to its budget. What of its work is left then goes on elsewhere, as after
+any loss. When a process does not come back the restart ends there: the others stay as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import NamedTuple, TypeAlias
+
+from weft.cluster import table as t
+from weft.common.errors import EngineDead
+from weft.common.log import get_logger
+
+log = get_logger(__name__)
+
+SETTLE_S = 1.0
+"""Seconds in which every front has read that a process drains, and what it had sent has arrived."""
+QUIT_S = 15.0
+"""Seconds in which a process that was told to quit must have ended."""
+
+
+class Quit(NamedTuple):
+    """Tell a head to finish its step and end."""
+
+    name: str
+    incarnation: int
+
+
+Action: TypeAlias = t.Action | Quit
+
+
+class RollingRestart:
+    """Times are seconds of one monotonic clock, which never falls."""
+
+    def __init__(self, table: t.ProcessTable, drain_timeout: float) -> None:
+        """``drain_timeout``: seconds that a process gets to finish its work."""
+        self._table = table
+        self._drain_timeout = drain_timeout
+        self._asked = False
+        """Whether one was asked for that waits until all processes answer."""
+        self._left: deque[dict[str, int]] = deque()
+        self._unit: dict[str, int] = {}
+        """Name -> incarnation, of those that are being replaced."""
+        self._idle: set[str] = set()
+        self._up: set[str] = set()
+        """Of the unit's next processes: those that answer."""
+        self._settled = self._deadline = math.inf
+        self._told = False
+        """Whether the unit was told to quit."""
+
+    @property
+    def active(self) -> bool:
+        """Whether one is under way."""
+        return bool(self._asked or self._unit or self._left)
+
+    @property
+    def watched(self) -> dict[str, int]:
+        """Name -> present incarnation, of the processes that ``seen`` should be told of."""
+        entries = self._table.entries
+        names = self._running() if self._asked else self._unit
+        return {name: entries[name].incarnation for name in names}
+
+    def begin(self) -> None:
+        """Replaces all processes, once all that run answer. Without effect while one is under way."""
+        if not self.active:
+            log.info("a rolling restart was asked for")
+            self._asked, self._up = True, set()
+
+    def end(self) -> None:
+        """Replaces no more: the server ends."""
+        self._asked, self._unit = False, {}
+        self._left.clear()
+
+    def seen(self, name: str, incarnation: int, idle: bool) -> None:
+        """That process answers. ``idle``: it has no work of any front, and nothing that others read."""
+        if self._asked:
+            self._up.add(name)
+        elif self._unit.get(name) == incarnation:
+            (self._idle.add if idle else self._idle.discard)(name)
+        elif name in self._unit and self._table.running(name, incarnation) is not None:
+            self._up.add(name)
+
+    def tick(self, now: float) -> list[Action]:
+        """What is to be done at ``now``. Comes several times a second."""
+        if self._asked and self._up >= set(running := self._running()):
+            self._asked = False
+            units: dict[str, dict[str, int]] = {}
+            for name, entry in running.items():
+                units.setdefault(entry.member.domain or f" {name}", {})[name] = entry.incarnation
+            self._left.extend(units.values())
+        if not self._unit:
+            return self._next(now)
+        entries = [self._table.entries[name] for name in self._unit]
+        ended = [one.incarnation != self._unit[name] for name, one in zip(self._unit, entries, strict=True)]
+        again = [one.incarnation > old + 1 for one, old in zip(entries, self._unit.values(), strict=True)]
+        if any(again) or any(one.state is not t.ProcessState.RUNNING for one in entries):
+            log.error("the rolling restart ends: %s did not come back", " and ".join(self._unit))
+            self.end()
+            return []
+        if all(ended):
+            if self._up >= self._unit.keys():
+                log.info("%s is restarted", " and ".join(self._unit))
+                self._unit = {}
+                return self._next(now)
+            return []
+        present = {name: old for name, old in self._unit.items() if self._table.running(name, old)}
+        if not self._told:
+            done = now >= self._settled and self._idle >= present.keys()
+            return self._quit(present, now) if done or now >= self._deadline else []
+        if now < self._deadline:
+            return []
+        error = EngineDead("the process did not end")
+        return [one for name, old in present.items() for one in self._table.lose(name, old, error, now)]
+
+    def _running(self) -> dict[str, t.ProcessEntry]:
+        entries = self._table.entries
+        return {name: one for name, one in entries.items() if one.state is t.ProcessState.RUNNING}
+
+    def _next(self, now: float) -> list[Action]:
+        if not self._left:
+            return []
+        self._unit = self._left.popleft()
+        self._idle, self._up, self._told = set(), set(), False
+        self._settled, self._deadline = now + SETTLE_S, now + max(self._drain_timeout, SETTLE_S)
+        for name, incarnation in self._unit.items():
+            self._table.drain(name, incarnation)
+        return []
+
+    def _quit(self, present: dict[str, int], now: float) -> list[Action]:
+        self._told, self._deadline = True, now + QUIT_S
+        return [Quit(name, incarnation) for name, incarnation in present.items()]

@@ -1,0 +1,312 @@
+"""Topologies: the groups of a server, each with a role and settings of its own, and what all have in common.
+
+A topology is a YAML file, or the short form ``weft serve --prefill P --decode D``:
+
+    model: spool-text            # any flag of an engine: the default of all groups
+    front: {port: 8000}          # flags of the server
+    groups:
+      - {role: prefill, tp: 2}   # any flag of an engine, for this group
+      - {role: decode, count: 2} # decode0 and decode1
+
+All of it is checked, and every group resolved, before anything starts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import msgspec
+
+from weft.common.cores import usable_cores
+from weft.common.errors import ConfigError
+from weft.common.log import get_logger
+from weft.config.file import field_of, load_yaml, parse_values
+from weft.config.flags import SETTINGS, from_values, suggest
+from weft.config.hosts import check_hosts, meeting_place, ranks_on
+from weft.config.resolve import RANKS_EACH_CORE, resolve
+from weft.config.resolved import EngineConfig, HostShare
+from weft.config.sections import Config, FrontSection, ModelSection, TransferSection
+from weft.types.messages import Role
+
+log = get_logger(__name__)
+
+MOST_GROUPS = 1024
+ROLES: tuple[str, ...] = get_args(Role)
+_NAME = re.compile(r"[a-z][a-z0-9-]{0,23}")
+_OWN_KEYS = ("role", "count", "name")
+"""Keys of a group that are no flags, and its role."""
+_NOT_IN_FILES = ("prefill", "decode", "node_rank")
+_OF_ALL = tuple(
+    name for name in TransferSection.__struct_fields__ if name not in ("role", "decode_watermark")
+)
+"""Flags that the groups of a server have alike: what fronts, or both ends of a transfer, go by."""
+_ONE_MODEL = tuple(
+    name
+    for name in ModelSection.__struct_fields__
+    if name not in ("dtype", "max_model_len", "trust_remote_code")
+)
+
+
+class GroupSettings(NamedTuple):
+    """One group, not resolved yet. Its role is ``config.transfer.role``."""
+
+    name: str
+    config: Config
+
+
+class Topology(NamedTuple):
+    """The settings of a server."""
+
+    front: FrontSection
+    groups: tuple[GroupSettings, ...]
+
+
+def short_form(config: Config) -> Topology | None:
+    """The topology of ``weft serve --prefill P --decode D``; None where it is neither.
+
+    Raises ConfigError when only one of them is given, or ``--role`` is.
+    """
+    section = config.transfer
+    if section.role != "unified":
+        raise ConfigError(
+            f"--role {section.role} is one group's: use --prefill P --decode D for that many groups of each "
+            "role, or a topology file (weft up FILE)",
+            param="--role",
+        )
+    if not section.prefill and not section.decode:
+        return None
+    if not (section.prefill and section.decode):
+        given, lacks = ("prefill", "decode") if section.prefill else ("decode", "prefill")
+        raise ConfigError(
+            f"--{given} {getattr(section, given)} needs --{lacks} N: what one kind of group begins the other "
+            "ends",
+            param=f"--{lacks}",
+        )
+    groups: list[GroupSettings] = []
+    for role in ("prefill", "decode"):
+        groups += [
+            GroupSettings(f"{role}{number}", _with_role(config, role))
+            for number in range(getattr(section, role))
+        ]
+    return Topology(config.front, tuple(groups))
+
+
+def read_topology(path: str | Path, front: Mapping[str, Any] | None = None) -> Topology:
+    """The topology of a YAML file. ``front``: field name to value, over those of the file.
+
+    Raises ConfigError naming the file and the key when the file can't be read, a key is unknown, given twice
+    or in a wrong place, or a value is wrong.
+    """
+    name = Path(path).name
+    loaded = load_yaml(path, name, "FILE")
+    if not isinstance(loaded, dict) or not isinstance(loaded.get("groups"), list) or not loaded["groups"]:
+        raise ConfigError(f"{name} must be a mapping with a list of groups, e.g. groups: [{{role: unified}}]")
+    common = {key: value for key, value in loaded.items() if key not in ("groups", "front")}
+    _check_fields(common, name, ("groups", "front"))
+    defaults = parse_values(common, name, "FILE")
+    groups: list[GroupSettings] = []
+    numbers = dict.fromkeys(ROLES, 0)
+    for number, entry in enumerate(loaded["groups"]):
+        groups += _groups(entry, f"{name}: groups[{number}]", defaults, numbers)
+    if len(groups) > MOST_GROUPS:
+        raise ConfigError(f"{name}: {len(groups)} groups are more than {MOST_GROUPS}")
+    names = [group.name for group in groups]
+    for twice in (one for one in names if names.count(one) > 1):
+        raise ConfigError(f"{name}: two groups are called {twice!r}: give one of them another name")
+    return Topology(_front(loaded.get("front"), name, front or {}), tuple(groups))
+
+
+def _groups(
+    entry: Any, where: str, defaults: Mapping[str, Any], numbers: dict[str, int]
+) -> list[GroupSettings]:
+    """Those of one entry. ``numbers``: how many of each role came before."""
+    if not isinstance(entry, dict):
+        raise ConfigError(f"{where} must be a mapping, e.g. {{role: decode, count: 2}}")
+    role = SETTINGS["role"].parse(entry.get("role", "unified"), f"{where}: role")
+    count = entry.get("count", 1)
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MOST_GROUPS:
+        raise ConfigError(f"{where}: count must be an integer of at least 1 and at most {MOST_GROUPS}")
+    settings = {key: value for key, value in entry.items() if key not in _OWN_KEYS}
+    _check_fields(settings, where, _OWN_KEYS)
+    values = {**defaults, **parse_values(settings, where, "FILE")}
+    config = _with_role(from_values(values), role)
+    name = entry.get("name")
+    if name is None:
+        first = numbers[role]
+        numbers[role] += count
+        return [GroupSettings(f"{role}{number}", config) for number in range(first, first + count)]
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ConfigError(f"{where}: name must be up to 24 of a-z, 0-9 and -, the first one a letter")
+    return [GroupSettings(f"{name}{number}" if count > 1 else name, config) for number in range(count)]
+
+
+def _check_fields(given: Mapping[Any, Any], where: str, others: tuple[str, ...]) -> None:
+    """``others``: keys that may stand beside flags there."""
+    for key in map(str, given):
+        field = field_of(key)
+        setting = SETTINGS.get(field)
+        if setting is None:
+            known = [*others, *(one.key for one in SETTINGS.values() if one.section != "front")]
+            raise ConfigError(f"{where}: unknown key {key!r}.{suggest(field.replace('_', '-'), known)}")
+        if setting.section == "front":
+            raise ConfigError(f"{where}: {key!r} is the server's: write it under front")
+        if field in _NOT_IN_FILES:
+            instead = "start each host with --node-rank" if field == "node_rank" else "list groups instead"
+            raise ConfigError(f"{where}: {key!r} has no place in a topology: {instead}")
+        if field == "role":
+            raise ConfigError(f"{where}: role is a group's: write it under groups")
+
+
+def _front(given: Any, name: str, flags: Mapping[str, Any]) -> FrontSection:
+    where = f"{name}: front"
+    if given is not None and not isinstance(given, dict):
+        raise ConfigError(f"{where} must be a mapping, e.g. {{port: 8000}}")
+    known = [setting.key for setting in SETTINGS.values() if setting.section == "front"]
+    for key in map(str, given or {}):
+        field = field_of(key).replace("_", "-")
+        if field not in known:
+            raise ConfigError(f"{where}: unknown key {key!r}.{suggest(field, known)}")
+    return from_values({**parse_values(given or {}, where, "FILE"), **flags}).front
+
+
+def _with_role(config: Config, role: str) -> Config:
+    transfer = msgspec.structs.replace(config.transfer, role=role, prefill=0, decode=0)
+    return msgspec.structs.replace(config, transfer=transfer)
+
+
+# -- from settings to configurations
+
+
+def resolve_groups(topology: Topology) -> tuple[EngineConfig, ...]:
+    """The configurations of all groups, in order, each with its share of the host.
+
+    Raises ConfigError naming the groups when one cannot work, two can never work together, or all of them
+    serve nothing.
+    """
+    _check_roles(topology)
+    topology = _over_hosts(topology)
+    here = [len(ranks_on(one.config.parallel, one.config.parallel.node_rank)) for one in topology.groups]
+    made: list[EngineConfig] = []
+    for number, (name, config) in enumerate(topology.groups):
+        share = HostShare(ranks=sum(here), first=sum(here[:number]))
+        try:
+            made.append(
+                resolve(msgspec.structs.replace(config, front=topology.front), group=name, host=share)
+            )
+        except ConfigError as error:
+            raise ConfigError(f"group {name}: {error.message}", param=error.param) from error
+    _check_alike(made)
+    _check_cores(made)
+    return tuple(made)
+
+
+def _over_hosts(topology: Topology) -> Topology:
+    """Each group with a port of its own to meet at. Raises ConfigError."""
+    groups = []
+    for number, (name, config) in enumerate(topology.groups):
+        parallel = check_hosts(config.parallel)
+        if parallel.nnodes > 1:
+            host, port = meeting_place(parallel)
+            if port + number > 65535:
+                raise ConfigError(
+                    f"--rdzv {parallel.rdzv}: the groups meet at {len(topology.groups)} ports from this one "
+                    f"on: use one of at most {65536 - len(topology.groups)}",
+                    param="--rdzv",
+                )
+            place = f"[{host}]:{port + number}" if ":" in host else f"{host}:{port + number}"
+            parallel = msgspec.structs.replace(parallel, rdzv=place)
+        groups.append(GroupSettings(name, msgspec.structs.replace(config, parallel=parallel)))
+    return topology._replace(groups=tuple(groups))
+
+
+def on_host(topology: Topology, node: int) -> Topology:
+    """The same, as host ``node`` sees it. Raises ConfigError when there is no such host."""
+    groups = []
+    for name, config in topology.groups:
+        parallel = msgspec.structs.replace(config.parallel, node_rank=node)
+        groups.append(GroupSettings(name, msgspec.structs.replace(config, parallel=parallel)))
+    return topology._replace(groups=tuple(groups))
+
+
+def serves(roles: set[str], fallback: str = "none") -> bool:
+    """Whether groups of ``roles`` can serve a request. ``fallback``: see ``--prefill-fallback``."""
+    return "unified" in roles or ("decode" in roles and ("prefill" in roles or fallback == "local"))
+
+
+def face(groups: tuple[EngineConfig, ...]) -> EngineConfig:
+    """What fronts go by: the first group that ends sequences, with the limits that hold for all."""
+    first = next(group for group in groups if group.transfer.role != "prefill")
+    if len(groups) == 1:
+        return first
+    replace = msgspec.structs.replace
+    timeout = max(group.parallel.rank_timeout for group in groups)
+    together = all(group.parallel.enable_expert_parallel for group in groups)
+    length = min(group.kv.max_model_len for group in groups)
+    parallel = replace(first.parallel, rank_timeout=timeout, enable_expert_parallel=together)
+    return replace(first, parallel=parallel, kv=replace(first.kv, max_model_len=length))
+
+
+def _check_roles(topology: Topology) -> None:
+    roles = {group.config.transfer.role for group in topology.groups}
+    if not serves(set(roles)):
+        lacks = "decode" if "prefill" in roles else "prefill"
+        has = "prefill" if lacks == "decode" else "decode"
+        raise ConfigError(
+            f"the groups serve nothing: those with role {has} need at least one with role {lacks}, or one "
+            "that is unified"
+        )
+
+
+def _check_alike(groups: list[EngineConfig]) -> None:
+    """Every group can take over the sequences of every other."""
+    first = groups[0]
+    for other in groups[1:]:
+        for flag, one, two in _facts(first, other):
+            if one != two:
+                raise ConfigError(
+                    f"groups {first.group} and {other.group} can never work together: {flag} is {one} in "
+                    f"{first.group} and {two} in {other.group}",
+                    param=flag,
+                )
+        if first.spec != other.spec:
+            raise ConfigError(
+                f"groups {first.group} and {other.group} can never work together: their models or caches "
+                "differ",
+                param="--model",
+            )
+
+
+def _facts(one: EngineConfig, other: EngineConfig) -> list[tuple[str, object, object]]:
+    """(flag, value of the one, value of the other)."""
+    found: list[tuple[str, object, object]] = []
+    for sections, names in (
+        ((one.model, other.model), _ONE_MODEL),
+        ((one.transfer, other.transfer), _OF_ALL),
+    ):
+        for name in names:
+            found.append((SETTINGS[name].flag, getattr(sections[0], name), getattr(sections[1], name)))
+    found.append(("--dtype", one.dtype, other.dtype))
+    found.append(("--kv-cache-dtype", one.cache.kv_cache_dtype, other.cache.kv_cache_dtype))
+    methods = one.speculation.speculative_method, other.speculation.speculative_method
+    if "mtp" in methods:  # the module has a cache of its own; n-grams have none
+        found.append(("--speculative-method", *methods))
+    return found
+
+
+def _check_cores(groups: list[EngineConfig]) -> None:
+    """As ``resolve.check_cores``, over all groups."""
+    ranks = groups[0].host.ranks
+    cores = usable_cores()
+    if ranks <= cores or all(group.device != "cpu" for group in groups):
+        return
+    if ranks > RANKS_EACH_CORE * cores:
+        raise ConfigError(
+            f"{ranks} ranks of {len(groups)} groups are too many for the {cores} CPU cores of this process, "
+            f"which take {RANKS_EACH_CORE} each: start fewer groups, or smaller ones"
+        )
+    log.warning(
+        "%d ranks of %d groups, with at least one thread each, share %d CPU cores", ranks, len(groups), cores
+    )

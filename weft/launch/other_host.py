@@ -1,0 +1,119 @@
+"""A host other than the first: runs its share of a server's groups, each in a process of its own.
+
+Entry point of one group: ``python -m weft.launch.other_host PARENT LOG_LEVEL``. Its EngineConfig comes on
+standard input, as msgpack. Ends with status 2 after a configuration error.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from weft.common import env, log, signals
+from weft.common.errors import ConfigError, WeftError
+from weft.common.title import set_title
+from weft.config.hosts import has_ranks, uses_board
+from weft.config.resolved import EngineConfig
+from weft.launch import child
+from weft.launch.node import until_stopped
+
+logger = log.get_logger(__name__)
+
+_LOOK = 0.2
+_END_S = 10.0
+"""Seconds that groups get to end after a signal."""
+
+
+def serve_group(config: EngineConfig, log_level: str) -> int:
+    """Runs the group's share of this host until the server ends, or a signal comes. Raises ConfigError."""
+    from weft.launch.host import serve_host
+    from weft.launch.node import serve_node
+
+    keep = serve_host if uses_board(config.parallel) else serve_node
+    return keep(config, log_level)
+
+
+def serve_groups(groups: Sequence[EngineConfig], log_level: str) -> int:
+    """Runs the share that this host has of ``groups`` until the server ends, or a signal comes (0).
+
+    Returns the worst status of a group; one that ends leaves the others. Raises ConfigError.
+    """
+    mine = [group for group in groups if has_ranks(group.parallel)]
+    node = groups[0].parallel.node_rank
+    if not mine:
+        raise ConfigError(f"--node-rank {node}: no group has ranks on this host", param="--node-rank")
+    if len(mine) == 1:
+        return serve_group(mine[0], log_level)
+    set_title(f"host {node}", groups[0].served_names[0])
+    running: dict[str, subprocess.Popen[bytes]] = {}
+    statuses: list[int] = []
+
+    def keep() -> int:
+        for group in mine:
+            running[group.group] = _start(group, log_level)
+        while running:
+            time.sleep(_LOOK)
+            for name, process in list(running.items()):
+                if (status := process.poll()) is not None:
+                    del running[name]
+                    statuses.append(status if status >= 0 else 1)
+                    if status:
+                        logger.error("group %s ended with status %d", name, status)
+        return max(statuses)
+
+    try:
+        return until_stopped(keep)
+    finally:
+        _end(list(running.values()))
+
+
+def _start(config: EngineConfig, log_level: str) -> subprocess.Popen[bytes]:
+    """From the main thread: the kernel ties the child to the thread that made it."""
+    command = [sys.executable, "-m", "weft.launch.other_host", str(os.getpid()), log_level]
+    with signals.blocked():
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, env=env.child_environment())
+    assert process.stdin is not None
+    try:
+        with process.stdin as stdin:
+            stdin.write(msgspec.msgpack.encode(config))
+    except BrokenPipeError:  # it died before it read its configuration
+        pass
+    return process
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        process.terminate()
+    until = time.monotonic() + _END_S
+    for process in processes:
+        try:
+            process.wait(max(until - time.monotonic(), 0.0))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def run(arguments: list[str]) -> int:
+    """Runs one group's share; returns the exit status."""
+    parent, level = arguments
+    child.die_with_parent(int(parent))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOPS)  # its parent passes them on
+    child.forbid_core_dumps()
+    config = child.read_setup(EngineConfig)
+    set_title(f"host {config.parallel.node_rank} of {config.group}", config.served_names[0])
+    log.configure(level, f"host {config.parallel.node_rank} {config.group}")
+    try:
+        return serve_group(config, level)
+    except WeftError as error:
+        print(f"weft: group {config.group}: {error.message}", file=sys.stderr, flush=True)
+        return 2 if isinstance(error, ConfigError) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))

@@ -1,0 +1,133 @@
+"""A server: fronts and heads of all its groups, joined by sockets in a private folder.
+
+One front runs in this process and owns the heads. Several are children beside the heads, and this process is
+their supervisor: see ``weft.cluster``.
+"""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from weft.common import log, signals
+from weft.common.folder import private_folder
+from weft.common.title import set_title
+from weft.config.resolved import EngineConfig
+from weft.config.sections import FrontSection
+from weft.config.topology import face, serves
+from weft.launch import child
+
+if TYPE_CHECKING:
+    from weft.engine.heads import HeadGroups
+
+_SECONDS_TO_CLOSE = 5.0
+
+
+def configure_log(front: FrontSection, host: int) -> None:
+    """Log lines name this process: what it is on host ``host``."""
+    process = "front" if front.fronts == 1 else "supervisor"
+    log.configure(front.log_level, f"host {host}" if host else process)
+
+
+def run(groups: tuple[EngineConfig, ...], front: FrontSection) -> int:
+    """Serves until told to stop, or until nothing can be served any more; returns the exit status.
+
+    A host other than the first of several runs its share of heads and ranks for the front on the first one.
+    """
+    resolved = face(groups)
+    if resolved.parallel.node_rank:
+        from weft.launch.other_host import serve_groups
+
+        child.forbid_core_dumps()
+        return serve_groups(groups, front.log_level)
+    from weft.cluster.owner import HeadOwner
+    from weft.engine.heads import HeadGroups
+    from weft.front.server import serve as run_front
+
+    name = "server" if front.fronts == 1 else "supervisor"
+    set_title(name, resolved.served_names[0])
+
+    child.forbid_core_dumps()
+    # Until the front takes signals over, each ends this process in order: no folder is left behind.
+    for number in signals.heeded():
+        signal.signal(number, signals.end)
+    signal.signal(signals.RESTART, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOPS)
+    folder = private_folder()
+    heads: HeadGroups | None = None
+    patience, status = 0.0, 1
+    ends: list[int] = []
+    try:
+        heads = HeadGroups(groups, folder, front.log_level)
+        if front.fronts > 1:
+            status = run_fronts(resolved, front, heads, folder)
+        else:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOPS)
+            owner = HeadOwner(
+                heads.members,
+                heads,
+                front.engine_restarts,
+                serves=functools.partial(serves, fallback=resolved.transfer.prefill_fallback),
+                drain_timeout=front.drain_timeout,
+            )
+            signal.signal(signals.RESTART, lambda *_: owner.restart())
+            owner.start()
+            status = run_front(resolved, front, owner)
+        # After a signal that cuts short there is nothing to wait for: heads still load, or are not to finish.
+        patience = 0.0 if status > 128 else _SECONDS_TO_CLOSE
+    finally:
+        signals.ignore()
+        signal.signal(signals.RESTART, signal.SIG_IGN)
+        if heads is not None:
+            ends = heads.close(patience, 0 if status > 128 else status)
+        shutil.rmtree(folder, ignore_errors=True)
+    return 2 if status != 0 and 2 in ends else status
+
+
+def run_fronts(resolved: EngineConfig, front: FrontSection, heads: HeadGroups, folder: Path) -> int:
+    """Serves with several fronts on one port, as their supervisor; returns the exit status.
+
+    ``folder``: for the registry; only this user may enter it. Raises ConfigError when the port can't be used.
+    """
+    from weft.cluster.server import ClusterServer
+    from weft.cluster.supervisor import Supervisor
+    from weft.front.server import bind, ready_text
+    from weft.launch.front_main import FrontSetup, start_front
+
+    # It never listens: it finds the port, and keeps it for fronts that are started again. Others of this user
+    # could share a port that is shared from the beginning, and this server would not notice.
+    with bind(front.host, front.port, listens=False) as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        section = msgspec.structs.replace(front, port=reserved.getsockname()[1])
+
+        def start(name: str, incarnation: int, link: socket.socket) -> subprocess.Popen[bytes]:
+            setup = FrontSetup(
+                config=resolved,
+                section=section,
+                name=name,
+                folder=str(folder),
+                serving=incarnation > 1,
+            )
+            return start_front(setup, link)
+
+        def announce() -> None:
+            sys.stdout.write(ready_text(reserved, resolved.served_names[0], bool(front.api_key)))
+            sys.stdout.flush()
+
+        supervisor = Supervisor(
+            heads.members,
+            [str(number) for number in range(front.fronts)],
+            restarts=front.engine_restarts,
+            drain_timeout=front.drain_timeout,
+            serves=functools.partial(serves, fallback=resolved.transfer.prefill_fallback),
+        )
+        secret = resolved.parallel.group_secret
+        return ClusterServer(supervisor, heads, start, folder, announce, secret=secret).run()

@@ -1,0 +1,66 @@
+"""``weft up``: a server of several groups, each with settings of its own, from a topology file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from weft.config.resolved import EngineConfig
+from weft.config.sections import Config, FrontSection
+from weft.launch import options
+from weft.launch.serve import with_keys
+
+
+@click.command(cls=options.Command)
+@click.argument("file", type=click.Path())
+@click.option("--check", is_flag=True, help="Only check FILE, and print what it would start.")
+@options.settings(("front",), ("node_rank",), file=False)
+def up(file: str, check: bool, **given: Any) -> int:
+    """Serve the groups of the topology FILE over an OpenAI-compatible API.
+
+    FILE is YAML: flags of an engine, which hold for all groups; under `front` flags of the server, over
+    which those given here win; and under `groups` a list, each with a role (unified, prefill or decode), a
+    count and flags of its own. There are ready-made ones in the folder examples. SIGUSR1 has all groups
+    restarted, one after the other, without a request being lost.
+    """
+    from weft.config.topology import on_host, read_topology, resolve_groups
+    from weft.launch.server import configure_log, run
+
+    node = given.pop("node_rank") or 0
+    topology = on_host(read_topology(file, options.given_values(given)), node)
+    front = with_keys(Config(front=topology.front)).front
+    configure_log(front, node)
+    groups = resolve_groups(topology._replace(front=front))
+    if check:
+        click.echo(describe(groups, front))
+        return 0
+    return run(groups, front)
+
+
+def describe(groups: tuple[EngineConfig, ...], front: FrontSection) -> str:
+    """What would be started: a line for the server, and one for each group."""
+    one = groups[0]
+    ranks = sum(group.parallel.layout.ranks for group in groups)
+    lines = [
+        f"{one.served_names[0]} ({one.dtype}, {one.device}) on {front.host}:{front.port}: "
+        f"{_count(front.fronts, 'front')}, {_count(len(groups), 'group')}, {_count(ranks, 'rank')}"
+    ]
+    width = max(len(group.group) for group in groups)
+    for group in groups:
+        parallel = group.parallel
+        layout = [f"{parallel.layout.ranks} x {group.device}"]
+        layout += [f"tp {parallel.tensor_parallel_size}"] if parallel.tensor_parallel_size > 1 else []
+        layout += [f"dp {parallel.data_parallel_size}"] if parallel.data_parallel_size > 1 else []
+        layout += ["ep"] if parallel.enable_expert_parallel else []
+        if parallel.nnodes > 1:
+            alone = parallel.only_host
+            layout += [f"{parallel.nnodes} hosts" if alone is None else f"host {alone}"]
+        layout += [f"GPUs {','.join(group.gpus)}"] if group.gpus else []
+        pools = "; ".join(pool.describe(group.dtype) for pool in group.kv.pools)
+        lines.append(f"  {group.group:<{width}}  {group.transfer.role:<7}  {', '.join(layout)}: {pools}")
+    return "\n".join(lines)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"

@@ -1,0 +1,72 @@
+"""What an owner hears of a head, beside the links of fronts: whether it answers, and whether it has work."""
+
+from __future__ import annotations
+
+import contextlib
+
+import msgspec
+import zmq
+
+from weft.links.link import Address
+from weft.types import messages as m
+
+LINGER_MS = 500
+
+
+class HeadProbe:
+    """One connection to the process at an address. Never waits. Used from one thread."""
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket: zmq.Socket[bytes] | None = None
+        self.answers = False
+        """Whether it has loaded its model and answers."""
+        self.idle = False
+        """Whether it has no sequence of any front, and no transfer touches its memory, by its last word."""
+
+    def look(self) -> None:
+        """Takes in what has come."""
+        if self._socket is None and not self._connect():
+            return
+        assert self._socket is not None
+        with contextlib.suppress(zmq.Again):
+            while True:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                with contextlib.suppress(ValueError, msgspec.MsgspecError):
+                    (frame,) = frames
+                    self._take(m.decode_to_front(frame))
+
+    def quit(self) -> None:
+        """Has the head finish its step and end."""
+        self._send(m.Shutdown())
+
+    def close(self) -> None:
+        """Says goodbye. Idempotent."""
+        self._send(m.Goodbye())
+        self._context.destroy(LINGER_MS)
+
+    def _connect(self) -> bool:
+        endpoint = self._address.endpoint
+        place = endpoint if isinstance(endpoint, str) else endpoint()
+        if place is None:
+            return False
+        self._socket = self._context.socket(zmq.DEALER)
+        if self._address.keys is not None:
+            self._address.keys.guard_rank(self._socket)
+        self._socket.connect(place)
+        self._send(m.Hello(versions=(m.OLDEST, m.VERSION), front="owner"))
+        return True
+
+    def _send(self, message: m.ToHead) -> None:
+        if self._socket is not None and not self._socket.closed:
+            with contextlib.suppress(zmq.Again):
+                self._socket.send(m.encode(message), zmq.NOBLOCK)
+
+    def _take(self, message: m.ToFront) -> None:
+        if isinstance(message, m.Welcome):
+            self.answers = True
+        elif isinstance(message, m.Heartbeat):
+            stats = message.stats
+            rooms = 0 if stats.transfers is None else stats.transfers.rooms
+            self.idle = not (stats.running or stats.waiting or rooms)
