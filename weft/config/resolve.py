@@ -92,7 +92,7 @@ def resolve(config: Config) -> EngineConfig:
             max_model_len,
             scheduler,
             copies=copies,
-            snapshots=cache.enable_prefix_caching,
+            snapshots=cache.enable_prefix_caching or config.transfer.role != "unified",
         ),
         block_size=cache.block_size,
         enable_prefix_caching=cache.enable_prefix_caching,
