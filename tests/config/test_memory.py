@@ -90,6 +90,20 @@ def test_snapshots_get_a_share_that_is_never_the_larger() -> None:
     assert only[0].num_blocks > 500
 
 
+def test_states_that_pass_between_groups_have_snapshots_without_prefix_caching() -> None:
+    """One for each sequence that can run, up to a bound; and what is said to fit does."""
+    model = spec(FULL, STATE)
+    for seqs, more in ((2, 2), (500, memory.ROOM_SNAPSHOTS)):
+        section = SchedulerSection(max_num_seqs=seqs)
+        need = memory.bytes_for(model, 64, "bfloat16", 1, 4096, section, rooms=True)
+        pools = memory.pools_for(model, 64, "bfloat16", need, 4096, section, snapshots=False, rooms=True)
+        assert pools[1].num_blocks == memory.MIN_SNAPSHOTS + more
+        with pytest.raises(ConfigError):
+            memory.pools_for(model, 64, "bfloat16", need - 1, 4096, section, snapshots=False, rooms=True)
+        longest = memory.longest_that_fits(model, 64, "bfloat16", need, 1 << 20, section, rooms=True)
+        assert 4096 <= longest < 4096 + 64
+
+
 def test_a_snapshot_costs_no_more_than_the_lines_it_saves_from() -> None:
     assert memory.snapshot_stride(spec(FULL, STATE), 64, "bfloat16") == memory.MIN_STRIDE
     heavy = CacheSpec(kind="state", layers=tuple(range(36)), parts=PARTS, form="delta")

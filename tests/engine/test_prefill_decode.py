@@ -17,6 +17,7 @@ from weft.config.resolve import resolve
 from weft.config.sections import TransferSection
 from weft.engine.core import EngineCore
 from weft.types import messages as m
+from weft.types.rooms import OfferRoom, RoomRequest
 from weft.types.sampling import TokenParams
 
 GREEDY = TokenParams(temperature=0.0, max_tokens=12)
@@ -235,3 +236,23 @@ def test_with_drafts_without_a_prefix_cache_in_8_bits_and_with_few_slots(
     submits = [submit(n, ids, (GREEDY, SAMPLED)[n % 2]) for n, ids in enumerate(prompts(6))]
     expected = unified(config_of(tmp_path, family, 8, "unified", **settings), submits)
     check(pairs(family, (8, 16), **settings), submits, expected)
+
+
+def test_an_offer_leaves_while_the_step_computes_that_admits_its_sequence(
+    pairs: Callable[..., EnginePair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = pairs("llama")
+    core = pair.prefill
+    assert core.rooms is not None
+    in_flight: list[int] = []
+    request = core.rooms._request
+
+    def noted(one: RoomRequest) -> None:
+        if isinstance(one, OfferRoom):
+            in_flight.append(core.scheduler.in_flight)
+        request(one)
+
+    monkeypatch.setattr(core.rooms, "_request", noted)
+    pair.submit(submit(1, prompts(3)[2], GREEDY))
+    pair.run()
+    assert in_flight == [1]

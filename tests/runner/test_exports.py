@@ -15,9 +15,13 @@ import torch
 
 from tests.runner.rooms_rig import KEY, Side, config_of, logprobs
 from weft.common.errors import ConfigError, EngineDead
+from weft.config.flags import from_keywords
+from weft.config.resolve import resolve
 from weft.engine.build import build_runner
-from weft.engine.rank_rooms import check_rooms
+from weft.engine.rank_rooms import check_rooms, dims_of
+from weft.launch.tiny import write_family
 from weft.runner import exports
+from weft.transfer.group_layout import compatible, tensors_of
 from weft.transfer.words import RankReport
 from weft.types import plan as p
 from weft.types.rooms import Outcome
@@ -276,3 +280,27 @@ def test_only_groups_with_a_role_have_threads_and_sockets(make: Callable[..., li
         side.close()
     assert threading.active_count() == before
     assert not any(path.parent.exists() for path in paths)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_group_describes_what_each_of_its_ranks_allocates(tmp_path: Path, family: str, ranks: int) -> None:
+    config = config_of(tmp_path, family, 8, "prefill", tensor_parallel_size=ranks, threads=1)
+    dims = dims_of(config, config.kv)
+    assert dims.ranks == ranks
+    tensors = tensors_of(dims)  # raises where a tensor has not a rank's share of heads
+    alone = config_of(tmp_path, family, 16, "decode")
+    assert compatible(dims, dims_of(alone, alone.kv)) is None
+    for kind, pool in zip(tensors, config.kv.pools, strict=True):
+        assert [tensor.nbytes for tensor in kind] == [layout.nbytes for layout in pool.tensors(config.dtype)]
+
+
+def test_recurrent_groups_with_a_role_have_snapshots_without_a_prefix_cache(tmp_path: Path) -> None:
+    settings = {"model": str(write_family(tmp_path, "qwen3_next")), "load_format": "dummy", "device": "cpu"}
+    settings |= {"tokenizer": "spool-text", "kv_cache_memory": "64M", "enable_prefix_caching": False}
+
+    def snapshots(**more: Any) -> int:
+        pools = resolve(from_keywords({**settings, **more})).kv.pools
+        return next(pool.num_blocks for pool in pools if pool.cache.kind == "state")
+
+    assert snapshots(role="decode") > snapshots()

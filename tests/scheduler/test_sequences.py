@@ -9,7 +9,17 @@ import pytest
 from tests.scheduler.fake_runner import BAD_SEED, ROW_ERROR, VOCAB, alone, kv_config, submit
 from tests.scheduler.harness import Rig
 from weft.common.errors import ContextLength, EngineDead, InvalidRequest
-from weft.scheduler.sequence import TRANSITIONS, Awaiting, AwaitingLeader, Ended, Running, Sequence, Waiting
+from weft.scheduler.sequence import (
+    TRANSITIONS,
+    Awaiting,
+    AwaitingLeader,
+    Ended,
+    FetchedTables,
+    Fetching,
+    Running,
+    Sequence,
+    Waiting,
+)
 from weft.scheduler.slot_columns import SlotColumns
 from weft.types.messages import Submit
 
@@ -262,6 +272,7 @@ def test_states_change_by_the_table_alone() -> None:
     states = [
         AwaitingLeader(),
         Awaiting(),
+        Fetching(FetchedTables(-2, 8)),
         Waiting(),
         Running(columns=SlotColumns(1), slot=0, gen=1, known=1),
         Ended("stop"),

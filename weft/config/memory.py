@@ -5,7 +5,8 @@ A pool is worth its weakest kind, so bytes are divided in proportion to what one
 one block more than it gives out, the null block; it is paid for here.
 
 A recurrent state is no entry in a pool: every slot has its copies of it, which come off first. The pool of
-its kind holds snapshots, of which a sequence needs none: they get ``MIN_SNAPSHOTS``, and a share.
+its kind holds snapshots, of which a sequence needs none: they get ``MIN_SNAPSHOTS``, and a share. In groups
+that send or receive caches ("rooms") a state passes through a snapshot, and there are more of them.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ GIB = 1 << 30
 
 MIN_SNAPSHOTS = 4
 """Snapshots of the recurrent state that every pool of them has."""
+ROOM_SNAPSHOTS = 32
+"""More of them, at most, where states are sent or received: one for each sequence that can run."""
 MIN_STRIDE = 1024
 """Positions between two snapshots of one prompt, at least."""
 
@@ -125,6 +128,7 @@ def _needs(
     scheduler: SchedulerSection,
     copies: int,
     snapshots: bool,
+    rooms: bool,
 ) -> _Needs:
     at = [kind_block(cache, block_size) for cache in spec.caches]
     sizes = [block_bytes(cache, size, dtype) for cache, size in zip(spec.caches, at, strict=True)]
@@ -136,7 +140,7 @@ def _needs(
     states = [number for number, cache in enumerate(spec.caches) if cache.kind == "state"]
     if states:
         snapshot = sum(sizes[number] for number in states)
-        fixed += MIN_SNAPSHOTS * snapshot
+        fixed += least_snapshots(scheduler, rooms) * snapshot
         if snapshots:
             share = _snapshots_for_one(spec, block_size, dtype, max_model_len)
             entries = sum(count * size for count, size in zip(blocks, sizes, strict=True))
@@ -145,6 +149,11 @@ def _needs(
             for number in states:
                 blocks[number] = share
     return _Needs(fixed, sizes, blocks)
+
+
+def least_snapshots(scheduler: SchedulerSection, rooms: bool) -> int:
+    """Snapshots that a pool of them has in any case."""
+    return MIN_SNAPSHOTS + (min(scheduler.max_num_seqs, ROOM_SNAPSHOTS) if rooms else 0)
 
 
 def _snapshots_for_one(spec: ModelSpec, block_size: int, dtype: str, max_model_len: int) -> int:
@@ -162,12 +171,14 @@ def bytes_for(
     *,
     copies: int = 1,
     snapshots: bool = False,
+    rooms: bool = False,
 ) -> int:
     """Cache bytes for ``sequences`` of ``max_model_len`` in every kind; live states, null blocks included.
 
     ``copies``: of a slot's recurrent state. ``snapshots``: whether beyond the least there are some.
+    ``rooms``: whether caches are sent to other groups or come from there.
     """
-    needs = _needs(spec, block_size, dtype, max_model_len, scheduler, copies, snapshots)
+    needs = _needs(spec, block_size, dtype, max_model_len, scheduler, copies, snapshots, rooms)
     return needs.fixed + sequences * needs.one
 
 
@@ -181,22 +192,23 @@ def pools_for(
     *,
     copies: int = 1,
     snapshots: bool = True,
+    rooms: bool = False,
 ) -> tuple[PoolSpec, ...]:
     """The pools that ``num_bytes`` of cache make, one for each kind of ``spec``; see ``bytes_for``.
 
-    Where bytes are short, or without ``snapshots``, there are ``MIN_SNAPSHOTS``.
+    Where bytes are short, or without ``snapshots``, there are ``least_snapshots``.
 
     Raises ConfigError naming --max-model-len and --kv-cache-memory (and --max-num-seqs, where slots have
     states), with values that would work, unless every kind can hold one sequence of ``max_model_len``.
     """
-    needs = _needs(spec, block_size, dtype, max_model_len, scheduler, copies, snapshots)
+    needs = _needs(spec, block_size, dtype, max_model_len, scheduler, copies, snapshots, rooms)
     if num_bytes < needs.fixed + needs.one:
-        needs = _needs(spec, block_size, dtype, max_model_len, scheduler, copies, False)
+        needs = _needs(spec, block_size, dtype, max_model_len, scheduler, copies, False, rooms)
     usable = num_bytes - needs.fixed
     one = needs.one
     if usable < one:
         longest = longest_that_fits(
-            spec, block_size, dtype, num_bytes, max_model_len, scheduler, copies=copies
+            spec, block_size, dtype, num_bytes, max_model_len, scheduler, copies=copies, rooms=rooms
         )
         live = live_bytes(spec, dtype, scheduler, copies)
         raise _too_small(num_bytes, needs.fixed + one, max_model_len, longest, live, scheduler)
@@ -206,9 +218,8 @@ def pools_for(
         if cache.kind == "state":
             stride = snapshot_stride(spec, block_size, dtype)
             unit = hit_unit(spec, block_size)
-            pools.append(
-                PoolSpec(cache=cache, block_size=unit, num_blocks=MIN_SNAPSHOTS + count, stride=stride)
-            )
+            count += least_snapshots(scheduler, rooms)
+            pools.append(PoolSpec(cache=cache, block_size=unit, num_blocks=count, stride=stride))
         else:
             pools.append(PoolSpec(cache=cache, block_size=kind_block(cache, block_size), num_blocks=count))
     return tuple(pools)
@@ -249,13 +260,15 @@ def longest_that_fits(
     scheduler: SchedulerSection,
     *,
     copies: int = 1,
+    rooms: bool = False,
 ) -> int:
     """The largest max_model_len up to ``most`` of which ``num_bytes`` hold one sequence; 0 if none does."""
     low = 0
     high = most
     while low < high:
         middle = (low + high + 1) // 2
-        if bytes_for(spec, block_size, dtype, 1, middle, scheduler, copies=copies) <= num_bytes:
+        needed = bytes_for(spec, block_size, dtype, 1, middle, scheduler, copies=copies, rooms=rooms)
+        if needed <= num_bytes:
             low = middle
         else:
             high = middle - 1

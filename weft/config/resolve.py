@@ -7,6 +7,7 @@ The result is frozen and holds no device, no open file and no torch.
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +90,11 @@ def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> E
     gpus = gpus_of_group(here, config.parallel, host)
     dtype = choose_dtype(model, spec, device, path)
     copies = 1 + speculation.drafts
-    num_bytes = cache_bytes(spec, dtype, device, model, cache, scheduler, copies, config.parallel, host)
-    kv = divide_cache(local, dtype, num_bytes, model, cache, scheduler, copies)
+    rooms = transfer.role != "unified"
+    num_bytes = cache_bytes(
+        spec, dtype, device, model, cache, scheduler, copies, config.parallel, host, rooms
+    )
+    kv = divide_cache(local, dtype, num_bytes, model, cache, scheduler, copies, rooms)
     return EngineConfig(
         model_path=path,
         tokenizer_path=tokenizer_path,
@@ -121,9 +125,11 @@ def divide_cache(
     cache: CacheSection,
     scheduler: SchedulerSection,
     copies: int,
+    rooms: bool,
 ) -> KVConfig:
-    """The pools that a rank makes of ``num_bytes``, and the context length. ``spec``: of a rank's share."""
-    max_model_len = choose_max_model_len(spec, dtype, num_bytes, model, cache, scheduler, copies)
+    """The pools that a rank makes of ``num_bytes``, and the context length. ``spec``: of a rank's share.
+    ``rooms``: as in ``bytes_for``."""
+    max_model_len = choose_max_model_len(spec, dtype, num_bytes, model, cache, scheduler, copies, rooms)
     return KVConfig(
         pools=pools_for(
             spec,
@@ -134,6 +140,7 @@ def divide_cache(
             scheduler,
             copies=copies,
             snapshots=cache.enable_prefix_caching,
+            rooms=rooms,
         ),
         block_size=cache.block_size,
         enable_prefix_caching=cache.enable_prefix_caching,
@@ -297,12 +304,15 @@ def cache_bytes(
     copies: int = 1,
     parallel: ParallelSection = ParallelSection(),
     host: HostShare = HostShare(),
+    rooms: bool = False,
 ) -> int:
     """Bytes for a rank's cache pools: as asked, or what its device leaves, at most what all sequences could
     use. A host's ranks, of all groups, share a CPU's memory evenly, and so do those that have the same GPU.
 
-    ``spec``: of the whole model. ``copies``: of a slot's recurrent state. On a GPU the default is a first
-    division from estimates; the engine divides again, with ``pools_for``, when the weights are loaded.
+    ``spec``: of the whole model. ``copies``: of a slot's recurrent state. ``rooms``: as in ``bytes_for``.
+
+    On a GPU the default is a first division from estimates; the engine divides again, with ``pools_for``,
+    when the weights are loaded.
     """
     if cache.kv_cache_memory is not None:
         asked = parse_size(cache.kv_cache_memory)
@@ -312,23 +322,15 @@ def cache_bytes(
     weights = weight_bytes(spec, dtype, model.quantization, parallel.layout, parallel.redundant_experts)
     spec = local_spec(spec, parallel.layout)
     length = model.max_model_len if isinstance(model.max_model_len, int) else spec.max_position
-    usable = bytes_for(
-        spec,
-        cache.block_size,
-        dtype,
-        scheduler.max_num_seqs,
-        length,
-        scheduler,
-        copies=copies,
-        snapshots=cache.enable_prefix_caching,
-    )
+    needs = partial(bytes_for, spec, cache.block_size, dtype, copies=copies, rooms=rooms)
+    usable = needs(scheduler.max_num_seqs, length, scheduler, snapshots=cache.enable_prefix_caching)
     if device == "cpu":
         available = devices.available_memory()
         if available is None:
             return min(_CPU_CACHE_MOST, usable)
         available //= _sharers(parallel, device, host)
         share = int(max(available - weights, 0) * _CPU_CACHE_SHARE)
-        one = bytes_for(spec, cache.block_size, dtype, 1, length, scheduler, copies=copies)
+        one = needs(1, length, scheduler)
         return min(share, usable, max(_CPU_CACHE_MOST, one))
     total = devices.gpu_memory()
     if total is None:
@@ -379,6 +381,7 @@ def choose_max_model_len(
     cache: CacheSection,
     scheduler: SchedulerSection,
     copies: int = 1,
+    rooms: bool = False,
 ) -> int:
     """The context length: as asked, the model's own, or with ``auto`` the longest that the cache holds."""
     if isinstance(model.max_model_len, int):
@@ -392,12 +395,13 @@ def choose_max_model_len(
     if model.max_model_len is None:
         return spec.max_position
     longest = longest_that_fits(
-        spec, cache.block_size, dtype, num_bytes, spec.max_position, scheduler, copies=copies
+        spec, cache.block_size, dtype, num_bytes, spec.max_position, scheduler, copies=copies, rooms=rooms
     )
     if longest < 1:
         if live_bytes(spec, dtype, scheduler):
-            pools_for(spec, cache.block_size, dtype, num_bytes, 1, scheduler, copies=copies)  # says more
-        one = bytes_for(spec, cache.block_size, dtype, 1, 1, scheduler, copies=copies)
+            # This says more.
+            pools_for(spec, cache.block_size, dtype, num_bytes, 1, scheduler, copies=copies, rooms=rooms)
+        one = bytes_for(spec, cache.block_size, dtype, 1, 1, scheduler, copies=copies, rooms=rooms)
         raise ConfigError(
             f"--kv-cache-memory {show_bytes(num_bytes)} does not hold one block "
             f"(--block-size {cache.block_size}): set --kv-cache-memory to at least {show_bytes(one)}",

@@ -232,5 +232,6 @@ def fit_pools(config: EngineConfig, free: int, total: int, used: int = 0) -> KVC
         scheduler,
         copies=kv.copies,
         snapshots=kv.enable_prefix_caching,
+        rooms=config.transfer.role != "unified",
     )
     return msgspec.structs.replace(kv, pools=pools)

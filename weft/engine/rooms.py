@@ -346,7 +346,7 @@ class HeadRooms:
                 if self._begins(key, offer, bound):
                     self._ranks.send(f.ExpectRoom(offer=offer, bound=bound))
             case w.Stop(key):
-                self._stops[key] = set(self._ranks.ranks) - self._gone
+                self._stops[key] = set(self._ranks.ranks)
                 self._ranks.send(f.StopRoom(key=key))
             case w.Revoke(key, peer):
                 self._revoke(key, peer)

@@ -141,13 +141,8 @@ class Runner:
         self._has_state = any(pool.cache.kind == "state" for pool in kv.pools)
         self.drafter = self._make_drafter(speculation, graphs)
         """Proposes drafts; None without speculation."""
-        self.graphs: DecodeGraphs | None = None
-        if graphs is not None:
-            parts = (model, self._cache, backends, self._builder, self._state)
-            hidden_sink = (
-                self.drafter.hidden_sink() if self.drafter is not None and device.type == "cpu" else None
-            )
-            self.graphs = DecodeGraphs(*parts, kv.max_model_len, graphs, self._launcher, hidden_sink)
+        self.graphs = None if graphs is None else self._make_graphs(graphs)
+        """Decode steps that are replayed; None where none is."""
 
     @property
     def cache(self) -> Sequence[LayerCache]:
@@ -390,6 +385,12 @@ class Runner:
         if drafts is not None:
             state.draft(sampled.slots, sampled.ends, drafts, sampled.next_k)
         return drafts
+
+    def _make_graphs(self, options: GraphOptions) -> DecodeGraphs:
+        parts = (self._model, self._cache, self._backends, self._builder, self._state)
+        drafter = self.drafter if self._device.type == "cpu" else None
+        hidden_sink = None if drafter is None else drafter.hidden_sink()
+        return DecodeGraphs(*parts, self.kv.max_model_len, options, self._launcher, hidden_sink)
 
     def _make_drafter(
         self, speculation: SpeculationSection | None, graphs: GraphOptions | None

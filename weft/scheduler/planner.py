@@ -140,7 +140,7 @@ class Planner:
     def _adopt_behind(self) -> None:
         """The same of all of the queue, as its first lacks blocks: these have theirs, and give them back only
         after they ran."""
-        for sequence in list(self._state.waiting):
+        for sequence in list(self._state.waiting) if self._state.rooms.decodes else ():
             if sequence.tables is not None and self._has_slot():
                 self._adopt(sequence, sequence.tables)
 

@@ -1,0 +1,539 @@
+"""Two schedulers with fake runners, joined by the real rooms, a bad network, and ranks that copy at any time.
+
+Bytes are the prefixes that the fake runner keeps for each cache position: what is read in the wrong block, or
+written to one that somebody else has by then, is noticed by whoever reads it next, and by ``_check_blocks``.
+A front hears both heads, puts their tokens together by position, and sends again what is given back.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from tests.scheduler.fake_runner import VOCAB, FakeRunner, alone, kv_config, prefix_hashes
+from tests.scheduler.harness import audit
+from weft.common.errors import Unavailable
+from weft.config.resolved import KVConfig
+from weft.config.sections import SchedulerSection, SpeculationSection, TransferSection
+from weft.kv.kinds import ids_of
+from weft.scheduler import Scheduler
+from weft.transfer import words as w
+from weft.transfer.receiver import ReceivingRooms
+from weft.transfer.room_table import Patience, Rooms
+from weft.transfer.sender import SendingRooms, not_needed
+from weft.transfer.spans import first_position
+from weft.types import rooms as r
+from weft.types.messages import Submit, TokenEvent, ids_from_bytes, ids_to_bytes
+from weft.types.plan import AllocSlot, AppendBlocks, AppendEach, SaveState, StepPlan, StepResult
+from weft.types.rooms import (
+    Blocks,
+    Endpoint,
+    GroupDims,
+    KindDims,
+    Outcome,
+    Peer,
+    RoomKey,
+    RoomTicket,
+    TensorDims,
+)
+
+RANKS = 2
+PATIENCE = Patience(retry=0.3, bind=15.0, fence=5.0, remember=300.0)
+MINE = Unavailable("planted").info()
+
+
+def dims_of(kv: KVConfig) -> GroupDims:
+    """One tensor of each kind, whatever the kind has."""
+    kinds = []
+    for pool in kv.pools:
+        cache = pool.cache
+        shape = [("layer", len(cache.layers)), ("block", pool.num_blocks + 1)]
+        if cache.kind != "state":
+            shape.append(("position", pool.block_size // cache.ratio))
+        tensor = TensorDims(name="t", dims=tuple(shape), dtype="bfloat16")
+        kinds.append(
+            KindDims(
+                kind=cache.kind,
+                layers=cache.layers,
+                block_size=pool.block_size,
+                window=cache.window,
+                ratio=cache.ratio,
+                kv_heads=cache.kv_heads,
+                tensors=(tensor,),
+            )
+        )
+    return GroupDims(ranks=RANKS, kinds=tuple(kinds))
+
+
+@dataclass
+class Part:
+    """A room as the ranks of one side see it."""
+
+    offer: r.Admitted
+    bound: r.Bound
+    num_cached: int
+    tables: list[dict[int, int]]
+    """For each kind: entry -> block."""
+    copied: dict[tuple[int, int], None] = field(default_factory=dict)
+    """(kind, position) that have come."""
+    done: bool = False
+
+
+class Head:
+    """One side: scheduler, fake runner, rooms and ranks."""
+
+    def __init__(self, world: World, name: str, kv: KVConfig, depth: int, section: SchedulerSection) -> None:
+        self.world, self.name, self.kv, self.depth = world, name, kv, depth
+        self.peer = Peer(name, 1)
+        self.dims = dims_of(kv)
+        transfer = TransferSection(role="prefill" if name == "P" else "decode")
+        speculation = SpeculationSection(speculative_adaptive=False)
+        self.scheduler = Scheduler(kv, section, VOCAB, speculation, transfer)
+        self.runner = FakeRunner(kv)
+        self.in_flight: deque[tuple[StepPlan, StepResult]] = deque()
+        self.rooms: Rooms = (
+            SendingRooms(RANKS, patience=PATIENCE)
+            if name == "P"
+            else ReceivingRooms(self.dims, patience=PATIENCE)
+        )
+        self.parts: dict[RoomKey, Part] = {}
+        """Of the ranks, from Push or Expect to Stop."""
+        self.promised: dict[RoomKey, dict[tuple[int, int], None]] = {}
+        """(kind, block) that the other side may read, or these ranks may write, until the room has ended."""
+        self.ended: dict[int, str] = {}
+        """Sequence -> its end here."""
+        self.exported: dict[RoomKey, list[Any]] = {}
+        self.stops: dict[RoomKey, None] = {}
+        self.seen: set[str] = set()
+        self.lag = world.rng.random() * 0.1
+        """Seconds from the front to here."""
+
+    # ---- what the front does
+
+    def submit(self, request: Submit) -> None:
+        assert request.room is not None
+        events = self.scheduler.add(request, self.world.now)
+        ticket = request.room
+        self.feed(w.Open(ticket.key, ticket.peer, self.world.now + ticket.seconds))
+        self.hear(events)
+
+    def finish(self, sequence: int) -> None:
+        self.hear(self.scheduler.finish(sequence))
+        self.drain()
+
+    # ---- steps
+
+    def turn(self) -> None:
+        """One turn of an engine's loop, now and then only half of one."""
+        self.hear(self.scheduler.expire(self.world.now))
+        self.drain()
+        while len(self.in_flight) < self.depth and self.scheduler.has_work():
+            plan = self.scheduler.plan(self.world.now)
+            if plan is None:
+                break
+            self._check_blocks(plan)
+            before = len(self.runner.exports)
+            self.in_flight.append((plan, self.runner.launch(plan)))
+            self._export(plan, self.runner.exports[before:])
+            audit(self.scheduler)
+            self.drain()
+        if self.in_flight and self.world.rng.random() < 0.8:
+            plan, result = self.in_flight.popleft()
+            self.hear(self.scheduler.commit(plan, result, self.world.now))
+            self.runner.committed(plan.step)
+            self.drain()
+        audit(self.scheduler)
+
+    def lose(self) -> None:
+        """One of the ranks is lost, and formed anew; what the other one has in memory stays."""
+        events = self.scheduler.requeue_all()
+        self.in_flight.clear()
+        memory = self.runner.memory
+        self.runner = self.runner.anew()
+        self.runner.memory = memory
+        self.runner.exports = []
+        audit(self.scheduler)
+        self.hear(events)
+        self.drain()
+        self.feed(w.RankGone(0))
+        self.feed(w.RankBack(0))
+        self.seen.add("lost")
+
+    # ---- rooms
+
+    def feed(self, event: Any) -> None:
+        self.carry(self.rooms.on(event, self.world.now))  # type: ignore[attr-defined]
+        self.drain()
+
+    def drain(self) -> None:
+        while asked := self.scheduler.room_requests():
+            for request in asked:
+                self.carry(self.rooms.on(self._word(request), self.world.now))  # type: ignore[attr-defined]
+
+    def _word(self, request: r.RoomRequest) -> Any:
+        self.seen.add(type(request).__name__)
+        match request:
+            case r.OfferRoom(key, num_prompt, num_cached, hashes):
+                offer = r.Admitted(key=key, num_prompt=num_prompt, dims=self.dims, hashes=hashes)
+                return w.Offer(offer, num_cached)
+            case r.FinishRoom(key, first):
+                return w.Finished(r.Metadata(key=key, first=(first,)))
+            case r.CancelRoom(key, error):
+                return w.Cancel(key, error or not_needed())
+            case r.ReserveRoom(key, start, blocks):
+                self._promise(key, blocks)
+                ends = tuple(Endpoint(transport="x", address=str(n), incarnation=1) for n in range(RANKS))
+                return w.Reserve(r.Bound(key=key, start=start, dims=self.dims, blocks=blocks, endpoints=ends))
+            case r.PostponeRoom(key, seconds):
+                return w.Postpone(key, seconds)
+            case r.RefuseRoom(key, error):
+                return w.Refuse(key, error)
+
+    def carry(self, actions: list[Any]) -> None:
+        world = self.world
+        for action in actions:
+            match action:
+                case w.Send(peer, message):
+                    world.send(self.peer, peer, message)
+                case w.Push(key, offer, bound, num_cached):
+                    own = self.scheduler.room_blocks(key)
+                    assert own
+                    self._begin(key, offer, bound, own, num_cached)
+                case w.Expect(key, offer, bound):
+                    self._begin(key, offer, bound, bound.blocks, 0)
+                case w.Stop(key):
+                    world.later(world.delay(), lambda key=key: self._stop(key))  # type: ignore[misc]
+                case w.Tell(event):
+                    self.seen.add(type(event).__name__)
+                    self.hear(self.scheduler.room(event, world.now))
+                    if isinstance(event, r.RoomLanded | r.RoomFreed):
+                        self.promised.pop(event.key, None)
+                case w.Revoke():
+                    pass  # it will answer in the end
+
+    def _promise(self, key: RoomKey, blocks: tuple[Blocks, ...]) -> None:
+        promised = self.promised.setdefault(key, {})
+        for kind, each in enumerate(blocks):
+            promised.update({(kind, block): None for block in ids_of(each)})
+
+    def _begin(
+        self, key: RoomKey, offer: r.Admitted, bound: r.Bound, own: tuple[Blocks, ...], num_cached: int
+    ) -> None:
+        tables = [dict(enumerate(ids_of(each), each.first)) for each in own]
+        if self.name == "P":
+            self._promise(key, own)
+        self.parts[key] = Part(offer, bound, num_cached, tables)
+
+    def _stop(self, key: RoomKey) -> None:
+        self.parts.pop(key, None)
+        self.exported.pop(key, None)
+        for rank in range(RANKS):
+            self.feed(w.RankStopped(key, rank))
+
+    def _export(self, plan: StepPlan, exports: list[Any]) -> None:
+        for op in exports:
+            self.exported.setdefault(op.key, []).append(op)
+            if self.rooms.state(op.key) in (r.State.bound, r.State.active):
+                self._promise(op.key, op.blocks)
+
+    def _check_blocks(self, plan: StepPlan) -> None:
+        """Nobody is given a block that a room of somebody else may still touch."""
+        state = self.scheduler._state
+        cached = {op.slot: op.num_cached for op in plan.ops if isinstance(op, AllocSlot)}
+        length: dict[tuple[int, int], int] = {}
+        for op in plan.ops:
+            given: list[tuple[int, int, int]] = []
+            if isinstance(op, AppendBlocks):
+                given = [(op.slot, op.kind, block) for block in op.blocks.tolist()]
+            elif isinstance(op, AppendEach):
+                pairs = zip(op.slots.tolist(), op.blocks.tolist(), strict=True)
+                given = [(slot, op.kind, block) for slot, block in pairs]
+            elif isinstance(op, SaveState):
+                given = [(-1, op.kind, op.block)]
+            for slot, kind, block in given:
+                entry = length.get((slot, kind), 0)
+                length[slot, kind] = entry + 1
+                if block == 0 or entry * self.kv.pools[kind].block_size < cached.get(slot, 0):
+                    continue  # shared, or come by a room
+                mine = state.in_slot[slot].room if slot >= 0 and state.in_slot[slot] else None
+                for key, blocks in self.promised.items():
+                    if mine is None or key != mine.key:
+                        assert (kind, block) not in blocks, "a block was given away while a room may touch it"
+
+    # ---- what clients hear
+
+    def hear(self, events: list[TokenEvent]) -> None:
+        for event in events:
+            assert event.sequence not in self.ended, "an event after the end"
+            if event.finish is not None:
+                self.ended[event.sequence] = event.finish
+            self.world.hear(self, event)
+
+
+@dataclass
+class Stream:
+    """What a client asked for, and has heard."""
+
+    request: Submit
+    tokens: dict[int, int] = field(default_factory=dict)
+    finish: str | None = None
+    aborted: bool = False
+    attempt: int = 0
+    sequence: int = 0
+
+    @property
+    def told(self) -> list[int]:
+        first = len(self.request.emitted_ids) // 4
+        told = []
+        while first + len(told) in self.tokens:
+            told.append(self.tokens[first + len(told)])
+        return told
+
+
+class World:
+    """Both heads, the network, the ranks' copies and the front, on virtual time."""
+
+    def __init__(self, seed: int, harm: float = 1.0) -> None:
+        self.rng = rng = random.Random(seed)
+        self.harm = harm
+        self.now = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._number = 0
+        self.streams: dict[int, Stream] = {}
+        self.of: dict[int, Stream] = {}
+        """Sequence of an attempt -> its stream."""
+        self.submits: dict[int, Submit] = {}
+        """Sequence -> what its attempt began with."""
+        self._sequences = 0
+        self.copied = 0
+        facts: dict[str, Any] = {
+            "window": rng.choice([None, None, 3, 6, 9]),
+            "latent": rng.random() < 0.3,
+            "sliding": rng.choice([0, 0, 5, 8]),
+            "ratio": rng.choice([0, 0, 4]),
+            "states": rng.choice([0, 0, 3, 8]),
+            "copies": rng.choice([1, 1, 2, 3]),
+        }
+        kvs = [
+            kv_config(
+                **facts,
+                block=rng.choice([4, 4, 8]),
+                blocks=rng.choice([14, 24, 64]),
+                window_blocks=rng.choice([12, 24, 64]),
+                caching=rng.random() < 0.6,
+                slots=rng.choice([4, 12]),
+                stride=rng.choice([0, 8]),
+            )
+            for _ in range(2)
+        ]
+        depth = rng.choice([1, 2])
+        heads = []
+        for name, kv in zip("PD", kvs, strict=True):
+            section = SchedulerSection(
+                max_num_seqs=rng.choice([2, 4]),
+                max_num_batched_tokens=24 + 8 * kv.drafts,
+                step_policy=rng.choice(["mixed", "exclusive"]),
+                long_prefill_token_threshold=rng.choice([0, 3, 7]),
+            )
+            heads.append(Head(self, name, kv, depth, section))
+        self.sender, self.receiver = heads
+
+    # ---- time
+
+    def later(self, seconds: float, what: Callable[[], None]) -> None:
+        self._number += 1
+        heapq.heappush(self._events, (self.now + seconds, self._number, what))
+
+    def delay(self) -> float:
+        rng = self.rng
+        return rng.random() * (0.02 if rng.random() > 0.1 * self.harm else 2.0)
+
+    def run(self, seconds: float) -> None:
+        """Time passes; heads take turns."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now += 0.01
+            while self._events and self._events[0][0] <= self.now:
+                heapq.heappop(self._events)[2]()
+            for head in (self.sender, self.receiver):
+                due = head.rooms.next_due()
+                if due is not None and due <= self.now:
+                    head.feed(w.Tick())
+                head.turn()
+            self._copy()
+            if self.idle():
+                return
+
+    def idle(self) -> bool:
+        return (
+            not self._events
+            and all(s.finish for s in self.streams.values())
+            and not any(
+                len(h.rooms) or h.in_flight or h.scheduler.has_work() for h in (self.sender, self.receiver)
+            )
+        )
+
+    # ---- network
+
+    def send(self, source: Peer, target: Peer, message: Any) -> None:
+        data = r.encode(message)
+        if self.rng.random() < 0.15 * self.harm:
+            return
+        head = self.sender if target.name == "P" else self.receiver
+        for _ in range(1 + (self.rng.random() < 0.1 * self.harm)):
+            self.later(self.delay(), lambda: head.feed(w.Heard(source, r.decode(data))))
+
+    # ---- ranks
+
+    def _copy(self) -> None:
+        """Some of what is computed goes over; ranks report when there is nothing left."""
+        for key in list(self.receiver.parts):
+            mine, theirs = self.receiver.parts.get(key), self.sender.parts.get(key)
+            if mine is None or theirs is None or mine.done or self.rng.random() < 0.3:
+                continue
+            sent = self.sender.exported.get(key, [])
+            for op in sent:
+                for kind, blocks in enumerate(op.blocks):
+                    theirs.tables[kind].update(enumerate(ids_of(blocks), blocks.first))
+            reach = max([theirs.num_cached, *(op.end for op in sent)])
+            whole = self._copy_positions(key, mine, theirs, reach)
+            if whole and self._copy_states(key, mine, theirs, sent):
+                mine.done = True
+                self._report(key)
+            elif self.rng.random() < 0.01 * self.harm:
+                head = self.rng.choice([self.sender, self.receiver])
+                head.feed(w.RankReport(key, 1, Outcome.failed, MINE))
+
+    def _report(self, key: RoomKey) -> None:
+        for head in (self.sender, self.receiver):
+            for rank in range(RANKS):
+                word = w.RankReport(key, rank, Outcome.done)
+                self.later(self.delay(), lambda head=head, word=word: head.feed(word))  # type: ignore[misc]
+
+    def _copy_positions(self, key: RoomKey, mine: Part, theirs: Part, reach: int) -> bool:
+        end = mine.offer.num_prompt
+        prefix = prefix_hashes(self._known(key))
+        for kind, (to, source) in enumerate(
+            zip(self.receiver.dims.kinds, self.sender.dims.kinds, strict=True)
+        ):
+            if to.kind == "state":
+                continue
+            begin = first_position(source, to, mine.bound.start, end)
+            for p in range(begin, min(reach, end)):
+                if (p + 1) % to.ratio or (kind, p) in mine.copied:
+                    continue
+                mine.copied[kind, p] = None
+                line = (theirs.tables[kind][p // source.block_size], p % source.block_size // to.ratio)
+                content = self.sender.runner.memory[kind].get(line)
+                assert content == prefix[p], "a room reads what somebody else has written"
+                at = (mine.tables[kind][p // to.block_size], p % to.block_size // to.ratio)
+                assert (kind, at[0]) in self.receiver.promised.get(key, {})
+                self.receiver.runner.memory[kind][at] = content
+                self.copied += 1
+        return reach >= end
+
+    def _copy_states(self, key: RoomKey, mine: Part, theirs: Part, sent: list[Any]) -> bool:
+        kinds = [n for n, kind in enumerate(self.sender.dims.kinds) if kind.kind == "state"]
+        if kinds and not any(op.states for op in sent) and not any(theirs.tables[n] for n in kinds):
+            return False
+        for kind in kinds:
+            content = self.sender.runner.memory[kind].get((theirs.tables[kind][0], 0))
+            assert content == prefix_hashes(self._known(key))[-1], "a room reads a state that is not its own"
+            self.receiver.runner.memory[kind][mine.tables[kind][0], 0] = content
+        return True
+
+    def _known(self, key: RoomKey) -> list[int]:
+        request = self.submits[key.room]
+        return [*ids_from_bytes(request.prompt_ids).tolist(), *ids_from_bytes(request.emitted_ids).tolist()]
+
+    # ---- front
+
+    def submit(self, requests: list[Submit]) -> None:
+        """New streams, of one prompt."""
+        for request in requests:
+            stream = self.streams[len(self.streams)] = Stream(request)
+            self._try(stream)
+
+    def abort(self, stream: Stream) -> None:
+        """Its client goes away."""
+        if stream.finish is None:
+            stream.finish, stream.aborted = "abort", True
+            self._end(stream.sequence)
+
+    def hear(self, head: Head, event: TokenEvent) -> None:
+        stream = self.of[event.sequence]
+        params = stream.request.params
+        if event.token_ids:
+            assert event.position >= 0
+            assert (event.logprobs is None) == (params.logprobs < 0)
+        assert event.prompt_logprobs is None or head is self.sender
+        if event.logprobs is not None:
+            assert event.logprobs.arrays()[0][:, 0].tolist() == list(event.token_ids)
+        for number, token in enumerate(event.token_ids, event.position):
+            assert stream.tokens.setdefault(number, token) == token, "the two heads tell different tokens"
+        if event.finish is not None:
+            head.seen.add(event.finish)
+        if event.finish in (None, "moved", "abort") or stream.finish is not None:
+            return
+        if stream.sequence != event.sequence:
+            return
+        if event.finish == "evicted":
+            stream.sequence, stream.attempt = 0, stream.attempt + 1
+            self._end(event.sequence)
+            self.later(0.1 + self.delay(), lambda: self._try(stream))
+            return
+        stream.finish = event.finish
+        self._end(event.sequence)
+
+    def _try(self, stream: Stream) -> None:
+        if stream.finish is not None:
+            return
+        self._sequences += 1
+        number = stream.sequence = self._sequences
+        self.of[number] = stream
+        emitted = ids_from_bytes(stream.request.emitted_ids).tolist() + stream.told
+        sent = msgspec.structs.replace(stream.request, sequence=number, emitted_ids=ids_to_bytes(emitted))
+        self.submits[number] = sent
+        key = RoomKey(number, stream.attempt, 1)
+        seconds = self.rng.choice([30.0, 30.0, 3.0]) if self.harm else 1e3
+        for head, other in ((self.sender, self.receiver), (self.receiver, self.sender)):
+            ticket = RoomTicket(key=key, sends=head is self.sender, peer=other.peer, seconds=seconds)
+            both = msgspec.structs.replace(sent, room=ticket)
+            # In order, as one connection has it; one head may hear of it much later than the other.
+            self.later(head.lag, lambda head=head, both=both: head.submit(both))  # type: ignore[misc]
+
+    def _end(self, sequence: int) -> None:
+        for head in (self.sender, self.receiver):
+            self.later(head.lag, lambda head=head: head.finish(sequence))  # type: ignore[misc]
+
+    # ---- what has to hold in the end
+
+    def check_end(self) -> None:
+        """Everybody heard all of its tokens and one end, and nothing is left on either side."""
+        for stream in self.streams.values():
+            tokens, finish = alone(stream.request, self.sender.kv.max_model_len)
+            if stream.aborted:
+                assert stream.told == tokens[: len(stream.told)]
+                continue
+            assert (stream.told, stream.finish) == (tokens, finish)
+        for head in (self.sender, self.receiver):
+            assert sorted(head.ended) == list(range(1, self._sequences + 1)), "a sequence had no end"
+            state = head.scheduler._state
+            assert not state.live
+            assert not len(head.rooms)
+            assert not len(state.rooms)
+            assert not state.rooms.parting
+            assert not state.holds._until
+            assert not head.promised
+            stats = head.scheduler.stats()
+            assert stats.free_blocks == tuple(pool.num_blocks for pool in head.kv.pools)
+            assert stats.free_slots == head.kv.num_slots
+            assert stats.transfers is not None
+            assert (stats.transfers.awaiting, stats.transfers.fetching) == (0, 0)
+            assert stats.transfers.blocks_on_hold == 0

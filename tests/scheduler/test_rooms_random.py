@@ -1,0 +1,79 @@
+"""Random loads of two groups: everybody gets the tokens they would have got alone, whatever happens."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.scheduler.harness import random_bases, random_submits
+from tests.scheduler.rooms_rig import World
+
+
+def play(seed: int, harm: float = 1.0, streams: int = 24, patience: float = 600.0) -> World:
+    """Streams come while anything happens; then ``patience`` seconds of peace at most, until all is over."""
+    world = World(seed, harm)
+    rng = random.Random(seed + 1)
+    bases = random_bases(rng)
+    request = 0
+    while len(world.streams) < streams:
+        if rng.random() < 0.6:
+            request += 1
+            world.submit(random_submits(rng, 0, request, bases))
+        if rng.random() < 0.1 * harm and world.streams:
+            world.abort(world.streams[rng.randrange(len(world.streams))])
+        if rng.random() < 0.03 * harm:
+            rng.choice([world.sender, world.receiver]).lose()
+        world.run(rng.random() * 0.3)
+    world.harm = 0.0
+    world.run(patience)
+    return world
+
+
+@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 80), marks=pytest.mark.grid)])
+def test_random_loads_of_two_groups(seeds: range) -> None:
+    seen: set[str] = set()
+    preempted = hits = saved = accepted = 0
+    for seed in seeds:
+        world = play(seed)
+        world.check_end()
+        for head in (world.sender, world.receiver):
+            seen |= {f"{head.name} {what}" for what in head.seen}
+        stats = world.receiver.scheduler.stats()
+        preempted += stats.preemptions + world.sender.scheduler.stats().preemptions
+        hits += stats.prefix_hits
+        saved += world.receiver.runner.loaded
+        accepted += sum(stats.drafts_accepted)
+    assert min(preempted, hits, saved, accepted) > 0
+    both = {
+        "CancelRoom",
+        "RoomFailed",
+        "RoomFreed",
+        "RoomLanded",
+        "abort",
+        "evicted",
+        "length",
+        "lost",
+        "stop",
+    }
+    only = {
+        "P moved",
+        "P FinishRoom",
+        "P RoomBound",
+        "P error",
+        "D PostponeRoom",
+        "D ReserveRoom",
+        "D RoomWanted",
+    }
+    assert seen >= {f"{name} {what}" for name in "PD" for what in both} | only
+
+
+def test_without_faults_little_is_given_back() -> None:
+    """Only who ended with the first token, and whom others needed the blocks of."""
+    for seed in range(6):
+        world = play(seed, harm=0.0)
+        world.check_end()
+        for head in (world.sender, world.receiver):
+            stats = head.scheduler.stats()
+            assert stats.transfers is not None
+            assert stats.transfers.evictions <= 3 + stats.preemptions
