@@ -143,10 +143,9 @@ class Fleet:
 
     def _resume(self, event: e.Resumed) -> None:
         for sequence in event.sequences:
-            if sequence not in self._paused:
-                continue
-            del self._paused[sequence]
-            self._parked[sequence] = None
+            if sequence in self._paused:
+                del self._paused[sequence]
+                self._parked[sequence] = None
 
     def _leave(self, sequence: int) -> None:
         """Takes an open sequence from wherever it is."""
@@ -275,10 +274,11 @@ class Fleet:
             return
         if event.token_ids:
             instance.computed(sequence)
-        said = entry.in_turn(instance.name, event)
+        alone = entry.pair is None and event.position < 0
+        said = event if alone else entry.in_turn(instance.name, event)
         if said is None:
             return
-        if said.finish == "evicted" != event.finish:  # it goes on there
+        if said is not event and said.finish == "evicted" != event.finish:  # it goes on there
             log.error("engine %s left tokens out; they are computed again", instance.name)
             self._send(instance, m.Finish(sequence=sequence))
         self._tell(instance, entry, said)
@@ -286,10 +286,11 @@ class Fleet:
     def _tell(self, instance: Instance, entry: LedgerEntry, event: m.TokenEvent) -> None:
         """What ``instance`` says of a sequence that is there, in its turn."""
         sequence, finish = event.sequence, event.finish
-        back = finish in ("moved", "evicted") or self._may_retry(instance, entry, event)
+        refused = finish == "error" and self._may_retry(instance, entry, event)
+        back = refused or finish in ("moved", "evicted")
         if back:
             event = msgspec.structs.replace(event, finish=None, error=None)
-        fresh = entry.take(event, entry.receives(instance.name))
+        fresh = entry.take(event, entry.pair is not None and entry.receives(instance.name))
         if fresh is not None and (not back or fresh.token_ids or fresh.prompt_logprobs is not None):
             self._events.append(fresh)
         if finish is None:

@@ -41,6 +41,8 @@ class Lateness:
         self._any = _Limit(patience.recovery)
         self._role = _Limit(patience.role)
         self._role_again = _Limit(max(patience.role, patience.recovery))
+        self._lacked = False
+        """Whether anything was missing at the last look."""
 
     def deadline(self) -> float:
         """When ``look`` will change something, if nothing happens before; inf for never."""
@@ -48,6 +50,10 @@ class Lateness:
 
     def look(self, now: float) -> None:
         """To be called after each change of instances, and at the deadline."""
+        lacks = self._table.unready_since < math.inf or self._table.unpaired_since < math.inf
+        if not lacks and not self._lacked:  # as nearly always
+            return
+        self._lacked = lacks
         before = self._role.passed
         for limit, since in self._limits():
             limit.look(since, now)

@@ -140,14 +140,15 @@ class LedgerEntry:
         known = min(self.position - event.position, len(event.token_ids)) if event.position >= 0 else 0
         if known > 0:
             event = _after(event, known)
-        self.tokens.extend(event.token_ids)
         if event.token_ids:
+            self.tokens.extend(event.token_ids)
             self.refused.clear()
         if not self.continued and not receives:
             self.cached = max(self.cached, event.num_cached)
         elif event.num_cached != self.cached:
             event = msgspec.structs.replace(event, num_cached=self.cached)
-        event = self._fresh_prompt(event, receives)
+        if told:
+            event = self._fresh_prompt(event, receives)
         nothing = not event.token_ids and event.finish is None and event.prompt_logprobs is None
         return None if nothing and (known > 0 or told) else event
 
