@@ -14,8 +14,8 @@ import httpx
 
 from tests.faults.host_zero import PROMPTS
 
-TIMES = 2
-"""Of each prompt, so that every replica has something to do."""
+TIMES = 6
+"""Of each prompt, so that every replica has something to do, and some wait for a slot."""
 
 
 def metrics(text: str) -> dict[str, float]:
@@ -25,7 +25,7 @@ def metrics(text: str) -> dict[str, float]:
 
 
 def main(url: str) -> None:
-    with httpx.Client(base_url=url, timeout=180) as client, ThreadPoolExecutor(8) as pool:
+    with httpx.Client(base_url=url, timeout=180) as client, ThreadPoolExecutor(32) as pool:
         model = client.get("/v1/models").json()["data"][0]["id"]
 
         def ask(prompt: str, tokens: int) -> str:

@@ -1,5 +1,7 @@
 """Every kernel compiles to machine code for GPUs of three generations, and fits: no GPU is needed.
 
+Hopper in every run, the others with ``make test-grid``.
+
 What a program takes of a multiprocessor is read from the compiled binary.
 """
 
@@ -30,7 +32,14 @@ LAYERS = {"_add_rms_norm", "_qkv_rope_cache", "_gated_silu", "_linear", "_groupe
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 @pytest.mark.skipif(platform.system() != "Linux", reason="needs the ptxas of Triton's Linux wheels")
-@pytest.mark.parametrize("capability", SHARED, ids=["ampere", "hopper", "blackwell"])
+@pytest.mark.parametrize(
+    "capability",
+    [
+        pytest.param(80, id="ampere", marks=pytest.mark.grid),
+        pytest.param(90, id="hopper"),
+        pytest.param(100, id="blackwell", marks=pytest.mark.grid),
+    ],
+)
 def test_kernels_compile_and_fit(capability: int, pytestconfig: pytest.Config) -> None:
     """In a process of its own: this one's kernels are the interpreter's.
 

@@ -6,6 +6,8 @@ tcp://host:port/name    ranks of several hosts; a head listens, and gives each e
 
 from __future__ import annotations
 
+import fcntl
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +16,8 @@ import torch.distributed as dist
 from weft.parallel.group_comm import CommLost
 
 _FILE, _TCP = "file://", "tcp://"
+_LOCKED_S = 0.01
+"""Seconds between two looks at a locked file."""
 
 
 def host_store(host: str, timeout: float) -> tuple[Any, str]:
@@ -32,7 +36,9 @@ def join_store(address: str, timeout: float) -> Any:
     patience = timedelta(seconds=timeout)
     try:
         if address.startswith(_FILE):
-            store: Any = dist.FileStore(address.removeprefix(_FILE), -1)
+            path = address.removeprefix(_FILE)
+            _until_unlocked(path, timeout)
+            store: Any = dist.FileStore(path, -1)
         elif address.startswith(_TCP):
             place, _, name = address.removeprefix(_TCP).partition("/")
             host, _, port = place.rpartition(":")
@@ -44,3 +50,21 @@ def join_store(address: str, timeout: float) -> Any:
     except Exception as error:
         raise CommLost(f"the store {address} can't be joined") from error
     return store
+
+
+def _until_unlocked(path: str, timeout: float) -> None:
+    """Waits until nobody has the store's file locked. Raises TimeoutError.
+
+    The constructor of a FileStore waits for that lock with Python's own held: beside a process that was
+    stopped while it had the file locked, no thread of this one could so much as send a heartbeat.
+    """
+    until = time.monotonic() + timeout
+    with open(path, "ab") as file:  # the store would make it, too
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise TimeoutError("another process has the store locked") from None
+                time.sleep(_LOCKED_S)

@@ -1,0 +1,247 @@
+"""What arriving prompts do to streams that decode: prefill and decode in one group, and in two (E26).
+
+python -m bench.disaggregation --name disaggregation-mine
+python -m bench.disaggregation --model qwen3-dense-s --variants unified,1p1d --rounds 5
+
+Real servers over HTTP, one after the other, every round. Streams decode all along; after a while alone,
+prompts come one every ``--every`` seconds. Engines are pinned to cores, one core a group where there are
+several (``unified`` has them all): the front and the clients take what the engines leave.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from bench import record
+from bench.compare import default_folder, model_folder
+from bench.drill import processes
+from bench.rounds import say
+from weft.bench.process import ServerProcess
+from weft.bench.workloads import random_ids
+from weft.common.cores import usable_cores
+from weft.config.hub import BUNDLED
+
+VARIANTS = {
+    "unified": "--threads {cores}",
+    "unified-target": "--threads {cores} --itl-target-ms {target}",
+    "unified-x2": "--threads 1 --data-parallel-size 2",
+    "1p1d": "--threads 1 --prefill 1 --decode 1",
+    "unified-x3": "--threads 1 --data-parallel-size 3",
+    "1p2d": "--threads 1 --prefill 1 --decode 2",
+}
+"""Flags of the server."""
+
+
+@dataclass
+class Load:
+    """What one run saw: when tokens of the decoding streams came, and what became of prompts."""
+
+    streams: list[list[float]] = field(default_factory=list)
+    first: list[float] = field(default_factory=list)
+    """Seconds from a prompt's sending to its first token."""
+    come: float = 0.0
+    """When prompts began to come."""
+    end: float = 0.0
+
+    def gaps(self, begin: float, end: float) -> list[float]:
+        """Seconds between two tokens of a stream, both in [begin, end)."""
+        inside = [[at for at in times if begin <= at < end] for times in self.streams]
+        return sorted(b - a for times in inside for a, b in itertools.pairwise(times))
+
+    def rate(self, begin: float, end: float) -> float:
+        """Tokens a second of all decoding streams."""
+        return sum(begin <= at < end for times in self.streams for at in times) / (end - begin)
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Of sorted ``values``; 0 of none."""
+    return values[min(int(share * len(values)), len(values) - 1)] if values else 0.0
+
+
+class Clients:
+    """The clients of one server."""
+
+    def __init__(self, server: ServerProcess, args: argparse.Namespace, vocabulary: int, seed: int) -> None:
+        self._server, self._args, self._vocabulary, self._seed = server, args, vocabulary, seed
+        self.load = Load()
+
+    async def run(self) -> Load:
+        """Streams alone, then beside prompts. Raises RuntimeError when a request fails."""
+        args, load = self._args, self.load
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        async with httpx.AsyncClient(timeout=args.deadline, trust_env=False, limits=limits) as http:
+            streams = [asyncio.create_task(self._decode(http, number)) for number in range(args.streams)]
+            await asyncio.sleep(args.warm_up + args.alone)
+            load.come = time.monotonic()
+            prompts = []
+            for number in range(args.prompts):
+                prompts.append(asyncio.create_task(self._prompt(http, number)))
+                await asyncio.sleep(max(load.come + (number + 1) * args.every - time.monotonic(), 0.0))
+            load.first = sorted(await asyncio.gather(*prompts))
+            load.end = time.monotonic()
+            for task in streams:
+                task.cancel()
+            for outcome in await asyncio.gather(*streams, return_exceptions=True):
+                if isinstance(outcome, Exception) and not isinstance(outcome, asyncio.CancelledError):
+                    raise outcome
+        return load
+
+    async def _decode(self, http: httpx.AsyncClient, number: int) -> None:
+        for turn in itertools.count():
+            times: list[float] = []
+            self.load.streams.append(times)
+            key, args = f"decode {number} {turn}", self._args
+            await self._stream(http, key, args.decode_context, args.tokens, times)
+
+    async def _prompt(self, http: httpx.AsyncClient, number: int) -> float:
+        began, times, args = time.monotonic(), list[float](), self._args
+        await self._stream(http, f"prompt {number}", args.prompt_tokens, args.output_tokens, times)
+        return times[0] - began
+
+    async def _stream(
+        self, http: httpx.AsyncClient, key: str, length: int, tokens: int, times: list[float]
+    ) -> None:
+        body = {
+            "model": self._server.model,
+            "prompt": random_ids(f"{self._seed} {key}", length, self._vocabulary),
+            "max_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        async with http.stream("POST", f"{self._server.url}/v1/completions", json=body) as answer:
+            if answer.status_code != 200:
+                raise RuntimeError(f"status {answer.status_code}: {(await answer.aread())[:200]!r}")
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    event = json.loads(line.removeprefix("data: "))
+                    if "error" in event:
+                        raise RuntimeError(f"error event: {event['error']}")
+                    times.append(time.monotonic())
+
+
+def pin(root: int, cores: Sequence[int]) -> None:
+    """Gives each engine of several a core of its own, in order."""
+    heads = [pid for pid, role in processes(root).items() if role == "head"]
+    if len(heads) < 2:
+        return
+    for number, pid in enumerate(heads):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):  # a thread that has just ended
+                os.sched_setaffinity(int(task.name), {cores[number % len(cores)]})
+
+
+def once(flags: str, model: str, vocabulary: int, args: argparse.Namespace, seed: int, log: Path) -> Load:
+    """One server under the load. Raises RuntimeError or WeftError."""
+    program = "from weft.launch.main import main; main()"
+    longest = max(args.prompt_tokens + args.output_tokens, args.decode_context + args.tokens)
+    command = [sys.executable, "-c", program, "serve", model, "--port", "{port}", "--device", "cpu"]
+    command += ["--max-model-len", str(longest + 64), "--dtype", args.dtype, *flags.split()]
+    environment = {"PYTHONPATH": str(Path(__file__).parents[1])}
+    with ServerProcess(command, environment=environment, log_file=log) as server:
+        server.wait_ready(args.deadline)
+        assert server.pid is not None
+        pin(server.pid, sorted(os.sched_getaffinity(0)))
+        return asyncio.run(asyncio.wait_for(Clients(server, args, vocabulary, seed).run(), args.deadline))
+
+
+def line(name: str, loads: Sequence[Load], args: argparse.Namespace) -> dict[str, Any]:
+    """One row of the table: medians over rounds."""
+
+    def of(measure: Any) -> float:
+        return statistics.median(measure(load) for load in loads)
+
+    def ms(begin: str, end: str, share: float) -> float:
+        return round(1e3 * of(lambda one: quantile(one.gaps(*span(one, begin, end)), share)), 1)
+
+    def span(one: Load, begin: str, end: str) -> tuple[float, float]:
+        at = {"alone": one.come - args.alone, "come": one.come, "end": one.end}
+        return at[begin], at[end]
+
+    return {
+        "groups": name,
+        "alone p50 ms": ms("alone", "come", 0.5),
+        "alone p99": ms("alone", "come", 0.99),
+        "beside p50": ms("come", "end", 0.5),
+        "beside p99": ms("come", "end", 0.99),
+        "beside max": ms("come", "end", 1.0),
+        "decode tok/s": round(of(lambda one: one.rate(one.come, one.end)), 1),
+        "TTFT p50 s": round(of(lambda one: quantile(one.first, 0.5)), 2),
+        "TTFT p99 s": round(of(lambda one: quantile(one.first, 0.99)), 2),
+        "prompt tok/s": round(of(lambda one: args.prompts * args.prompt_tokens / (one.end - one.come))),
+    }
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="qwen3-dense-s", help="bundled, a name of weft bench, or a folder")
+    parser.add_argument("--folder", type=Path, default=default_folder(), help="for checkpoints")
+    parser.add_argument("--variants", default="unified,unified-target,unified-x2,1p1d")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--streams", type=int, default=4, help="that decode all along")
+    parser.add_argument("--decode-context", type=int, default=64, help="prompt tokens of those")
+    parser.add_argument("--tokens", type=int, default=512, help="of a stream until another takes its place")
+    parser.add_argument("--prompts", type=int, default=12)
+    parser.add_argument("--prompt-tokens", type=int, default=2048)
+    parser.add_argument("--output-tokens", type=int, default=8, help="of each prompt")
+    parser.add_argument("--every", type=float, default=2.5, help="seconds between two prompts")
+    parser.add_argument("--warm-up", type=float, default=3.0, help="seconds")
+    parser.add_argument("--alone", type=float, default=5.0, help="seconds of streams without prompts")
+    parser.add_argument("--itl-target-ms", type=float, default=0.0, help="0: 1.6 times the median alone")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--deadline", type=float, default=600.0, help="seconds of one run")
+    parser.add_argument("--name", help="of the result in bench/results")
+    args = parser.parse_args()
+    args.variants = args.variants.split(",")
+    for variant in args.variants:
+        if variant not in VARIANTS:
+            parser.error(f"--variants {variant}: of {', '.join(VARIANTS)}")
+    return args
+
+
+def main() -> None:
+    args = arguments()
+    model = str(BUNDLED / args.model)
+    if not Path(model).is_dir():
+        model = str(model_folder(args.model, args.folder))
+    vocabulary = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
+    loads: dict[str, list[Load]] = {name: [] for name in args.variants}
+    target = args.itl_target_ms
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(args.rounds):
+            for name in args.variants:
+                values = {"cores": usable_cores(), "target": f"{target:.1f}"}
+                log = Path(folder) / f"{name}.log"
+                load = once(VARIANTS[name].format(**values), model, vocabulary, args, number, log)
+                loads[name].append(load)
+                target = target or 1.6e3 * quantile(load.gaps(load.come - args.alone, load.come), 0.5)
+                say(f"round {number + 1}/{args.rounds}: {json.dumps(line(name, [load], args))}")
+    table = record.markdown([line(name, found, args) for name, found in loads.items()])
+    print(table)
+    if args.name:
+        path = Path(__file__).parent / "results" / f"{args.name}.json"
+        rows = [line(name, found, args) for name, found in loads.items()]
+        load = f"{args.prompts} prompts of {args.prompt_tokens} tokens against {args.streams} streams"
+        title = f"{load}: {args.model}"
+        record.write(path, "bench.disaggregation", title, table, {"rows": rows, "target_ms": target})
+
+
+if __name__ == "__main__":
+    main()
