@@ -7,18 +7,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from tests.runner.rooms_rig import KEY, Side, config_of
+from weft.common.errors import EngineDead
 from weft.engine import worker as module
 from weft.engine.worker import Worker
 from weft.parallel.control import ZmqHead, ZmqRank
 from weft.parallel.mesh import Mesh
 from weft.transfer.words import RankStopped
+from weft.transports import worker as transfers
 from weft.transports.reports import RoomReports
+from weft.transports.worker import RankTransfer
 from weft.types import frames as f
 from weft.types import plan as p
 from weft.types.rooms import Outcome, RoomKey
@@ -160,6 +163,46 @@ def test_with_another_head_all_rooms_stop_and_nothing_is_told_of_them(
     late = RoomKey(8, 0, 1)
     head.send(f.StopRoom(key=late))
     assert head.take() == f.RoomStopped(rank=1, key=late), "and nothing of the room before"
+
+
+def test_the_next_head_hears_of_caches_that_no_transfer_touches_any_more(
+    start: Callable[..., tuple[Head, Side]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy that is under way ends before; if it does not end in time, the rank does."""
+    head, side = start("decode")
+    head.take()
+    transfer = cast(RankTransfer, side.runner.transfer)
+    copying, go_on = threading.Event(), threading.Event()
+
+    def copy(seconds: float) -> list[Any]:
+        copying.set()
+        assert go_on.wait(SECONDS)
+        return []
+
+    monkeypatch.setattr(transfer._transport, "poll", copy)
+    transfer._transport.wake()
+    assert copying.wait(SECONDS)
+    head.end()
+    other = ZmqHead(f"ipc://{tmp_path}/other")
+    head.channel.close()
+    head.channel = other
+    head.worker.stopped = False
+    joining = threading.Thread(target=head.worker.join, args=(ZmqRank(other.address, 1), "second"))
+    joining.start()
+    assert other.receive(0.5) is None
+    assert joining.is_alive()
+    go_on.set()
+    assert isinstance(head.take(), f.Loaded)
+    joining.join(SECONDS)
+    copying.clear()
+    go_on.clear()
+    transfer._transport.wake()
+    assert copying.wait(SECONDS)
+    monkeypatch.setattr(transfers, "_END_S", 0.1)
+    with pytest.raises(EngineDead, match="does not stop"):
+        head.worker.join(ZmqRank(other.address, 1), "third")
+    monkeypatch.undo()
+    go_on.set()
 
 
 def test_reports_wake_whoever_polls_and_come_in_order() -> None:
