@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import secrets
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import pytest
 import torch
 
 from tests.runner.rooms_rig import KEY, Side, config_of
 from weft.common.errors import EngineDead
+from weft.engine import rank_rooms
 from weft.engine import worker as module
 from weft.engine.worker import Worker
 from weft.parallel.control import ZmqHead, ZmqRank
@@ -123,6 +126,26 @@ def test_a_room_that_fails_on_a_rank_is_told(start: Callable[..., tuple[Head, Si
     assert told.outcome is Outcome.failed
     assert told.error is not None
     assert "named twice" in told.error.message
+
+
+def test_a_socket_lies_in_the_folder_of_the_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a rank that is killed leaves nothing that the owner of that folder does not remove."""
+    config = config_of(tmp_path, "llama", 8, "decode")
+    with tempfile.TemporaryDirectory(prefix="w") as domain:
+        monkeypatch.setattr(rank_rooms, "private_folder", lambda: pytest.fail("another folder was made"))
+        side = Side(msgspec.structs.replace(config, domain=domain), 0)
+        assert side.runner.endpoint is not None
+        path = Path(side.runner.endpoint.address)
+        assert path.is_socket()
+        assert path.parent == Path(domain)
+        side.runner.close()
+        assert Path(domain).is_dir()
+    monkeypatch.undo()
+    alone = Side(config, 1)
+    assert alone.runner.endpoint is not None
+    folder = Path(alone.runner.endpoint.address).parent
+    alone.runner.close()
+    assert not folder.exists()
 
 
 def test_a_rank_without_transfers_refuses_rooms(start: Callable[..., tuple[Head, Side]]) -> None:
