@@ -155,12 +155,17 @@ class GroupExecutor:
             return None
         members = self.membership.members
         numbers = {rank: number for number, rank in enumerate(sorted(members), 1)}
+
+        def send(rank: int, data: bytes) -> None:
+            if members[rank].ready:  # who is being started, or loads, has no part in rooms
+                self._send(members[rank].peer, data, rank)
+
         return GroupRooms(
             transfer,
             reports,
             lambda: [own, *(members[rank].endpoint for rank in numbers)],
             numbers,
-            lambda rank, data: self._send(members[rank].peer, data, rank),
+            send,
             self._links.channel.sockets,
         )
 
