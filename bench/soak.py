@@ -32,7 +32,7 @@ from weft.bench.process import ServerProcess
 
 SENTENCE = "Tom has {0} apples and buys {1} more. He gives {0} to Ann, who has {1} of them. "
 FLAGS = (
-    "--prefill 2 --decode 2 --dtype float64 --device cpu --threads 1 --engine-restarts 10000 --port {port} "
+    "--prefill 2 --decode 2 --dtype float64 --device cpu --threads 1 --engine-restarts 1000 --port {port} "
     "--max-num-seqs 4 --max-num-batched-tokens 128 --kv-cache-memory 16M --block-size 16"
 )
 WHOLE_S = 180.0

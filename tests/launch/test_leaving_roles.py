@@ -60,8 +60,8 @@ def gauge(text: str, name: str, head: str) -> float:
 STAGES: dict[str, tuple[str, int, int, Callable[[str], bool]]] = {
     "queued": (LONG, 8, 4, lambda text: gauge(text, "num_requests_waiting", "prefill") >= 4),
     "prefilling": (LONG, 1, 4, lambda text: gauge(text, "num_requests_running", "prefill") > 0),
-    "transferring": (LONG, 2, 4, lambda text: gauge(text, "transfers_fetching", "decode") == 2),
-    "decoding": (SHORT, 2, 3000, lambda text: gauge(text, "num_requests_running", "decode") == 2),
+    "transferring": (LONG, 8, 4, lambda text: gauge(text, "transfers_fetching", "decode") > 0),
+    "decoding": (SHORT, 2, 1000, lambda text: gauge(text, "num_requests_running", "decode") == 2),
 }
 """Prompt, clients, tokens, and how it is seen that they are there."""
 
