@@ -46,7 +46,7 @@ ANSWER_S = 240.0
 def bodies() -> list[dict[str, Any]]:
     """Requests of all kinds: short and long, greedy and with a seed, with choices, with logprobs."""
     made: list[dict[str, Any]] = []
-    for number, (repeat, tokens) in enumerate([(1, 12), (4, 30), (12, 16), (24, 8), (12, 40), (2, 1)]):
+    for number, (repeat, tokens) in enumerate([(1, 40), (8, 160), (24, 80), (40, 30), (30, 120), (2, 1)]):
         prompt = SENTENCE.format(number + 2, 3 * number + 1) * repeat
         made.append({"prompt": prompt, "max_tokens": tokens, "temperature": 0})
         more = {"n": 2, "logprobs": 1} if number % 2 else {}
@@ -221,7 +221,7 @@ def soak(
     *,
     seed: int = 0,
     clients: int = 12,
-    every: float = 6.0,
+    every: float = 4.0,
     deadline: float = 7200.0,
 ) -> Soak:
     """What came of it. Raises RuntimeError or WeftError where the server failed as a whole."""
@@ -241,7 +241,7 @@ def main() -> None:
     )
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--clients", type=int, default=12)
-    parser.add_argument("--every", type=float, default=6.0, help="seconds between two kills, about")
+    parser.add_argument("--every", type=float, default=4.0, help="seconds between two kills, about")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log", help="of the server; not kept by default")
     args = parser.parse_args()
