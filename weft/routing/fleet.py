@@ -78,9 +78,8 @@ class Fleet:
         """Request -> its open sequences: they share a prompt, and its blocks where they are together."""
         self._bereft: set[int] = set()
         """Parked or paused sequences that lost their instance."""
-        self._closing = False
+        self._closing, self._now = False, -math.inf
         self._lateness = Lateness(self.table, patience)
-        self._now = -math.inf
         self._actions: list[e.Action] = []
         self._events: list[m.TokenEvent] = []
 
@@ -295,7 +294,7 @@ class Fleet:
             self.table.prove(instance)
             self._hand_over(instance, entry)
         elif back:
-            self._give_back(instance, entry, finish, lost)
+            self._give_back(instance, entry, lost)
         else:
             self._depart(instance, entry)
             self._leave(sequence)
@@ -324,19 +323,18 @@ class Fleet:
             if receiver is not None:
                 self._take(self.table.instances[receiver], event)
 
-    def _give_back(self, instance: Instance, entry: LedgerEntry, finish: str, lost: bool) -> None:
+    def _give_back(self, instance: Instance, entry: LedgerEntry, lost: bool) -> None:
         """Its stream goes on elsewhere. ``lost``: the process of the other one of the pair has ended."""
-        sequence = entry.submit.sequence
-        other = entry.partner(instance.name) if lost else None
-        if other is not None:  # nothing goes there until another process has taken its place
-            self.table.shun(self.table.instances[other], self._now)
+        sequence, other = entry.submit.sequence, entry.partner(instance.name)
         self._depart(instance, entry)
-        self._leave(sequence)
-        if other is None and entry.refuse(instance.name) > MOST_REFUSALS:
+        if lost and other is not None:  # nothing goes there until another process has taken its place
+            self.table.shun(self.table.instances[other], self._now)
+            self._go_on(entry)
+        elif entry.refuse(instance.name) > MOST_REFUSALS:
             self._end(sequence, Unavailable("the engine takes the request no more; try again later"))
         else:
-            evictions = sum(entry.refused.values()) if finish == "evicted" else 0
-            self._parked.add(sequence, self._now + wait_after(evictions))
+            self._leave(sequence)
+            self._parked.add(sequence, self._now + wait_after(sum(entry.refused.values())))
 
     # -- instances that come and go -----------------------------------------------------------------
 
@@ -370,19 +368,21 @@ class Fleet:
         log.error("engine %s is lost: %s", instance.name, error.message)
         self._actions.append(e.Unlink(instance.name, instance.link))
         for sequence in list(instance.open):
-            self._bereave(instance, sequence, error)
+            entry = self.entries[sequence]
+            if entry.sender == instance.name and not entry.needs_sender:
+                self._hand_over(instance, entry)
+            else:
+                self._depart(instance, entry)
+                self._go_on(entry)
         self._end_pinned(instance.name, error)
         if not self.table.complete and not self._joining:  # who waits for its start hears of it
             self._fail(error)
         elif replace and not self._closing:
             self._actions.append(e.Replace(instance.name, error))
 
-    def _bereave(self, instance: Instance, sequence: int, error: WeftError) -> None:
-        entry = self.entries[sequence]
-        if entry.sender == instance.name and not entry.needs_sender:
-            self._hand_over(instance, entry)
-            return
-        self._depart(instance, entry)
+    def _go_on(self, entry: LedgerEntry) -> None:
+        """An instance was lost that worked on it: unless that is so for once too often it goes on."""
+        sequence = entry.submit.sequence
         self._leave(sequence)
         entry.losses += 1
         if entry.losses > MOST_LOSSES:
