@@ -196,6 +196,13 @@ class RunnerSection(_Section, frozen=True, kw_only=True):
             "rank N over 0 writes FILE with .rankN before the extension."
         ),
     ] = None
+    trace_requests: Annotated[
+        str | None,
+        Meta(
+            description="Folder where a server's processes write what each request waited for, as "
+            "OpenTelemetry spans (OTLP JSON lines); `weft trace` makes one Perfetto file of it."
+        ),
+    ] = None
 
 
 class ParallelSection(_Section, frozen=True, kw_only=True):
