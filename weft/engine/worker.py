@@ -96,7 +96,11 @@ class Worker:
         self._leave()
 
     def join(self, channel: RankChannel, incarnation: str) -> None:
-        """Works for another head from now on, which has welcomed this rank."""
+        """Works for another head from now on, which has welcomed this rank.
+
+        Nothing of a transfer may touch the caches any more when that head hears that they are there. Raises
+        EngineDead when it does not end; then this process is to end.
+        """
         self._leave()
         self._channel = channel
         self._incarnation = incarnation
