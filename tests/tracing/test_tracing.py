@@ -128,7 +128,7 @@ def pair_of_heads(folder: Path) -> None:
     ]
     for process, place, stages in (
         (prefill, places[0], (("queue", 10.1, 10.4), ("prefill", 10.4, 11.4), ("send", 10.1, 11.5))),
-        (decode, places[1], (("await", 10.1, 11.5), ("queue", 11.5, 11.6), ("decode", 11.6, 13.6))),
+        (decode, places[1], (("await", 10.2, 11.5), ("queue", 11.5, 11.6), ("decode", 11.6, 13.6))),
     ):
         for name, start, end in stages:
             span = child_of(place.context, name, start, sequence="a", attempt=0)
