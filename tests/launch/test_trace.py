@@ -26,10 +26,11 @@ CALLER, CALLERS_SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 def test_requests_of_a_pair_are_traced(start: Any, tmp_path: Path) -> None:
     """From the client's own span over the front to both heads, and merged."""
     folder = tmp_path / "spans"
+    folder.mkdir()
     server = start(
         "spool-text",
         *("--prefill", "1", "--decode", "1", "--max-num-seqs", "8", "--port", "0"),
-        *("--trace-requests", str(folder)),
+        *("--trace-requests", str(folder), "--trace", str(folder / "steps.json")),
     )
     base = server.url()
     secret = "Tom has 12 apples. " * 60
@@ -70,6 +71,7 @@ def test_requests_of_a_pair_are_traced(start: Any, tmp_path: Path) -> None:
     assert request.parent == CALLERS_SPAN
     assert [name for name, _ in request.events] == ["body is here", "submitted", "first token"]
     assert "apples" not in "".join(file.read_text() for file in folder.iterdir())
+    assert {file.name for file in folder.glob("*.json")} == {"steps.decode0.json", "steps.prefill0.json"}
 
     merged = subprocess.run(
         [sys.executable, "-m", "weft", "trace", str(folder)], capture_output=True, text=True, check=True
@@ -85,6 +87,20 @@ def test_requests_of_a_pair_are_traced(start: Any, tmp_path: Path) -> None:
         "receive",
         "submit",
     }
+    assert min(event["ts"] for event in events if "ts" in event) >= 0
+    named = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert set(named.values()) > {"steps.decode0.json: steps", "steps.prefill0.json: steps"}
+    begun = [e for e in events if e["name"] == "prefill"]
+    for span in begun:  # each was computed by a step of its time
+        assert any(
+            event.get("cat") == "step" and event["args"]["prefill_tokens"] and event["ts"] < ends(span)
+            for event in events
+            if named[event["pid"]].startswith("steps.prefill0") and ends(event) > span["ts"]
+        )
+
+
+def ends(event: Any) -> float:
+    return float(event.get("ts", 0) + event.get("dur", 0))
 
 
 def counted(base: str, name: str, head: str) -> float:

@@ -95,7 +95,8 @@ def chrome_trace(
     the spans where the file says when it began."""
     if not spans:
         return []
-    origin = min(span.start for span in spans)
+    first = min(span.start for span in spans)
+    origin = min([first, *(_began(events, first) for events in steps.values())])
     tracks = _Tracks()
     events = list[dict[str, Any]]()
     places: dict[str, tuple[dict[str, Any], ReadSpan]] = {}
@@ -119,7 +120,7 @@ def chrome_trace(
             arrow = {"name": "submit", "cat": "submit", "id": int(span.span[:12], 16)}
             events.append({**arrow, "ph": "s", **there, "ts": _micros(cause.start - origin)})
             events.append({**arrow, "ph": "f", "bp": "e", **here, "ts": _micros(span.start - origin)})
-    return [*tracks.names(), *events, *_steps(steps, origin, tracks.processes)]
+    return [*tracks.names(), *events, *_steps(steps, first, origin, tracks.processes)]
 
 
 class _Tracks:
@@ -168,13 +169,13 @@ class _Tracks:
 
 
 def _steps(
-    files: Mapping[str, Sequence[dict[str, Any]]], origin: int, used: Mapping[Any, int]
+    files: Mapping[str, Sequence[dict[str, Any]]], first: int, origin: int, used: Mapping[Any, int]
 ) -> list[dict[str, Any]]:
-    """Events of step traces, as processes of their own."""
+    """Events of step traces, as processes of their own; ``first``: where those begin that do not say."""
     made = list[dict[str, Any]]()
     base = len(used) + 1
     for file, events in files.items():
-        began = next((e["args"]["unix_ns"] for e in events if e.get("name") == "weft_origin"), origin)
+        began = _began(events, first)
         pids = sorted({int(event.get("pid", 0)) for event in events})
         for pid in pids:
             about = {"name": f"{file}: {'steps' if pid == 0 else 'micro-batches'}"}
@@ -191,8 +192,18 @@ def _steps(
     return made
 
 
+def _began(events: Sequence[dict[str, Any]], otherwise: int) -> int:
+    """When a step trace began, if it says so."""
+    return next((int(event["args"]["unix_ns"]) for event in events if _is_origin(event)), otherwise)
+
+
 def _micros(nanos: int) -> float:
     return nanos / 1e3
+
+
+def _is_origin(event: Any) -> bool:
+    """Whether it says when a step trace began: its first event, and in no merged file."""
+    return isinstance(event, dict) and event.get("name") == "weft_origin"
 
 
 def read_steps(folder: Path) -> dict[str, list[dict[str, Any]]]:
@@ -206,9 +217,7 @@ def read_steps(folder: Path) -> dict[str, list[dict[str, Any]]]:
                 events = json.loads(text.rstrip(",\n") + end)
             except ValueError:
                 continue
-            if isinstance(events, list) and any(
-                isinstance(event, dict) and event.get("cat") == "step" for event in events
-            ):
+            if isinstance(events, list) and _is_origin(events[0] if events else None):
                 found[file.name] = events
             break
     return found
