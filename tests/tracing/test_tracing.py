@@ -190,7 +190,9 @@ def test_step_traces_beside(tmp_path: Path) -> None:
     step = {"name": "step 1/2 + 0/0", "cat": "step", "ph": "X", "ts": 1, "dur": 2, "pid": 0, "tid": 0}
     origin = {"name": "weft_origin", "ph": "M", "pid": 0, "args": {"unix_ns": 7}}
     (tmp_path / "whole.json").write_text(json.dumps([origin, step]))
-    (tmp_path / "cut.json").write_text("[\n" + json.dumps(origin) + ",\n" + json.dumps(step) + ",\n")
+    (tmp_path / "cut.json").write_text(
+        "[\n" + json.dumps(origin) + ",\n" + json.dumps(step) + ',\n{"name": "st'
+    )
     (tmp_path / "merged.json").write_text(json.dumps([step]))  # what weft trace wrote before
     (tmp_path / "other.json").write_text('{"a": 1}')
     (tmp_path / "bad.json").write_text("]")

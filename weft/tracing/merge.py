@@ -6,6 +6,7 @@ and arrows lead from a request's places in the front to what the heads did there
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -211,13 +212,21 @@ def read_steps(folder: Path) -> dict[str, list[dict[str, Any]]]:
     too."""
     found = {}
     for file in sorted(folder.glob("*.json")):
-        text = file.read_text(encoding="utf-8", errors="replace").strip()
-        for end in ("", "]", "}]"):
-            try:
-                events = json.loads(text.rstrip(",\n") + end)
-            except ValueError:
-                continue
-            if isinstance(events, list) and _is_origin(events[0] if events else None):
-                found[file.name] = events
-            break
+        text = file.read_text(encoding="utf-8", errors="replace")
+        if (events := _events_of(text)) and _is_origin(events[0]):
+            found[file.name] = events
     return found
+
+
+def _events_of(text: str) -> list[Any]:
+    """Events of a Chrome trace; of one that was cut, those whose lines are whole."""
+    try:
+        events = json.loads(text)
+        return events if isinstance(events, list) else []
+    except ValueError:
+        pass
+    events = []
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError):
+            events.append(json.loads(line.strip(" ,[]")))
+    return events
