@@ -354,7 +354,23 @@ def test_where_a_peer_has_ended_nothing_is_sent_before_another_process_is_up(tel
     assert submitted(one) == []
     one.up(ended)
     assert len(submitted(one)) == 2 * len(sequences)
-    assert one.fleet.entries[1].losses == 0
+    assert one.fleet.entries[1].losses == 1
+
+
+def test_a_request_with_which_process_after_process_ends_does_so_too() -> None:
+    """Though its decoding end says so before the link to the other one breaks, each time."""
+    one = pairs("p", "d")
+    ask(one, 1)
+    for times in range(1, MOST_LOSSES + 1):
+        one.tokens("d", 1, finish="evicted", error=PeerEnded("lost").info())
+        assert one.told() == []
+        assert one.fleet.entries[1].losses == times
+        one.lose("p")
+        one.up("p")
+        assert where(one) == ["d", "p"]
+    one.tokens("d", 1, finish="evicted", error=PeerEnded("lost").info())
+    assert [error_of(event).code for event in one.told()] == ["engine_dead"]
+    over(one)
 
 
 def test_of_two_the_one_that_lives_gets_what_the_other_one_had() -> None:

@@ -159,8 +159,10 @@ class EngineCore:
         return self._told(events + self._asked())
 
     def finish(self, sequence: int) -> list[TokenEvent]:
-        """Ends a sequence wherever it is. Idempotent; unknown ids are fine."""
-        return self._told(self.scheduler.finish(sequence) + self._asked())
+        """Ends a sequence wherever it is. Idempotent; unknown ids are fine. What follows for its room, and
+        may for others, comes with the next ``hear``: here callers may care for this sequence alone.
+        """
+        return self._told(self.scheduler.finish(sequence))
 
     def _told(self, events: list[TokenEvent]) -> list[TokenEvent]:
         """``events``, which leave the engine."""

@@ -22,7 +22,6 @@ import msgspec
 
 from weft.common.errors import EngineDead, PeerEnded, ReportedError, Unavailable, WeftError
 from weft.common.log import get_logger
-from weft.common.restarts import MOST_LOSSES
 from weft.routing import events as e
 from weft.routing.instance_table import InstanceTable, Patience
 from weft.routing.instances import Instance, InstanceState
@@ -91,7 +90,6 @@ class Fleet:
         self._lateness.look(now)
         if self._parked:
             self._place_parked()
-        if self._parked:
             self._end_late()
         if self._events:
             self._actions.append(e.Deliver(tuple(self._events)))
@@ -217,8 +215,8 @@ class Fleet:
 
     def _end_late(self) -> None:
         """Parked sequences fail that have waited for too long."""
-        why = {s: self._lateness.why(begun=self.entries[s].attempt >= 0) for s in self._parked}
-        late = [(sequence, error) for sequence, error in why.items() if error is not None]
+        begun = {sequence: self.entries[sequence].attempt >= 0 for sequence in self._parked}
+        late = [(s, why) for s, b in begun.items() if (why := self._lateness.why(begun=b)) is not None]
         if late:
             log.error("%d sequences fail: %s", len(late), late[0][1].message)
         for sequence, error in late:
@@ -243,7 +241,6 @@ class Fleet:
         elif isinstance(message, m.Welcome):
             self._welcome(instance, message)
         else:
-            log.error("the engine failed: %s", message.error.message)
             self._lose(instance, ReportedError(message.error))
 
     def _welcome(self, instance: Instance, welcome: m.Welcome) -> None:
@@ -281,8 +278,7 @@ class Fleet:
     def _tell(self, instance: Instance, entry: LedgerEntry, event: m.TokenEvent) -> None:
         """What ``instance`` says of a sequence that is there, in its turn."""
         sequence, finish = event.sequence, event.finish
-        refused = finish == "error" and self._may_retry(instance, entry, event)
-        back = refused or finish in ("moved", "evicted")
+        back = finish in ("moved", "evicted") or self._may_retry(instance, entry, event)
         lost = event.error is not None and event.error.code == PeerEnded.code
         if back:
             event = msgspec.structs.replace(event, finish=None, error=None)
@@ -305,7 +301,7 @@ class Fleet:
 
     def _may_retry(self, instance: Instance, entry: LedgerEntry, event: m.TokenEvent) -> bool:
         """Whether ``event`` says that this instance has no room, and another one may have."""
-        if entry.pinned is not None or not is_refusal(event):
+        if event.finish is None or entry.pinned is not None or not is_refusal(event):
             return False
         others = [i for i in self.table.takers() if i is not instance and i.name not in entry.refused]
         return serve(others, self._lateness.local)
@@ -332,7 +328,9 @@ class Fleet:
             self.table.shun(self.table.instances[other], self._now)
         self._depart(instance, entry)
         self._leave(sequence)
-        if other is None and entry.refuse(instance.name) > MOST_REFUSALS:
+        if other is not None:  # its own end will be told when the sequence is there no longer
+            self._count_loss(entry)
+        elif entry.refuse(instance.name) > MOST_REFUSALS:
             self._end(sequence, Unavailable("the engine takes the request no more; try again later"))
         else:
             evictions = sum(entry.refused.values()) if finish == "evicted" else 0
@@ -384,10 +382,12 @@ class Fleet:
             return
         self._depart(instance, entry)
         self._leave(sequence)
-        entry.losses += 1
-        if entry.losses > MOST_LOSSES:
-            lost = f"the engine was lost {entry.losses} times while it worked on this request"
-            self._end(sequence, EngineDead(lost))
+        self._count_loss(entry)
+
+    def _count_loss(self, entry: LedgerEntry) -> None:
+        sequence = entry.submit.sequence
+        if (error := entry.lose()) is not None:
+            self._end(sequence, error)
         else:  # of one that is pinned, ``_lose`` sees to the end
             self._bereft.add(sequence)
             self._parked.add(sequence)
