@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.routing.driver import DIED, PATIENCE, Driver, error_of, ids
-from weft.common.errors import ErrorInfo, PeerEnded
+from weft.common.errors import ErrorInfo, PeerEnded, RanksLost
 from weft.common.restarts import MOST_LOSSES
 from weft.routing import events as e
 from weft.routing.instance_table import HEALTHY_S
@@ -743,3 +743,17 @@ def test_without_prefill_for_good_it_is_over_unless_others_do_it(local: bool) ->
     one.lose("p")
     one.on(e.Retired("p", DIED))
     assert bool(one.of(e.Failed)) is not local
+
+
+def test_a_group_that_is_lost_in_place_counts_as_a_loss_of_those_that_ran() -> None:
+    """Its head lives, and says so: a sequence that ends its ranks each time is not computed for ever."""
+    for name in ("p", "d"):
+        one = pairs("p", "d")
+        ask(one, 1)
+        lost = RanksLost("lost").info()
+        for time in range(MOST_LOSSES):
+            one.tokens(name, 1, finish="evicted", error=lost, attempt=time)
+            assert where(one) == ["d", "p"]
+            assert one.fleet.entries[1].losses == time + 1
+        one.tokens(name, 1, finish="evicted", error=lost, attempt=MOST_LOSSES)
+        assert 1 not in one.fleet.entries

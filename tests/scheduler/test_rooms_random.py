@@ -10,9 +10,9 @@ from tests.scheduler.harness import random_bases, random_submits
 from tests.scheduler.rooms_rig import World
 
 
-def play(seed: int, harm: float = 1.0, streams: int = 24, patience: float = 600.0) -> World:
+def play(seed: int, harm: float = 1.0, streams: int = 24, patience: float = 600.0, tight: int = 0) -> World:
     """Streams come while anything happens; then ``patience`` seconds of peace at most, until all is over."""
-    world = World(seed, harm)
+    world = World(seed, harm, tight)
     rng = random.Random(seed + 1)
     bases = random_bases(rng)
     request = 0
@@ -24,7 +24,7 @@ def play(seed: int, harm: float = 1.0, streams: int = 24, patience: float = 600.
             world.abort(world.streams[rng.randrange(len(world.streams))])
         if rng.random() < 0.03 * harm:
             rng.choice([world.sender, world.receiver]).lose()
-        world.run(rng.random() * 0.3)
+        world.run(rng.random() * (0.1 if tight else 0.3))
     world.harm = 0.0
     world.run(patience)
     return world
@@ -77,3 +77,15 @@ def test_without_faults_little_is_given_back() -> None:
             stats = head.scheduler.stats()
             assert stats.transfers is not None
             assert stats.transfers.evictions <= 3 + stats.preemptions
+
+
+@pytest.mark.parametrize("tight", [1, 2, 4])
+def test_local_sequences_and_those_that_come_share_a_small_cache(tight: int) -> None:
+    """Each of them gets on, whoever holds the blocks."""
+    preempted = evicted = 0
+    for seed in range(12):
+        world = play(seed, harm=0.3, tight=tight)
+        world.check_end()
+        preempted += world.receiver.scheduler.stats().preemptions
+        evicted += "evicted" in world.receiver.seen
+    assert min(preempted, evicted) > 0

@@ -38,9 +38,9 @@ def play(seed: int, fence: FenceBy, harm: float = 1.0) -> World:
         start = rng.random() * 60
 
         def submit(key: RoomKey = key) -> None:
-            deadline = world.now + LONGEST * (0.2 + 0.8 * rng.random())
-            world.at(rng.random() * 2, lambda: world.sender.open(key, deadline))
-            world.at(rng.random() * 2, lambda: world.receiver.open(key, deadline))
+            seconds = LONGEST * (0.2 + 0.8 * rng.random())
+            world.at(rng.random() * 2, lambda: world.sender.open(key, seconds))
+            world.at(rng.random() * 2, lambda: world.receiver.open(key, seconds))
             if rng.random() < 0.15 * harm:
                 head = rng.choice([world.sender, world.receiver])
                 world.at(rng.random() * 8, lambda: head.feed(w.Cancel(key, ERROR)))
@@ -55,6 +55,9 @@ def play(seed: int, fence: FenceBy, harm: float = 1.0) -> World:
             world.at(when, lambda pick=pick, long=long: world.pause(pick(), long))  # type: ignore[misc]
     world.run(90.0)
     world.harm = 0.0
+    for key in world.receiver.opened:  # nobody will offer it to this receiver, as the front knows
+        if world.sender.receivers.get(key) != world.receiver.peer:
+            world.receiver.feed(w.Cancel(key, ERROR))
     world.run(500.0)
     return world
 
@@ -391,3 +394,37 @@ class TestMessages:
             r.decode(big)
         with pytest.raises(r.RoomMessageError, match="limit"):
             r.decode(bytes(r.MAX_MESSAGE + 1))
+
+
+def test_the_time_in_the_senders_queue_is_not_the_rooms() -> None:
+    out = sender("new")
+    into = receiver("new")
+    for rooms in (out, into):
+        assert rooms.next_due() is None
+        assert rooms.on(w.Tick(), 1000.0) == []
+    assert names(out.on(w.Offer(OFFER), 1000.0)) == ["Admitted"]
+    into.on(w.Heard(P, OFFER), 1000.0)
+    into.on(w.Postpone(KEY, 1.0), 1000.0)
+    into.on(w.Heard(P, OFFER), 1020.0)  # offered again: it is no younger for that
+    assert into.on(w.Tick(), 1029.0) == []
+    assert "RoomFailed" in names(into.on(w.Tick(), 1030.0))
+    out.on(w.Heard(D, BOUND), 1001.0)
+    assert out.on(w.Tick(), 1029.0) == []
+    assert "RoomFailed" in names(out.on(w.Tick(), 1030.0))
+
+
+def test_a_receiver_that_asks_for_patience_gets_it_until_the_deadline() -> None:
+    out = SendingRooms(2, "copy", PATIENCE)
+    out.on(w.Open(KEY, D, 100.0), 0.0)
+    out.on(w.Offer(OFFER), 0.0)
+    for second in range(99):
+        said = names(out.on(w.Tick(), float(second)))
+        assert said in ([], ["Admitted"]), second
+        out.on(w.Heard(D, r.Later(key=KEY, seconds=0.5)), float(second))
+    assert "RoomFailed" in names(out.on(w.Tick(), 100.0))
+    out = SendingRooms(2, "copy", PATIENCE)
+    out.on(w.Open(KEY, D, 100.0), 0.0)
+    out.on(w.Offer(OFFER), 0.0)
+    out.on(w.Heard(D, r.Later(key=KEY, seconds=0.5)), 10.0)
+    assert "RoomFailed" not in names(out.on(w.Tick(), 10.0 + PATIENCE.bind))
+    assert "RoomFailed" in names(out.on(w.Tick(), 10.5 + PATIENCE.bind))

@@ -129,16 +129,21 @@ class Sender(Head):
     def __init__(self, world: World, incarnation: int) -> None:
         super().__init__(world, "P", incarnation)
         self.machine = SendingRooms(RANKS, world.fence, PATIENCE)
+        self.receivers: dict[RoomKey, Peer] = {}
 
-    def open(self, key: RoomKey, deadline: float) -> None:
+    def open(self, key: RoomKey, seconds: float) -> None:
         if not self.alive or key in self.opened:
             return
         self.opened.add(key)
-        self.feed(w.Open(key, self.world.receiver.peer, deadline))
+        self.receivers[key] = self.world.receiver.peer
+        self.feed(w.Open(key, self.world.receiver.peer, seconds))
         self.world.at(self.world.rng.random() * 3, lambda: self.admit(key))
 
     def admit(self, key: RoomKey) -> None:
         """The scheduler admits the sequence, as soon as there are blocks."""
+        if self.alive and self.paused_until > self.world.now:
+            self.world.at(self.paused_until - self.world.now + 2e-6, lambda: self.admit(key))
+            return
         if not self.alive or self.machine.state(key) is not State.new:
             return
         if self.memory.take(key) is None:
@@ -160,10 +165,10 @@ class Receiver(Head):
         self.machine = ReceivingRooms(GROUP.dims, world.fence, PATIENCE)
         self.got: dict[tuple[RoomKey, int], set[int]] = {}
 
-    def open(self, key: RoomKey, deadline: float) -> None:
+    def open(self, key: RoomKey, seconds: float) -> None:
         if self.alive and key not in self.opened:
             self.opened.add(key)
-            self.feed(w.Open(key, self.world.sender.peer, deadline))
+            self.feed(w.Open(key, self.world.sender.peer, seconds))
 
     def tell(self, event: r.RoomEvent) -> None:
         super().tell(event)

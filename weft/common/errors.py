@@ -184,6 +184,12 @@ class PeerEnded(Unavailable):
     code = "peer_ended"
 
 
+class RanksLost(Unavailable):
+    """Processes of the group were lost while it computed the sequence, which may be why."""
+
+    code = "group_lost"
+
+
 class DeadlineExceeded(WeftError):
     """The request's deadline passed."""
 

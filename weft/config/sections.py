@@ -322,7 +322,11 @@ class TransferSection(_Section, frozen=True, kw_only=True):
     ] = "auto"
     transfer_timeout: Annotated[
         float,
-        Meta(gt=0, le=3600, description="Seconds that one sequence's transfer may take, prefill included."),
+        Meta(
+            gt=0,
+            le=600,
+            description="Seconds that one sequence's transfer may take, from when its prefill begins.",
+        ),
     ] = 300.0
     role_timeout: Annotated[
         float,

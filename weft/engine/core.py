@@ -259,6 +259,7 @@ class EngineCore:
         self._launching = False
         self._completed = -math.inf
         self._lost_at = self._clock.now()  # first: an interrupt may come between
+        self.scheduler.lose()
         if self.rooms is not None:
             self.rooms.lose()
         self.runner.recover(lost)

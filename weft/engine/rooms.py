@@ -155,7 +155,7 @@ class HeadRooms:
         if key in self._records:
             return
         self._records[key] = RoomNotes(peer)
-        self._on(w.Open(key, peer, self._clock.now() + ticket.seconds))
+        self._on(w.Open(key, peer, ticket.seconds))
         if self._machine.state(key) is r.State.done:  # an old Submit, which nobody answers
             del self._records[key]
         if peer in self._lost:

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from weft.common.errors import EngineDead, PeerEnded, ReportedError, Unavailable, WeftError
+from weft.common.errors import EngineDead, PeerEnded, RanksLost, ReportedError, Unavailable, WeftError
 from weft.common.log import get_logger
 from weft.common.restarts import MOST_LOSSES
 from weft.routing import events as e
@@ -280,9 +280,8 @@ class Fleet:
     def _tell(self, instance: Instance, entry: LedgerEntry, event: m.TokenEvent) -> None:
         """What ``instance`` says of a sequence that is there, in its turn."""
         sequence, finish = event.sequence, event.finish
-        refused = finish == "error" and self._may_retry(instance, entry, event)
-        back = refused or finish in ("moved", "evicted")
-        lost = event.error is not None and event.error.code == PeerEnded.code
+        back = finish in ("moved", "evicted") or (finish and self._may_retry(instance, entry, event))
+        why = "" if event.error is None else event.error.code
         if back:
             event = msgspec.structs.replace(event, finish=None, error=None)
         fresh = entry.take(event, entry.pair is not None and entry.receives(instance.name))
@@ -294,7 +293,7 @@ class Fleet:
             self.table.prove(instance)
             self._hand_over(instance, entry)
         elif back:
-            self._give_back(instance, entry, lost)
+            self._give_back(instance, entry, why)
         else:
             self._depart(instance, entry)
             self._leave(sequence)
@@ -323,12 +322,13 @@ class Fleet:
             if receiver is not None:
                 self._take(self.table.instances[receiver], event)
 
-    def _give_back(self, instance: Instance, entry: LedgerEntry, lost: bool) -> None:
-        """Its stream goes on elsewhere. ``lost``: the process of the other one of the pair has ended."""
+    def _give_back(self, instance: Instance, entry: LedgerEntry, why: str) -> None:
+        """Its stream goes on elsewhere. ``why``: the code of the error, if it said one."""
         sequence, other = entry.submit.sequence, entry.partner(instance.name)
         self._depart(instance, entry)
-        if lost and other is not None:  # nothing goes there until another process has taken its place
+        if (ended := why == PeerEnded.code) and other is not None:  # until another process takes its place
             self.table.shun(self.table.instances[other], self._now)
+        if why == RanksLost.code or (ended and other is not None):
             self._go_on(entry)
         elif entry.refuse(instance.name) > MOST_REFUSALS:
             self._end(sequence, Unavailable("the engine takes the request no more; try again later"))

@@ -161,7 +161,7 @@ class Planner:
         state = self._state
         if builder.lacking is not None or builder.preempted or not state.waiting:
             return
-        promised = self._promised()
+        promised = self.promised()
         while state.waiting and builder.budget >= 1:
             sequence = state.waiting.first()
             yielding = None
@@ -188,7 +188,7 @@ class Planner:
             if yielding is not None:
                 state.waiting.invite(sequence)
                 self._reserver.preempt(yielding, builder, yields=True)
-                promised = self._promised()
+                promised = self.promised()
                 continue
             end = self._chunk_end(sequence, num_hit, known, builder)
             if end <= num_hit:
@@ -253,7 +253,7 @@ class Planner:
             ops = [*ops, *self._state.rooms.export(sequence, start, end)]
         builder.add_prefill(Row(sequence, run, start, end - start, logits, sample, next_k, ops))
 
-    def _promised(self) -> list[int]:
+    def promised(self) -> list[int]:
         """Blocks of each kind that the prefills under way will still take: not there for admission."""
         state = self._state
         total = [0] * len(state.caches.kinds)

@@ -75,7 +75,8 @@ class Reserver:
         The victim is the last by key that is not protected; it may be the one that asks. No sequence is
         preempted while blocks that steps in flight still name will do, and none preempts itself while its
         own last step is in flight: that may free blocks, and computes tokens that need not be lost. Nor is
-        one whose slot ranks do not know of yet, which could not be freed.
+        one whose slot ranks do not know of yet, which could not be freed. Where there is no victim, those go
+        that have blocks and no slot: they may be behind the one that asks.
         """
         caches = self._state.caches
         while True:
@@ -85,11 +86,21 @@ class Reserver:
             if caches.will_fit(needed):
                 return False
             victim = next((s for s in reversed(self._state.running) if _can_go(s)), None)
+            if victim is None and self._evict_last():
+                continue
             if victim is None or (victim is sequence and run.last_step > self._state.last_commit):
                 return False
             self.preempt(victim, builder)
             if victim is sequence:
                 return False
+
+    def _evict_last(self) -> bool:
+        """Gives back the last by key of the queue that has blocks, if any: they are free at once."""
+        landed = (sequence for sequence in self._state.waiting if sequence.tables is not None)
+        last = max(landed, key=lambda sequence: sequence.key, default=None)
+        if last is not None:
+            self._state.evict(last, "a group made room for other sequences")
+        return last is not None
 
     def preempt(self, victim: Sequence, builder: PlanBuilder, *, yields: bool = False) -> None:
         """Takes a running sequence out of the plan, and its slot and blocks from it."""

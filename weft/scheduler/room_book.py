@@ -48,8 +48,8 @@ class RoomRecord:
     sequence: Sequence
     length: int
     """Positions that go from one group to the other: what was known of the sequence when it came."""
-    due: float
-    """When it is late."""
+    due: float = math.inf
+    """When it is late; never before its first offer."""
     over: bool = False
     """Nothing is to be asked of it: it failed, or was cancelled, or it is up to the other side."""
     held: list[tuple[int, int]] = field(default_factory=list)
@@ -70,6 +70,8 @@ class RoomBook:
     """The records. ``SchedulerState`` tells what becomes of sequences, ``SchedulerRooms`` what of rooms."""
 
     def __init__(self, caches: Caches, holds: Holds) -> None:
+        self.now = -math.inf
+        """The latest time that the scheduler was told."""
         self.decodes = False
         """Whether the group decodes what others have prefilled."""
         self._caches = caches
@@ -100,20 +102,18 @@ class RoomBook:
 
     # ---- what becomes of sequences
 
-    def open(self, sequence: Sequence, now: float) -> None:
+    def open(self, sequence: Sequence) -> None:
         """A sequence with a room has come."""
         assert sequence.room is not None
-        due = now + sequence.room.seconds
         key = sequence.room.key
-        self._records[key] = RoomRecord(key, sequence, len(sequence.tokens), due)
-        if sequence.fetches:
-            self._due = min(self._due, due)
+        self._records[key] = RoomRecord(key, sequence, len(sequence.tokens))
 
     def admitted(self, sequence: Sequence, slot: int, num_hit: int, hashes: list[bytes], block: int) -> None:
         """A sender has a slot, and a prefix hit of ``num_hit``; ``hashes`` of blocks of ``block`` tokens."""
         record = self.of(sequence)
         if record is None:
             return
+        self._begin(record)
         record.slot = slot
         record.exported = [0] * len(self._caches.kinds)
         known = b"".join(hashes[: record.length // block])
@@ -187,6 +187,13 @@ class RoomBook:
             )
         )
 
+    def untold(self, sequence: int) -> list[TokenEvent]:
+        """Takes what was not told yet of the sequence of this id."""
+        found = [event for event in self.events if event.sequence == sequence]
+        if found:
+            self.events = [event for event in self.events if event.sequence != sequence]
+        return found
+
     # ---- a sender's states
 
     @property
@@ -243,6 +250,14 @@ class RoomBook:
         self._hold(record, blocks)
         return FetchedTables(number, reach), blocks
 
+    def wanted(self, record: RoomRecord, offer: Admitted) -> None:
+        """A receiver's room was offered, for the first time or again."""
+        if record.due == math.inf:
+            self._begin(record)
+            self._due = min(self._due, record.due)
+        record.offer = offer
+        self.offers[record.key] = record
+
     def close(self, record: RoomRecord) -> None:
         """Nobody outside can touch the blocks of the room any more."""
         self._holds.unhold_all(record.held)
@@ -264,6 +279,10 @@ class RoomBook:
         return any(r.sequence.fetches and not r.over for r in self._records.values())
 
     # ----
+
+    def _begin(self, record: RoomRecord) -> None:
+        assert record.sequence.room is not None
+        record.due = self.now + record.sequence.room.seconds
 
     def _keep(self, record: RoomRecord, snapshots: tuple[Blocks, ...]) -> None:
         """A sender leaves its slot: what its room reads goes on hold."""

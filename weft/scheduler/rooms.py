@@ -11,14 +11,15 @@ from collections.abc import Callable
 
 import msgspec
 
-from weft.common.errors import ErrorInfo, InvalidRequest, Unavailable
+from weft.common.errors import ErrorInfo, InvalidRequest, RanksLost, Unavailable
 from weft.common.log import get_logger
 from weft.config.sections import TransferSection
 from weft.scheduler.room_book import RoomRecord
-from weft.scheduler.sequence import Awaiting, Fetching
+from weft.scheduler.sequence import Awaiting, Fetching, Sequence
 from weft.scheduler.state import SchedulerState
 from weft.types.messages import LogprobColumns, Submit, TokenEvent, TransferStats
 from weft.types.rooms import (
+    MOST_SECONDS,
     Admitted,
     CancelRoom,
     FirstToken,
@@ -37,8 +38,6 @@ from weft.types.rooms import (
 
 POSTPONE_S = 0.5
 """Seconds until a sender asks again for blocks that were not there."""
-MOST_SECONDS = 86400.0
-"""Of a ticket."""
 
 _log = get_logger(__name__)
 _logprobs: msgspec.msgpack.Decoder[LogprobColumns] = msgspec.msgpack.Decoder(LogprobColumns)
@@ -53,14 +52,18 @@ class SchedulerRooms:
         transfer: TransferSection,
         vocab_size: int,
         starved: Callable[[], bool],
+        promised: Callable[[], list[int]],
     ) -> None:
-        """``starved``: whether a sequence of this group waits for blocks before it can be admitted."""
+        """``starved``: whether a sequence of this group waits for blocks before it can be admitted;
+        ``promised``: blocks of each kind that those will still take which were."""
         self._state = state
         self._book = state.rooms
         self._role = transfer.role
         self._watermark = transfer.decode_watermark
         self._vocab_size = vocab_size
-        self._starved = starved
+        self._starved, self._promised = starved, promised
+        self._next: RoomRecord | None = None
+        """Of the receivers that were told to come later, the first by key: none behind it is let in."""
         self._book.decodes = transfer.role == "decode"
 
     def check(self, submit: Submit) -> None:
@@ -109,6 +112,14 @@ class SchedulerRooms:
         for sequence in self._book.late(now):
             self._state.evict(sequence, "the cache of a sequence did not come in time")
 
+    def lose(self) -> None:
+        """Ranks are lost: gives back those that run and have a room, or had one, with the code "group_lost".
+        Those that do not run have no part in it."""
+        lost = RanksLost("processes of the group that computed the sequence were lost").info()
+        for sequence in self._state.running.snapshot():
+            if sequence.room is not None:
+                self._state.evict(sequence, lost.message, lost)
+
     def stats(self) -> TransferStats | None:
         """What the scheduler knows of it; None of a group that neither sends nor receives."""
         if self._role == "unified":
@@ -128,8 +139,7 @@ class SchedulerRooms:
             gone = Unavailable("the sequence has ended where it was to be decoded").info()
             self._book.requests.append(CancelRoom(key=key, error=gone))
         elif isinstance(record.sequence.state, Awaiting):
-            record.offer = offer
-            self._book.offers[key] = record
+            self._book.wanted(record, offer)
 
     def _answer(self, record: RoomRecord) -> None:
         """Answers an offer, unless it is of a sibling whose leader comes first."""
@@ -156,8 +166,14 @@ class SchedulerRooms:
                 return _refuse(record, "the sequence does not fit into the cache: raise --kv-cache-memory")
         hashes = state.hashes(sequence, length)
         hits = caches.fetch_hit(hashes, length)
-        if not self._room_for(caches.fetch_needed(hashes, hits, length, reach)):
+        needed = caches.fetch_needed(hashes, hits, length, reach)
+        if self._is_behind(sequence):
             return PostponeRoom(key=record.key, seconds=POSTPONE_S)
+        if not self._room_for(needed):
+            self._next = record
+            return PostponeRoom(key=record.key, seconds=POSTPONE_S)
+        if self._next is record:
+            self._next = None
         if sequence.chain is not None:
             state.counts.prefix_queries += length
             state.counts.prefix_hits += hits
@@ -166,12 +182,20 @@ class SchedulerRooms:
         sequence.move(Fetching(tables))
         return ReserveRoom(key=record.key, start=hits, blocks=blocks)
 
+    def _is_behind(self, sequence: Sequence) -> bool:
+        """Whether another one comes first, and was told to come later."""
+        first = self._next
+        if first is not None and not first.over and isinstance(first.sequence.state, Awaiting):
+            return first.sequence.key < sequence.key
+        return False
+
     def _room_for(self, needed: list[int]) -> bool:
         """Whether there are so many blocks beside those that are left to who runs, or comes first."""
         state = self._state
         if self._starved() and state.waiting:
             return False
         alone = not state.running and not any(s.tables for s in state.live.values())
+        needed = [n + p for n, p in zip(needed, self._promised(), strict=True)]
         return state.caches.fits(needed, spare=0.0 if alone else self._watermark)
 
     def _landed(self, record: RoomRecord, first: tuple[FirstToken, ...]) -> None:

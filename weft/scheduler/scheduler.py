@@ -75,7 +75,9 @@ class Scheduler:
         self._awaited: dict[int, float] = {}  # sequence -> until when it awaits what it lacks
         self._holds = self._state.holds
         role = transfer or TransferSection()
-        self._rooms = SchedulerRooms(self._state, role, vocab_size, lambda: self.planner.starved)
+        self._rooms = SchedulerRooms(
+            self._state, role, vocab_size, lambda: self.planner.starved, self.planner.promised
+        )
 
     # ---- sequences
 
@@ -103,7 +105,7 @@ class Scheduler:
         sequence.awaits = awaits
         self._arrivals += 1
         if sequence.room is not None:
-            state.rooms.open(sequence, now)
+            state.rooms.open(sequence)
         ending = sequence.ending() if sequence.num_output else None
         if ending is not None:
             state.rooms.ended(sequence, ending[0], None)
@@ -148,15 +150,21 @@ class Scheduler:
         return bool(self._awaited or self._blocked or self._state.rooms.awaited) and not self.has_work()
 
     def finish(self, sequence: int) -> list[TokenEvent]:
-        """Ends a sequence from outside. Unknown and ended ones are fine: then there is no event."""
+        """Ends a sequence from outside. Unknown and ended ones are fine: then there is no event, unless
+        that of the end was not told yet."""
         found = self._state.live.get(sequence)
         if found is None:
-            return []
+            return self._state.rooms.untold(sequence)  # else they would end a later attempt of that id
         self._awaited.pop(sequence, None)
         self._state.end(found, "abort")
         self._blocked = False
         num_cached = max(found.num_cached, 0)
         return [TokenEvent(sequence=sequence, num_cached=num_cached, finish="abort", position=found.position)]
+
+    def lose(self) -> None:
+        """Ranks are lost, and no step is made until ``requeue_all``: sequences of rooms that run are given
+        back at once. To be called before rooms are told, so that each has its own end."""
+        self._rooms.lose()
 
     def requeue_all(self) -> list[TokenEvent]:
         """The group was lost: everything that ran waits again, as prompt + what was told of its output.
@@ -168,6 +176,7 @@ class Scheduler:
         self._blocked = self.planner.lacked = False
         self._empty_plans = 0
         self._built = None
+        self.lose()
         often = [sequence for sequence in self._state.requeue() if sequence.lost()]
         for sequence in often:
             self._state.end(sequence, "error")
@@ -199,6 +208,7 @@ class Scheduler:
 
     def room(self, event: RoomEvent, now: float) -> list[TokenEvent]:
         """Hears what happened to a room: the first token of a sequence whose cache has come, or ends."""
+        self._state.rooms.now = now
         self._rooms.on(event)
         self._blocked = False
         return self._given_back()
@@ -238,6 +248,7 @@ class Scheduler:
         flight already, when the last builder was not sealed, and when nothing could be planned for long
         though work waits and no step is in flight.
         """
+        self._state.rooms.now = now
         while True:
             builder = self._begin(self._section.max_num_batched_tokens)
             self.planner.fill(builder)

@@ -96,6 +96,7 @@ class ReceivingRooms(Rooms):
     def _admitted(self, room: Room, message: r.Admitted, now: float) -> list[w.Action]:
         if room.key in self._asked:
             return []
+        room.begin(now)
         room.offer = message
         self._asked.add(room.key)
         return [w.Tell(r.RoomWanted(room.key, message))]

@@ -35,20 +35,22 @@ class Patience(NamedTuple):
     retry: float = 1.0
     """Between repetitions of a message."""
     bind: float = 60.0
-    """From the first offer until a receiver is bound."""
+    """From an offer, or from when a receiver that has no room yet asks for another one, until it is bound."""
     fence: float = 10.0
     """Until a peer that does not answer a fence is to be revoked."""
     longest: float = 60.0
     """Between repetitions of a fence or a revocation, each of which waits twice as long as the one before."""
     remember: float = 900.0
-    """How long an ended room is known: longer than any deadline."""
+    """How long an ended room is known: longer than ``weft.types.rooms.MOST_SECONDS``."""
 
 
 class Room:
     """One room on one side."""
 
-    def __init__(self, key: RoomKey, peer: Peer, deadline: float, ranks: int) -> None:
-        self.key, self.peer, self.deadline = key, peer, deadline
+    def __init__(self, key: RoomKey, peer: Peer, seconds: float, ranks: int) -> None:
+        self.key, self.peer, self.seconds = key, peer, seconds
+        self.deadline: float | None = None
+        """None before the first offer: how long the sender's queue is says nothing of the room."""
         self.state = State.new
         self.was_bound = False
         self.outcomes = Outcomes(ranks)
@@ -72,6 +74,11 @@ class Room:
         """Of a sender: positions of its own prefix hit."""
         self.bound: r.Bound | None = None
         self.metadata: r.Metadata | None = None
+
+    def begin(self, now: float) -> None:
+        """It was offered. Idempotent."""
+        if self.deadline is None:
+            self.deadline = now + self.seconds
 
     def peer_is_quiet(self) -> None:
         """The peer has said, or it is proven, that it touches nothing of the room: it is not revoked."""
@@ -218,7 +225,7 @@ class Rooms:
             answer = ended.answer
             error = answer.error if isinstance(answer, r.Fence | r.Refused) else _gone()
             return [w.Tell(r.RoomFailed(event.key, error)), w.Tell(r.RoomFreed(event.key))]
-        room = self._rooms[event.key] = Room(event.key, event.peer, event.deadline, self._ranks)
+        room = self._rooms[event.key] = Room(event.key, event.peer, event.seconds, self._ranks)
         return self._opened(room, now)
 
     def _tick(self, now: float) -> list[w.Action]:
@@ -230,7 +237,7 @@ class Rooms:
                 actions.append(w.Revoke(room.key, room.peer))
             if room.state >= State.failing:
                 continue
-            if room.deadline <= now:
+            if room.deadline is not None and room.deadline <= now:
                 error = DeadlineExceeded("the transfer of a sequence's cache took too long")
                 actions += self._fail(room, error.info(), now)
             elif room.bind_by is not None and room.bind_by <= now:

@@ -53,6 +53,7 @@ class SendingRooms(Rooms):
         room = self._rooms.get(message.key)
         if room is None or room.offer is not None or room.state is not State.new:
             return []
+        room.begin(now)
         room.num_cached = num_cached
         room.offer, room.bind_by = message, now + self._patience.bind
         return self._say(room, message, now)
@@ -70,6 +71,7 @@ class SendingRooms(Rooms):
                 return self._bind(room, room.offer, message, now)
             case r.Later(seconds=seconds) if room.state is State.new and room.offer is not None:
                 room.say_at = now + max(seconds, self._patience.retry)
+                room.bind_by = room.say_at + self._patience.bind  # it lives: only the deadline ends that
                 return []
             case r.Refused(error=error) if room.state is State.new:
                 room.peer_is_quiet()  # nothing was bound there

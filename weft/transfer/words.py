@@ -17,11 +17,12 @@ class _Word(msgspec.Struct, frozen=True):
 
 
 class Open(_Word, frozen=True):
-    """A Submit came that names a room. ``peer``: the head at its other end; ``deadline``: of the room."""
+    """A Submit came that names a room. ``peer``: the head at its other end."""
 
     key: RoomKey
     peer: Peer
-    deadline: float
+    seconds: float
+    """That the room may take, from its first offer on."""
 
 
 class Heard(_Word, frozen=True):

@@ -28,6 +28,9 @@ from weft.common.errors import ErrorInfo, WeftError
 VERSION = 1
 """Of these messages."""
 
+MOST_SECONDS = 600.0
+"""That a room may take: what has ended is remembered for longer."""
+
 U32 = Annotated[int, Meta(ge=0, lt=1 << 32)]
 # msgspec's bounds are int64; msgpack itself holds no integer of more than 64 bits.
 U64 = Annotated[int, Meta(ge=0)]
@@ -67,7 +70,7 @@ class RoomTicket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_
     has it.
     """
     seconds: float
-    """That the room may take, from now on."""
+    """That the room may take, from its first offer on: until then the sequence is in the sender's queue."""
 
 
 class Outcome(IntEnum):

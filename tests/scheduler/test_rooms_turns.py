@@ -1,0 +1,145 @@
+"""Rooms beside other work: who gets blocks first, what time counts, and how losses are told."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from tests.scheduler.fake_runner import kv_config, submit
+from tests.scheduler.test_rooms import ERROR, PROMPT, Side, key_of, names
+from weft.config.sections import TransferSection
+from weft.scheduler.room_book import FENCE_S
+from weft.scheduler.sequence import PROTECT_AFTER, Awaiting, Waiting
+from weft.transfer.arrivals import REMEMBER_S
+from weft.transfer.room_table import Patience
+from weft.types import rooms as r
+
+
+def test_who_has_blocks_and_no_slot_gives_them_to_one_that_may_not_be_preempted() -> None:
+    side = Side("decode", kv_config(blocks=12, caching=False), max_num_seqs=1)
+    side.local(1, PROMPT, max_tokens=30)
+    side.step()
+    side.scheduler._state.live[1].preemptions = PROTECT_AFTER
+    request = side.submit(2, [2] * 10)
+    side.land(2, side.want(2)[0], request)
+    assert isinstance(side.state(2), Waiting)
+    side.drain()
+    assert [(e.sequence, e.finish) for e in side.events if e.finish] == [(2, "evicted"), (1, "length")]
+    side.check_idle()
+
+
+def test_small_offers_do_not_pass_a_large_one_for_ever() -> None:
+    side = Side("decode", kv_config(blocks=12, caching=False))
+    request = side.submit(1, [1] * 10)
+    reserved = side.want(1)
+    side.submit(2, [2] * 40)
+    assert names(side.want(2, 40)) == ["PostponeRoom"]
+    side.submit(3, [3] * 10)
+    side.submit(4, [4] * 10)
+    assert names(side.want(3)) == ["PostponeRoom"]  # it would fit
+    side.land(1, reserved[0], request)
+    side.drain()
+    assert names(side.want(4)) == ["PostponeRoom"]
+    assert names(side.want(2, 40)) == ["ReserveRoom"]
+    side.scheduler.finish(2)
+    side.room(r.RoomFreed(key_of(2)))
+    side.scheduler.room_requests()
+    assert names(side.want(4)) == ["ReserveRoom"]
+
+
+@pytest.mark.parametrize("how", ["finish", "late", "failed"])
+def test_a_large_offer_that_ends_keeps_nobody_out(how: str) -> None:
+    side = Side("decode", kv_config(blocks=12, caching=False))
+    side.submit(1, [1] * 10, seconds=100.0)
+    side.want(1)
+    side.submit(2, [2] * 40, seconds=5.0)
+    assert names(side.want(2, 40)) == ["PostponeRoom"]
+    side.submit(3, [3] * 10)
+    if how == "finish":
+        side.scheduler.finish(2)
+    elif how == "late":
+        side.scheduler.expire(5.0)
+    else:
+        side.room(r.RoomFailed(key_of(2), ERROR))
+    side.scheduler.room_requests()
+    assert names(side.want(3)) == ["ReserveRoom"]
+
+
+def test_blocks_that_a_prompt_under_way_will_take_are_not_given_to_rooms() -> None:
+    side = Side("decode", kv_config(blocks=12, caching=False), long_prefill_token_threshold=4)
+    side.local(1, [1] * 36, max_tokens=2)
+    side.step()  # it has one block, and wants ten
+    side.submit(2, [2] * 10)
+    assert names(side.want(2)) == ["PostponeRoom"]
+    side.drain()
+    assert side.scheduler.stats().preemptions == 0
+    assert names(side.want(2)) == ["ReserveRoom"]
+
+
+def test_the_time_of_a_room_counts_from_its_offer() -> None:
+    """However long the queue of the sender is; its blocks are excused as long."""
+    side = Side("prefill", kv_config())
+    side.submit(1, seconds=10.0)
+    side.now = 1e3
+    side.step()
+    assert names(side.scheduler.room_requests()) == ["OfferRoom", "FinishRoom"]
+    assert set(side.scheduler._holds._until.values()) == {1e3 + 10.0 + FENCE_S}
+    side = Side("decode", kv_config())
+    side.submit(1, seconds=10.0)
+    assert side.scheduler.expire(1e3) == []
+    assert isinstance(side.state(1), Awaiting)
+    side.now = 1e3
+    side.want(1)
+    assert side.scheduler.expire(1e3 + 9.9) == []
+    assert [event.finish for event in side.scheduler.expire(1e3 + 10.0)] == ["evicted"]
+
+
+def test_the_end_of_an_attempt_is_not_told_of_the_next_one() -> None:
+    side = Side("decode", kv_config())
+    side.submit(1)
+    side.submit(2)
+    side.scheduler._state.evict(side.scheduler._state.live[1], "planted")  # and nobody asked for events yet
+    side.scheduler._state.evict(side.scheduler._state.live[2], "planted")
+    assert [(e.sequence, e.finish) for e in side.scheduler.finish(1)] == [(1, "evicted")]
+    again = submit(1, PROMPT)
+    assert side.scheduler.add(again, 0.0) == []
+    assert [(e.sequence, e.finish) for e in side.scheduler.expire(0.0)] == [(2, "evicted")]
+
+
+def test_ended_rooms_are_remembered_for_longer_than_one_may_take() -> None:
+    assert Patience().remember > r.MOST_SECONDS
+    assert REMEMBER_S > r.MOST_SECONDS
+    for seconds in (r.MOST_SECONDS, r.MOST_SECONDS + 1):
+        settings = {"transfer_timeout": seconds}
+        if seconds > r.MOST_SECONDS:
+            with pytest.raises(msgspec.ValidationError):
+                msgspec.convert(settings, TransferSection)
+        else:
+            msgspec.convert(settings, TransferSection)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_who_ran_when_ranks_were_lost_is_given_back_with_a_code_of_its_own(role: str) -> None:
+    side = Side(role, kv_config(), max_num_seqs=1, long_prefill_token_threshold=4)
+    first, second = side.submit(1), side.submit(2)
+    if role == "decode":
+        side.land(1, side.want(1)[0], first)
+        side.land(2, side.want(2)[0], second)
+    side.step()
+    side.events.clear()
+    side.in_flight.clear()
+    side.scheduler.lose()
+    events = side.scheduler.expire(0.0)  # told at once, not only when the group is whole again
+    assert [(e.sequence, e.finish, e.error.code if e.error else "") for e in events] == [
+        (1, "evicted", "group_lost")
+    ]
+    for request in side.scheduler.room_requests():
+        assert (
+            not isinstance(request, r.CancelRoom)
+            or request.error is None
+            or (request.error.code != "group_lost")
+        ), "the other group was not lost"
+    told = side.lose()
+    assert [(e.sequence, e.finish, e.error) for e in told] == (
+        [] if role == "prefill" else [(2, "evicted", None)]
+    )
