@@ -185,7 +185,12 @@ class Worker:
             transfer.expect(frame.offer, frame.bound)
 
     def _tell(self) -> bool:
-        """Passes on what the rank's transfers have told. False: nothing."""
+        """Passes on what the rank's transfers have told. False: nothing. Raises GivenUp when this process can
+        have no part in transfers any more: another one can.
+        """
+        transfer = self._runner.transfer
+        if transfer is not None and transfer.failure is not None:
+            raise GivenUp("the thread of this rank that moves caches between groups has failed")
         told = [] if self._runner.reports is None else self._runner.reports.take()
         for said in told:
             if isinstance(said, RankReport):

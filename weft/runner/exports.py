@@ -37,6 +37,9 @@ class Transfer(Protocol):
     @property
     def dims(self) -> GroupDims: ...
 
+    @property
+    def failure(self) -> Exception | None: ...
+
     def begin(
         self, offer: Admitted, bound: Bound, blocks: tuple[Blocks, ...], num_cached: int = 0
     ) -> None: ...

@@ -99,6 +99,8 @@ class RankTransfer:
         self.arrivals = a.Arrivals()
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._done = False
+        self.failure: Exception | None = None
+        """What ended this thread's part in transfers, for good: only another process has one again."""
         self._thread = threading.Thread(target=self._run, name=f"weft-transfer-{rank}", daemon=True)
         if start:
             self._thread.start()
@@ -159,6 +161,7 @@ class RankTransfer:
                 self.turn(_IDLE_S)
         except Exception as error:
             log.exception("the transfers of rank %d have failed, and it takes part in no more", self._rank)
+            self.failure = error
             self._fail_all(_info(error))
         finally:
             self._transport.close()
