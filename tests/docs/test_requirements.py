@@ -12,7 +12,7 @@ BUILT = (
     [f"A{i}" for i in range(1, 20)]
     + [f"B{i}" for i in range(1, 22)]
     + [f"C{i}" for i in range(1, 15)]
-    + ["E7", "E8", "E30"]
+    + ["E7", "E8", "E24", "E27", "E30", "E31", "E33"]
     + [f"F{i}" for i in (3, 5, *range(8, 16), 18, *range(26, 32), *range(40, 44), *range(45, 49), 61, 63)]
 )  # fmt: skip
 
