@@ -149,8 +149,10 @@ class EngineCore:
         return events + self._asked()
 
     def finish(self, sequence: int) -> list[TokenEvent]:
-        """Ends a sequence wherever it is. Idempotent; unknown ids are fine."""
-        return self.scheduler.finish(sequence) + self._asked()
+        """Ends a sequence wherever it is. Idempotent; unknown ids are fine. What follows for its room, and
+        may for others, comes with the next ``hear``: here callers may care for this sequence alone.
+        """
+        return self.scheduler.finish(sequence)
 
     def _asked(self) -> list[TokenEvent]:
         """Whatever the scheduler asks of ``sources`` is carried out."""

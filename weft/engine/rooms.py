@@ -45,6 +45,8 @@ TICK_S = 0.1
 """Seconds between two looks at deadlines."""
 TIDY_S = 30.0
 """Between two looks for connections that nobody uses."""
+POSTPONE_S = 0.5
+"""Until a sender asks again, while the group is being formed anew."""
 HASH_BYTES = 16
 """Of one base block, in an offer."""
 MOST_MESSAGES = 256
@@ -333,6 +335,8 @@ class HeadRooms:
         match action:
             case w.Send(peer, message):
                 self._send(peer, message)
+            case w.Tell(r.RoomWanted(key)) if not self._whole:  # nothing could be taken in yet
+                self._on(w.Postpone(key, POSTPONE_S))
             case w.Tell(event):
                 self._note(event)
                 events += scheduler.room(event, self._clock.now())

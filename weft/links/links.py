@@ -53,6 +53,9 @@ class Owner(Protocol):
     def replace(self, instance: str, incarnation: int, error: WeftError) -> None:
         """This front has lost the process. The owner's reaction shows in ``present``."""
 
+    def drain(self) -> None:
+        """This front finishes its requests, and ends."""
+
 
 class Links:
     """Used from one event loop. Instances have the names that their owner gives them."""

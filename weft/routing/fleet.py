@@ -20,22 +20,19 @@ from typing import Any
 
 import msgspec
 
-from weft.common.errors import EngineDead, ReportedError, Unavailable, WeftError
+from weft.common.errors import EngineDead, PeerEnded, ReportedError, Unavailable, WeftError
 from weft.common.log import get_logger
-from weft.common.restarts import MOST_LOSSES
 from weft.routing import events as e
 from weft.routing.instance_table import InstanceTable, Patience
 from weft.routing.instances import Instance, InstanceState
 from weft.routing.lateness import Lateness
 from weft.routing.ledger import LedgerEntry, is_refusal
 from weft.routing.pairs import Route, Router, serve, ticketed
+from weft.routing.parked import MOST_REFUSALS, Parked, wait_after
 from weft.routing.policy import Policies, make_policies
 from weft.types import messages as m
 
 log = get_logger(__name__)
-
-MOST_REFUSALS = 8
-"""Times that one instance may give a sequence back before a token of it comes."""
 
 
 class Fleet:
@@ -72,7 +69,7 @@ class Fleet:
         """Sequences whose prompt was computed where they are decoded, as none that prefills was there."""
         self._patience, self._front = patience, front
         self._router = Router(policies or make_policies())
-        self._parked: dict[int, None] = {}
+        self._parked = Parked()
         """Open sequences that wait for an instance, in order."""
         self._paused: dict[int, None] = {}
         """Open sequences that their client does not read."""
@@ -93,7 +90,6 @@ class Fleet:
         self._lateness.look(now)
         if self._parked:
             self._place_parked()
-        if self._parked:
             self._end_late()
         if self._events:
             self._actions.append(e.Deliver(tuple(self._events)))
@@ -101,7 +97,7 @@ class Fleet:
 
     def next_deadline(self) -> float:
         """When a ``Tick`` will change something, if nothing happens before; inf for never."""
-        return min(self.table.deadline(), self._lateness.deadline())
+        return min(self.table.deadline(), self._lateness.deadline(), self._parked.deadline())
 
     def refusal(self) -> WeftError | None:
         """Why no request can begin now; None when it can."""
@@ -118,7 +114,7 @@ class Fleet:
             hashes = event.hashes.get(submit.request)
             self.entries[submit.sequence] = LedgerEntry(submit, hashes, event.pinned)
             self._requests.setdefault(submit.request, {})[submit.sequence] = None
-            self._parked[submit.sequence] = None
+            self._parked.add(submit.sequence)
         if event.pinned is not None and not self.table.instances[event.pinned].alive:
             self._end_pinned(event.pinned, Unavailable("the engine that was asked for is not there"))
 
@@ -137,7 +133,7 @@ class Fleet:
         for sequence in event.sequences:
             if sequence in self.entries and sequence not in self._paused:
                 self._leave(sequence)
-                self._parked.pop(sequence, None)
+                self._parked.discard(sequence)
                 self._paused[sequence] = None
         self.pauses += len(self._paused) > before
 
@@ -145,7 +141,7 @@ class Fleet:
         for sequence in event.sequences:
             if sequence in self._paused:
                 del self._paused[sequence]
-                self._parked[sequence] = None
+                self._parked.add(sequence)
 
     def _leave(self, sequence: int) -> None:
         """Takes an open sequence from wherever it is."""
@@ -165,7 +161,7 @@ class Fleet:
         del siblings[sequence]
         if not siblings:
             del self._requests[entry.submit.request]
-        self._parked.pop(sequence, None)
+        self._parked.discard(sequence)
         self._paused.pop(sequence, None)
         self._bereft.discard(sequence)
 
@@ -178,24 +174,21 @@ class Fleet:
 
     def _place_parked(self) -> None:
         """Sends parked sequences to instances, those of one prompt together."""
-        takers = self.table.takers()
+        ready, takers = self._parked.ready(self._now), self.table.takers()
         if not takers:
             return
         groups: dict[int, list[int]] = {}
-        for sequence in self._parked:
+        for sequence in ready:
             groups.setdefault(self.entries[sequence].submit.request, []).append(sequence)
         for request, group in groups.items():
-            entry, near = self.entries[group[0]], self._near(request)
+            entry = self.entries[group[0]]
+            near = {name for each in self._requests[request] for name in self.entries[each].places}
             route = self._router.route(takers, entry, group, near, self._lateness.local)
             if route is None:
                 continue
             self._place(route, group)
             if any(taker.state is InstanceState.HALF_OPEN for taker in takers):
                 takers = self.table.takers()
-
-    def _near(self, request: int) -> set[str]:
-        """Instances that work on sequences of the prompt."""
-        return {name for each in self._requests[request] for name in self.entries[each].places}
 
     def _place(self, route: Route, group: list[int]) -> None:
         compute, decode = route
@@ -215,15 +208,15 @@ class Fleet:
                 if instance.version < 2 and its.attempt:
                     its = msgspec.structs.replace(its, attempt=0)
                 self._send(instance, its)
-            del self._parked[sequence]
+            self._parked.discard(sequence)
             if sequence in self._bereft:
                 self._bereft.discard(sequence)
                 self.failovers += 1
 
     def _end_late(self) -> None:
         """Parked sequences fail that have waited for too long."""
-        why = {s: self._lateness.why(begun=self.entries[s].attempt >= 0) for s in self._parked}
-        late = [(sequence, error) for sequence, error in why.items() if error is not None]
+        begun = {sequence: self.entries[sequence].attempt >= 0 for sequence in self._parked}
+        late = [(s, why) for s, b in begun.items() if (why := self._lateness.why(begun=b)) is not None]
         if late:
             log.error("%d sequences fail: %s", len(late), late[0][1].message)
         for sequence, error in late:
@@ -248,7 +241,6 @@ class Fleet:
         elif isinstance(message, m.Welcome):
             self._welcome(instance, message)
         else:
-            log.error("the engine failed: %s", message.error.message)
             self._lose(instance, ReportedError(message.error))
 
     def _welcome(self, instance: Instance, welcome: m.Welcome) -> None:
@@ -286,8 +278,8 @@ class Fleet:
     def _tell(self, instance: Instance, entry: LedgerEntry, event: m.TokenEvent) -> None:
         """What ``instance`` says of a sequence that is there, in its turn."""
         sequence, finish = event.sequence, event.finish
-        refused = finish == "error" and self._may_retry(instance, entry, event)
-        back = refused or finish in ("moved", "evicted")
+        back = finish in ("moved", "evicted") or self._may_retry(instance, entry, event)
+        lost = event.error is not None and event.error.code == PeerEnded.code
         if back:
             event = msgspec.structs.replace(event, finish=None, error=None)
         fresh = entry.take(event, entry.pair is not None and entry.receives(instance.name))
@@ -299,7 +291,7 @@ class Fleet:
             self.table.prove(instance)
             self._hand_over(instance, entry)
         elif back:
-            self._give_back(instance, entry)
+            self._give_back(instance, entry, finish, lost)
         else:
             self._depart(instance, entry)
             self._leave(sequence)
@@ -309,7 +301,7 @@ class Fleet:
 
     def _may_retry(self, instance: Instance, entry: LedgerEntry, event: m.TokenEvent) -> bool:
         """Whether ``event`` says that this instance has no room, and another one may have."""
-        if entry.pinned is not None or not is_refusal(event):
+        if event.finish is None or entry.pinned is not None or not is_refusal(event):
             return False
         others = [i for i in self.table.takers() if i is not instance and i.name not in entry.refused]
         return serve(others, self._lateness.local)
@@ -328,15 +320,21 @@ class Fleet:
             if receiver is not None:
                 self._take(self.table.instances[receiver], event)
 
-    def _give_back(self, instance: Instance, entry: LedgerEntry) -> None:
-        """``instance`` has the sequence no longer, and its stream goes on elsewhere."""
+    def _give_back(self, instance: Instance, entry: LedgerEntry, finish: str, lost: bool) -> None:
+        """Its stream goes on elsewhere. ``lost``: the process of the other one of the pair has ended."""
         sequence = entry.submit.sequence
+        other = entry.partner(instance.name) if lost else None
+        if other is not None:  # nothing goes there until another process has taken its place
+            self.table.shun(self.table.instances[other], self._now)
         self._depart(instance, entry)
         self._leave(sequence)
-        if entry.refuse(instance.name) > MOST_REFUSALS:
+        if other is not None:  # its own end will be told when the sequence is there no longer
+            self._count_loss(entry)
+        elif entry.refuse(instance.name) > MOST_REFUSALS:
             self._end(sequence, Unavailable("the engine takes the request no more; try again later"))
         else:
-            self._parked[sequence] = None
+            evictions = sum(entry.refused.values()) if finish == "evicted" else 0
+            self._parked.add(sequence, self._now + wait_after(evictions))
 
     # -- instances that come and go -----------------------------------------------------------------
 
@@ -384,13 +382,15 @@ class Fleet:
             return
         self._depart(instance, entry)
         self._leave(sequence)
-        entry.losses += 1
-        if entry.losses > MOST_LOSSES:
-            lost = f"the engine was lost {entry.losses} times while it worked on this request"
-            self._end(sequence, EngineDead(lost))
+        self._count_loss(entry)
+
+    def _count_loss(self, entry: LedgerEntry) -> None:
+        sequence = entry.submit.sequence
+        if (error := entry.lose()) is not None:
+            self._end(sequence, error)
         else:  # of one that is pinned, ``_lose`` sees to the end
             self._bereft.add(sequence)
-            self._parked[sequence] = None
+            self._parked.add(sequence)
 
     def _retired(self, event: e.Retired) -> None:
         """With one of a domain all of it are lost for good."""

@@ -17,6 +17,8 @@ from array import array
 import msgspec
 import numpy as np
 
+from weft.common.errors import EngineDead, WeftError
+from weft.common.restarts import MOST_LOSSES
 from weft.routing.policy import PromptHashes
 from weft.types.messages import LogprobColumns, Submit, TokenEvent, ids_to_bytes
 
@@ -81,6 +83,10 @@ class LedgerEntry:
         """The instance of a pair that computes the prompt, until it has said all that it has to say."""
         return self.pair[0] if self.pair is not None and self.pair[0] in self.places else None
 
+    def partner(self, name: str) -> str | None:
+        """The other instance that works on it beside ``name``."""
+        return next((other for other in self.places if other != name), None)
+
     def receives(self, name: str) -> bool:
         """Whether ``name`` decodes what another instance has computed."""
         return self.pair is not None and self.pair[1] == name
@@ -98,6 +104,13 @@ class LedgerEntry:
         """``name`` refused it, or gave it back. Returns how often it did so since the last token."""
         self.refused[name] = self.refused.get(name, 0) + 1
         return self.refused[name]
+
+    def lose(self) -> WeftError | None:
+        """An instance was lost that worked on it. Returns the error, once that happened too often."""
+        self.losses += 1
+        if self.losses <= MOST_LOSSES:
+            return None
+        return EngineDead(f"the engine was lost {self.losses} times while it worked on this request")
 
     def left(self) -> None:
         """No instance works on it now."""

@@ -12,10 +12,11 @@ import msgspec
 from weft.common.errors import EngineDead, WeftError
 from weft.common.restarts import MOST_LOSSES
 from weft.routing import events as e
-from weft.routing.fleet import MOST_REFUSALS, Fleet
+from weft.routing.fleet import Fleet
 from weft.routing.instance_table import Patience
 from weft.routing.instances import InstanceState
 from weft.routing.lateness import LATE
+from weft.routing.parked import MOST_REFUSALS
 from weft.sim.check import Stream, Violation, output, require, token_key
 from weft.sim.clients import Client
 from weft.sim.network import Link
