@@ -69,7 +69,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_key_value_heads": 2,
             "head_dim": 16,
             # A small state: the caches of a sequence are mostly lines, which run short.
-            "linear_num_key_heads": 1,
+            "linear_num_key_heads": 2,
             "linear_num_value_heads": 2,
             "linear_key_head_dim": 4,
             "linear_value_head_dim": 4,

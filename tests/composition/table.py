@@ -60,7 +60,7 @@ class Table:
             "All of them. Each cell counts the cases of `tests/composition` in which both features were seen",
             "at work (by counters, not settings) and every sequence got the tokens, text and logprobs that",
             "it gets alone, in float64.",
-            "A run of `pytest tests/composition --write-composition` writes this page.",
+            "A run of `pytest tests/composition/test_pairs.py --write-composition` writes this part.",
         ]
         for family in self._features:
             lines += ["", f"## {family.capitalize()}", "", *self._grid(family)]
@@ -108,7 +108,7 @@ class GroupTable:
             "of values of every two features. In each the cache of every sequence went over, every sequence",
             "got the tokens, text and logprobs that it gets alone, in float64, and all blocks came back at",
             "both ends.",
-            "A run of `pytest tests/composition/test_groups.py -m 'grid or not grid' --write-composition`",
+            "A run of `pytest tests/composition/test_groups.py -m grid --write-composition`",
             "writes this part.",
             "",
             "| | " + " | ".join(families) + " |",

@@ -74,7 +74,8 @@ def test_tokens_of_two_groups_are_those_of_each_sequence_alone(
         for (token, value), (other, alone) in zip(answer.logprobs, expected[key].logprobs, strict=False):
             assert token == other
             assert abs(value - alone) < 1e-5
-    _check_moved(seen, len(made))
+    # One whose first token has its stop string in it ends where its prompt was computed.
+    _check_moved(seen, sum(len(answer.tokens) > 1 for answer in made.values()))
     engaged = _engaged(case, made, seen)
     first = {feature: values[0] for feature, values in of_family(family).items()}
     missing = [

@@ -2,7 +2,7 @@
 
 A case sets every feature to one of its values; the cases of a family cover every pair of values of every two
 features, and each case asserts that its features engaged. ``docs/composition.md`` is what a run of all of it
-found (``pytest tests/composition --write-composition``).
+found (``pytest tests/composition/test_pairs.py --write-composition``).
 """
 
 from __future__ import annotations
