@@ -22,6 +22,7 @@ import msgspec
 
 from weft.common.errors import EngineDead, PeerEnded, ReportedError, Unavailable, WeftError
 from weft.common.log import get_logger
+from weft.common.restarts import MOST_LOSSES
 from weft.routing import events as e
 from weft.routing.instance_table import InstanceTable, Patience
 from weft.routing.instances import Instance, InstanceState
@@ -77,9 +78,8 @@ class Fleet:
         """Request -> its open sequences: they share a prompt, and its blocks where they are together."""
         self._bereft: set[int] = set()
         """Parked or paused sequences that lost their instance."""
-        self._closing = False
+        self._closing, self._now = False, -math.inf
         self._lateness = Lateness(self.table, patience)
-        self._now = -math.inf
         self._actions: list[e.Action] = []
         self._events: list[m.TokenEvent] = []
 
@@ -90,6 +90,7 @@ class Fleet:
         self._lateness.look(now)
         if self._parked:
             self._place_parked()
+        if self._parked:
             self._end_late()
         if self._events:
             self._actions.append(e.Deliver(tuple(self._events)))
@@ -215,8 +216,8 @@ class Fleet:
 
     def _end_late(self) -> None:
         """Parked sequences fail that have waited for too long."""
-        begun = {sequence: self.entries[sequence].attempt >= 0 for sequence in self._parked}
-        late = [(s, why) for s, b in begun.items() if (why := self._lateness.why(begun=b)) is not None]
+        why = {s: self._lateness.why(begun=self.entries[s].attempt >= 0) for s in self._parked}
+        late = [(sequence, error) for sequence, error in why.items() if error is not None]
         if late:
             log.error("%d sequences fail: %s", len(late), late[0][1].message)
         for sequence, error in late:
@@ -241,6 +242,7 @@ class Fleet:
         elif isinstance(message, m.Welcome):
             self._welcome(instance, message)
         else:
+            log.error("the engine failed: %s", message.error.message)
             self._lose(instance, ReportedError(message.error))
 
     def _welcome(self, instance: Instance, welcome: m.Welcome) -> None:
@@ -278,7 +280,8 @@ class Fleet:
     def _tell(self, instance: Instance, entry: LedgerEntry, event: m.TokenEvent) -> None:
         """What ``instance`` says of a sequence that is there, in its turn."""
         sequence, finish = event.sequence, event.finish
-        back = finish in ("moved", "evicted") or self._may_retry(instance, entry, event)
+        refused = finish == "error" and self._may_retry(instance, entry, event)
+        back = refused or finish in ("moved", "evicted")
         lost = event.error is not None and event.error.code == PeerEnded.code
         if back:
             event = msgspec.structs.replace(event, finish=None, error=None)
@@ -291,7 +294,7 @@ class Fleet:
             self.table.prove(instance)
             self._hand_over(instance, entry)
         elif back:
-            self._give_back(instance, entry, finish, lost)
+            self._give_back(instance, entry, lost)
         else:
             self._depart(instance, entry)
             self._leave(sequence)
@@ -301,7 +304,7 @@ class Fleet:
 
     def _may_retry(self, instance: Instance, entry: LedgerEntry, event: m.TokenEvent) -> bool:
         """Whether ``event`` says that this instance has no room, and another one may have."""
-        if event.finish is None or entry.pinned is not None or not is_refusal(event):
+        if entry.pinned is not None or not is_refusal(event):
             return False
         others = [i for i in self.table.takers() if i is not instance and i.name not in entry.refused]
         return serve(others, self._lateness.local)
@@ -320,21 +323,18 @@ class Fleet:
             if receiver is not None:
                 self._take(self.table.instances[receiver], event)
 
-    def _give_back(self, instance: Instance, entry: LedgerEntry, finish: str, lost: bool) -> None:
+    def _give_back(self, instance: Instance, entry: LedgerEntry, lost: bool) -> None:
         """Its stream goes on elsewhere. ``lost``: the process of the other one of the pair has ended."""
-        sequence = entry.submit.sequence
-        other = entry.partner(instance.name) if lost else None
-        if other is not None:  # nothing goes there until another process has taken its place
-            self.table.shun(self.table.instances[other], self._now)
+        sequence, other = entry.submit.sequence, entry.partner(instance.name)
         self._depart(instance, entry)
-        self._leave(sequence)
-        if other is not None:  # its own end will be told when the sequence is there no longer
-            self._count_loss(entry)
+        if lost and other is not None:  # nothing goes there until another process has taken its place
+            self.table.shun(self.table.instances[other], self._now)
+            self._go_on(entry)
         elif entry.refuse(instance.name) > MOST_REFUSALS:
             self._end(sequence, Unavailable("the engine takes the request no more; try again later"))
         else:
-            evictions = sum(entry.refused.values()) if finish == "evicted" else 0
-            self._parked.add(sequence, self._now + wait_after(evictions))
+            self._leave(sequence)
+            self._parked.add(sequence, self._now + wait_after(sum(entry.refused.values())))
 
     # -- instances that come and go -----------------------------------------------------------------
 
@@ -368,26 +368,26 @@ class Fleet:
         log.error("engine %s is lost: %s", instance.name, error.message)
         self._actions.append(e.Unlink(instance.name, instance.link))
         for sequence in list(instance.open):
-            self._bereave(instance, sequence, error)
+            entry = self.entries[sequence]
+            if entry.sender == instance.name and not entry.needs_sender:
+                self._hand_over(instance, entry)
+            else:
+                self._depart(instance, entry)
+                self._go_on(entry)
         self._end_pinned(instance.name, error)
         if not self.table.complete and not self._joining:  # who waits for its start hears of it
             self._fail(error)
         elif replace and not self._closing:
             self._actions.append(e.Replace(instance.name, error))
 
-    def _bereave(self, instance: Instance, sequence: int, error: WeftError) -> None:
-        entry = self.entries[sequence]
-        if entry.sender == instance.name and not entry.needs_sender:
-            self._hand_over(instance, entry)
-            return
-        self._depart(instance, entry)
-        self._leave(sequence)
-        self._count_loss(entry)
-
-    def _count_loss(self, entry: LedgerEntry) -> None:
+    def _go_on(self, entry: LedgerEntry) -> None:
+        """An instance was lost that worked on it: unless that is so for once too often it goes on."""
         sequence = entry.submit.sequence
-        if (error := entry.lose()) is not None:
-            self._end(sequence, error)
+        self._leave(sequence)
+        entry.losses += 1
+        if entry.losses > MOST_LOSSES:
+            lost = f"the engine was lost {entry.losses} times while it worked on this request"
+            self._end(sequence, EngineDead(lost))
         else:  # of one that is pinned, ``_lose`` sees to the end
             self._bereft.add(sequence)
             self._parked.add(sequence)

@@ -17,8 +17,6 @@ from array import array
 import msgspec
 import numpy as np
 
-from weft.common.errors import EngineDead, WeftError
-from weft.common.restarts import MOST_LOSSES
 from weft.routing.policy import PromptHashes
 from weft.types.messages import LogprobColumns, Submit, TokenEvent, ids_to_bytes
 
@@ -104,13 +102,6 @@ class LedgerEntry:
         """``name`` refused it, or gave it back. Returns how often it did so since the last token."""
         self.refused[name] = self.refused.get(name, 0) + 1
         return self.refused[name]
-
-    def lose(self) -> WeftError | None:
-        """An instance was lost that worked on it. Returns the error, once that happened too often."""
-        self.losses += 1
-        if self.losses <= MOST_LOSSES:
-            return None
-        return EngineDead(f"the engine was lost {self.losses} times while it worked on this request")
 
     def left(self) -> None:
         """No instance works on it now."""
