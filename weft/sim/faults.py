@@ -398,7 +398,7 @@ KINDS: dict[str, tuple[int, Callable[[Cluster], bool]]] = {
     "submit sent twice": (6, _duplicate),
     "evicted": (7, _evict),
     "head upgraded": (4, _drain),
-    "block on hold": (4, _hold),
+    "block on hold": (8, _hold),
     "rank killed": (8, _kill_rank),
     "rank stopped": (8, _stop_rank),
     "rank raised": (5, _rank_raises),
