@@ -19,6 +19,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import signal
 import statistics
 import sys
@@ -26,7 +27,7 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -34,22 +35,78 @@ from bench import record
 from weft.bench.process import ServerProcess, role_of
 from weft.bench.process_memory import tree
 
-FLAGS = {
-    "front": "--fronts 2",
-    "head": "",
-    "head-of-two": "--data-parallel-size 2",
-    "rank": "--tensor-parallel-size 2",
-    "rank-stopped": "--tensor-parallel-size 2 --rank-timeout 5",
+
+class Victim(NamedTuple):
+    """What is killed, and the server that has it."""
+
+    process: str
+    """How its title begins, behind ``weft: ``."""
+    flags: str = ""
+    decode_flags: str = ""
+    """Of groups that decode alone: then the server's are a topology of one group of each role."""
+    stops: bool = False
+    """It gets SIGSTOP, not SIGKILL."""
+    wakes_after: float = 0.0
+    """Seconds after which one that was stopped goes on; 0 for never."""
+
+    @property
+    def roles(self) -> bool:
+        """Whether prompts are computed in one group, and decoded in another."""
+        return "--prefill" in self.flags or bool(self.decode_flags)
+
+    @property
+    def described(self) -> str:
+        one_each = f"a group that prefills, one that decodes with {self.decode_flags}"
+        return one_each if self.decode_flags else self.flags or "-"
+
+
+VICTIMS = {
+    "front": Victim("front ", "--fronts 2"),
+    "head": Victim("head "),
+    "head-of-two": Victim("head ", "--data-parallel-size 2"),
+    "rank": Victim("worker ", "--tensor-parallel-size 2"),
+    "rank-stopped": Victim("worker ", "--tensor-parallel-size 2 --rank-timeout 5", stops=True),
+    "prefill": Victim("head prefill", "--prefill 1 --decode 2"),
+    "decode": Victim("head decode", "--prefill 1 --decode 2"),
+    "prefill-of-two": Victim("head prefill", "--prefill 2 --decode 1"),
+    "decode-alone": Victim("head decode", "--prefill 2 --decode 1"),
+    "front-roles": Victim("front ", "--fronts 2 --prefill 1 --decode 1"),
+    "decode-rank": Victim("worker ", decode_flags="--tensor-parallel-size 2"),
+    "prefill-stopped": Victim("head prefill", "--prefill 1 --decode 2", stops=True, wakes_after=3.0),
+    "decode-stopped": Victim("head decode", "--prefill 1 --decode 2", stops=True, wakes_after=3.0),
 }
-"""What can be killed, and the flags of the server that has it. ``-stopped`` gets SIGSTOP, not SIGKILL."""
 PROMPTS = [
     f"Tom has {12 + number} apples and buys {7 * number + 1} more. He gives {number} to Ann."
     for number in range(16)
 ]
+LONG = 24
+"""Times that a prompt is repeated where there are roles, so that kills fall into transfers. Prefixes are not
+cached there, for the same reason.
+"""
 TRIES = 60
 """How often a client sends a request before it counts as lost."""
+IDLE_S = 60.0
+"""Within which all pools are to be as at the beginning, once nobody asks any more."""
 BEFORE_S, AFTER_S = 2.0, 30.0
 """The time around a kill in which gaps are looked for."""
+
+
+def title_of(pid: int) -> str:
+    """``head prefill0 (model)``; empty for a process without a title, or that has ended."""
+    with contextlib.suppress(OSError):
+        line = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+        return line.removeprefix("weft: ") if line.startswith("weft: ") else ""
+    return ""
+
+
+def pools(text: str) -> dict[str, float]:
+    """What is free, and what transfers hold, of each head, in the metrics ``text``."""
+    names = (
+        "free_blocks|free_slots|transfers_open|transfers_blocks_on_hold|transfers_awaiting|transfers_fetching"
+    )
+    return {
+        name: float(value) for name, value in re.findall(rf"^(weft:(?:{names})\{{.*\}}) (.*)$", text, re.M)
+    }
 
 
 def processes(root: int) -> dict[int, str]:
@@ -84,13 +141,19 @@ class Drill:
         self._expected: dict[str, str] = {}
         self.clients = [Client() for _ in range(args.clients)]
         self.kills: list[float] = []
+        self.prompts = PROMPTS
+        self.whole: bool | None = None
+        """Whether all pools are at the end as they were at the beginning."""
 
-    async def run(self, victim: str) -> None:
+    async def run(self, victim: Victim) -> None:
         """Learns the answers, then kills ``--kills`` times under load. Raises RuntimeError."""
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         async with httpx.AsyncClient(timeout=180, trust_env=False, limits=limits) as http:
-            for prompt in PROMPTS:
+            self.prompts = [prompt * (LONG if victim.roles else 1) for prompt in PROMPTS]
+            for prompt in self.prompts:
                 self._expected[prompt] = await self._stream(http, prompt, Client())
+            await asyncio.sleep(2.0)
+            free = await self._pools(http)
             whole = set(processes(self._root).values()), len(processes(self._root))
             load = [asyncio.create_task(self._client(http, number)) for number in range(self._args.clients)]
             try:
@@ -98,9 +161,10 @@ class Drill:
                     await asyncio.sleep(self._args.every)
                     if all(task.done() for task in load):
                         break
-                    self._kill(victim)
+                    await self._kill(victim)
                     await self._wait_whole(http, whole)
                 await asyncio.gather(*load)
+                self.whole = await self._come_back(http, free)
             finally:
                 for task in load:
                     task.cancel()
@@ -111,16 +175,30 @@ class Drill:
             raise RuntimeError("the server does not run")
         return self._server.pid
 
-    def _kill(self, victim: str) -> None:
-        role = victim.split("-")[0]
-        pids = [pid for pid, its in processes(self._root).items() if its == role]
+    async def _kill(self, victim: Victim) -> None:
+        pids = [pid for pid in processes(self._root) if title_of(pid).startswith(victim.process)]
         if not pids:
-            raise RuntimeError(f"the server has no process that is a {role}: {processes(self._root)}")
+            titles = [title_of(pid) for pid in processes(self._root)]
+            raise RuntimeError(f"the server has no process {victim.process!r}: {titles}")
         self.kills.append(time.monotonic())
-        os.kill(
-            pids[len(self.kills) % len(pids)],
-            signal.SIGSTOP if victim.endswith("stopped") else signal.SIGKILL,
-        )
+        pid = pids[len(self.kills) % len(pids)]
+        os.kill(pid, signal.SIGSTOP if victim.stops else signal.SIGKILL)
+        if victim.wakes_after:
+            await asyncio.sleep(victim.wakes_after)
+            os.kill(pid, signal.SIGCONT)
+
+    async def _pools(self, http: httpx.AsyncClient) -> dict[str, float]:
+        return pools((await http.get(f"{self._server.url}/metrics")).text)
+
+    async def _come_back(self, http: httpx.AsyncClient, free: dict[str, float]) -> bool:
+        """Whether the pools become ``free`` again."""
+        deadline = time.monotonic() + IDLE_S
+        while (now := await self._pools(http)) != free:
+            if time.monotonic() > deadline:
+                print({name: (free.get(name), now.get(name)) for name in {*free, *now}})
+                return False
+            await asyncio.sleep(0.2)
+        return True
 
     async def _wait_whole(self, http: httpx.AsyncClient, whole: tuple[set[str], int]) -> None:
         """Until as many processes as before have their roles and the server is ready. Raises RuntimeError."""
@@ -138,7 +216,7 @@ class Drill:
     async def _client(self, http: httpx.AsyncClient, number: int) -> None:
         client = self.clients[number]
         for request in range(self._args.requests):
-            prompt = PROMPTS[(number * 5 + request) % len(PROMPTS)]
+            prompt = self.prompts[(number * 5 + request) % len(self.prompts)]
             reason = ""
             for attempt in range(TRIES):
                 client.sent_again += attempt > 0
@@ -198,12 +276,13 @@ class Drill:
         between = sorted(b - a for times in arrivals for a, b in itertools.pairwise(times))
         return {
             "killed": victim,
-            "flags": FLAGS[victim] or "-",
+            "flags": VICTIMS[victim].described,
             "kills": len(self.kills),
             "requests": sum(client.done for client in self.clients),
             "lost": sum(len(client.lost) for client in self.clients),
             "other tokens": sum(client.different for client in self.clients),
             "sent again": sum(client.sent_again for client in self.clients),
+            "pools as before": {True: "yes", False: "no", None: None}[self.whole],
             "gap median s": round(statistics.median(gaps), 2) if gaps else None,
             "gap largest s": round(max(gaps), 2) if gaps else None,
             "between tokens p50 ms": round(between[len(between) // 2] * 1e3, 1) if between else None,
@@ -211,27 +290,33 @@ class Drill:
         }
 
 
+def command_of(victim: Victim, model: str, file: Path) -> list[str]:
+    """The server of ``victim``. ``file``: for its topology, where it has one."""
+    program = [sys.executable, "-c", "from weft.launch.main import main; main()"]
+    front = ["--port", "{port}", "--engine-restarts", "100"]
+    engine = ["--dtype float64", "--device cpu", "--threads 1"]
+    if victim.roles:
+        engine += ["--enable-prefix-caching", "--kv-cache-memory 64M"]
+    if not victim.decode_flags:
+        settings = " ".join([*engine, victim.flags]).replace("--enable-p", "--no-enable-p").split()
+        return [*program, "serve", *([model] if model else []), *front, *settings]
+    common = [f"--model {model or 'spool-text'}", *engine]
+    lines = [f"{flag[2:]}: {value or 'false'}" for flag, _, value in (each.partition(" ") for each in common)]
+    flag, _, value = victim.decode_flags.partition(" ")
+    groups = ["groups:", "  - role: prefill", "  - role: decode", f"    {flag[2:]}: {value}"]
+    file.write_text("\n".join([*lines, *groups]))
+    return [*program, "up", str(file), *front]
+
+
 def drill(victim: str, args: argparse.Namespace, log: Path) -> tuple[dict[str, Any], list[str]]:
     """One server, its row, and why requests were lost. Raises RuntimeError or WeftError."""
-    program = "from weft.launch.main import main; main()"
-    command = [
-        sys.executable,
-        "-c",
-        program,
-        "serve",
-        *([args.model] if args.model else []),
-        "--port",
-        "{port}",
-    ]
-    settings = ["--dtype", "float64", "--device", "cpu", "--threads", "1", "--engine-restarts", "100"]
     environment = {"PYTHONPATH": str(Path(args.tree).resolve()), "OMP_NUM_THREADS": "1"}
-    with ServerProcess(
-        [*command, *settings, *FLAGS[victim].split()], environment=environment, log_file=log
-    ) as server:
+    command = command_of(VICTIMS[victim], args.model, log.with_suffix(".yaml"))
+    with ServerProcess(command, environment=environment, log_file=log) as server:
         server.wait_ready(180)
         under = Drill(server, args)
         began = time.monotonic()
-        asyncio.run(asyncio.wait_for(under.run(victim), args.deadline))
+        asyncio.run(asyncio.wait_for(under.run(VICTIMS[victim]), args.deadline))
         reasons = [reason for client in under.clients for reason in client.lost]
         return under.row(victim, time.monotonic() - began), reasons
 
@@ -240,7 +325,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--victims", default=",".join(FLAGS), help=f"of {', '.join(FLAGS)}")
+    parser.add_argument("--victims", default=",".join(VICTIMS), help=f"of {', '.join(VICTIMS)}")
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--requests", type=int, default=100, help="of each client")
     parser.add_argument("--tokens", type=int, default=64)
@@ -256,8 +341,8 @@ def main() -> None:
     rows, reasons = [], {}
     with tempfile.TemporaryDirectory() as folder:
         for victim in args.victims.split(","):
-            if victim not in FLAGS:
-                parser.error(f"--victims {victim}: of {', '.join(FLAGS)}")
+            if victim not in VICTIMS:
+                parser.error(f"--victims {victim}: of {', '.join(VICTIMS)}")
             row, reasons[victim] = drill(victim, args, Path(folder) / f"{victim}.log")
             rows.append(row)
             print(row, *reasons[victim][:3], sep="\n", flush=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench import drill, rows
+from tests.launch.test_cli import run
 from weft.bench.process import ServerProcess
 
 
@@ -37,3 +38,25 @@ def test_a_killed_head_costs_a_gap_and_nothing_else(tmp_path: Path) -> None:
     row, reasons = drill.drill("head", arguments(requests=12), tmp_path / "log")
     assert (row["kills"], row["requests"], row["lost"], row["other tokens"]) == (1, 24, 0, 0), (row, reasons)
     assert row["gap largest s"] is not None
+
+
+def test_who_is_killed_has_a_server_that_has_it(tmp_path: Path) -> None:
+    commands = {
+        name: drill.command_of(victim, "", tmp_path / f"{name}.yaml")
+        for name, victim in drill.VICTIMS.items()
+    }
+    assert "--no-enable-prefix-caching" in commands["decode"]
+    assert commands["decode"][-4:] == ["--prefill", "1", "--decode", "2"]
+    assert commands["decode-rank"][3:5] == ["up", str(tmp_path / "decode-rank.yaml")]
+    checked = run("up", commands["decode-rank"][4], "--check")
+    assert checked.returncode == 0, checked.stderr
+    assert "2 x cpu, tp 2" in checked.stdout
+    assert not drill.VICTIMS["head-of-two"].roles
+
+
+def test_pools_are_read_from_the_metrics_of_each_head() -> None:
+    text = (
+        'weft:free_blocks{model_name="a",head="prefill0",kind="0"} 12.0\n'
+        'weft:front_sequences{model_name="a"} 3.0\nweft:transfers_open{model_name="a",head="decode0"} 1.0\n'
+    )
+    assert list(drill.pools(text).values()) == [12.0, 1.0]

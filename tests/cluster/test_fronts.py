@@ -131,7 +131,7 @@ def test_both_serve_and_one_dies(start_fake: Any) -> None:
     counted = re.findall(r'^weft:request_success_total{.*front="(\d)".*} (\S+)$', page, re.M)
     assert {front for front, _ in counted} == {"0", "1"}
     assert page.count("# TYPE weft:request_success_total ") == 1
-    assert re.findall(r'^weft:engine_up{head="0",model_name="fake"} 1.0$', page, re.M)
+    assert re.findall(r'^weft:engine_up{head="0",model_name="fake",role="unified"} 1.0$', page, re.M)
     # The head has forgotten the sequences of the one that died.
     server.wait(lambda: server.metric("num_requests_running") == 0, PATIENCE)
     assert server.stop(seconds=PATIENCE) == 0

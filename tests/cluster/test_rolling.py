@@ -113,3 +113,30 @@ def test_it_ends_where_one_does_not_come_back() -> None:
     assert not rolling.active
     assert table.entries["1"].state is ProcessState.RUNNING
     assert not table.entries["1"].draining
+
+
+def test_what_a_head_said_before_fronts_knew_that_it_drains_proves_nothing() -> None:
+    table, rolling = made(["0"])
+    rolling.begin()
+    answer(table, rolling)
+    rolling.tick(1.0)
+    answer(table, rolling)
+    assert rolling.tick(1.0 + SETTLE_S / 2) == []
+    rolling.seen("0", 1, None)  # it computes a long prompt that came meanwhile, and says nothing
+    assert rolling.tick(1.0 + 2 * SETTLE_S) == []
+    answer(table, rolling)
+    assert rolling.tick(1.0 + 3 * SETTLE_S) == [Quit("0", 1)]
+
+
+def test_of_a_domain_that_does_not_come_back_nobody_drains_for_ever() -> None:
+    table, rolling = made({"0": Member("all", "g"), "1": Member("all", "g")})
+    rolling.begin()
+    answer(table, rolling)
+    rolling.tick(1.0)
+    table.lose("0", 1, GONE, 1.5)
+    table.lose("0", 2, GONE, 1.6)
+    actions = rolling.tick(1.7)
+    assert Kill("head", "1", 1) in actions
+    assert Start("head", "1", 2) in actions
+    assert not rolling.active
+    assert not table.entries["1"].draining

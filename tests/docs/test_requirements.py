@@ -12,7 +12,7 @@ BUILT = (
     [f"A{i}" for i in range(1, 20)]
     + [f"B{i}" for i in range(1, 22)]
     + [f"C{i}" for i in range(1, 15)]
-    + ["E7", "E8", "E30"]
+    + [f"E{i}" for i in range(1, 36)]
     + [f"F{i}" for i in (3, 5, *range(8, 16), 18, *range(26, 32), *range(40, 44), *range(45, 49), 61, 63)]
 )  # fmt: skip
 
@@ -28,13 +28,19 @@ def rows() -> dict[str, tuple[str, str]]:
     return found
 
 
+def unmet() -> set[str]:
+    """What the second table says is not met, or not shown."""
+    lines = TABLE.read_text(encoding="utf-8").splitlines()
+    return {line.split("|")[1].strip() for line in lines if re.match(r"\| [A-F]\d+ \|", line)} - rows().keys()
+
+
 def functions_of(path: Path) -> set[str]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
 
 
 def test_every_requirement_built_so_far_is_listed() -> None:
-    assert sorted(rows()) == sorted(BUILT)
+    assert sorted([*rows(), *unmet()]) == sorted(BUILT)
 
 
 def test_every_named_test_exists() -> None:

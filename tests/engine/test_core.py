@@ -188,7 +188,8 @@ def test_the_trace_names_each_steps_composition(folder: Path, tmp_path: Path) ->
     rng = random.Random(5)
     run(engine, [[submit(i, prompt(rng, 6, 20), greedy(6), request=i)] for i in range(1, 5)])
     engine.close()
-    events = json.loads((tmp_path / "trace.json").read_text())
+    origin, *events = json.loads((tmp_path / "trace.json").read_text())
+    assert origin["args"]["unix_ns"] > 0
     assert len(events) == engine.stats().steps
     assert {event["name"] for event in events} >= {"step 1/4 + 0/0"}
     mixed = [e for e in events if e["args"]["prefill_rows"] and e["args"]["decode_rows"]]

@@ -136,6 +136,9 @@ def test_a_peer_that_has_ended_fails_its_rooms_at_once_and_gives_their_memory_ba
         pair.sender.turn()
         pair.sender.turn()  # its ranks have stopped
         assert pair.sender.scheduler.kinds(key)[-2:] == ["RoomFailed", "RoomFreed"]
+        failed = pair.sender.scheduler.told[-2]
+        assert isinstance(failed, r.RoomFailed)
+        assert failed.error.code == "peer_ended", "a front sends nothing there, then"
         assert not pair.sender.scheduler.held
         assert pair.sender.channel.dropped == [pair.receiver.peer]
         late = pair.key(2)  # its Submit was under way
@@ -173,6 +176,20 @@ def test_a_peer_that_stood_still_and_goes_on_answers() -> None:
     pair.run(30.0, step=0.5)
     assert not pair.sender.scheduler.held
     assert not pair.receiver.scheduler.held
+
+
+def test_a_group_that_is_formed_anew_puts_offers_off_until_it_is_whole() -> None:
+    """Else each attempt would fail at once, and a sequence have none left before the group is there again."""
+    pair = Pair()
+    pair.receiver.rooms.lose()
+    key = pair.open(1)
+    pair.admit(key)
+    pair.run(10.0)
+    assert pair.receiver.scheduler.kinds(key) == pair.sender.scheduler.kinds(key) == []
+    pair.receiver.rooms.regain()
+    pair.run(2.0)
+    assert pair.receiver.scheduler.kinds(key) == ["RoomWanted"]
+    assert pair.sender.scheduler.kinds(key) == ["RoomBound"]
 
 
 def test_a_group_that_is_lost_ends_its_rooms_and_ranks_that_run_on_are_told_again() -> None:

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import secrets
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import msgspec
 import pytest
 import torch
 
 from tests.runner.rooms_rig import KEY, Side, config_of
+from weft.common.errors import EngineDead
+from weft.engine import rank_rooms
 from weft.engine import worker as module
 from weft.engine.worker import Worker
 from weft.parallel.control import ZmqHead, ZmqRank
 from weft.parallel.mesh import Mesh
 from weft.transfer.words import RankStopped
+from weft.transports import worker as transfers
 from weft.transports.reports import RoomReports
+from weft.transports.worker import RankTransfer
 from weft.types import frames as f
 from weft.types import plan as p
 from weft.types.rooms import Outcome, RoomKey
@@ -122,6 +128,26 @@ def test_a_room_that_fails_on_a_rank_is_told(start: Callable[..., tuple[Head, Si
     assert "named twice" in told.error.message
 
 
+def test_a_socket_lies_in_the_folder_of_the_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a rank that is killed leaves nothing that the owner of that folder does not remove."""
+    config = config_of(tmp_path, "llama", 8, "decode")
+    with tempfile.TemporaryDirectory(prefix="w") as domain:
+        monkeypatch.setattr(rank_rooms, "private_folder", lambda: pytest.fail("another folder was made"))
+        side = Side(msgspec.structs.replace(config, domain=domain), 0)
+        assert side.runner.endpoint is not None
+        path = Path(side.runner.endpoint.address)
+        assert path.is_socket()
+        assert path.parent == Path(domain)
+        side.runner.close()
+        assert Path(domain).is_dir()
+    monkeypatch.undo()
+    alone = Side(config, 1)
+    assert alone.runner.endpoint is not None
+    folder = Path(alone.runner.endpoint.address).parent
+    alone.runner.close()
+    assert not folder.exists()
+
+
 def test_a_rank_without_transfers_refuses_rooms(start: Callable[..., tuple[Head, Side]]) -> None:
     head, _ = start("unified")
     assert head.take() == f.Ready(rank=1)
@@ -160,6 +186,46 @@ def test_with_another_head_all_rooms_stop_and_nothing_is_told_of_them(
     late = RoomKey(8, 0, 1)
     head.send(f.StopRoom(key=late))
     assert head.take() == f.RoomStopped(rank=1, key=late), "and nothing of the room before"
+
+
+def test_the_next_head_hears_of_caches_that_no_transfer_touches_any_more(
+    start: Callable[..., tuple[Head, Side]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy that is under way ends before; if it does not end in time, the rank does."""
+    head, side = start("decode")
+    head.take()
+    transfer = cast(RankTransfer, side.runner.transfer)
+    copying, go_on = threading.Event(), threading.Event()
+
+    def copy(seconds: float) -> list[Any]:
+        copying.set()
+        assert go_on.wait(SECONDS)
+        return []
+
+    monkeypatch.setattr(transfer._transport, "poll", copy)
+    transfer._transport.wake()
+    assert copying.wait(SECONDS)
+    head.end()
+    other = ZmqHead(f"ipc://{tmp_path}/other")
+    head.channel.close()
+    head.channel = other
+    head.worker.stopped = False
+    joining = threading.Thread(target=head.worker.join, args=(ZmqRank(other.address, 1), "second"))
+    joining.start()
+    assert other.receive(0.5) is None
+    assert joining.is_alive()
+    go_on.set()
+    assert isinstance(head.take(), f.Loaded)
+    joining.join(SECONDS)
+    copying.clear()
+    go_on.clear()
+    transfer._transport.wake()
+    assert copying.wait(SECONDS)
+    monkeypatch.setattr(transfers, "_END_S", 0.1)
+    with pytest.raises(EngineDead, match="does not stop"):
+        head.worker.join(ZmqRank(other.address, 1), "third")
+    monkeypatch.undo()
+    go_on.set()
 
 
 def test_reports_wake_whoever_polls_and_come_in_order() -> None:

@@ -193,7 +193,8 @@ def test_minted_seeds_and_a_full_queue(start_weft: Any) -> None:
     with server.stream(**LONG) as running, concurrent.futures.ThreadPoolExecutor() as pool:
         lines = running.iter_lines()
         next(lines)
-        waiting = pool.submit(server.chat, max_tokens=3)
+        # A short one would have its turn at once, and be gone before anybody looks.
+        waiting = pool.submit(server.chat, max_tokens=600, ignore_eos=True)
         server.wait(lambda: server.metric("front_sequences") == 2)
         refused = server.chat(max_tokens=3)
         assert refused.status_code == 429

@@ -105,7 +105,7 @@ def test_what_cannot_work_starts_nothing(tmp_path: Path) -> None:
         (["up", str(file)], "the groups serve nothing"),
         (["up", str(tmp_path / "none.yaml")], "none.yaml: "),
         (["serve", "--role", "prefill"], "--role prefill is one group's"),
-        (["serve", "--decode", "2"], "--decode 2 needs --prefill N"),
+        (["serve", "--decode", "2"], "--decode 2 needs --prefill"),
     ):
         made = run(*arguments)
         assert made.returncode == 2

@@ -86,3 +86,7 @@ def test_a_trace_of_one_rank_has_no_tracks_of_micro_batches(tmp_path: Path) -> N
 
 def test_ranks_write_files_of_their_own() -> None:
     assert [trace_of("t.json", rank) for rank in range(3)] == ["t.json", "t.rank1.json", "t.rank2.json"]
+    assert [trace_of("d/t.json", rank, "decode0") for rank in (0, 1)] == [
+        "d/t.decode0.json",
+        "d/t.decode0.rank1.json",
+    ]

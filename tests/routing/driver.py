@@ -121,6 +121,18 @@ class Driver:
             while self.fleet.next_deadline() <= self.now:
                 self.on(e.Tick())
 
+    def give_back(self, name: str, sequence: int) -> None:
+        """``name`` gives it back, and time passes until it is sent again, or ends."""
+        self.tokens(name, sequence, finish="evicted")
+        while not self.told() and not any(isinstance(each, m.Submit) for each in self.sent()):
+            until = self.fleet._parked.deadline()
+            assert self.fleet.next_deadline() <= until < self.now + PATIENCE.engine
+            for each, instance in self.fleet.table.instances.items():
+                if instance.alive:
+                    self.say(each, m.Heartbeat(idle=True, stats=m.HeadStats()))
+            self.now = until
+            self.on(e.Tick())
+
     def of(self, kind: type[A]) -> list[A]:
         return [action for action in self.actions if isinstance(action, kind)]
 

@@ -6,6 +6,7 @@ seed. What readers are told is compared with what every sequence must give.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from weft.common.errors import EngineDead, Overloaded
+from weft.common.errors import EngineDead, Overloaded, PeerEnded
 from weft.routing import events as e
 from weft.routing.fleet import Fleet
 from weft.routing.instance_table import Patience
@@ -264,8 +265,10 @@ class Model:
             return False
         room.state = "failed"
         del head.work[work.submit.sequence]
-        self.answer(head, work, finish="evicted")
-        self.count("rooms failed")
+        gone = not self.peer(work.submit).alive
+        error = PeerEnded("the other end was lost").info() if gone else None
+        self.answer(head, work, finish="evicted", error=error)
+        self.count("rooms failed, the peer has ended" if gone else "rooms failed")
         return True
 
     def tells_prompt(self, head: Head, work: Work) -> bool:
@@ -343,10 +346,12 @@ class Model:
         return bool(able)
 
     def kill(self, head: Head) -> None:
-        if self.rng.random() < 0.5:
+        how = self.rng.randrange(3)
+        if how == 0:
             while head.outbox:
                 self.speaks(head)
-        else:  # others are ahead of what it never said
+        else:  # others are ahead of what it never said; how == 2: they know of its end before the front does
+            head.alive = how == 1
             for _ in range(20):
                 self.moves(self.rng.choice([one for one in self.heads.values() if one is not head]))
         head.alive = False
@@ -423,7 +428,7 @@ class Model:
             self.now += 0.01
             self.feed(e.Tick())
             moved = [self.moves(head) for head in self.heads.values()]
-            if True not in moved:
+            if True not in moved and self.fleet._parked.deadline() == math.inf:
                 break
         self.check()
 

@@ -9,10 +9,10 @@ from tests.routing.driver import DIED, PATIENCE, Driver, error_of, ids
 from weft.common.errors import ErrorInfo
 from weft.common.restarts import MOST_LOSSES
 from weft.routing import events as e
-from weft.routing.fleet import MOST_REFUSALS
 from weft.routing.instance_table import HEALTHY_S
 from weft.routing.instances import InstanceState
 from weft.routing.lateness import LATE
+from weft.routing.parked import MOST_REFUSALS
 from weft.types import messages as m
 
 # -- one sequence
@@ -375,7 +375,7 @@ def test_an_instance_that_gives_all_back_is_not_asked_for_ever() -> None:
     one = Driver("a").up()
     one.open(1)
     for _ in range(MOST_REFUSALS):
-        one.tokens("a", 1, finish="evicted")
+        one.give_back("a", 1)
         assert len(one.sent()) == 1
     one.tokens("a", 1, finish="evicted")
     assert [error_of(event).code for event in one.told()] == ["unavailable"]

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from tests.routing.driver import DIED, PATIENCE, Driver, error_of, ids
-from weft.common.errors import ErrorInfo
+from weft.common.errors import ErrorInfo, PeerEnded
 from weft.common.restarts import MOST_LOSSES
 from weft.routing import events as e
-from weft.routing.fleet import MOST_REFUSALS
+from weft.routing.instance_table import HEALTHY_S
 from weft.routing.instances import InstanceState
 from weft.routing.lateness import LATE, NO_PAIR
+from weft.routing.parked import LONGEST_WAIT_S, MOST_REFUSALS
 from weft.routing.policy import DEFAULT_BLOCK
 from weft.types import messages as m
 from weft.types.rooms import Peer, RoomKey, RoomTicket
@@ -301,12 +302,96 @@ def test_a_pair_that_gives_all_back_is_not_asked_for_ever() -> None:
     one = pairs("p", "d")
     ask(one, 1)
     for _ in range(MOST_REFUSALS):
-        one.tokens("d", 1, finish="evicted")
+        one.give_back("d", 1)
         assert len(submitted(one)) == 2
     one.tokens("d", 1, finish="evicted")
     assert [error_of(event).code for event in one.told()] == ["unavailable"]
     assert finished(one) == ["p"]
     over(one)
+
+
+def test_who_gives_back_again_and_again_is_given_time() -> None:
+    """Each time twice as long: what is wrong there, a group that is formed anew, say, takes seconds."""
+    one = pairs("p", "d")
+    ask(one, 1)
+    waits = []
+    for _ in range(MOST_REFUSALS):
+        before = one.now
+        one.give_back("d", 1)
+        waits.append(one.now - before)
+    assert waits == pytest.approx([0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, LONGEST_WAIT_S])
+    one.tokens("p", 1, 7, position=0, finish="moved")
+    one.tokens("d", 1, finish="evicted")  # after a token the count begins anew
+    assert len(submitted(one)) == 2
+
+
+def test_who_waits_holds_up_nobody_and_may_leave() -> None:
+    one = pairs("p", "d")
+    ask(one, 1)
+    one.tokens("d", 1, finish="evicted")
+    one.tokens("d", 1, finish="evicted")
+    assert submitted(one) == []
+    assert len(ask(one, 2, request=2)) == 2
+    assert one.fleet.next_deadline() == one.now + 0.1
+    one.on(e.Closed((1,)))
+    assert one.fleet.next_deadline() > one.now + 1.0
+
+
+@pytest.mark.parametrize(("teller", "ended"), [("d", "p"), ("p", "d")])
+def test_where_a_peer_has_ended_nothing_is_sent_before_another_process_is_up(teller: str, ended: str) -> None:
+    """The instance that tells has refused nothing, however many of its rooms fail; the other one is still up
+    as far as its link says, and what it has said before its end still counts."""
+    one = pairs("p", "d")
+    sequences = range(1, 2 * MOST_REFUSALS)
+    for each in sequences:
+        ask(one, each, request=each)
+    gone = PeerEnded("the other end was lost").info()
+    for each in sequences:
+        one.tokens(teller, each, finish="evicted", error=gone)
+        assert finished(one) == [ended]
+        assert submitted(one) == one.told() == []
+        assert not one.fleet.entries[each].refused
+    one.lose(ended)
+    assert submitted(one) == []
+    one.up(ended)
+    assert len(submitted(one)) == 2 * len(sequences)
+    assert {entry.losses for entry in one.fleet.entries.values()} == {1}
+    assert one.fleet.failovers == len(sequences)
+
+
+def test_a_prompt_that_ends_whoever_computes_it_is_not_computed_for_ever() -> None:
+    """Also where the other one of the pair is the first to tell of each end."""
+    one = pairs("p", "d")
+    ask(one, 1)
+    for _ in range(MOST_LOSSES + 1):
+        assert not one.told()
+        one.tokens("d", 1, finish="evicted", error=PeerEnded("lost").info())
+        if 1 in one.fleet.entries:
+            one.lose("p")
+            one.up("p")
+            one.wait(HEALTHY_S)
+    assert [error_of(event).code for event in one.told()] == ["engine_dead"]
+    over(one)
+
+
+def test_of_two_the_one_that_lives_gets_what_the_other_one_had() -> None:
+    one = pairs("p", "q", "d")
+    ask(one, 1)
+    first = one.fleet.entries[1].sender
+    one.tokens("d", 1, finish="evicted", error=PeerEnded("lost").info())
+    assert first not in where(one)
+    assert "d" in where(one)
+
+
+def test_a_word_on_a_process_that_has_been_replaced_names_nobody() -> None:
+    """The sender has moved the sequence, and another process took its place: only its room has failed."""
+    one = pairs("p", "d")
+    ask(one, 1)
+    one.tokens("p", 1, 7, position=0, finish="moved")
+    one.lose("p")
+    one.up("p")
+    one.tokens("d", 1, finish="evicted", error=PeerEnded("lost").info())
+    assert where(one) == ["d", "p"]
 
 
 @pytest.mark.parametrize("who", ["p", "d"])

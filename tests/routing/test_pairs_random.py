@@ -39,6 +39,7 @@ def test_every_sequence_gives_its_tokens_and_ends_once_everywhere() -> None:
         "evicted by prefill",
         "evicted by decode",
         "rooms failed",
+        "rooms failed, the peer has ended",
         "refused",
         "paused",
         "left",

@@ -290,6 +290,7 @@ def test_what_fails_while_it_is_here_is_given_back(when: str) -> None:
         side.step()
     side.scheduler.room_requests()
     (event,) = side.room(r.RoomFailed(key_of(1), ERROR))
+    assert event.error == ERROR
     assert (event.finish, event.position) == ("evicted", 0)
     assert side.scheduler.room_requests() == []
     assert side.held == (1 if when == "prefilling" else 0)

@@ -103,7 +103,7 @@ def keep_the_room_of_who_ended(patch: pytest.MonkeyPatch) -> None:
 
 
 def say_nothing_of_who_is_given_back(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RoomBook, "evicted", lambda self, sequence: None)
+    patch.setattr(RoomBook, "evicted", lambda self, sequence, error=None: None)
 
 
 def hit_what_is_not_there(patch: pytest.MonkeyPatch) -> None:

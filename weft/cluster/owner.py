@@ -47,7 +47,7 @@ class HeadOwner:
         self._starter = starter
         self._clock = clock or SystemClock()
         self._addresses: dict[str, Address] = {}
-        self._asked = False
+        self._asked = self._draining = False
 
     def start(self) -> None:
         """Starts every head; does not wait for them."""
@@ -56,6 +56,11 @@ class HeadOwner:
     def restart(self) -> None:
         """Has all heads replaced, one after the other, with their work done. From a signal's handler, too."""
         self._asked = True
+
+    def drain(self) -> None:
+        """The server drains: from now on heads are replaced only when they die."""
+        self._draining = True
+        self._rolling.end()
 
     def present(self) -> Mapping[str, Address | WeftError]:
         """Of each head its present process, or why none will be started again. Polled: starts those whose
@@ -78,7 +83,8 @@ class HeadOwner:
         now = self._clock.now()
         if self._asked:
             self._asked = False
-            self._rolling.begin()
+            if not self._draining:
+                self._rolling.begin()
         for name, incarnation, idle in self._probes.look(self._rolling.watched, self._addresses):
             self._rolling.seen(name, incarnation, idle)
         self._carry_out([*self._table.tick(now), *self._rolling.tick(now)])
@@ -110,8 +116,9 @@ class Probes:
 
     def look(
         self, watched: Mapping[str, int], addresses: Mapping[str, Address]
-    ) -> list[tuple[str, int, bool]]:
-        """(name, incarnation, whether it is idle) of those of ``watched``, name -> incarnation, that answer.
+    ) -> list[tuple[str, int, bool | None]]:
+        """(name, incarnation, whether it is idle, if it said so now) of those of ``watched``, name ->
+        incarnation, that answer.
 
         Probes of others are closed.
         """

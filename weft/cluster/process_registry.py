@@ -104,6 +104,9 @@ class RegistryOwner:
         """Reports to the supervisor that this front has lost the head."""
         self._report(name, incarnation, error)
 
+    def drain(self) -> None:
+        """The supervisor knows: it said so."""
+
     def _of(self, record: ProcessRecord) -> Address | WeftError:
         if record.state in ("retired", "ended"):
             why = record.error

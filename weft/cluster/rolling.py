@@ -77,12 +77,15 @@ class RollingRestart:
         self._asked, self._unit = False, {}
         self._left.clear()
 
-    def seen(self, name: str, incarnation: int, idle: bool) -> None:
-        """That process answers. ``idle``: it has no work of any front, and nothing that others read."""
+    def seen(self, name: str, incarnation: int, idle: bool | None) -> None:
+        """That process answers. ``idle``: whether it has no work of any front, and nothing that others read,
+        by what it said since it was seen last; None: nothing.
+        """
         if self._asked:
             self._up.add(name)
         elif self._unit.get(name) == incarnation:
-            (self._idle.add if idle else self._idle.discard)(name)
+            if idle is not None:
+                (self._idle.add if idle else self._idle.discard)(name)
         elif name in self._unit and self._table.running(name, incarnation) is not None:
             self._up.add(name)
 
@@ -101,8 +104,10 @@ class RollingRestart:
         again = [one.incarnation > old + 1 for one, old in zip(entries, self._unit.values(), strict=True)]
         if any(again) or any(one.state is not t.ProcessState.RUNNING for one in entries):
             log.error("the rolling restart ends: %s did not come back", " and ".join(self._unit))
-            self.end()
-            return []
+            error = EngineDead("others of its domain did not come back")
+            left = [(name, old) for name, old in self._unit.items() if self._table.running(name, old)]
+            self.end()  # who still drains would get nothing ever again
+            return [one for name, old in left for one in self._table.lose(name, old, error, now)]
         if all(ended):
             if self._up >= self._unit.keys():
                 log.info("%s is restarted", " and ".join(self._unit))
@@ -111,6 +116,8 @@ class RollingRestart:
             return []
         present = {name: old for name, old in self._unit.items() if self._table.running(name, old)}
         if not self._told:
+            if now < self._settled:  # what was said before fronts knew proves nothing
+                self._idle.clear()
             done = now >= self._settled and self._idle >= present.keys()
             return self._quit(present, now) if done or now >= self._deadline else []
         if now < self._deadline:

@@ -88,11 +88,11 @@ class RestartAsked(NamedTuple):
 
 
 class HeadSeen(NamedTuple):
-    """A head that is to be replaced, or was, answers. ``idle``: it has no work."""
+    """A head that is to be replaced, or was, answers. ``idle``: see ``RollingRestart.seen``."""
 
     name: str
     incarnation: int
-    idle: bool
+    idle: bool | None
 
 
 class Tick(NamedTuple):

@@ -178,6 +178,12 @@ class Unavailable(WeftError):
     http_status = 503
 
 
+class PeerEnded(Unavailable):
+    """The process at the other end of a transfer has ended, which is proven."""
+
+    code = "peer_ended"
+
+
 class DeadlineExceeded(WeftError):
     """The request's deadline passed."""
 

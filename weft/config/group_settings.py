@@ -25,6 +25,7 @@ _OWN = (
     "model.revision",
     "model.served_model_name",
     "runner.trace",
+    "runner.trace_requests",
     "runner.threads",
     "gpus",
     "parallel.node_rank",

@@ -186,6 +186,13 @@ def check_files(runner: RunnerSection, front: FrontSection) -> None:
         trace = Path(runner.trace)
         if trace.is_dir() or not trace.absolute().parent.is_dir():
             raise ConfigError("--trace must name a file in a folder that exists", param="--trace")
+    if runner.trace_requests is not None:
+        folder = Path(runner.trace_requests)
+        if not (folder.is_dir() or folder.absolute().parent.is_dir()):
+            raise ConfigError(
+                "--trace-requests must name a folder, or one to be made in a folder that exists",
+                param="--trace-requests",
+            )
     if any(not (key.isascii() and key.isprintable()) for key in front.api_key):
         raise ConfigError("--api-key must be printable ASCII, as it is sent in a header", param="--api-key")
 

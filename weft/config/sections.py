@@ -192,8 +192,15 @@ class RunnerSection(_Section, frozen=True, kw_only=True):
     trace: Annotated[
         str | None,
         Meta(
-            description="Write one trace event a step to this file (Chrome trace JSON); of several ranks, "
-            "rank N over 0 writes FILE with .rankN before the extension."
+            description="Write one trace event a step to this file (Chrome trace JSON); groups of a server "
+            "put their names, and rank N over 0 .rankN, before the extension."
+        ),
+    ] = None
+    trace_requests: Annotated[
+        str | None,
+        Meta(
+            description="Folder where a server's processes write what each request waited for, as "
+            "OpenTelemetry spans (OTLP JSON lines); `weft trace` makes one Perfetto file of it."
         ),
     ] = None
 

@@ -65,9 +65,10 @@ class Topology(NamedTuple):
 
 
 def short_form(config: Config) -> Topology | None:
-    """The topology of ``weft serve --prefill P --decode D``; None where it is neither.
+    """The topology of ``weft serve --prefill P --decode D``; None where not both are given: ``resolve``
+    refuses one without the other.
 
-    Raises ConfigError when only one of them is given, or ``--role`` is.
+    Raises ConfigError when ``--role`` is given.
     """
     section = config.transfer
     if section.role != "unified":
@@ -76,15 +77,8 @@ def short_form(config: Config) -> Topology | None:
             "role, or a topology file (weft up FILE)",
             param="--role",
         )
-    if not section.prefill and not section.decode:
-        return None
     if not (section.prefill and section.decode):
-        given, lacks = ("prefill", "decode") if section.prefill else ("decode", "prefill")
-        raise ConfigError(
-            f"--{given} {getattr(section, given)} needs --{lacks} N: what one kind of group begins the other "
-            "ends",
-            param=f"--{lacks}",
-        )
+        return None
     groups: list[GroupSettings] = []
     for role in ("prefill", "decode"):
         groups += [

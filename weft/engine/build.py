@@ -130,7 +130,8 @@ def load(
         config.runner.attention_backend, local, dtype, device, config.kv.block_size, invariant=invariant
     )
     rank = head_rank(config) if mesh is None else mesh.rank
-    trace = StepTrace(trace_of(config.runner.trace, rank)) if config.runner.trace else None
+    path = config.runner.trace
+    trace = StepTrace(trace_of(path, rank, config.group)) if path else None
     model = load_model(
         config.model_path,
         spec,
@@ -163,10 +164,12 @@ def load(
     )
 
 
-def trace_of(path: str, rank: int) -> str:
-    """The file that ``rank`` writes its trace to, of the one that was named: ranks share no file."""
+def trace_of(path: str, rank: int, group: str = "") -> str:
+    """The file that ``rank`` of ``group`` writes its trace to, of the one that was named: ranks share no
+    file."""
     file = Path(path)
-    return str(file.with_name(f"{file.stem}.rank{rank}{file.suffix}")) if rank else path
+    more = [group] * bool(group) + [f"rank{rank}"] * bool(rank)
+    return str(file.with_name(".".join([file.stem, *more]) + file.suffix)) if more else path
 
 
 def graph_options(

@@ -34,12 +34,14 @@ from weft.config.resolved import EngineConfig
 from weft.engine.balance import Balance
 from weft.engine.domain import Domain
 from weft.engine.group import GroupExecutor
+from weft.engine.request_spans import RequestSpans
 from weft.engine.room_start import make_rooms
 from weft.engine.start import start_executor
 from weft.group.types import GroupLost
 from weft.overlap.policy import OverlapPolicy, mode_of
 from weft.runner.runner import StepHandle
 from weft.scheduler.scheduler import Scheduler
+from weft.tracing.writer import SpanWriter
 from weft.types.messages import OLDEST, VERSION, HeadStats, Submit, TokenEvent, Welcome
 from weft.types.plan import StepPlan
 
@@ -79,10 +81,12 @@ class EngineCore:
         clock: Clock | None = None,
         runner: GroupExecutor | None = None,
         domain: Domain | None = None,
+        spans: SpanWriter | None = None,
     ) -> None:
         """Loads the model (with a progress bar on stderr if ``progress``) unless a ``runner`` is given.
 
         ``domain``: where other replicas have a part in every step; by default what ``config`` says.
+        ``spans``: where traced sequences are written to; closed with the engine.
 
         Raises ConfigError for anything that cannot be served as configured.
         """
@@ -103,6 +107,9 @@ class EngineCore:
         """Of this engine: no other has it."""
         self.rooms = make_rooms(config, self.runner, self.incarnation, self._clock)
         """Transfers to or from other groups; None in a group that does everything itself."""
+        self._spans = None if spans is None else RequestSpans(spans, self._clock.now)
+        if self.rooms is not None and self._spans is not None:
+            self.rooms.tally.ended = self._spans.room_ended
         self.sources: list[AwaitedSource] = [] if self.rooms is None else [self.rooms]
         """All of them are there before a loop begins, as it asks for ``sockets`` once."""
         self._depth = config.scheduler.steps_in_flight
@@ -143,14 +150,25 @@ class EngineCore:
 
         Raises InvalidRequest, ContextLength or Overloaded; then nothing changed.
         """
-        events = self.scheduler.add(submit, self._clock.now())
+        now = self._clock.now()
+        events = self.scheduler.add(submit, now)
+        if self._spans is not None and submit.trace:
+            self._spans.submitted(submit, now)
         if self.rooms is not None and submit.room is not None:
             self.rooms.open(submit.room)
-        return events + self._asked()
+        return self._told(events + self._asked())
 
     def finish(self, sequence: int) -> list[TokenEvent]:
-        """Ends a sequence wherever it is. Idempotent; unknown ids are fine."""
-        return self.scheduler.finish(sequence) + self._asked()
+        """Ends a sequence wherever it is. Idempotent; unknown ids are fine. What follows for its room, and
+        may for others, comes with the next ``hear``: here callers may care for this sequence alone.
+        """
+        return self._told(self.scheduler.finish(sequence))
+
+    def _told(self, events: list[TokenEvent]) -> list[TokenEvent]:
+        """``events``, which leave the engine."""
+        if self._spans is not None:
+            self._spans.told(events)
+        return events
 
     def _asked(self) -> list[TokenEvent]:
         """Whatever the scheduler asks of ``sources`` is carried out."""
@@ -166,7 +184,7 @@ class EngineCore:
         """Takes in what came from ``sources``, and ends what awaited it for too long. Does not wait."""
         events = [event for source in self.sources for event in source.take(self.scheduler)]
         expired = self.scheduler.expire(self._clock.now())
-        return events + expired + self._asked() if self.sources else expired
+        return self._told(events + expired + self._asked() if self.sources else expired)
 
     @property
     def awaiting(self) -> bool:
@@ -227,13 +245,13 @@ class EngineCore:
                 log.info("%d sequences are computed again, %d are given up", again, len(given_up))
                 if self.rooms is not None:
                     self.rooms.regain()
-                return given_up + self._asked()
-            return self._asked()
+                return self._told(given_up + self._asked())
+            return self._told(self._asked())
         try:
-            return self._step()
+            return self._told(self._step())
         except GroupLost as lost:
             self._lose(lost)
-            return self._asked()
+            return self._told(self._asked())
 
     def _lose(self, lost: GroupLost) -> None:
         """Ranks are lost, and with them the steps in flight."""
@@ -272,7 +290,10 @@ class EngineCore:
             self.overlap.ask(builder)
         if self.domain is not None:
             builder = self.domain.settle(builder, self._unfinished(), self.scheduler.idle)
-        return None if builder is None else self.scheduler.seal(builder)
+        plan = None if builder is None else self.scheduler.seal(builder)
+        if self._spans is not None and plan is not None:
+            self._spans.admitted(self.scheduler.admitted(plan), now)
+        return plan
 
     def _launch(self, plan: StepPlan, began: float) -> None:
         """Masks of a constrained plan are due before ``sample``: see ``weft.types.plan.TokenMasks``."""
@@ -346,3 +367,5 @@ class EngineCore:
         self.runner.close(leave=failed)
         if self.domain is not None:
             self.domain.close()
+        if self._spans is not None:
+            self._spans.close()

@@ -16,12 +16,14 @@ import zmq
 
 from weft.common.errors import EngineDead, WeftError
 from weft.common.log import get_logger
+from weft.config.names import process_name
 from weft.config.resolved import EngineConfig
 from weft.engine.core import EngineCore
 from weft.engine.listener import Listener
 from weft.engine.start import start_executor
 from weft.engine.supervised_ranks import SupervisedRanks
 from weft.routing.head_protocol import HeadProtocol, Outgoing
+from weft.tracing.writer import open_writer
 from weft.types import messages as m
 
 log = get_logger(__name__)
@@ -133,7 +135,8 @@ def run_head(config: EngineConfig, listener: Listener, pipe: int | None = None) 
     """
     try:
         supervised = None if pipe is None else SupervisedRanks(Connection(pipe))
-        core = EngineCore(config, runner=start_executor(config, supervised=supervised))
+        spans = open_writer(config.runner.trace_requests, process_name(config))
+        core = EngineCore(config, runner=start_executor(config, supervised=supervised), spans=spans)
     except BaseException:
         listener.close()
         raise

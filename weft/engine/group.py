@@ -49,6 +49,7 @@ from weft.runner.runner import StepHandle
 from weft.speculation.base import Drafter
 from weft.types import frames as f
 from weft.types.plan import StepPlan, StepResult
+from weft.types.rooms import Endpoint
 
 log = get_logger(__name__)
 
@@ -155,14 +156,15 @@ class GroupExecutor:
             return None
         members = self.membership.members
         numbers = {rank: number for number, rank in enumerate(sorted(members), 1)}
-        return GroupRooms(
-            transfer,
-            reports,
-            lambda: [own, *(members[rank].endpoint for rank in numbers)],
-            numbers,
-            lambda rank, data: self._send(members[rank].peer, data, rank),
-            self._links.channel.sockets,
-        )
+
+        def send(rank: int, data: bytes) -> None:
+            if members[rank].ready:  # who is being started, or loads, has no part in rooms
+                self._send(members[rank].peer, data, rank)
+
+        def endpoints() -> list[Endpoint | None]:
+            return [own, *(members[rank].endpoint for rank in numbers)]
+
+        return GroupRooms(transfer, reports, endpoints, numbers, send, self._links.channel.sockets)
 
     # ---- what a Runner has
 

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from weft.common.errors import EngineDead
 from weft.transfer import words as w
 from weft.types import frames as f
 from weft.types.rooms import Admitted, Blocks, Bound, Endpoint, GroupDims, RoomKey
@@ -26,6 +27,9 @@ class OwnTransfer(Protocol):
     def begin(
         self, offer: Admitted, bound: Bound, blocks: tuple[Blocks, ...], num_cached: int = 0
     ) -> None: ...
+
+    @property
+    def failure(self) -> Exception | None: ...
 
     def expect(self, offer: Admitted, bound: Bound) -> None: ...
 
@@ -109,7 +113,11 @@ class GroupRooms:
             self._said.append(w.RankGone(self._others[rank]))
 
     def take(self) -> list[RankWord]:
-        """What ranks have said since the last call, and which have ended. Cheap when there is nothing."""
+        """What ranks have said since the last call, and which have ended. Cheap when there is nothing. Raises
+        EngineDead when this process can have no part in transfers any more: another one can.
+        """
+        if self._own.failure is not None:
+            raise EngineDead("the head's thread that moves caches between groups has failed")
         said: list[RankWord] = []
         for word in self._reports.take():
             said.append(_of_head(word))

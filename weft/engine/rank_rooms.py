@@ -8,7 +8,6 @@ from __future__ import annotations
 import secrets
 import shutil
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -81,7 +80,8 @@ def dims_of(config: EngineConfig, kv: KVConfig) -> GroupDims:
 
 def open_rooms(config: EngineConfig, kv: KVConfig, rank: int) -> RankRooms | None:
     """What ``rank`` (of all replicas' ranks) moves caches with, of pools ``kv``; None in a group without a
-    role.
+    role. Its socket lies in the folder of its group's (``EngineConfig.domain``), which outlives a rank that
+    is killed and is removed by its owner; without one, in a folder of its own.
 
     Raises ConfigError.
     """
@@ -123,8 +123,10 @@ def _transport(
         tcp = TcpTransport(host, number, incarnation, _secret(config))
         tcp.register([region.tensor for region in regions])
         return tcp
-    folder: Path = private_folder()
-    resources.callback(shutil.rmtree, folder, ignore_errors=True)
-    shm = ShmTransport(str(folder), number, incarnation)
+    folder = config.domain
+    if not folder:
+        folder = str(private_folder())
+        resources.callback(shutil.rmtree, folder, ignore_errors=True)
+    shm = ShmTransport(folder, number, incarnation)
     shm.share(regions)
     return shm

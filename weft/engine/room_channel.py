@@ -16,10 +16,15 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 import zmq
 
+from weft.common.log import get_logger
 from weft.engine.peers import Process, own_process
 from weft.types.rooms import MAX_MESSAGE, U64, Peer
 
+log = get_logger(__name__)
+
 VERSION = 1
+MOST_PATH = 107
+"""Bytes of a Unix socket's path."""
 QUEUE = 10_000
 """Messages that a peer may leave unread; more are lost."""
 UNUSED_S = 300.0
@@ -114,11 +119,14 @@ class ZmqRooms:
         return (self._mine,)
 
     def send(self, peer: Peer, body: bytes, asks: bool) -> None:
-        if not peer.name.startswith("ipc://"):
+        if not _reachable(peer.name):
             return
         socket = self._others.get(peer)
         if socket is None:
-            socket = self._others[peer] = self._connected(peer.name)
+            socket = self._connected(peer.name)
+            if socket is None:
+                return
+            self._others[peer] = socket
         self._used[peer] = time.monotonic()
         envelope = Envelope(VERSION, self.address, self._incarnation, self._process, asks, body)
         try:
@@ -127,12 +135,20 @@ class ZmqRooms:
             return
 
     def _connected(self, address: str) -> Any:
-        socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.SNDHWM, QUEUE)
-        socket.setsockopt(zmq.RECONNECT_IVL, 20)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
-        socket.setsockopt(zmq.LINGER, 200)
-        socket.connect(address)
+        """A socket; None where the system has no more, or refuses the address."""
+        socket = None
+        try:
+            socket = self._context.socket(zmq.DEALER)
+            socket.setsockopt(zmq.SNDHWM, QUEUE)
+            socket.setsockopt(zmq.RECONNECT_IVL, 20)
+            socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+            socket.setsockopt(zmq.LINGER, 200)
+            socket.connect(address)
+        except zmq.ZMQError as error:
+            log.warning("no connection to the head of another group can be made: %s", error.strerror)
+            if socket is not None:
+                socket.close(0)
+            return None
         return socket
 
     def receive(self) -> Arrived | None:
@@ -175,3 +191,9 @@ class ZmqRooms:
         Path(self.address.removeprefix("ipc://")).unlink(missing_ok=True)
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _reachable(address: str) -> bool:
+    """Whether ``address``, which anybody may have said, can be one of a head."""
+    path = address.removeprefix("ipc://")
+    return path != address and path.startswith("/") and len(path.encode()) <= MOST_PATH

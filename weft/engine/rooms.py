@@ -18,16 +18,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 
 from weft.common.clock import Clock
-from weft.common.errors import ErrorInfo, Unavailable, WeftError
+from weft.common.errors import Unavailable, WeftError
 from weft.common.log import get_logger
+from weft.engine import room_notes as notes
 from weft.engine.group_rooms import RankWord
 from weft.engine.peers import Peers, PeerWatch
+from weft.engine.room_notes import RoomNotes, RoomTally
 from weft.transfer import words as w
 from weft.transfer.receiver import ReceivingRooms
 from weft.transfer.room_table import Patience
@@ -47,6 +48,8 @@ TICK_S = 0.1
 """Seconds between two looks at deadlines."""
 TIDY_S = 30.0
 """Between two looks for connections that nobody uses."""
+POSTPONE_S = 0.5
+"""Until a sender asks again, while the group is being formed anew."""
 HASH_BYTES = 16
 """Of one base block, in an offer."""
 MOST_MESSAGES = 256
@@ -82,19 +85,6 @@ class RoomRanks(Protocol):
     def take(self) -> list[RankWord]: ...
 
 
-@dataclass(slots=True)
-class _Record:
-    """What is remembered of a room that has not ended here."""
-
-    peer: Peer
-    began: float | None = None
-    """When its first bytes moved."""
-    nbytes: int = 0
-    transports: frozenset[str] = frozenset()
-    """Of the receiver's ranks."""
-    failed: bool = False
-
-
 class HeadRooms:
     """An ``AwaitedSource``. Used from the thread that steps."""
 
@@ -122,12 +112,12 @@ class HeadRooms:
         self._whole = True
         """Whether all ranks carry out what they are told."""
         self._gone: set[int] = set()
-        self._records: dict[RoomKey, _Record] = {}
+        self._records: dict[RoomKey, RoomNotes] = {}
         self._stops: dict[RoomKey, set[int]] = {}
         """Rooms that ranks were told to stop, and those that have not said that they did."""
         self._actions: deque[w.Action] = deque()
         self._tick_at = self._tidy_at = 0.0
-        self._stats = TransferStats()
+        self.tally = RoomTally(self._sends)
         self.bad = 0
         """Messages that were dropped, as they could not be read."""
 
@@ -156,7 +146,7 @@ class HeadRooms:
 
     def stats(self, of_scheduler: TransferStats | None) -> TransferStats:
         """Counters of both."""
-        stats = msgspec.structs.replace(self._stats, rooms=len(self._machine))
+        stats = msgspec.structs.replace(self.tally.stats, rooms=len(self._machine))
         if of_scheduler is None:
             return stats
         return msgspec.structs.replace(
@@ -172,7 +162,7 @@ class HeadRooms:
         key, peer = ticket.key, ticket.peer
         if key in self._records:
             return
-        self._records[key] = _Record(peer)
+        self._records[key] = RoomNotes(peer)
         self._on(w.Open(key, peer, self._clock.now() + ticket.seconds))
         if self._machine.state(key) is r.State.done:  # an old Submit, which nobody answers
             del self._records[key]
@@ -259,18 +249,22 @@ class HeadRooms:
             case r.OfferRoom(num_prompt=num_prompt, num_cached=num_cached, hashes=hashes):
                 dims = self._ranks.dims
                 message = r.Admitted(key=key, num_prompt=num_prompt, dims=dims, hashes=hashes)
+                self._mark(key, notes.OFFERED)
                 self._on(w.Offer(message, num_cached))
             case r.FinishRoom(first=first):
+                self._mark(key, notes.FIRST_TOKEN)
                 self._on(w.Finished(r.Metadata(key=key, first=(first,))))
             case r.CancelRoom(error=error):
                 self._on(w.Cancel(key, error or not_needed()))
             case r.ReserveRoom(start=start, blocks=blocks):
                 endpoints = self._ranks.endpoints() or ()
                 dims = self._ranks.dims
+                self._mark(key, notes.BOUND)
                 self._on(
                     w.Reserve(r.Bound(key=key, start=start, dims=dims, blocks=blocks, endpoints=endpoints))
                 )
             case r.PostponeRoom(seconds=seconds):
+                self._mark(key, notes.POSTPONED)
                 self._on(w.Postpone(key, seconds))
             case r.RefuseRoom(error=error):
                 self._on(w.Refuse(key, error))
@@ -301,9 +295,9 @@ class HeadRooms:
     def _rank_said(self, word: RankWord) -> None:
         match word:
             case w.RankReport(key, _, outcome) if outcome is not Outcome.failed:
-                record = self._records.get(key)
-                if record is not None and record.began is None:
-                    record.began = self._clock.now()
+                self._mark(key, notes.FIRST_BYTE)
+                if outcome is Outcome.done:
+                    self._mark(key, notes.LAST_BYTE)
             case w.RankStopped(key, rank):
                 self._has_stopped(key, rank)
             case w.RankGone(rank):
@@ -341,6 +335,8 @@ class HeadRooms:
         match action:
             case w.Send(peer, message):
                 self._send(peer, message)
+            case w.Tell(r.RoomWanted(key)) if not self._whole:  # nothing could be taken in yet
+                self._on(w.Postpone(key, POSTPONE_S))
             case w.Tell(event):
                 self._note(event)
                 events += scheduler.room(event, self._clock.now())
@@ -398,49 +394,21 @@ class HeadRooms:
 
     # ---- counters and log
 
+    def _mark(self, key: RoomKey, what: str) -> None:
+        record = self._records.get(key)
+        if record is not None:
+            record.mark(what, self._clock.now())
+
     def _note(self, event: r.RoomEvent) -> None:
-        record = self._records.get(event.key)
+        key, now = event.key, self._clock.now()
         match event:
+            case r.RoomWanted():
+                self._mark(key, notes.OFFERED)
+            case r.RoomBound():
+                self._mark(key, notes.BOUND)
             case r.RoomLanded():
-                self._landed(event.key, record)
-                self._records.pop(event.key, None)
+                self.tally.landed(key, self._records.pop(key, None), now)
             case r.RoomFailed(error=error):
-                if record is not None:
-                    record.failed = True
-                self._failed(event.key, record, error)
+                self.tally.failed(key, self._records.get(key), error, now, self.address)
             case r.RoomFreed():
-                self._records.pop(event.key, None)
-
-    def _landed(self, key: RoomKey, record: _Record | None) -> None:
-        stats = self._stats
-        nbytes = 0 if record is None else record.nbytes
-        began = None if record is None else record.began
-        seconds = 0.0 if began is None else self._clock.now() - began
-        log.debug("transfer %d/%d: %d bytes in %.3f s", key.room, key.attempt, nbytes, seconds)
-        self._stats = msgspec.structs.replace(
-            stats,
-            done=stats.done + 1,
-            sent_bytes=stats.sent_bytes + (nbytes if self._sends else 0),
-            received_bytes=stats.received_bytes + (0 if self._sends else nbytes),
-            seconds=stats.seconds + seconds,
-        )
-
-    def _failed(self, key: RoomKey, record: _Record | None, error: ErrorInfo) -> None:
-        if error.blame == "client":  # it left, or the sequence ended with its prefill
-            return
-        corrupt = error.code == "transfer_corrupt"
-        self._stats = msgspec.structs.replace(
-            self._stats, failed=self._stats.failed + 1, corrupt=self._stats.corrupt + corrupt
-        )
-        other = "nobody" if record is None else record.peer.name
-        sender, receiver = (self.address, other) if self._sends else (other, self.address)
-        say = log.warning if corrupt else log.info
-        say(
-            "transfer %d/%d from %s to %s failed (%s): %s",
-            key.room,
-            key.attempt,
-            sender,
-            receiver,
-            error.code,
-            error.message,
-        )
+                self._records.pop(key, None)

@@ -92,7 +92,11 @@ class Worker:
         self._leave()
 
     def join(self, channel: RankChannel, incarnation: str) -> None:
-        """Works for another head from now on, which has welcomed this rank."""
+        """Works for another head from now on, which has welcomed this rank.
+
+        Nothing of a transfer may touch the caches any more when that head hears that they are there. Raises
+        EngineDead when it does not end; then this process is to end.
+        """
         self._leave()
         self._channel = channel
         self._incarnation = incarnation
@@ -159,7 +163,12 @@ class Worker:
             raise EngineDead("token masks came, and this rank has no grammar backend")
 
     def _tell(self) -> bool:
-        """Passes on what the rank's transfers have told. False: nothing."""
+        """Passes on what the rank's transfers have told. False: nothing. Raises GivenUp when this process can
+        have no part in transfers any more: another one can.
+        """
+        transfer = self._runner.transfer
+        if transfer is not None and transfer.failure is not None:
+            raise GivenUp("the thread of this rank that moves caches between groups has failed")
         told = [] if self._runner.reports is None else self._runner.reports.take()
         for frame in self._rooms.said(told):
             self._send(frame)

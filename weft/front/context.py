@@ -20,6 +20,7 @@ from weft.front.lifecycle import Lifecycle
 from weft.front.metrics import Metrics
 from weft.front.read_worker import Setup, decode_answer, encode_setup, payload_of
 from weft.front.reading import KINDS, Job, Reader, check_model
+from weft.front.request_trace import RequestTrace
 from weft.front.responses import ModelCard
 from weft.front.siblings import Siblings
 from weft.front.workers import WorkerPool
@@ -28,6 +29,7 @@ from weft.routing.instance_table import Patience
 from weft.routing.policy import make_policies
 from weft.text.model import TextModel
 from weft.text.submit import IdMint, ModelLimits, SeedMint
+from weft.tracing.writer import open_writer
 
 log = get_logger(__name__)
 
@@ -64,6 +66,8 @@ class Front:
         self.names = config.served_names
         self._accepted = (*config.served_names, *config.accepted_names)
         self.created = int(time.time())
+        name = "front" if siblings is None else f"front {siblings.name}"
+        self._spans = open_writer(config.runner.trace_requests, name)
         self.links = Links(
             owner,
             Patience(
@@ -76,6 +80,7 @@ class Front:
             local_prefill=config.transfer.prefill_fallback == "local",
             link_timeout=config.parallel.rank_timeout,
             joining=joining,
+            spans=self._spans,
         )
         self.metrics = Metrics(self.names[0], self.links)
         self._siblings = siblings
@@ -129,6 +134,12 @@ class Front:
         if self._workers is not None:
             await self._workers.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._spans is not None:
+            self._spans.close()
+
+    def trace(self, kind: str, header: str | None) -> RequestTrace | None:
+        """A span for a request that came now with this ``traceparent``; None where none is traced."""
+        return None if self._spans is None else RequestTrace(self._spans, kind, header)
 
     async def metrics_page(self) -> bytes:
         """The metrics of the whole server, as Prometheus reads them."""

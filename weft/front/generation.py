@@ -10,8 +10,8 @@ import msgspec
 
 from weft.common.errors import EngineDead, InvalidRequest, Overloaded, ReportedError
 from weft.front.context import Front
-from weft.front.metrics import RequestTimes
 from weft.front.reading import Job, Prompt
+from weft.front.request_times import RequestTimes
 from weft.front.responses import Usage, make_usage
 from weft.front.streaming import within
 from weft.links.flow import Flow
@@ -112,7 +112,8 @@ class Generation:
         self._submits = []
         if links.open_sequences + len(submits) > self._front.lifecycle.capacity:
             raise Overloaded("the server's queue is full; try again later")
-        self._flow = links.submit(submits, self._times.event, self._hashes)
+        self._times.mark("submitted")
+        self._flow = links.submit(submits, self._times.event, self._hashes, self._times.context)
 
     @property
     def flow(self) -> Flow:

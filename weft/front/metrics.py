@@ -8,17 +8,17 @@ checked-in list.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeAlias
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from weft.links.links import Links
-from weft.types.messages import HeadStats, TokenEvent, TransferStats
+from weft.types.measures import BYTES, SECONDS, Measures
+from weft.types.messages import HeadStats, TransferStats
 
 disable_created_metrics()  # type: ignore[no-untyped-call]
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -157,6 +157,16 @@ _TRANSFERS: dict[str, tuple[str, Callable[[TransferStats], float]]] = {
     "transfers_seconds": ("From the first byte to the last, of those done.", lambda s: s.seconds),
     "transfers_evictions": ("Sequences given back, to be prefilled again.", lambda s: s.evictions),
 }
+#: The same, as histograms: name -> (what, bounds, value).
+_TRANSFER_HISTOGRAMS: dict[str, tuple[str, tuple[float, ...], Callable[[TransferStats], Measures]]] = {
+    "transfer_seconds": ("From a transfer's first byte to its last.", SECONDS, lambda s: s.took),
+    "transfer_exposed_seconds": (
+        "At the sender: from the first token until the receiver had all.",
+        SECONDS,
+        lambda s: s.exposed,
+    ),
+    "transfer_size_bytes": ("Bytes of a transfer.", BYTES, lambda s: s.sizes),
+}
 
 _UP = "1 while the head is alive."
 _HEAD = ("head", "role")
@@ -231,6 +241,12 @@ class _HeadCollector(_LinkCollector):
             yield self._gauge(name, text, [(who, of_transfers(its)) for who, its in moving], *_HEAD)
         for name, (text, of_transfers) in _TRANSFERS.items():
             yield self._counter(name, text, [(who, of_transfers(its)) for who, its in moving], *_HEAD)
+        for name, (text, bounds, of_histogram) in _TRANSFER_HISTOGRAMS.items():
+            family = HistogramMetricFamily(f"weft:{name}", text, labels=["model_name", *_HEAD])
+            for who, its in moving:
+                measured = of_histogram(its)
+                family.add_metric([self._model, *who], measured.cumulative(bounds), measured.total)
+            yield family
         free = [((head, str(k)), float(n)) for head, its in stats for k, n in enumerate(its.free_blocks)]
         yield self._gauge("free_blocks", "Free cache blocks.", free, "head", "kind")
         for name, (text, by_place) in _PLACES.items():
@@ -313,47 +329,15 @@ class _Families(CollectorRegistry):
         return self._families
 
 
-class RequestTimes:
-    """Measures one request from its arrival; ``event`` is called with each token event as it comes."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-        self._start = time.monotonic()
-        self._last: dict[int, float] = {}
-
-    def event(self, event: TokenEvent) -> None:
-        """A token event of the request arrived."""
-        if not event.token_ids:
-            return
-        now = time.monotonic()
-        if not self._last:
-            self._metrics.time_to_first_token.observe(now - self._start)
-        if event.sequence in self._last:
-            gap = (now - self._last[event.sequence]) / len(event.token_ids)
-            for _ in event.token_ids:
-                self._metrics.inter_token.observe(gap)
-        self._last[event.sequence] = now
-
-    def done(self, prompt: int, generated: int, reasons: Iterable[str]) -> None:
-        """The request was answered in full."""
-        metrics = self._metrics
-        model = self._metrics.model
-        metrics.e2e.observe(time.monotonic() - self._start)
-        metrics.prompt_tokens.observe(prompt)
-        metrics.generation_tokens.observe(generated)
-        for reason in reasons:
-            metrics.success.labels(model, reason).inc()
-
-    def failed(self, code: str) -> None:
-        """The request ended in an error."""
-        self._metrics.failure.labels(self._metrics.model, code).inc()
-
-
 def describe() -> str:
     """One line a metric: name, type, labels, buckets. What ``docs/metrics.txt`` holds."""
     gauges = (*_GAUGES, *_TRANSFER_GAUGES, "engine_up")
     lines = [f"weft:{name} gauge model_name,{','.join(_HEAD)}" for name in gauges]
     lines += [f"weft:{name}_total counter model_name,{','.join(_HEAD)}" for name in _TRANSFERS]
+    lines += [
+        f"weft:{name} histogram model_name,{','.join(_HEAD)} {','.join(f'{bound:g}' for bound in bounds)}"
+        for name, (_, bounds, _) in _TRANSFER_HISTOGRAMS.items()
+    ]
     lines += [f"weft:{name} gauge model_name" for name in _LINK_GAUGES]
     lines += [f"weft:{name}_total counter model_name,head" for name in _COUNTERS]
     lines += [f"weft:{name}_total counter model_name" for name in _LINK]

@@ -264,6 +264,7 @@ class FrontServer:
         """Lets running requests finish; new ones are refused meanwhile."""
         front = self._front
         front.lifecycle.move(Phase.DRAINING)
+        self._owner.drain()
         if front.lifecycle.active:
             may = f"may run for {self._section.drain_timeout:g} more seconds; a second Ctrl-C stops at once"
             log.info("stopping: %s %s", _requests(front.lifecycle.active), may)

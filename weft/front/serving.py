@@ -22,7 +22,7 @@ from weft.common.log import get_logger
 from weft.front.body import read_json
 from weft.front.context import Front
 from weft.front.generation import Generation
-from weft.front.metrics import RequestTimes
+from weft.front.request_times import RequestTimes
 from weft.front.responses import DONE, Usage, error_response, event
 from weft.front.streaming import COMMENT, JSON, EventStream, Silence, watched, within
 from weft.text.choice import TextDelta
@@ -66,9 +66,10 @@ async def handle(
 ) -> Response:
     """Answers one request; ``kind`` says how its body is read. Raises WeftError for what fails before the
     first byte."""
-    times = RequestTimes(front.metrics)
+    times = RequestTimes(front.metrics, front.trace(kind, request.headers.get("traceparent")))
     deadline = asyncio.get_running_loop().time() + front.section.request_timeout
     with contextlib.ExitStack() as held:
+        held.callback(times.close)
         try:
             front.lifecycle.check()
             upload = held.enter_context(front.bodies.upload())
@@ -76,6 +77,7 @@ async def handle(
             held.enter_context(front.lifecycle.request())
             generation = Generation(front, times=times, deadline=deadline, seed=front.seeds.mint())
             held.callback(generation.close)
+            times.mark("body is here")
             async with within(deadline):
                 await front.read(kind, body, generation.build)
             del body  # it may be large, and the answer long

@@ -43,6 +43,7 @@ def run(groups: tuple[EngineConfig, ...], front: FrontSection) -> int:
     A host other than the first of several runs its share of heads and ranks for the front on the first one.
     """
     resolved = face(groups)
+    signal.signal(signals.RESTART, signal.SIG_IGN)  # a host's groups are replaced by the first host
     if resolved.parallel.node_rank:
         from weft.launch.other_host import serve_groups
 
@@ -59,7 +60,6 @@ def run(groups: tuple[EngineConfig, ...], front: FrontSection) -> int:
     # Until the front takes signals over, each ends this process in order: no folder is left behind.
     for number in signals.heeded():
         signal.signal(number, signals.end)
-    signal.signal(signals.RESTART, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOPS)
     folder = private_folder()
     heads: HeadGroups | None = None

@@ -27,11 +27,14 @@ from weft.common.log import get_logger
 from weft.kv.hashing import prompt_hashes
 from weft.links.flow import Flow, Observer
 from weft.links.link import POLL, Address, Link
+from weft.links.placements import Placements
 from weft.routing import events as e
 from weft.routing.fleet import Fleet
 from weft.routing.instance_table import Patience
 from weft.routing.instances import Instance, InstanceState
 from weft.routing.policy import Policies, PromptHashes, block_of
+from weft.tracing.spans import SpanContext
+from weft.tracing.writer import SpanWriter
 from weft.types import messages as m
 
 log = get_logger(__name__)
@@ -53,6 +56,9 @@ class Owner(Protocol):
     def replace(self, instance: str, incarnation: int, error: WeftError) -> None:
         """This front has lost the process. The owner's reaction shows in ``present``."""
 
+    def drain(self) -> None:
+        """This front finishes its requests, and ends."""
+
 
 class Links:
     """Used from one event loop. Instances have the names that their owner gives them."""
@@ -67,9 +73,10 @@ class Links:
         joining: bool = False,
         local_prefill: bool = True,
         clock: Clock | None = None,
+        spans: SpanWriter | None = None,
     ) -> None:
         """``link_timeout``: seconds after which a process that does not even answer pings counts as dead.
-        ``joining``, ``local_prefill``: see ``Fleet``.
+        ``joining``, ``local_prefill``: see ``Fleet``. ``spans``: where traced requests are written to.
         """
         # One that was retired before this front began is none of its instances.
         domains = {n: one.domain for n, one in owner.present().items() if isinstance(one, Address)}
@@ -77,6 +84,7 @@ class Links:
         self._fleet = Fleet(domains, patience, policies, self._name, joining, local_prefill)
         self._owner, self._link_timeout = owner, link_timeout
         self._clock = clock or SystemClock()
+        self._placements = None if spans is None else Placements(spans, self._clock.now)
         self._links: dict[str, Link] = {}
         """The present link of each instance."""
         self._started = 0
@@ -200,17 +208,23 @@ class Links:
         submits: Iterable[m.Submit],
         observe: Observer | None = None,
         hashes: Mapping[int, PromptHashes] | None = None,
+        trace: SpanContext | None = None,
     ) -> Flow:
         """Sends one request's sequences, those of one prompt to one head, and opens their flow.
 
-        ``hashes``: what ``hash_prompts`` made of them. Raises WeftError; then none of them runs.
+        ``hashes``: what ``hash_prompts`` made of them. ``trace``: the request's span. Raises WeftError; then
+        none of them runs.
         """
         if (refusal := self._fleet.refusal()) is not None:
             raise refusal
         waiting = [link.waiting for name, link in self._links.items() if self._lives(name)]
         if waiting and min(waiting) >= OUTBOX_LIMIT:
             raise Overloaded("too many requests wait for the engine")
-        return self._open(e.Opened(tuple(submits), hashes or {}), observe)
+        opened = e.Opened(tuple(submits), hashes or {})
+        if self._placements is not None and trace is not None:
+            for submit in opened.submits:
+                self._placements.open(submit.sequence, trace)
+        return self._open(opened, observe)
 
     def hash_prompts(self, submits: Sequence[m.Submit]) -> dict[int, PromptHashes]:
         """What placing ``submits`` needs, made ahead, since long prompts take long. From any thread."""
@@ -288,6 +302,8 @@ class Links:
         for sequence in sequences:
             flow.open.pop(sequence, None)
             self._flows.pop(sequence, None)
+            if self._placements is not None:
+                self._placements.closed(sequence)
         if sequences:
             self._feed(e.Closed(tuple(sequences)))
 
@@ -301,7 +317,10 @@ class Links:
         self._feeding = True
         try:
             while self._pending:
-                for action in self._fleet.on(self._pending.popleft(), self._clock.now()):
+                event = self._pending.popleft()
+                if self._placements is not None:
+                    self._placements.heard(event)
+                for action in self._fleet.on(event, self._clock.now()):
                     self._attempt(functools.partial(self._carry_out, action))
         finally:
             self._feeding = False
@@ -320,8 +339,13 @@ class Links:
                     self._deliver(event)
             case e.Send(instance, number, message):
                 if (link := self._links[instance]).number == number:
+                    if self._placements is not None:
+                        version = self._fleet.table.instances[instance].version
+                        message = self._placements.sent(instance, version, message)
                     link.send(message)
             case e.Unlink(instance, number):
+                if self._placements is not None:
+                    self._placements.lost(instance)
                 if (link := self._links[instance]).number == number:
                     self._end(link)
             case e.Replace(instance, error):
@@ -338,6 +362,8 @@ class Links:
         if event.finish is not None:
             del self._flows[event.sequence]
             flow.open.pop(event.sequence, None)
+            if self._placements is not None:
+                self._placements.closed(event.sequence)
         flow.push(event)
 
     def _replace(self, name: str, error: WeftError) -> None:

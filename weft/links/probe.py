@@ -22,11 +22,14 @@ class HeadProbe:
         self._socket: zmq.Socket[bytes] | None = None
         self.answers = False
         """Whether it has loaded its model and answers."""
-        self.idle = False
-        """Whether it has no sequence of any front, and no transfer touches its memory, by its last word."""
+        self.idle: bool | None = None
+        """Whether it has no sequence of any front, and no transfer touches its memory, by the last word that
+        the last ``look`` found; None: there was none."""
+        self._ends = False
 
     def look(self) -> None:
         """Takes in what has come."""
+        self.idle = None
         if self._socket is None and not self._connect():
             return
         assert self._socket is not None
@@ -39,10 +42,14 @@ class HeadProbe:
 
     def quit(self) -> None:
         """Has the head finish its step and end."""
+        self._ends = True
         self._send(m.Shutdown())
 
     def close(self) -> None:
-        """Says goodbye. Idempotent."""
+        """Says goodbye, unless the head ends. Idempotent."""
+        if self._ends or self._address.process.poll() is not None:  # nobody takes it: destroy would wait
+            self._context.destroy(0)
+            return
         self._send(m.Goodbye())
         self._context.destroy(LINGER_MS)
 

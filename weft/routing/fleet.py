@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from weft.common.errors import EngineDead, ReportedError, Unavailable, WeftError
+from weft.common.errors import EngineDead, PeerEnded, ReportedError, Unavailable, WeftError
 from weft.common.log import get_logger
 from weft.common.restarts import MOST_LOSSES
 from weft.routing import events as e
@@ -29,13 +29,11 @@ from weft.routing.instances import Instance, InstanceState
 from weft.routing.lateness import Lateness
 from weft.routing.ledger import LedgerEntry, is_refusal
 from weft.routing.pairs import Route, Router, serve, ticketed
+from weft.routing.parked import MOST_REFUSALS, Parked, wait_after
 from weft.routing.policy import Policies, make_policies
 from weft.types import messages as m
 
 log = get_logger(__name__)
-
-MOST_REFUSALS = 8
-"""Times that one instance may give a sequence back before a token of it comes."""
 
 
 class Fleet:
@@ -72,7 +70,7 @@ class Fleet:
         """Sequences whose prompt was computed where they are decoded, as none that prefills was there."""
         self._patience, self._front = patience, front
         self._router = Router(policies or make_policies())
-        self._parked: dict[int, None] = {}
+        self._parked = Parked()
         """Open sequences that wait for an instance, in order."""
         self._paused: dict[int, None] = {}
         """Open sequences that their client does not read."""
@@ -80,9 +78,8 @@ class Fleet:
         """Request -> its open sequences: they share a prompt, and its blocks where they are together."""
         self._bereft: set[int] = set()
         """Parked or paused sequences that lost their instance."""
-        self._closing = False
+        self._closing, self._now = False, -math.inf
         self._lateness = Lateness(self.table, patience)
-        self._now = -math.inf
         self._actions: list[e.Action] = []
         self._events: list[m.TokenEvent] = []
 
@@ -101,7 +98,7 @@ class Fleet:
 
     def next_deadline(self) -> float:
         """When a ``Tick`` will change something, if nothing happens before; inf for never."""
-        return min(self.table.deadline(), self._lateness.deadline())
+        return min(self.table.deadline(), self._lateness.deadline(), self._parked.deadline())
 
     def refusal(self) -> WeftError | None:
         """Why no request can begin now; None when it can."""
@@ -118,7 +115,7 @@ class Fleet:
             hashes = event.hashes.get(submit.request)
             self.entries[submit.sequence] = LedgerEntry(submit, hashes, event.pinned)
             self._requests.setdefault(submit.request, {})[submit.sequence] = None
-            self._parked[submit.sequence] = None
+            self._parked.add(submit.sequence)
         if event.pinned is not None and not self.table.instances[event.pinned].alive:
             self._end_pinned(event.pinned, Unavailable("the engine that was asked for is not there"))
 
@@ -137,7 +134,7 @@ class Fleet:
         for sequence in event.sequences:
             if sequence in self.entries and sequence not in self._paused:
                 self._leave(sequence)
-                self._parked.pop(sequence, None)
+                self._parked.discard(sequence)
                 self._paused[sequence] = None
         self.pauses += len(self._paused) > before
 
@@ -145,7 +142,7 @@ class Fleet:
         for sequence in event.sequences:
             if sequence in self._paused:
                 del self._paused[sequence]
-                self._parked[sequence] = None
+                self._parked.add(sequence)
 
     def _leave(self, sequence: int) -> None:
         """Takes an open sequence from wherever it is."""
@@ -165,7 +162,7 @@ class Fleet:
         del siblings[sequence]
         if not siblings:
             del self._requests[entry.submit.request]
-        self._parked.pop(sequence, None)
+        self._parked.discard(sequence)
         self._paused.pop(sequence, None)
         self._bereft.discard(sequence)
 
@@ -178,24 +175,21 @@ class Fleet:
 
     def _place_parked(self) -> None:
         """Sends parked sequences to instances, those of one prompt together."""
-        takers = self.table.takers()
+        ready, takers = self._parked.ready(self._now), self.table.takers()
         if not takers:
             return
         groups: dict[int, list[int]] = {}
-        for sequence in self._parked:
+        for sequence in ready:
             groups.setdefault(self.entries[sequence].submit.request, []).append(sequence)
         for request, group in groups.items():
-            entry, near = self.entries[group[0]], self._near(request)
+            entry = self.entries[group[0]]
+            near = {name for each in self._requests[request] for name in self.entries[each].places}
             route = self._router.route(takers, entry, group, near, self._lateness.local)
             if route is None:
                 continue
             self._place(route, group)
             if any(taker.state is InstanceState.HALF_OPEN for taker in takers):
                 takers = self.table.takers()
-
-    def _near(self, request: int) -> set[str]:
-        """Instances that work on sequences of the prompt."""
-        return {name for each in self._requests[request] for name in self.entries[each].places}
 
     def _place(self, route: Route, group: list[int]) -> None:
         compute, decode = route
@@ -215,7 +209,7 @@ class Fleet:
                 if instance.version < 2 and its.attempt:
                     its = msgspec.structs.replace(its, attempt=0)
                 self._send(instance, its)
-            del self._parked[sequence]
+            self._parked.discard(sequence)
             if sequence in self._bereft:
                 self._bereft.discard(sequence)
                 self.failovers += 1
@@ -288,6 +282,7 @@ class Fleet:
         sequence, finish = event.sequence, event.finish
         refused = finish == "error" and self._may_retry(instance, entry, event)
         back = refused or finish in ("moved", "evicted")
+        lost = event.error is not None and event.error.code == PeerEnded.code
         if back:
             event = msgspec.structs.replace(event, finish=None, error=None)
         fresh = entry.take(event, entry.pair is not None and entry.receives(instance.name))
@@ -299,7 +294,7 @@ class Fleet:
             self.table.prove(instance)
             self._hand_over(instance, entry)
         elif back:
-            self._give_back(instance, entry)
+            self._give_back(instance, entry, lost)
         else:
             self._depart(instance, entry)
             self._leave(sequence)
@@ -328,15 +323,18 @@ class Fleet:
             if receiver is not None:
                 self._take(self.table.instances[receiver], event)
 
-    def _give_back(self, instance: Instance, entry: LedgerEntry) -> None:
-        """``instance`` has the sequence no longer, and its stream goes on elsewhere."""
-        sequence = entry.submit.sequence
+    def _give_back(self, instance: Instance, entry: LedgerEntry, lost: bool) -> None:
+        """Its stream goes on elsewhere. ``lost``: the process of the other one of the pair has ended."""
+        sequence, other = entry.submit.sequence, entry.partner(instance.name)
         self._depart(instance, entry)
-        self._leave(sequence)
-        if entry.refuse(instance.name) > MOST_REFUSALS:
+        if lost and other is not None:  # nothing goes there until another process has taken its place
+            self.table.shun(self.table.instances[other], self._now)
+            self._go_on(entry)
+        elif entry.refuse(instance.name) > MOST_REFUSALS:
             self._end(sequence, Unavailable("the engine takes the request no more; try again later"))
         else:
-            self._parked[sequence] = None
+            self._leave(sequence)
+            self._parked.add(sequence, self._now + wait_after(sum(entry.refused.values())))
 
     # -- instances that come and go -----------------------------------------------------------------
 
@@ -370,19 +368,21 @@ class Fleet:
         log.error("engine %s is lost: %s", instance.name, error.message)
         self._actions.append(e.Unlink(instance.name, instance.link))
         for sequence in list(instance.open):
-            self._bereave(instance, sequence, error)
+            entry = self.entries[sequence]
+            if entry.sender == instance.name and not entry.needs_sender:
+                self._hand_over(instance, entry)
+            else:
+                self._depart(instance, entry)
+                self._go_on(entry)
         self._end_pinned(instance.name, error)
         if not self.table.complete and not self._joining:  # who waits for its start hears of it
             self._fail(error)
         elif replace and not self._closing:
             self._actions.append(e.Replace(instance.name, error))
 
-    def _bereave(self, instance: Instance, sequence: int, error: WeftError) -> None:
-        entry = self.entries[sequence]
-        if entry.sender == instance.name and not entry.needs_sender:
-            self._hand_over(instance, entry)
-            return
-        self._depart(instance, entry)
+    def _go_on(self, entry: LedgerEntry) -> None:
+        """An instance was lost that worked on it: unless that is so for once too often it goes on."""
+        sequence = entry.submit.sequence
         self._leave(sequence)
         entry.losses += 1
         if entry.losses > MOST_LOSSES:
@@ -390,7 +390,7 @@ class Fleet:
             self._end(sequence, EngineDead(lost))
         else:  # of one that is pinned, ``_lose`` sees to the end
             self._bereft.add(sequence)
-            self._parked[sequence] = None
+            self._parked.add(sequence)
 
     def _retired(self, event: e.Retired) -> None:
         """With one of a domain all of it are lost for good."""

@@ -201,6 +201,13 @@ class InstanceTable:
             instance.state = InstanceState.DRAINING
             self._changed(now)
 
+    def shun(self, instance: Instance, now: float) -> None:
+        """Its process has ended, as another instance saw: it gets no sequences until another one is up. That
+        it is lost is for its link to tell, which may have more of what it said."""
+        if instance.alive and not instance.shunned:
+            instance.shunned = True
+            self._changed(now)
+
     def lose(self, instance: Instance, now: float) -> bool:
         """Its process is gone or unusable. Returns whether that is new."""
         if instance.state in (InstanceState.DOWN, InstanceState.RETIRED):
@@ -218,7 +225,11 @@ class InstanceTable:
     def _serving(self) -> list[Instance]:
         broken = {one.domain for one in self.instances.values() if one.domain and not one.alive}
         serving = (InstanceState.UP, InstanceState.HALF_OPEN)
-        return [one for one in self.instances.values() if one.state in serving and one.domain not in broken]
+        return [
+            one
+            for one in self.instances.values()
+            if one.state in serving and not one.shunned and one.domain not in broken
+        ]
 
     def _changed(self, now: float) -> None:
         serving = self._serving()

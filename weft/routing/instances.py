@@ -79,6 +79,8 @@ class Instance:
     deadline: float = math.inf
     """While it starts: when it must listen at the latest or, once it listens, answer."""
     listens: bool = False
+    shunned: bool = False
+    """Whether its present process has ended, as another one says that saw it: nothing is sent there."""
     lonely: bool = False
     """Whether it was said that its present process has no partner."""
 
@@ -122,7 +124,7 @@ class Instance:
     def start(self, link: int, deadline: float) -> None:
         """Takes note of a new process."""
         self.state = InstanceState.STARTING
-        self.lonely = False
+        self.lonely = self.shunned = False
         self.link = link
         self.deadline = deadline
         self.welcome = None

@@ -81,6 +81,10 @@ class LedgerEntry:
         """The instance of a pair that computes the prompt, until it has said all that it has to say."""
         return self.pair[0] if self.pair is not None and self.pair[0] in self.places else None
 
+    def partner(self, name: str) -> str | None:
+        """The other instance that works on it beside ``name``."""
+        return next((other for other in self.places if other != name), None)
+
     def receives(self, name: str) -> bool:
         """Whether ``name`` decodes what another instance has computed."""
         return self.pair is not None and self.pair[1] == name

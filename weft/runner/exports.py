@@ -33,10 +33,13 @@ LayerDone: TypeAlias = Callable[[int], None]
 
 class Transfer(Protocol):
     """What a rank and its head ask of the rank's transfers: the contract of
-    ``weft.transports.worker.RankTransfer``. Nothing waits."""
+    ``weft.transports.worker.RankTransfer``. Nothing waits but ``stop_all``."""
 
     @property
     def dims(self) -> GroupDims: ...
+
+    @property
+    def failure(self) -> Exception | None: ...
 
     def begin(
         self, offer: Admitted, bound: Bound, blocks: tuple[Blocks, ...], num_cached: int = 0

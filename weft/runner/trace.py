@@ -53,6 +53,8 @@ class StepTrace:
         self._first = True
         self._named = False
         self._origin = time.monotonic()
+        about = {"unix_ns": time.time_ns()}  # so that other traces of the run can be laid beside this one
+        self._event({"name": "weft_origin", "ph": "M", "pid": 0, "args": about})
 
     def step(self, plan: StepPlan, launched: float, read: float, times: StepTimes | None = None) -> None:
         """Records a step by its plan and its times (monotonic seconds): launched, result read."""

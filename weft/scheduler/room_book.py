@@ -174,14 +174,15 @@ class RoomBook:
         if not record.held and record.key not in self.parting:
             del self._records[record.key]
 
-    def evicted(self, sequence: Sequence) -> None:
-        """A sequence was given back to its front, which is to hear of it."""
+    def evicted(self, sequence: Sequence, error: ErrorInfo | None = None) -> None:
+        """A sequence was given back to its front, which is to hear of it. ``error``: of its room."""
         self.evictions += 1
         self.events.append(
             TokenEvent(
                 sequence=sequence.id,
                 num_cached=max(sequence.num_cached, 0),
                 finish="evicted",
+                error=error,
                 position=sequence.position,
             )
         )

@@ -213,8 +213,7 @@ class SchedulerRooms:
         record.over = True
         state.part(record.key)
         if state.live.get(sequence.id) is sequence:
-            _log.info("the room of a sequence failed: %s", error.message)
-            state.evict(sequence, "the room of the sequence failed")
+            state.evict(sequence, "the room of the sequence failed", error)
 
 
 def _refuse(record: RoomRecord, why: str) -> RefuseRoom:

@@ -29,7 +29,7 @@ from weft.scheduler.sequence import Sequence
 from weft.scheduler.state import SchedulerState
 from weft.scheduler.validate import check_submit
 from weft.types.messages import HeadStats, Submit, TokenEvent
-from weft.types.plan import Op, StepPlan, StepResult
+from weft.types.plan import AllocSlot, Op, StepPlan, StepResult
 from weft.types.rooms import Blocks, RoomEvent, RoomKey, RoomRequest
 
 MAX_IN_FLIGHT = 2
@@ -275,6 +275,11 @@ class Scheduler:
         self._step += 1
         self._built = None
         return plan
+
+    def admitted(self, plan: StepPlan) -> list[int]:
+        """Sequences that get their slots by ``plan``, the one that was sealed last."""
+        column = self._state.columns.sequence
+        return [int(column[op.slot]) for op in plan.ops if isinstance(op, AllocSlot)]
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenEvent]:
         """Applies the result of the oldest plan in flight. See ``weft.scheduler.commit``."""

@@ -133,10 +133,13 @@ class SchedulerState:
         if sequence.room is not None:
             self.rooms.ended(sequence, finish, error)
 
-    def evict(self, sequence: Sequence, why: str) -> None:
-        """Gives a sequence that has, or had, a room back to its front: any head may go on with it."""
+    def evict(self, sequence: Sequence, why: str, error: ErrorInfo | None = None) -> None:
+        """Gives a sequence that has, or had, a room back to its front: any head may go on with it.
+
+        ``error``: what became of its room, which the front hears, too.
+        """
         self.end(sequence, "evicted", Unavailable(why).info())
-        self.rooms.evicted(sequence)
+        self.rooms.evicted(sequence, error)
 
     def preempt(self, sequence: Sequence, run: Running, *, yields: bool = False) -> None:
         """Sends a running sequence back to its place in the queue; it is recomputed later. One with a room

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from weft.common.restarts import MOST_LOSSES
-from weft.routing.fleet import MOST_REFUSALS
 from weft.routing.instance_table import Patience
 from weft.routing.lateness import LATE, NO_PAIR
 from weft.routing.pairs import serve
+from weft.routing.parked import MOST_REFUSALS
 from weft.sim.check import Stream, require
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from weft.common.errors import EngineDead, WeftError
+from weft.common.errors import EngineDead, PeerEnded, WeftError
 from weft.routing import events as e
 from weft.routing.fleet import Fleet
 from weft.routing.instances import InstanceState
@@ -247,7 +247,11 @@ class FrontProcess:
         if entry is None or (link.version > 1 and entry.attempt != event.attempt):
             return
         refused = event.error is not None and event.error.blame == "capacity"
-        if refused or event.finish == "evicted":
+        ended = event.error is not None and event.error.code == PeerEnded.code
+        if event.finish == "evicted" and ended and entry.partner(link.head.instance) is not None:
+            stream.losses += 1
+            self.cluster.count("lost as a peer saw")
+        elif refused or event.finish == "evicted":
             stream.given_back.add(link.head.instance)
             stream.times_given_back += 1
         if event.finish is not None:
@@ -387,12 +391,13 @@ class FrontProcess:
         instances = self.fleet.table.instances.values()
         broken = {one.domain for one in instances if one.domain and not one.alive}
         up = (InstanceState.UP, InstanceState.HALF_OPEN)
-        return any(one.state in up and one.domain not in broken for one in instances)
+        return any(one.state in up and not one.shunned and one.domain not in broken for one in instances)
 
     def _serves(self) -> bool:
         """Whether instances that are up can do all of a request."""
         up = (InstanceState.UP, InstanceState.HALF_OPEN)
-        roles = {one.role for one in self.fleet.table.instances.values() if one.state in up}
+        instances = self.fleet.table.instances.values()
+        roles = {one.role for one in instances if one.state in up and not one.shunned}
         return "unified" in roles or {"prefill", "decode"} <= roles
 
     def _check(self) -> None:

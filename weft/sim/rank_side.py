@@ -202,7 +202,13 @@ class RankSide:
         self._put(partial(self._transfer.stop, key))
 
     def stop_all(self) -> None:
-        self._put(self._transfer.stop_all)
+        while self._commands:
+            self._commands.popleft()()
+        self._transfer.stop_all()
+
+    @property
+    def failure(self) -> Exception | None:
+        return self._transfer.failure
 
     # ---- what must hold. Transfers take what is raised in them for a failure of the room.
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from weft.common.errors import DeadlineExceeded, ErrorInfo, Unavailable
+from weft.common.errors import DeadlineExceeded, ErrorInfo, PeerEnded, Unavailable
 from weft.transfer import words as w
 from weft.transfer.outcomes import Outcomes
 from weft.transfer.tombstones import Tombstones
@@ -311,7 +311,7 @@ class Rooms:
             del self._notices[key]
         for room in [room for room in self._rooms.values() if room.peer == peer]:
             room.peer_is_quiet()
-            actions += self._fail(room, Unavailable("the other end of the transfer was lost").info(), now)
+            actions += self._fail(room, PeerEnded("the other end of the transfer was lost").info(), now)
         return actions
 
     def _peer_stopped(self, key: RoomKey, now: float) -> list[w.Action]:

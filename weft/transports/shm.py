@@ -32,7 +32,7 @@ class ShmTransport(SocketTransport):
 
     def __init__(self, folder: str, rank: int, incarnation: int) -> None:
         """Raises ConfigError when the socket cannot be made."""
-        self._path = os.path.join(folder, f"t{rank}-{incarnation & 0xFFFFFF:x}")
+        self._path = os.path.join(folder, f"t{rank}-{incarnation & 0xFFFFFFFF:x}")
         self._shared: list[SharedMemory] = []
         super().__init__(rank, incarnation)
 

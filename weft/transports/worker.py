@@ -60,11 +60,16 @@ class Expecting(NamedTuple):
 
 
 class Ending(NamedTuple):
-    key: RoomKey | None
-    """None: of every room."""
+    key: RoomKey
 
 
-_Command = Began | Growing | Expecting | Ending | p.Computed | None
+class EndingAll(NamedTuple):
+    """Of every room."""
+
+    carried_out: threading.Event
+
+
+_Command = Began | Growing | Expecting | Ending | EndingAll | p.Computed | None
 
 
 class RankTransfer:
@@ -94,7 +99,10 @@ class RankTransfer:
         self.arrivals = a.Arrivals()
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._done = False
+        self.failure: Exception | None = None
+        """What ended this thread's part in transfers, for good: only another process has one again."""
         self._thread = threading.Thread(target=self._run, name=f"weft-transfer-{rank}", daemon=True)
+        self._started = start
         if start:
             self._thread.start()
 
@@ -126,8 +134,15 @@ class RankTransfer:
         self._put(Ending(key))
 
     def stop_all(self) -> None:
-        """``stop`` of every room that has begun, that is expected, or that something was computed of."""
-        self._put(Ending(None))
+        """``stop`` of every room that has begun, that is expected, or that something was computed of. Waits
+        until nothing here touches memory of any; raises EngineDead when that takes too long.
+        """
+        carried_out = threading.Event()
+        self._put(EndingAll(carried_out))
+        if not self._started:
+            self.turn(0.0)
+        if not carried_out.wait(_END_S) and self._thread.is_alive():
+            raise EngineDead("the thread that moves caches between groups does not stop")
 
     def close(self) -> None:
         """Ends the thread, and the transport with it. Raises EngineDead when that takes too long."""
@@ -149,6 +164,7 @@ class RankTransfer:
                 self.turn(_IDLE_S)
         except Exception as error:
             log.exception("the transfers of rank %d have failed, and it takes part in no more", self._rank)
+            self.failure = error
             self._fail_all(_info(error))
         finally:
             self._transport.close()
@@ -162,8 +178,10 @@ class RankTransfer:
             match self._commands.get():
                 case None:
                     self._done = True
-                case Ending(RoomKey() as key):
+                case Ending(key):
                     self._tell(RankStopped(key, self._rank))
+                case EndingAll(carried_out):
+                    carried_out.set()
                 case Began(offer) | Expecting(offer):
                     self._report(offer.key, Outcome.failed, error)
 
@@ -205,10 +223,11 @@ class RankTransfer:
                 self._guard(key, lambda: self._push(self.pushes.on(p.Grown(key, places()))))
             case Expecting(offer):
                 self._guard(offer.key, lambda: self._expect(command))
-            case Ending(None):
+            case EndingAll(carried_out):
                 for key in {*self.pushes.rooms(), *self.pushes.waiting(), *self.arrivals.rooms()}:
                     self._stop(key)
-            case Ending(RoomKey() as key):
+                carried_out.set()
+            case Ending(key):
                 self._stop(key)
             case p.Computed(key):
                 self._guard(key, lambda: self._push(self.pushes.on(command)))

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from weft.common.errors import ErrorInfo, InvalidRequest
+from weft.types.measures import Measures
 from weft.types.rooms import RoomTicket
 from weft.types.sampling import TokenParams
 
@@ -22,7 +23,8 @@ OLDEST = 1
 peer with an older version:
 
     2   Submit.attempt, TokenEvent.attempt, the ends ``moved`` and ``evicted``, Welcome.block_size, Goodbye
-    3   Submit.room, TokenEvent.position, HeadStats.transfers; role, fingerprint and rooms of Welcome
+    3   room and trace of Submit, TokenEvent.position, HeadStats.transfers; role, fingerprint and rooms of
+        Welcome
 """
 MAX_FRAME = 64 << 20
 
@@ -95,6 +97,8 @@ class Submit(_Message, frozen=True, kw_only=True, omit_defaults=True):
     room: RoomTicket | None = None
     """Where prefill and decode are at different heads: the transfer between them. Both get the same Submit
     but for this."""
+    trace: str = ""
+    """The front's span of this sending (W3C traceparent); "" where requests are not traced."""
 
 
 class Finish(_Message, frozen=True, kw_only=True):
@@ -211,6 +215,12 @@ class TransferStats(_Message, frozen=True, kw_only=True):
     """From the first byte to the last, of all rooms that were done."""
     evictions: int = 0
     """Sequences that were given back to their front."""
+    took: Measures = Measures()
+    """``seconds``, one by one (bounds: ``measures.SECONDS``)."""
+    exposed: Measures = Measures()
+    """At the sender: seconds from the first token until the receiver had all, which no prefill hid."""
+    sizes: Measures = Measures()
+    """Bytes of each room that was done (bounds: ``measures.BYTES``)."""
 
 
 class HeadStats(_Message, frozen=True, kw_only=True, omit_defaults=True):

@@ -1,0 +1,40 @@
+"""A minute of ``bench.soak``, and what it counts as a right answer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench.soak import Answer, soak
+
+
+@pytest.mark.timeout(290)
+def test_groups_that_die_and_clients_that_leave_cost_no_answer_and_no_block(tmp_path: Path) -> None:
+    run = soak(100, tmp_path / "log", seed=7, clients=10, every=2.5, deadline=250.0)
+    assert not run.wrong, "\n".join([*run.wrong[:5], (tmp_path / "log").read_text()[-4000:]])
+    assert run.counts["answered"] + run.counts["left"] == 100
+    assert run.counts["left"] >= 10
+    assert sum(count for what, count in run.counts.items() if what.startswith("killed")) >= 1
+
+
+def event(index: int, text: str, finish: str | None = None) -> str:
+    choice = {"index": index, "text": text, "finish_reason": finish}
+    return f"data: {json.dumps({'choices': [choice]})}"
+
+
+def test_what_a_stream_says_is_taken_once() -> None:
+    answer = Answer()
+    for line in (event(0, "a"), event(1, "b", "stop"), ": keep-alive", "", event(0, "c", "length")):
+        answer.take(line)
+    assert answer.said == [(0, "ac", "length"), (1, "b", "stop")]
+    with pytest.raises(ValueError, match="choice 1 goes on after its end"):
+        answer.take(event(1, "d"))
+    assert not answer.over
+    answer.take("data: [DONE]")
+    assert answer.over
+    with pytest.raises(ValueError, match="after the end of its stream"):
+        answer.take("data: [DONE]")
+    with pytest.raises(ValueError, match="error event"):
+        Answer().take('data: {"error": {"message": "no"}}')

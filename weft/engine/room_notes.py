@@ -1,0 +1,105 @@
+"""What a head notes of its rooms while they are open: when what happened, for counters, log and traces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import msgspec
+
+from weft.common.errors import ErrorInfo
+from weft.common.log import get_logger
+from weft.types.measures import BYTES, SECONDS
+from weft.types.messages import TransferStats
+from weft.types.rooms import Peer, RoomKey
+
+log = get_logger(__name__)
+
+OFFERED, BOUND, FIRST_BYTE, LAST_BYTE = "offered", "bound", "first byte", "last byte"
+FIRST_TOKEN, POSTPONED, LANDED, FAILED = "first token", "postponed", "landed", "failed"
+
+
+@dataclass(slots=True)
+class RoomNotes:
+    """What is remembered of a room that has not ended here."""
+
+    peer: Peer
+    marks: dict[str, float] = field(default_factory=dict)
+    """What happened -> when."""
+    nbytes: int = 0
+    transports: frozenset[str] = frozenset()
+    """Of the receiver's ranks."""
+    failed: bool = False
+
+    def mark(self, name: str, now: float) -> None:
+        """It happened; the first time counts, but of the last byte the last."""
+        if name == LAST_BYTE or name not in self.marks:
+            self.marks[name] = now
+
+
+Ended: TypeAlias = Callable[[RoomKey, RoomNotes, float, ErrorInfo | None], None]
+"""Called once or more when a room has landed or failed (or has ended otherwise), and when that was."""
+
+
+class RoomTally:
+    """Counts, logs and tells the ends of rooms."""
+
+    def __init__(self, sends: bool) -> None:
+        self._sends = sends
+        self.stats = TransferStats()
+        self.ended: Ended | None = None
+        """Who traces requests; None when nobody does."""
+
+    def landed(self, key: RoomKey, notes: RoomNotes | None, now: float) -> None:
+        """All bytes of the room are at the receiver."""
+        if notes is None:
+            return
+        notes.mark(LANDED, now)
+        marks, stats = notes.marks, self.stats
+        began = marks.get(FIRST_BYTE)
+        seconds = 0.0 if began is None else marks.get(LAST_BYTE, now) - began
+        exposed = stats.exposed
+        if FIRST_TOKEN in marks:
+            exposed = exposed.add(SECONDS, now - marks[FIRST_TOKEN])
+        log.debug("transfer %d/%d: %d bytes in %.3f s", key.room, key.attempt, notes.nbytes, seconds)
+        self.stats = msgspec.structs.replace(
+            stats,
+            done=stats.done + 1,
+            sent_bytes=stats.sent_bytes + (notes.nbytes if self._sends else 0),
+            received_bytes=stats.received_bytes + (0 if self._sends else notes.nbytes),
+            seconds=stats.seconds + seconds,
+            took=stats.took.add(SECONDS, seconds),
+            sizes=stats.sizes.add(BYTES, notes.nbytes),
+            exposed=exposed,
+        )
+        if self.ended is not None:
+            self.ended(key, notes, now, None)
+
+    def failed(
+        self, key: RoomKey, notes: RoomNotes | None, error: ErrorInfo, now: float, address: str
+    ) -> None:
+        """It failed. ``address``: of this head."""
+        if notes is not None:
+            notes.failed = True
+            notes.mark(FAILED, now)
+            if self.ended is not None:
+                self.ended(key, notes, now, error)
+        if error.blame == "client":  # it left, or the sequence ended with its prefill
+            return
+        corrupt = error.code == "transfer_corrupt"
+        self.stats = msgspec.structs.replace(
+            self.stats, failed=self.stats.failed + 1, corrupt=self.stats.corrupt + corrupt
+        )
+        other = "nobody" if notes is None else notes.peer.name
+        sender, receiver = (address, other) if self._sends else (other, address)
+        say = log.warning if corrupt else log.info
+        say(
+            "transfer %d/%d from %s to %s failed (%s): %s",
+            key.room,
+            key.attempt,
+            sender,
+            receiver,
+            error.code,
+            error.message,
+        )

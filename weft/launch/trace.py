@@ -1,0 +1,43 @@
+"""``weft trace``: one file for Perfetto of what the processes of a server wrote with --trace-requests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from weft.common.errors import ConfigError
+from weft.tracing.merge import chrome_trace, read_folder, read_steps
+from weft.tracing.slowest import rows, table
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="File to write; FOLDER/trace.perfetto.json by default."
+)
+@click.option(
+    "--slowest", default=10, show_default=True, type=click.IntRange(0), help="Requests in the table."
+)
+def trace(folder: Path, out: Path | None, slowest: int) -> None:
+    """Merge what `weft serve --trace-requests FOLDER` wrote, for https://ui.perfetto.dev or chrome://tracing.
+
+    A process for each of Weft's, a track for each request, arrows from the front to the heads; step traces
+    (`--trace FOLDER/steps.json`) beside them. Then a table of the slowest requests and where their seconds
+    went: read (and tokenized), queue, prefill, transfer (what of it came after the first token), slot (the
+    wait for one at the head that decodes), decode.
+    """
+    spans, bad = read_folder(folder)
+    if bad:
+        click.echo(f"{bad} lines were not whole and are left out", err=True)
+    out = out or folder / "trace.perfetto.json"
+    try:
+        out.write_text(json.dumps(chrome_trace(spans, read_steps(folder))), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--out: cannot write that file ({error.strerror})", param="--out") from None
+    found = rows(spans)
+    processes = len({(span.process, span.pid) for span in spans})
+    click.echo(f"{out}: {len(found)} requests, {len(spans)} spans of {processes} processes")
+    if found[:slowest]:
+        click.echo(table(found[:slowest]))

@@ -1,0 +1,232 @@
+"""All spans of a run, from the files of its processes, as one Chrome trace (Perfetto), and as a table.
+
+In the trace each weft process is a process; each request has a track in it (more, where its parts overlap),
+and arrows lead from a request's places in the front to what the heads did there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weft.common.errors import ConfigError
+from weft.tracing.writer import SUFFIX
+
+
+@dataclass(frozen=True, slots=True)
+class ReadSpan:
+    """A span that was written. Times are nanoseconds since 1970."""
+
+    process: str
+    pid: int
+    name: str
+    trace: str
+    span: str
+    parent: str
+    start: int
+    end: int
+    attributes: Mapping[str, Any]
+    events: Sequence[tuple[str, int]]
+    error: str | None
+
+    @property
+    def seconds(self) -> float:
+        return (self.end - self.start) / 1e9
+
+
+def read_folder(folder: Path) -> tuple[list[ReadSpan], int]:
+    """(spans by start, lines that were not whole: a process was killed as it wrote). Raises ConfigError."""
+    files = sorted(folder.glob(f"*{SUFFIX}")) if folder.is_dir() else []
+    if not files:
+        raise ConfigError(f"that folder has no *{SUFFIX}: give the one that --trace-requests named")
+    spans, bad = list[ReadSpan](), 0
+    for file in files:
+        for line in file.read_bytes().splitlines():
+            try:
+                spans += _spans_of(json.loads(line))
+            except (ValueError, KeyError, TypeError, AttributeError):
+                bad += 1
+    return sorted(spans, key=lambda span: span.start), bad
+
+
+def _spans_of(line: Mapping[str, Any]) -> list[ReadSpan]:
+    found = []
+    for resource in line["resourceSpans"]:
+        about = _attributes(resource["resource"]["attributes"])
+        process, pid = str(about["service.instance.id"]), int(about["process.pid"])
+        for scope in resource["scopeSpans"]:
+            found += [_span_of(process, pid, span) for span in scope["spans"]]
+    return found
+
+
+def _span_of(process: str, pid: int, span: Mapping[str, Any]) -> ReadSpan:
+    status = span.get("status", {})
+    return ReadSpan(
+        process=process,
+        pid=pid,
+        name=span["name"],
+        trace=span["traceId"],
+        span=span["spanId"],
+        parent=span.get("parentSpanId", ""),
+        start=int(span["startTimeUnixNano"]),
+        end=int(span["endTimeUnixNano"]),
+        attributes=_attributes(span.get("attributes", [])),
+        events=[(event["name"], int(event["timeUnixNano"])) for event in span.get("events", [])],
+        error=str(status.get("message", "")) if status.get("code") == 2 else None,
+    )
+
+
+def _attributes(pairs: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    made = dict[str, Any]()
+    for pair in pairs:
+        ((kind, value),) = pair["value"].items()
+        made[pair["key"]] = int(value) if kind == "intValue" else value
+    return made
+
+
+def chrome_trace(
+    spans: Sequence[ReadSpan], steps: Mapping[str, Sequence[dict[str, Any]]]
+) -> list[dict[str, Any]]:
+    """Events for Perfetto. ``steps``: files of --trace, each by its name; their times are put beside those of
+    the spans where the file says when it began."""
+    if not spans:
+        return []
+    first = min(span.start for span in spans)
+    origin = min([first, *(_began(events, first) for events in steps.values())])
+    tracks = _Tracks()
+    events = list[dict[str, Any]]()
+    places: dict[str, tuple[dict[str, Any], ReadSpan]] = {}
+    for span in spans:
+        place = tracks.place(span)
+        args = {**span.attributes, "trace": span.trace}
+        if span.error is not None:
+            args["error"] = span.error
+        events.append(
+            {"name": span.name, "cat": "request", "ph": "X", **place, "ts": _micros(span.start - origin)}
+            | {"dur": _micros(span.end - span.start), "args": args}
+        )
+        for name, when in span.events:
+            mark = {"name": name, "cat": "request", "ph": "i", "s": "t", **place}
+            events.append({**mark, "ts": _micros(when - origin)})
+        if span.name == "placement":
+            places[span.span] = (place, span)
+    for span in spans:
+        if span.parent in places and span.name in ("queue", "await"):
+            (there, cause), here = places.pop(span.parent), tracks.place(span)
+            arrow = {"name": "submit", "cat": "submit", "id": int(span.span[:12], 16)}
+            events.append({**arrow, "ph": "s", **there, "ts": _micros(cause.start - origin)})
+            events.append({**arrow, "ph": "f", "bp": "e", **here, "ts": _micros(span.start - origin)})
+    return [*tracks.names(), *events, *_steps(steps, first, origin, tracks.processes)]
+
+
+class _Tracks:
+    """Numbers of processes and of their tracks: spans on one track do not overlap, unless one is within the
+    other."""
+
+    def __init__(self) -> None:
+        self.processes: dict[tuple[str, int], int] = {}
+        self._tracks: dict[tuple[int, str], dict[int, list[ReadSpan]]] = defaultdict(dict)
+        """(process, trace) -> track -> spans on it that have not ended, each within the one before."""
+        self._used: dict[int, int] = defaultdict(int)
+        """Tracks of a process."""
+        self._places: dict[str, dict[str, int]] = {}
+
+    def place(self, span: ReadSpan) -> dict[str, int]:
+        """{pid, tid} of a span, spans by start."""
+        if (known := self._places.get(span.span)) is not None:
+            return known
+        number = self.processes.setdefault((span.process, span.pid), len(self.processes) + 1)
+        tracks = self._tracks[number, span.trace]
+        found = -1
+        for tid, stack in tracks.items():
+            while stack and stack[-1].end <= span.start:
+                stack.pop()
+            if not stack or stack[-1].end >= span.end:
+                found = tid
+                break
+        if found < 0:
+            found = self._used[number]
+            self._used[number] += 1
+        tracks.setdefault(found, []).append(span)
+        self._places[span.span] = {"pid": number, "tid": found}
+        return self._places[span.span]
+
+    def names(self) -> list[dict[str, Any]]:
+        """The events that name them."""
+        named = [
+            {"name": "process_name", "ph": "M", "pid": number, "args": {"name": f"{name} ({pid})"}}
+            for (name, pid), number in self.processes.items()
+        ]
+        for (number, trace), tracks in self._tracks.items():
+            for tid in tracks:
+                about = {"name": f"request {trace[:8]}"}
+                named.append({"name": "thread_name", "ph": "M", "pid": number, "tid": tid, "args": about})
+        return named
+
+
+def _steps(
+    files: Mapping[str, Sequence[dict[str, Any]]], first: int, origin: int, used: Mapping[Any, int]
+) -> list[dict[str, Any]]:
+    """Events of step traces, as processes of their own; ``first``: where those begin that do not say."""
+    made = list[dict[str, Any]]()
+    base = len(used) + 1
+    for file, events in files.items():
+        began = _began(events, first)
+        pids = sorted({int(event.get("pid", 0)) for event in events})
+        for pid in pids:
+            about = {"name": f"{file}: {'steps' if pid == 0 else 'micro-batches'}"}
+            number = base + pids.index(pid)
+            made.append({"name": "process_name", "ph": "M", "pid": number, "args": about})
+        for event in events:
+            if event.get("name") in ("weft_origin", "process_name"):
+                continue
+            moved = {**event, "pid": base + pids.index(int(event.get("pid", 0)))}
+            if "ts" in event:
+                moved["ts"] = event["ts"] + _micros(began - origin)
+            made.append(moved)
+        base += len(pids)
+    return made
+
+
+def _began(events: Sequence[dict[str, Any]], otherwise: int) -> int:
+    """When a step trace began, if it says so."""
+    return next((int(event["args"]["unix_ns"]) for event in events if _is_origin(event)), otherwise)
+
+
+def _micros(nanos: int) -> float:
+    return nanos / 1e3
+
+
+def _is_origin(event: Any) -> bool:
+    """Whether it says when a step trace began: its first event, and in no merged file."""
+    return isinstance(event, dict) and event.get("name") == "weft_origin"
+
+
+def read_steps(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Step traces (``--trace``) that lie in the folder, by file name; those of processes that were killed,
+    too."""
+    found = {}
+    for file in sorted(folder.glob("*.json")):
+        text = file.read_text(encoding="utf-8", errors="replace")
+        if (events := _events_of(text)) and _is_origin(events[0]):
+            found[file.name] = events
+    return found
+
+
+def _events_of(text: str) -> list[Any]:
+    """Events of a Chrome trace; of one that was cut, those whose lines are whole."""
+    try:
+        events = json.loads(text)
+        return events if isinstance(events, list) else []
+    except ValueError:
+        pass
+    events = []
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError):
+            events.append(json.loads(line.strip(" ,[]")))
+    return events

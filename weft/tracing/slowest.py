@@ -1,0 +1,92 @@
+"""Where the time of the slowest requests went, as a table."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from weft.tracing.merge import ReadSpan
+
+#: Column -> (names of spans, of which part of a pair; "" for any).
+_STAGES = {
+    "queue": ("queue", ("all", "prefill")),
+    "prefill": ("prefill", ("all", "prefill")),
+    "slot": ("queue", ("decode",)),
+    "decode": ("decode", ("all", "decode")),
+}
+COLUMNS = ("total", "read", "queue", "prefill", "transfer", "slot", "decode", "tokens", "attempts", "end")
+
+
+@dataclass(slots=True)
+class Row:
+    """One request. Seconds; of several sequences and attempts the sum of the sequence that took longest."""
+
+    trace: str
+    total: float
+    error: str | None
+    tokens: int
+    attempts: int = 0
+    """Most that one of its sequences had."""
+    stages: dict[str, float] = field(default_factory=dict)
+
+    def cells(self) -> list[str]:
+        times = [self.total, *(self.stages.get(name, 0.0) for name in COLUMNS[1:7])]
+        end = "ok" if self.error is None else self.error
+        return [self.trace[:8], *(f"{t:.3f}" for t in times), str(self.tokens), str(self.attempts), end]
+
+
+def rows(spans: Iterable[ReadSpan]) -> list[Row]:
+    """One for each request, the slowest first."""
+    by_trace: dict[str, list[ReadSpan]] = defaultdict(list)
+    for span in spans:
+        by_trace[span.trace].append(span)
+    made = list[Row]()
+    for trace, of_request in by_trace.items():
+        made += [_row(trace, one, of_request) for one in of_request if one.name == "request"]
+    return sorted(made, key=lambda row: -row.total)
+
+
+def _row(trace: str, request: ReadSpan, spans: Sequence[ReadSpan]) -> Row:
+    parts = {one.span: one for one in spans if one.name == "placement" and one.parent == request.span}
+    row = Row(trace, request.seconds, request.error, int(request.attributes.get("weft.output_tokens", 0)))
+    row.attempts = len(
+        {(p.attributes["weft.sequence"], p.attributes["weft.attempt"]) for p in parts.values()}
+    )
+    row.attempts -= max(len({p.attributes["weft.sequence"] for p in parts.values()}) - 1, 0)
+    submitted = [when for name, when in request.events if name == "submitted"]
+    if submitted:
+        row.stages["read"] = (submitted[0] - request.start) / 1e9
+    sums: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    moved: dict[tuple[str, int], int] = {}
+    for one in spans:
+        placement = parts.get(one.parent)
+        if placement is None:
+            continue
+        sequence, part = str(one.attributes["weft.sequence"]), placement.attributes["weft.part"]
+        for column, (name, of_parts) in _STAGES.items():
+            if one.name == name and part in of_parts:
+                sums[sequence][column] += one.seconds
+        if one.name == "prefill" and part == "prefill":
+            moved[sequence, int(one.attributes["weft.attempt"])] = one.end
+    for one in spans:  # what of a transfer no prefill hid
+        if one.name == "await" and one.parent in parts:
+            sequence = str(one.attributes["weft.sequence"])
+            since = moved.get((sequence, int(one.attributes["weft.attempt"])))
+            if since is not None:
+                sums[sequence]["transfer"] += max(one.end - since, 0) / 1e9
+    if sums:
+        row.stages |= sums[max(sums, key=lambda sequence: sum(sums[sequence].values()))]
+    return row
+
+
+def table(found: Sequence[Row]) -> str:
+    """As text, in columns. Seconds."""
+    lines = [["request", *COLUMNS], *(row.cells() for row in found)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+
+    def text(line: list[str]) -> str:
+        cells = [cell.rjust(width) for cell, width in zip(line[:-1], widths, strict=False)]
+        return "  ".join([*cells, line[-1]])
+
+    return "\n".join(text(line) for line in lines)

@@ -1,0 +1,152 @@
+"""Writes the spans of one process to a file of its own, as OTLP JSON lines: each line is one ``TracesData``,
+the form that OpenTelemetry's file exporters write and its collector reads (``otlpjsonfile``).
+
+``write`` takes microseconds and never waits: a thread encodes and writes what has come, ten times a second.
+When the disk is too slow, or full, spans are dropped and counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from weft.common.errors import ConfigError
+from weft.common.log import get_logger
+from weft.tracing.spans import Span, Value
+
+log = get_logger(__name__)
+
+SUFFIX = ".spans.jsonl"
+MOST_WAITING = 8192
+"""Spans that may wait for the disk."""
+EVERY_S = 0.1
+"""Between two writes: what a process that is killed has not told yet."""
+CLOSE_S = 5.0
+"""Most seconds that the end of a process waits for its last spans."""
+
+
+class SpanWriter:
+    """One for each process that traces requests. ``write`` may be called from any thread."""
+
+    def __init__(self, folder: str, process: str) -> None:
+        """``process``: its name, as log lines have it. Raises ConfigError when the file cannot be made."""
+        safe = re.sub(r"[^A-Za-z0-9._-]+", "-", process) or "weft"
+        path = Path(folder) / f"{safe}.{os.getpid()}{SUFFIX}"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file: BinaryIO | None = path.open("ab")
+        except OSError as error:
+            raise ConfigError(
+                f"--trace-requests: cannot write to that folder ({error.strerror})", param="--trace-requests"
+            ) from None
+        self._resource = _attributes(
+            {"service.name": "weft", "service.instance.id": process, "process.pid": os.getpid()}
+        )
+        self._origin = time.time_ns() - time.monotonic_ns()
+        self._lock = threading.Lock()
+        self._waiting: list[Span] = []
+        self._came, self._over = threading.Event(), threading.Event()
+        self.dropped = 0
+        """Spans that were not written."""
+        self._thread = threading.Thread(target=self._run, name="weft-spans", daemon=True)
+        self._thread.start()
+
+    def write(self, span: Span, end: float, error: str | None = None) -> None:
+        """``span`` has ended at ``end``. It must not be changed any more."""
+        span.end, span.error = end, error
+        with self._lock:
+            if len(self._waiting) >= MOST_WAITING or self._over.is_set():
+                self.dropped += 1
+                return
+            self._waiting.append(span)
+        self._came.set()
+
+    def close(self) -> None:
+        """Writes what waits. Safe to call twice."""
+        self._over.set()
+        self._came.set()
+        self._thread.join(CLOSE_S)
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            self._came.wait()
+            self._over.wait(EVERY_S)
+            self._came.clear()
+            self._flush()
+        self._flush()
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+        if self.dropped:
+            log.warning("--trace-requests: %d spans were dropped", self.dropped)
+
+    def _flush(self) -> None:
+        with self._lock:
+            spans, self._waiting = self._waiting, []
+        if not spans:
+            return
+        if self._file is None:
+            self.dropped += len(spans)
+            return
+        try:
+            self._file.write(encode(spans, self._resource, self._origin) + b"\n")
+            self._file.flush()
+        except OSError as error:
+            self.dropped += len(spans)
+            log.warning("--trace-requests: the file cannot be written to (%s); tracing ends", error.strerror)
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self._file = None
+
+
+def encode(spans: Iterable[Span], resource: list[dict[str, Any]], origin: int) -> bytes:
+    """One line. ``origin``: nanoseconds since 1970 at 0 of the spans' clock."""
+    scope = {"scope": {"name": "weft"}, "spans": [_otlp(span, origin) for span in spans]}
+    return msgspec.json.encode(
+        {"resourceSpans": [{"resource": {"attributes": resource}, "scopeSpans": [scope]}]}
+    )
+
+
+def _otlp(span: Span, origin: int) -> dict[str, Any]:
+    made: dict[str, Any] = {
+        "traceId": span.context.trace,
+        "spanId": span.context.span,
+        "parentSpanId": span.parent,
+        "name": span.name,
+        "kind": 2 if span.name == "request" else 1,  # server, internal
+        "startTimeUnixNano": _nanos(span.start, origin),
+        "endTimeUnixNano": _nanos(max(span.end, span.start), origin),
+        "attributes": _attributes(span.attributes),
+    }
+    if span.events:
+        made["events"] = [{"timeUnixNano": _nanos(when, origin), "name": name} for name, when in span.events]
+    if span.error is not None:
+        made["status"] = {"code": 2, "message": span.error}
+    return made
+
+
+def _nanos(seconds: float, origin: int) -> str:
+    return str(origin + round(seconds * 1e9))
+
+
+def _attributes(values: dict[str, Value]) -> list[dict[str, Any]]:
+    return [{"key": key, "value": _value(value)} for key, value in values.items()]
+
+
+def _value(value: Value) -> dict[str, Any]:
+    if isinstance(value, str):
+        return {"stringValue": value}
+    return {"intValue": str(value)} if isinstance(value, int) else {"doubleValue": value}
+
+
+def open_writer(folder: str | None, process: str) -> SpanWriter | None:
+    """None where requests are not traced. Raises as ``SpanWriter``."""
+    return None if folder is None else SpanWriter(folder, process)
