@@ -254,7 +254,9 @@ class FrontProcess:
         elif refused or event.finish == "evicted":
             stream.given_back.add(link.head.instance)
             stream.times_given_back += 1
-        if event.finish is not None:
+        # What decodes may be done before the other of the pair was heard: then its end is not told yet.
+        held = entry.sender not in (None, link.head.instance) and event.finish in ("stop", "length")
+        if event.finish is not None and not held:
             stream.links.discard(link.number)
 
     def linked(self, link: Link) -> None:
