@@ -46,7 +46,8 @@ def instances(llm: LLM) -> list[Any]:
 
 
 def processes(llm: LLM) -> list[Any]:
-    return list(llm._core.heads._running.values())  # type: ignore[union-attr]
+    groups = llm._core.heads._groups  # type: ignore[union-attr]
+    return [process for group in groups for process in group._running.values()]
 
 
 @pytest.fixture(scope="module")

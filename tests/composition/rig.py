@@ -69,7 +69,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_key_value_heads": 2,
             "head_dim": 16,
             # A small state: the caches of a sequence are mostly lines, which run short.
-            "linear_num_key_heads": 1,
+            "linear_num_key_heads": 2,
             "linear_num_value_heads": 2,
             "linear_key_head_dim": 4,
             "linear_value_head_dim": 4,
@@ -202,7 +202,7 @@ def engine(folder: Path, case: dict[str, Any], *, alone: bool = False) -> LLM:
             settings["speculative_adaptive"] = False
         if case["preempt"]:
             settings["max_model_len"] = LONGEST
-            settings["kv_cache_memory"] = str(_tight(folder, case))
+            settings["kv_cache_memory"] = str(tight(folder, case, BLOCK))
     return LLM(str(folder), **settings)
 
 
@@ -212,15 +212,15 @@ def _spec(folder: Path, kv: str, mtp: int) -> Any:
     return with_cache_dtype(load_spec(str(folder), None, mtp=mtp), section)
 
 
-def _tight(folder: Path, case: dict[str, Any]) -> int:
-    """Bytes of cache in which sequences must make room for each other."""
+def tight(folder: Path, case: dict[str, Any], block: int) -> int:
+    """Bytes of cache, in blocks of ``block``, in which sequences must make room for each other."""
     spec = _spec(folder, case["kv"], int(case["draft"] == "mtp"))
     scheduler = SchedulerSection(
         max_num_seqs=SEQUENCES, max_num_batched_tokens=512, long_prefill_token_threshold=case["chunk"]
     )
     drafts = 0 if case["draft"] == "none" else 2
     states = state_bytes(spec, "float64", SEQUENCES * case["depth"], 1 + drafts)
-    return int(1.01 * bytes_for(spec, BLOCK, "float64", 1, LONGEST, scheduler)) + states
+    return int(1.01 * bytes_for(spec, block, "float64", 1, LONGEST, scheduler)) + states
 
 
 def run(folder: Path, case: dict[str, Any], stop: list[str] | None = None, *, alone: bool = False) -> Any:
@@ -237,10 +237,10 @@ def run(folder: Path, case: dict[str, Any], stop: list[str] | None = None, *, al
         seen.stats = core.stats()
     finally:
         llm.shutdown()
-    return {(i, c.index): _answer(c) for i, o in enumerate(outputs) for c in o.outputs}, seen
+    return {(i, c.index): answer_of(c) for i, o in enumerate(outputs) for c in o.outputs}, seen
 
 
-def _answer(choice: Any) -> Answer:
+def answer_of(choice: Any) -> Answer:
     assert choice.error is None, choice.error
     pairs = tuple(
         (token, entry.logprob) for position in choice.logprobs or () for token, entry in position.items()

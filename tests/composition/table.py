@@ -17,6 +17,26 @@ NAMES = {
     "stop": "stop strings",
     "kv": "fp8 KV",
 }
+#: Between groups some names say more.
+GROUP_NAMES = {
+    **NAMES,
+    "blocks": "other block size",
+    "ranks": "other TP",
+    "preempt": "eviction at decode",
+}
+HEADING = "# Prefill and decode in groups of their own"
+"""Where the second part of the page begins."""
+
+
+def write_part(path: Path, part: int, lines: list[str]) -> None:
+    """Writes the first or the second part of the page, and leaves the other one."""
+    first, heading, second = path.read_text(encoding="utf-8").partition(HEADING)
+    text = "\n".join(lines) + "\n"
+    if part == 0:
+        text += f"\n{heading}{second}" if heading else ""
+    else:
+        text = f"{first.rstrip()}\n\n{text}"
+    path.write_text(text, encoding="utf-8")
 
 
 class Table:
@@ -32,19 +52,19 @@ class Table:
         key = (family, frozenset(pair))
         self._cases[key] = self._cases.get(key, 0) + 1
 
-    def write(self, path: Path) -> None:
-        """The page. Raises AssertionError when a cell is empty: then nothing is written."""
+    def lines(self) -> list[str]:
+        """The page's first part. Raises AssertionError when a cell is empty: then nothing is written."""
         lines = [
             "# Which features work together",
             "",
             "All of them. Each cell counts the cases of `tests/composition` in which both features were seen",
             "at work (by counters, not settings) and every sequence got the tokens, text and logprobs that",
             "it gets alone, in float64.",
-            "A run of `pytest tests/composition --write-composition` writes this page.",
+            "A run of `pytest tests/composition/test_pairs.py --write-composition` writes this part.",
         ]
         for family in self._features:
             lines += ["", f"## {family.capitalize()}", "", *self._grid(family)]
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return lines
 
     def _grid(self, family: str) -> list[str]:
         features = self._features[family]
@@ -60,4 +80,45 @@ class Table:
                 assert count, f"no case of {family} had {row} and {column} at work"
                 cells.append(str(count))
             lines.append(f"| {NAMES[row]} | " + " | ".join(cells) + " |")
+        return lines
+
+
+class GroupTable:
+    """For each feature and family how often it was at work between groups."""
+
+    def __init__(self, features: dict[str, list[str]]) -> None:
+        """``features``: those of each family."""
+        self._features = features
+        self._cases: dict[tuple[str, str], int] = {}
+
+    def ran(self, family: str, engaged: set[str]) -> None:
+        """A case of ``family`` passed with the features ``engaged``."""
+        for feature in engaged:
+            self._cases[family, feature] = self._cases.get((family, feature), 0) + 1
+
+    def lines(self) -> list[str]:
+        """The page's second part. Raises AssertionError when a cell is empty: then nothing is written."""
+        families = list(self._features)
+        rows = list(dict.fromkeys(feature for each in self._features.values() for feature in each))
+        lines = [
+            HEADING,
+            "",
+            "One group prefills, another one decodes ([transfer.md](transfer.md)). Each cell counts the",
+            "cases in which the feature was seen at work. The cases of a form of attention have every pair",
+            "of values of every two features. In each the cache of every sequence went over, every sequence",
+            "got the tokens, text and logprobs that it gets alone, in float64, and all blocks came back at",
+            "both ends.",
+            "A run of `pytest tests/composition/test_groups.py -m grid --write-composition`",
+            "writes this part.",
+            "",
+            "| | " + " | ".join(families) + " |",
+            "|---" * (len(families) + 1) + "|",
+        ]
+        for row in rows:
+            cells = []
+            for family in families:
+                count = self._cases.get((family, row), 0)
+                assert count or row not in self._features[family], f"no case of {family} had {row} at work"
+                cells.append(str(count) if row in self._features[family] else "-")
+            lines.append(f"| {GROUP_NAMES[row]} | " + " | ".join(cells) + " |")
         return lines

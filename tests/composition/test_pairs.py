@@ -2,18 +2,18 @@
 
 A case sets every feature to one of its values; the cases of a family cover every pair of values of every two
 features, and each case asserts that its features engaged. ``docs/composition.md`` is what a run of all of it
-found (``pytest tests/composition --write-composition``).
+found (``pytest tests/composition/test_pairs.py --write-composition``).
 """
 
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.composition.rig import FAMILIES, OTHERS, PROMPTS, Answer, make_checkpoint, run
+from tests.composition.references import References
+from tests.composition.rig import FAMILIES, OTHERS, Answer, make_checkpoint, run
 from tests.composition.table import Table
 from tests.support.pairwise import covering, name
 
@@ -38,50 +38,6 @@ OWN: dict[str, dict[str, list[Any]]] = {
 }
 NAMES = [*FAMILIES, *OTHERS]
 CASES = [(family, case) for family in NAMES for case in covering({**FEATURES, **OWN.get(family, {})})]
-PARAMETERS = ("n", "penalties", "stop", "kv")
-"""Features that change what a sequence alone answers."""
-
-
-class References:
-    """What each sequence answers alone."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self._known: dict[tuple[Any, ...], tuple[dict[Any, Answer], list[str] | None]] = {}
-
-    def of(self, family: str, case: dict[str, Any]) -> tuple[dict[Any, Answer], list[str] | None]:
-        """(answers, the stop string of each prompt or None)."""
-        key = (family, *(case[feature] for feature in PARAMETERS))
-        if key not in self._known:
-            plain = {feature: values[0] for feature, values in FEATURES.items()}
-            asked = {**plain, **{feature: case[feature] for feature in PARAMETERS}, "logprobs": True}
-            folder, stop = make_checkpoint(self.root, family), None
-            if case["stop"]:
-                free = self.of(family, {**case, "stop": False})[0]
-                stop = [_stop_of(free[i, 0].text) for i in range(len(PROMPTS))]
-            self._known[key] = (run(folder, asked, stop, alone=True)[0], stop)
-        return self._known[key]
-
-
-def _stop_of(text: str) -> str:
-    """A string that ends an answer in its middle."""
-    middle = len(text) // 2
-    return text[middle : middle + 2] or "never"
-
-
-@pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> References:
-    return References(tmp_path_factory.mktemp("composition"))
-
-
-@pytest.fixture(scope="module")
-def table(request: pytest.FixtureRequest) -> Any:
-    made = Table(
-        {family: [f for f in FEATURES if len({**FEATURES, **OWN.get(family, {})}[f]) > 1] for family in NAMES}
-    )
-    yield made
-    if request.config.getoption("--write-composition"):
-        made.write(Path(__file__).parents[2] / "docs" / "composition.md")
 
 
 @pytest.mark.parametrize(

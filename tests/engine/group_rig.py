@@ -12,6 +12,7 @@ import torch
 
 from tests.scheduler.fake_runner import FakeRunner
 from tests.scheduler.harness import Rig
+from weft.common.clock import VirtualClock
 from weft.common.restarts import RestartBudget
 from weft.config.resolved import KVConfig
 from weft.engine.group import GroupExecutor, Links, Share
@@ -24,7 +25,6 @@ from weft.parallel.mesh import Mesh
 from weft.runner.exports import Reports, Transfer
 from weft.runner.runner import StepHandle
 from weft.runner.slot_state import SlotState
-from weft.sim.clock import VirtualClock
 from weft.types import frames as f
 from weft.types.plan import StepPlan, StepResult
 from weft.types.rooms import Endpoint

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from tests.transfer.memory import KINDS, Group
+from weft.common.clock import VirtualClock
 from weft.common.errors import Unavailable
 from weft.engine.group_rooms import RankWord
 from weft.engine.peers import PeerWatch, Process, own_process
 from weft.engine.room_channel import Arrived
 from weft.engine.rooms import HeadRooms
-from weft.sim.clock import VirtualClock
 from weft.transfer import words as w
 from weft.transfer.group_layout import blocks_of
 from weft.transfer.room_table import Patience

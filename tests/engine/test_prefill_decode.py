@@ -143,6 +143,34 @@ def test_choices_of_one_prompt_have_a_room_each(pairs: Callable[..., EnginePair]
     check(pair, submits, expected)
 
 
+def test_full_blocks_of_a_prompt_travel_once_for_all_of_its_choices(pairs: Callable[..., EnginePair]) -> None:
+    """And only what is behind them for each further choice, which has a first token of its own."""
+    ids = prompts(4)[3]
+    full, tail = len(ids) // 8 * 8, len(ids) % 8
+    assert full
+    assert tail
+
+    def moved(choices: int) -> tuple[int, EnginePair]:
+        pair = pairs("llama")
+        for n in range(choices):
+            pair.submit(submit(10 + n, ids, SAMPLED, request=5, choice=n))
+        pair.run()
+        pair.check_given_back()
+        stats = pair.decode.stats().transfers
+        assert stats is not None
+        assert stats.done == choices
+        return stats.received_bytes, pair
+
+    one, _ = moved(1)
+    position = one // len(ids)
+    assert one == position * len(ids)
+    three, pair = moved(3)
+    assert three == one + 2 * tail * position
+    assert pair.prefill.stats().prefix_hits == 2 * full
+    assert pair.decode.stats().prefix_hits == 2 * full
+    assert len({answer.ids[0] for answer in pair.answers.values()}) > 1
+
+
 def test_a_continuation_has_a_room_like_any(pairs: Callable[..., EnginePair], tmp_path: Path) -> None:
     ids = prompts(4)[3]
     whole = unified(config_of(tmp_path, "llama", 8, "unified"), [submit(1, ids, SAMPLED)])[1]

@@ -18,12 +18,12 @@ __all__ = ["start"]
 
 def speak(server: Server, rng: random.Random) -> int:
     """Nonsense to every socket of a rank's transfers and of a head's rooms. How many there are."""
-    ranks = [path for path in Path(server.temporary).glob("*/t?-*") if path.is_socket()]
-    heads = [path for path in Path(server.temporary).glob("*/r?-*") if path.is_socket()]
+    ranks = [path for path in Path(server.temporary).rglob("t?-*") if path.is_socket()]
+    heads = [path for path in Path(server.temporary).rglob("r?-*") if path.is_socket()]
     for path in ranks:
         for size in (0, 3, 64, 70_000):
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
-                peer.settimeout(5.0)
+                peer.settimeout(1.0)
                 peer.connect(str(path))
                 try:
                     peer.sendall(rng.randbytes(size))
@@ -46,7 +46,7 @@ def test_nonsense_fails_no_room_and_no_worker(start: Any) -> None:
     rng = random.Random(5)
     with Clients(base) as clients:
         until(server, lambda: len(clients.texts) > 3)
-        for _ in range(20):
+        for _ in range(3):
             assert speak(server, rng) == 4
         asked = len(clients.texts)
         until(server, lambda: len(clients.texts) > asked + 6)

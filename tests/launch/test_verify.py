@@ -71,8 +71,8 @@ def test_a_tie_is_not_a_defect() -> None:
     said: list[str] = []
     near = torch.tensor([1.0, 1.0 + 1e-9, 0.0], dtype=torch.float64)
     clear = torch.tensor([1.0, 2.0, 0.0], dtype=torch.float64)
-    assert verify_run._report(said.append, "here", (0, 1), (near, near), ("a", "b"))
-    assert not verify_run._report(said.append, "here", (0, 1), (near, clear), ("a", "b"))
+    assert verify_run.report(said.append, "here", (0, 1), (near, near), ("a", "b"))
+    assert not verify_run.report(said.append, "here", (0, 1), (near, clear), ("a", "b"))
     assert said[0].endswith(": tie")
     assert said[1] == "here differs: a 0 with margin 1.000e-09; b 1 with margin 1.000e+00: DEFECT"
 

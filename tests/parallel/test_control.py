@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.slowness import deadline
+from weft.common.clock import VirtualClock
 from weft.common.errors import ConfigError
 from weft.common.folder import private_folder
 from weft.parallel import loopback
 from weft.parallel.control import PeerGone, ZmqHead, ZmqRank
 from weft.parallel.secret import derive, read_keys
-from weft.sim.clock import VirtualClock
 from weft.types.frames import MAX_FRAME
 
 SECONDS = deadline(20.0)

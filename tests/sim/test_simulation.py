@@ -12,12 +12,12 @@ import pytest
 
 from tests.sim.shapes import TRUTH, shape
 from tests.support.slowness import deadline
+from weft.common.clock import VirtualClock
 from weft.common.errors import ConfigError
 from weft.config.sections import SchedulerSection
 from weft.scheduler import Scheduler
 from weft.scheduler.step_cost import NAMES, CostModel
 from weft.sim import Arrival, Report, Simulation, simulate
-from weft.sim.clock import VirtualClock
 from weft.sim.engine import kv_config
 from weft.sim.presets import PRESETS, load
 from weft.sim.workload import Lengths, Prompts, background, burst, in_order, poisson, read_trace

@@ -7,8 +7,9 @@ import itertools
 import pytest
 
 from tests.transfer.test_rooms import BOUND, KEY, OFFER, D, P, names, receiver, sender
-from tests.transfer.world import ERROR, PATIENCE
+from tests.transfer.world import ERROR, GROUP, PATIENCE
 from weft.transfer import words as w
+from weft.transfer.receiver import ReceivingRooms
 from weft.transfer.tombstones import Tombstones
 from weft.types import rooms as r
 from weft.types.rooms import RoomKey
@@ -26,8 +27,7 @@ def test_a_peer_that_has_answered_is_not_revoked(proof: str) -> None:
     }
     assert out.on(events[proof], 2.0) == []
     for later in (5.0, 100.0, 10_000.0):
-        assert out.on(w.Tick(), later) == []
-    assert out.next_due() is None
+        assert out.on(w.Tick(), later) in ([], [w.Stop(KEY)])
     assert out.on(w.RankStopped(KEY, 0), 10_000.0) == []
     assert names(out.on(w.RankStopped(KEY, 1), 10_000.0)) == ["RoomFreed"]
 
@@ -35,7 +35,7 @@ def test_a_peer_that_has_answered_is_not_revoked(proof: str) -> None:
 def test_fences_and_revocations_are_repeated_as_long_as_memory_waits_for_them() -> None:
     out = sender()
     out.on(w.Cancel(KEY, ERROR), 0.0)
-    at: dict[str, list[float]] = {"Fence": [], "Revoke": []}
+    at: dict[str, list[float]] = {"Fence": [], "Revoke": [], "Stop": []}
     now = 0.0
     while now < 20 * PATIENCE.remember:
         due = out.next_due()
@@ -98,3 +98,25 @@ def test_the_senders_own_prefix_hit_is_told_to_its_ranks() -> None:
     out = sender("new")
     out.on(w.Offer(OFFER, 6), 0.0)
     assert out.on(w.Heard(D, BOUND), 0.0)[0] == w.Push(KEY, OFFER, BOUND, 6)
+
+
+def test_ranks_that_do_not_say_that_they_stopped_are_told_again() -> None:
+    """What was said, or the answer, may have been lost with a connection, and no step shows it."""
+    into = ReceivingRooms(GROUP.dims, patience=PATIENCE)
+    into.on(w.Open(KEY, P, 1000.0), 0.0)
+    into.on(w.Heard(P, OFFER), 0.0)
+    into.on(w.Reserve(BOUND), 0.0)
+    into.on(w.Cancel(KEY, ERROR), 10.0)
+    into.on(w.RankStopped(KEY, 0), 10.0)
+    into.on(w.Heard(P, r.Fenced(key=KEY)), 10.0)
+    told = []
+    now = 10.0
+    while len(told) < 3:
+        due = into.next_due()
+        assert due is not None
+        assert due > now
+        now = due
+        told += [now for action in into.on(w.Tick(), now) if action == w.Stop(KEY)]
+    assert told == [15.0, 25.0, 45.0]
+    assert names(into.on(w.RankStopped(KEY, 1), now)) == ["RoomFreed"]
+    assert w.Stop(KEY) not in into.on(w.Tick(), now + 1000.0)

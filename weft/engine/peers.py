@@ -25,7 +25,7 @@ import os
 import select
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from weft.common.log import get_logger
 from weft.types.rooms import Peer
@@ -48,8 +48,25 @@ def own_process() -> Process:
     return Process(_host(), os.getpid(), _started(os.getpid()) or 0)
 
 
+class Peers(Protocol):
+    """The processes of peers, and which of them have ended."""
+
+    @property
+    def sockets(self) -> Sequence[Any]: ...
+
+    def knows(self, peer: Peer) -> bool: ...
+
+    def heard(self, peer: Peer, process: Process) -> None: ...
+
+    def look(self) -> None: ...
+
+    def take(self) -> list[Peer]: ...
+
+    def close(self) -> None: ...
+
+
 class PeerWatch:
-    """The processes of peers. Used from one thread."""
+    """``Peers`` of this host. Used from one thread."""
 
     def __init__(self) -> None:
         self._host = _host()

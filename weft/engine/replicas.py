@@ -1,13 +1,14 @@
-"""Several replicas of a model as one engine, for callers in this process: a head process for each.
+"""Several replicas of a model, of one group or more, as one engine for callers in this process: a head each.
 
 The heads are those of ``weft serve``, as are messages and fleet; only HTTP and text are missing in between.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -15,9 +16,11 @@ import msgspec
 from weft.cluster.owner import HeadOwner
 from weft.common.errors import ConfigError, EngineDead, Overloaded, WeftError
 from weft.common.folder import private_folder
+from weft.config.names import instance_name
 from weft.config.resolved import EngineConfig
+from weft.config.topology import face, serves
 from weft.engine.core import EngineCore
-from weft.engine.heads import HeadProcesses
+from weft.engine.heads import HeadGroups
 from weft.links.links import Links
 from weft.links.thread import LinksThread
 from weft.parallel.remote import REFUSED
@@ -43,27 +46,37 @@ def start_engine(config: EngineConfig) -> EngineCore | Replicas:
             "leave it out",
             param=f"--{flag}",
         )
-    return EngineCore(config) if config.parallel.data_parallel_size == 1 else Replicas(config)
+    return EngineCore(config) if config.parallel.data_parallel_size == 1 else Replicas((config,))
 
 
 class Replicas:
-    """The interface of ``EngineCore`` (submit, step, finish) over several replicas. Not thread-safe.
+    """The interface of ``EngineCore`` (submit, step, finish) over all groups' replicas. Not thread-safe.
 
-    A replica that shares no experts may die: its sequences go on elsewhere. With any other ends the engine.
+    A replica that shares no experts may die: its sequences go on elsewhere, while some are left that serve
+    them. With any other ends the engine.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
-        """Starts all heads and waits until they have loaded. Raises ConfigError, and EngineDead."""
-        self.config = config
-        self._capacity = config.scheduler.max_num_seqs + config.scheduler.max_queued_requests
+    def __init__(self, groups: Iterable[EngineConfig]) -> None:
+        """``groups``: one of any role but "prefill" and "decode", or those of a topology.
+
+        Starts all heads and waits until they have loaded. Raises ConfigError, and EngineDead.
+        """
+        self._groups = tuple(groups)
+        self.config = face(self._groups)
+        """What holds for all groups."""
+        self._capacity = {
+            instance_name(group, replica): _capacity(group)
+            for group in self._groups
+            for replica in range(group.parallel.data_parallel_size)
+        }
         self._folder = private_folder()
         # The kernel ends a child with the thread that made it: this one runs as long as this object.
         self._maker = ThreadPoolExecutor(1, thread_name_prefix="weft-heads")
         level = logging.getLevelName(logging.getLogger("weft").getEffectiveLevel()).lower()
-        self._heads: HeadProcesses | None = None
+        self._heads: HeadGroups | None = None
         self._thread: LinksThread | None = None
         try:
-            self._heads = HeadProcesses(config, self._folder, level)
+            self._heads = HeadGroups(self._groups, self._folder, level)
             self._thread = LinksThread(self._links)
         except WeftError as error:
             statuses = self._end()
@@ -80,9 +93,16 @@ class Replicas:
         heads = self._heads
         assert heads is not None
         # Nothing is started again, so nothing is ever started by another thread than this.
-        owner = HeadOwner(heads.members, heads, restarts=0)
+        transfer = self.config.transfer
+        enough = functools.partial(serves, fallback=transfer.prefill_fallback)
+        owner = HeadOwner(heads.members, heads, restarts=0, serves=enough)
         self._maker.submit(owner.start).result(60.0)
-        return Links(owner, Patience(), link_timeout=self.config.parallel.rank_timeout)
+        return Links(
+            owner,
+            Patience(role=transfer.role_timeout, transfer=transfer.transfer_timeout),
+            link_timeout=self.config.parallel.rank_timeout,
+            local_prefill=transfer.prefill_fallback == "local",
+        )
 
     @property
     def thread(self) -> LinksThread:
@@ -91,7 +111,7 @@ class Replicas:
         return self._thread
 
     @property
-    def heads(self) -> HeadProcesses:
+    def heads(self) -> HeadGroups:
         """The processes. To be read only."""
         assert self._heads is not None
         return self._heads
@@ -109,8 +129,9 @@ class Replicas:
         """
         if (failure := self.thread.links.failure) is not None:
             raise EngineDead(failure.message)
-        alive = sum(instance.alive for instance in self.thread.links.instances)
-        if self._capacity * alive <= self.thread.open_sequences:
+        instances = self.thread.links.instances
+        capacity = sum(self._capacity[instance.name] for instance in instances if instance.alive)
+        if capacity <= self.thread.open_sequences:
             raise Overloaded("every replica's queue is full; try again later")
         self.thread.submit(submit)
         return []
@@ -142,6 +163,12 @@ class Replicas:
         """All replicas' counters and gauges, asked for now; of fill levels the highest. Raises EngineDead."""
         return summed(self.thread.stats(ANSWER_S))
 
+    def stats_of(self) -> dict[str, tuple[m.Role, m.HeadStats]]:
+        """Name of each replica -> (role, counters and gauges), asked for now. Raises EngineDead."""
+        all_stats = self.thread.stats(ANSWER_S)
+        pairs = zip(self.thread.links.instances, all_stats, strict=True)
+        return {instance.name: (instance.role or "unified", stats) for instance, stats in pairs}
+
     def welcome(self, incarnation: int) -> m.Welcome:
         """What a front must know of this engine."""
         return msgspec.structs.replace(self.thread.welcome, incarnation=incarnation)
@@ -158,6 +185,13 @@ class Replicas:
         self._maker.shutdown(wait=False)
         shutil.rmtree(self._folder, ignore_errors=True)
         return statuses
+
+
+def _capacity(group: EngineConfig) -> int:
+    """Sequences that each of its replicas can have, queued ones among them; 0 where they go on elsewhere."""
+    if group.transfer.role == "prefill":
+        return 0
+    return group.scheduler.max_num_seqs + group.scheduler.max_queued_requests
 
 
 def summed(stats: Sequence[m.HeadStats]) -> m.HeadStats:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 
@@ -27,8 +27,7 @@ from weft.common.errors import Unavailable, WeftError
 from weft.common.log import get_logger
 from weft.engine import room_notes as notes
 from weft.engine.group_rooms import RankWord
-from weft.engine.peers import PeerWatch
-from weft.engine.room_channel import Arrived, RoomChannel
+from weft.engine.peers import Peers, PeerWatch
 from weft.engine.room_notes import RoomNotes, RoomTally
 from weft.transfer import words as w
 from weft.transfer.receiver import ReceivingRooms
@@ -39,6 +38,9 @@ from weft.types import frames as f
 from weft.types import rooms as r
 from weft.types.messages import TokenEvent, TransferStats
 from weft.types.rooms import Endpoint, GroupDims, Outcome, Peer, RoomKey
+
+if TYPE_CHECKING:
+    from weft.engine.room_channel import Arrived, RoomChannel
 
 log = get_logger(__name__)
 
@@ -95,7 +97,7 @@ class HeadRooms:
         incarnation: int,
         clock: Clock,
         patience: Patience = Patience(),
-        peers: PeerWatch | None = None,
+        peers: Peers | None = None,
     ) -> None:
         """``incarnation``: of this head's process, as its Welcome has it."""
         self._sends = role == "prefill"
@@ -105,7 +107,7 @@ class HeadRooms:
             self._machine = SendingRooms(len(ranks.ranks), "copy", patience, incarnation)
         else:
             self._machine = ReceivingRooms(ranks.dims, "copy", patience)
-        self._peers = peers or PeerWatch()
+        self._peers: Peers = peers or PeerWatch()
         self._lost: set[Peer] = set()
         self._whole = True
         """Whether all ranks carry out what they are told."""
@@ -130,6 +132,12 @@ class HeadRooms:
     def sockets(self) -> Sequence[Any]:
         """To sleep on."""
         return [*self._channel.sockets, *self._ranks.sockets, *self._peers.sockets]
+
+    @property
+    def next_due(self) -> float | None:
+        """When ``take`` has something to do though nothing came; None: never, as things stand."""
+        due = self._machine.next_due()
+        return None if due is None else max(due, self._tick_at)
 
     @property
     def moving(self) -> bool:

@@ -19,6 +19,7 @@ from typing import Any
 from weft.common.errors import EngineDead, WeftError
 from weft.common.log import get_logger
 from weft.engine.executor import RankRunner, checksum
+from weft.engine.worker_rooms import WorkerRooms
 from weft.group.liveness import COLLECTIVE
 from weft.group.sizes import blocks_of
 from weft.kv.digest import SlotDigest
@@ -27,9 +28,7 @@ from weft.parallel.group_comm import CommLost
 from weft.parallel.mesh import Mesh
 from weft.parallel.store import join_store
 from weft.runner.runner import StepHandle
-from weft.transfer.words import RankReport
 from weft.types import frames as f
-from weft.types.rooms import RoomKey
 
 log = get_logger(__name__)
 
@@ -77,10 +76,7 @@ class Worker:
         self._orphan = False
         self._served = False
         """Whether this head has begun an epoch."""
-        self._rooms: set[RoomKey] = set()
-        """Those that this head has named and not stopped."""
-        self._stopping: set[RoomKey] = set()
-        """Those that it is to be told the end of."""
+        self._rooms = WorkerRooms(rank)
         self._wake = None if runner.reports is None else runner.reports.descriptor
 
     # ---- the loop
@@ -105,10 +101,7 @@ class Worker:
         self._channel = channel
         self._incarnation = incarnation
         self._orphan = self._served = False
-        self._rooms.clear()
-        self._stopping.clear()
-        if self._runner.transfer is not None:
-            self._runner.transfer.stop_all()
+        self._rooms.joined(self._runner.transfer)
         self._send(f.Loaded(rank=self.rank, blocks=blocks_of(self._runner.kv)))
 
     def turn(self, wait: float = 0.0) -> bool:
@@ -165,24 +158,9 @@ class Worker:
         elif isinstance(frame, f.StepFrame):
             self._step(frame)
         elif isinstance(frame, f.RoomToRank):
-            self._room(frame)
+            self._rooms.take(frame, self._runner.transfer)
         elif isinstance(frame, f.LateMasks) and self._current(frame.epoch):
             raise EngineDead("token masks came, and this rank has no grammar backend")
-
-    def _room(self, frame: f.RoomToRank) -> None:
-        transfer = self._runner.transfer
-        if transfer is None:
-            raise EngineDead("a transfer between groups came to a rank that takes part in none")
-        if isinstance(frame, f.StopRoom):
-            self._rooms.discard(frame.key)
-            self._stopping.add(frame.key)
-            transfer.stop(frame.key)
-            return
-        self._rooms.add(frame.offer.key)
-        if isinstance(frame, f.PushRoom):
-            transfer.begin(frame.offer, frame.bound, frame.blocks, frame.num_cached)
-        else:
-            transfer.expect(frame.offer, frame.bound)
 
     def _tell(self) -> bool:
         """Passes on what the rank's transfers have told. False: nothing. Raises GivenUp when this process can
@@ -192,15 +170,8 @@ class Worker:
         if transfer is not None and transfer.failure is not None:
             raise GivenUp("the thread of this rank that moves caches between groups has failed")
         told = [] if self._runner.reports is None else self._runner.reports.take()
-        for said in told:
-            if isinstance(said, RankReport):
-                if said.key in self._rooms:
-                    self._send(
-                        f.RoomReport(rank=self.rank, key=said.key, outcome=said.outcome, error=said.error)
-                    )
-            elif said.key in self._stopping:
-                self._stopping.discard(said.key)
-                self._send(f.RoomStopped(rank=self.rank, key=said.key))
+        for frame in self._rooms.said(told):
+            self._send(frame)
         return bool(told)
 
     def _fits(self, frame: f.Pools) -> None:

@@ -8,6 +8,8 @@ import click
 
 from weft.common import log
 from weft.common.errors import ConfigError
+from weft.config.sections import Config
+from weft.config.topology import Topology, short_form
 from weft.launch import options
 
 
@@ -25,9 +27,15 @@ from weft.launch import options
     help="Compare each prompt alone with batched, chunked, preempted, two steps in flight.",
 )
 @click.option(
+    "--topology",
+    type=click.Path(),
+    metavar="FILE",
+    help="Run the groups of this topology (see `weft up`), and compare with the engine alone or --reference.",
+)
+@click.option(
     "--families",
     is_flag=True,
-    help="With --tp, --dp: compare for a tiny random model of every family, and not for MODEL.",
+    help="With --tp, --dp, --topology or --prefill: a tiny random model of every family, and not MODEL.",
 )
 @click.option(
     "--prompts", type=click.IntRange(1, 1000), default=8, show_default=True, help="Prompts to compare."
@@ -39,11 +47,12 @@ from weft.launch import options
     show_default=True,
     help="Tokens to generate for each.",
 )
-@options.settings(options.ENGINE, ("log_level",))
+@options.settings(options.ENGINE, ("log_level", "prefill", "decode"))
 def verify(
     model_name: str | None,
     reference: str | None,
     against_self: bool,
+    topology: str | None,
     families: bool,
     prompts: int,
     tokens: int,
@@ -51,22 +60,69 @@ def verify(
 ) -> int:
     """Compare MODEL's tokens and logits with a reference. Status 1 if they differ, ties excepted.
 
-    With several ranks (--tp, --dp, --ep, --overlap) their tokens are compared with those of one process.
+    With several ranks (--tp, --dp, --ep, --overlap) their tokens are compared with those of one process, and
+    those of a server's groups (--topology FILE, or --prefill P --decode D) with the engine alone, unless
+    --reference is given. Groups must have handed caches over, as their counters say.
 
-    Tokens are compared greedily in float64, logits at max|a-b| / max|b| <= 1e-4 in float32. Without MODEL the
+    Tokens are compared in float64, logits at max|a-b| / max|b| <= 1e-4 in float32. Without MODEL the
     checkpoint of --reference is run.
     """
-    if model_name is None and given.get("model") is None and not given.get("config"):
+    if model_name is None and given.get("model") is None and not given.get("config") and topology is None:
         model_name = reference
-    config = options.build(given, model_name)
-    log.configure(config.front.log_level)
+    if topology is not None:
+        from weft.launch.verify_topology import topology_of
 
+        log.configure(given.get("log_level") or "info")
+        values = options.given_values(given)
+        if given.get("config"):
+            raise ConfigError("--config and --topology: write all settings in the topology", param="--config")
+        good = verify_groups(topology_of(topology, values, model_name), reference, families, prompts, tokens)
+    else:
+        config = options.build(given, model_name)
+        log.configure(config.front.log_level)
+        groups = short_form(config)
+        if groups is not None:
+            good = verify_groups(groups, reference, families, prompts, tokens)
+        else:
+            good = verify_engine(config, reference, against_self, families, prompts, tokens)
+    click.echo("verify: passed" if good else "verify: FAILED")
+    return 0 if good else 1
+
+
+def verify_groups(
+    topology: Topology, reference: str | None, families: bool, prompts: int, tokens: int
+) -> bool:
+    """Whether the groups of ``topology`` give the right tokens. Raises ConfigError."""
+    from weft.launch import verify_topology
+
+    if families and reference is not None:
+        raise ConfigError(
+            "--families compares with the engine alone: leave --reference out", param="--families"
+        )
+    if families:
+        return verify_topology.families(topology, prompts, tokens, click.echo)
+    if reference is not None:
+        return verify_topology.against_reference(topology, reference, prompts, tokens, click.echo)
+    return verify_topology.against_alone(topology, prompts, tokens, click.echo)
+
+
+def verify_engine(
+    config: Config, reference: str | None, against_self: bool, families: bool, prompts: int, tokens: int
+) -> bool:
+    """Whether an engine, of one rank or several, gives the right tokens. Raises ConfigError."""
     from weft.launch import verify_layout, verify_run
 
     layout = verify_layout.several(config)
+    if families and not layout:
+        raise ConfigError(
+            "--families compares ranks with one process, or groups with the engine alone: give --tp, --dp, "
+            "--topology or --prefill and --decode",
+            param="--families",
+        )
     if reference is None and not against_self and not layout:
         raise ConfigError(
-            "say what to compare with: --reference PATH, --self, or several ranks (--tp 2, --dp 2)",
+            "say what to compare with: --reference PATH, --self, several ranks (--tp 2, --dp 2) or groups "
+            "(--topology FILE, --prefill 1 --decode 1)",
             param="--reference",
         )
     if layout and (reference is not None or against_self):
@@ -74,8 +130,6 @@ def verify(
             "ranks are compared with one process: give --reference and --self without --tp and --dp",
             param="--tp",
         )
-    if families and not layout:
-        raise ConfigError("--families compares ranks with one process: give --tp or --dp", param="--families")
     good = True
     if families:
         good = verify_layout.families(config, verify_layout.FAMILIES, prompts, tokens, click.echo)
@@ -85,5 +139,4 @@ def verify(
         good = verify_run.against_reference(config, reference, prompts, tokens, click.echo) and good
     if against_self:
         good = verify_run.against_self(config, prompts, tokens, click.echo) and good
-    click.echo("verify: passed" if good else "verify: FAILED")
-    return 0 if good else 1
+    return good

@@ -68,9 +68,7 @@ def families(config: Config, names: Iterable[str], count: int, tokens: int, say:
             if config.parallel.enable_expert_parallel and load_spec(str(path), None).moe is None:
                 say(f"-- {name}: has no experts to divide")
                 continue
-            model = msgspec.structs.replace(
-                config.model, model=str(path), tokenizer=_tokenizer(), load_format="dummy", max_model_len=512
-            )
+            model = msgspec.structs.replace(config.model, **tiny_model(path))
             say(f"-- {name} ({FAMILIES[name][0]}, random weights)")
             good = (
                 against_one_process(msgspec.structs.replace(config, model=model), count, tokens, say) and good
@@ -78,9 +76,11 @@ def families(config: Config, names: Iterable[str], count: int, tokens: int, say:
     return good
 
 
-def _tokenizer() -> str:
+def tiny_model(path: Path) -> dict[str, Any]:
+    """Settings of the model for a family that ``write_family`` has written to ``path``."""
     assert TOKENIZER in bundled_models()
-    return resolve_model_path(TOKENIZER, None)
+    tokenizer = resolve_model_path(TOKENIZER, None)
+    return {"model": str(path), "tokenizer": tokenizer, "load_format": "dummy", "max_model_len": 512}
 
 
 def _answers(config: Config, prompts: list[list[int]], tokens: int) -> tuple[list[list[int]], HeadStats]:

@@ -21,9 +21,10 @@ from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig, PoolSpec
 from weft.config.sections import Config
 from weft.engine.core import EngineCore
+from weft.engine.replicas import Replicas
 from weft.eval.gsm_mini import test_set
 from weft.launch.reference import Reference
-from weft.types.messages import HeadStats, Submit, ids_to_bytes
+from weft.types.messages import HeadStats, Submit, TokenEvent, ids_to_bytes
 from weft.types.plan import AllocSlot, AppendBlocks, FreeSlot, Op, Segment, StepPlan, column
 from weft.types.sampling import TokenParams
 
@@ -60,11 +61,11 @@ def against_reference(config: Config, path: str, count: int, tokens: int, say: S
         if mine == theirs:
             equal += 1
             continue
-        at = _first_difference(mine, theirs)
-        a = _ForwardOnly(doubles).logits(prompt + mine[:at])[-1]
+        at = first_difference(mine, theirs)
+        a = ForwardOnly(doubles).logits(prompt + mine[:at])[-1]
         b = reference.logits(prompt + theirs[:at])[-1, : a.shape[-1]]
         good = (
-            _report(
+            report(
                 say, f"prompt {number}, token {at}", (mine[at], theirs[at]), (a, b), ("weft", "transformers")
             )
             and good
@@ -76,7 +77,7 @@ def against_reference(config: Config, path: str, count: int, tokens: int, say: S
 
 def _logits_agree(config: Config, path: str, prompts: Prompts, say: Say) -> bool:
     reference = Reference(config, path, "float32")
-    forward = _ForwardOnly(_resolved(config, "float32"))
+    forward = ForwardOnly(_resolved(config, "float32"))
     worst = 0.0
     for prompt in prompts:
         a = forward.logits(prompt)
@@ -105,11 +106,11 @@ def against_self(config: Config, count: int, tokens: int, say: Say) -> bool:
             say(f"{variant.name}: NOT ENGAGED, so nothing is proven; give more --prompts or --tokens")
             good = False
         for number in wrong:
-            at = _first_difference(found[number], expected[number])
-            row = _ForwardOnly(alone.config).logits(prompts[number] + expected[number][:at])[-1]
+            at = first_difference(found[number], expected[number])
+            row = ForwardOnly(alone.config).logits(prompts[number] + expected[number][:at])[-1]
             place = f"prompt {number}, token {at}"
             ids = (found[number][at], expected[number][at])
-            good = _report(say, place, ids, (row, row), (variant.name, "alone")) and good
+            good = report(say, place, ids, (row, row), (variant.name, "alone")) and good
     return good
 
 
@@ -163,25 +164,49 @@ def _small_pools(config: EngineConfig, prompts: Prompts, tokens: int) -> EngineC
     return msgspec.structs.replace(config, kv=small)
 
 
-def run(variant: Variant, prompts: Prompts, tokens: int) -> tuple[list[list[int]], HeadStats]:
-    """Greedy tokens of every prompt, and what the engine counted. Raises WeftError when a prompt fails."""
+def run(
+    variant: Variant, prompts: Prompts, tokens: int, params: Sequence[TokenParams] | None = None
+) -> tuple[list[list[int]], HeadStats]:
+    """Tokens of every prompt, and what the engine counted; greedy without ``params``, one for each prompt.
+
+    Raises WeftError when a prompt fails.
+    """
     core = EngineCore(variant.config, progress=False)
-    params = TokenParams(temperature=0.0, max_tokens=tokens)
-    found: list[list[int]] = [[] for _ in prompts]
+    asked = [submit_of(number, prompts[number], tokens, params) for number in range(len(prompts))]
     try:
-        for group in [range(len(prompts))] if variant.together else [[n] for n in range(len(prompts))]:
-            for number in group:
-                ids = ids_to_bytes(prompts[number])
-                core.submit(Submit(sequence=number, request=number, seed=0, prompt_ids=ids, params=params))
-            while core.has_work():
-                for event in core.step():
-                    found[event.sequence] += event.token_ids
-                    if event.error is not None:
-                        raise WeftError(f"prompt {event.sequence} failed: {event.error.message}")
+        found: dict[int, list[int]] = {}
+        for together in [asked] if variant.together else [[one] for one in asked]:
+            found |= generate(core, together)
         stats = core.stats()
     finally:
         core.close()
-    return found, stats
+    return [found[number] for number in range(len(prompts))], stats
+
+
+def submit_of(
+    number: int, prompt: Sequence[int], tokens: int, params: Sequence[TokenParams] | None = None
+) -> Submit:
+    """The sequence of prompt ``number``: with its own of ``params``, or greedy."""
+    one = TokenParams(temperature=0.0, max_tokens=tokens) if params is None else params[number]
+    ids = ids_to_bytes(list(prompt))
+    return Submit(sequence=number, request=number, seed=number, prompt_ids=ids, params=one)
+
+
+def generate(engine: EngineCore | Replicas, asked: Sequence[Submit]) -> dict[int, list[int]]:
+    """Tokens of each sequence, all of them run together. Raises WeftError when one fails."""
+    found: dict[int, list[int]] = {one.sequence: [] for one in asked}
+
+    def take(events: Sequence[TokenEvent]) -> None:
+        for event in events:
+            found[event.sequence] += event.token_ids
+            if event.error is not None:
+                raise WeftError(f"prompt {event.sequence} failed: {event.error.message}")
+
+    for one in asked:
+        take(engine.submit(one))
+    while engine.has_work():
+        take(engine.step())
+    return found
 
 
 def make_prompts(config: EngineConfig, count: int, tokens: int) -> Prompts:
@@ -214,7 +239,7 @@ def _questions(config: EngineConfig, count: int) -> Prompts:
     return [ids for ids in encoded if ids and max(ids) < config.spec.vocab_size]
 
 
-class _ForwardOnly:
+class ForwardOnly:
     """Logits of whole prompts through a runner, one prompt a step, without a scheduler."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -269,11 +294,11 @@ def _resolved(config: Config, dtype: str) -> EngineConfig:
     return resolve(msgspec.structs.replace(config, model=model, cache=cache))
 
 
-def _first_difference(a: Sequence[int], b: Sequence[int]) -> int:
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _report(
+def report(
     say: Say,
     place: str,
     ids: tuple[int, int],

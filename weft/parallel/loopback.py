@@ -10,9 +10,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from weft.common.clock import Clock
+from weft.common.clock import Clock, VirtualClock
 from weft.parallel.control import HeadChannel, PeerGone, RankChannel
-from weft.sim.clock import VirtualClock
 
 Deed = Callable[[bytes], Sequence[bytes]]
 """What becomes of a frame: none, one or several that are delivered in its place."""

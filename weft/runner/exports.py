@@ -13,15 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
-
-import torch
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from weft.common.errors import EngineDead
 from weft.config.resolved import KVConfig, PoolSpec
 from weft.transfer.words import RankReport, RankStopped
 from weft.types.plan import Export, Op, StepPlan
 from weft.types.rooms import Admitted, Blocks, Bound, Endpoint, GroupDims, RoomKey
+
+if TYPE_CHECKING:
+    import torch
 
 ENOUGH = 2 << 20
 """Bytes of a row's layers that are told of at once. Each telling costs the thread that computes its lock, and

@@ -7,33 +7,33 @@ serves. A simulated group of ranks plugs in behind ``weft.sim.head.Engine``.
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
-from weft.config.resolved import KVConfig
-from weft.config.sections import SchedulerSection
 from weft.group.types import Lease
 from weft.routing.instances import InstanceState
 from weft.sim import faults
 from weft.sim.check import Violation, require, token_key
 from weft.sim.clients import MOST_TRIES, Client, random_client
 from weft.sim.collectives import Collectives
-from weft.sim.engine import kv_config
 from weft.sim.front import FrontProcess
 from weft.sim.head import HeadProcess
 from weft.sim.network import Link, Network
 from weft.sim.ranks import Pace, Replica, patience_of
+from weft.sim.room_world import RoomWorld
 from weft.sim.supervisor import Supervisor
 from weft.sim.timeline import Timeline
+from weft.sim.tiny import tiny_engine
 from weft.types.messages import ids_to_bytes
 
 HORIZON = 90.0
 """Virtual seconds in which everything has an end."""
+QUIET = 6
+"""Looks in a row at which all must be quiet where heads have roles: what waits there is no work, so fronts
+hear of its end with the next heartbeat."""
 SETTLE = 0.25
 """Virtual seconds between two looks at whether all is quiet."""
-BLOCK = 4
-MAX_MODEL_LEN = 24
 REAPED_S = 0.02
 """Virtual seconds in which ranks end that were told to."""
 
@@ -54,7 +54,7 @@ class Cluster(Timeline):
         """What will fail at which rank, and how often."""
         self._links = 0
         self._sequence = 1
-        self.section, self.kv = _settings(rng)
+        self.section, self.kv = tiny_engine(rng)
         self.network = Network(self)
         self.row_errors: dict[int, int] = {}
         """Key -> position whose logits are not finite."""
@@ -66,7 +66,13 @@ class Cluster(Timeline):
         heads = rng.choice((1, 2, 2, 3, 4))
         fronts = rng.choice((1, 1, 2, 3))
         domain = "d" if heads > 1 and rng.random() < 0.15 else ""
-        self.instances = {f"head{number}": domain for number in range(heads)}
+        self.rooms = RoomWorld(self, heads)
+        """Roles, and what is between heads of different ones."""
+        paired = self.rooms.paired
+        domain = "" if paired else domain
+        self.counts["clusters of two roles"] += paired
+        """Schedules that have them."""
+        self.instances = dict.fromkeys(self.rooms.roles, domain)
         self.tensor = rng.choice((1, 1, 1, 1, 1, 2, 2, 3))
         """Ranks of a group."""
         self.counts["groups of several ranks"] += self.tensor > 1
@@ -75,12 +81,21 @@ class Cluster(Timeline):
         """See ``Membership.counts``; 1 is what serves."""
         self.rank_budget = rng.choice((1, 2, 4, 4))
         """Epochs that one head may lose."""
-        self.leases: list[Lease | None] = [None] * heads
+        self.leases: list[Lease | None] = [None] * len(self.instances)
         self.replicas = self._make_replicas(domain)
         self.fronts: list[FrontProcess] = []
         self.supervisor = Supervisor(self, self.instances, rng.choice((1, 3, 5, 8)), rng.random() < 0.5)
-        old = rng.random() < 0.3
+        old = rng.random() < 0.3 and not paired
         """Whether an upgrade is under way: some processes speak version 1."""
+        self._start(fronts, old)
+        self.clients = [random_client(rng, number) for number in range(rng.choice((1, 2, 3, 3, 4, 6)))]
+        for client in self.clients:
+            self.at(client.at, None, self.ask, client)
+        self.pending_faults = faults.plan(self)
+
+    def _start(self, fronts: int, old: bool) -> None:
+        """Fronts and heads; some of them speak an older version where they are ``old``."""
+        rng = self.rng
         for number in range(fronts):
             version = 1 if old and rng.random() < 0.4 else 2
             self.counts["fronts of version 1"] += version == 1
@@ -94,25 +109,21 @@ class Cluster(Timeline):
             version = 1 if old and rng.random() < 0.5 else 2
             self.counts["heads of version 1"] += version == 1
             self.supervisor.start(name, version)
-        self.clients = [random_client(rng, number) for number in range(rng.choice((1, 2, 3, 3, 4, 6)))]
-        for client in self.clients:
-            self.at(client.at, None, self.ask, client)
-        self.pending_faults = faults.plan(self)
 
     # -- time
 
     def run(self) -> None:
         """Until all is quiet. Raises Violation."""
         settled = 0.0
-        quiet = False
+        quiet = 0
+        enough = QUIET if self.rooms.paired else 2
         advance = self.advance
         while self._heap:
             advance()
             if self.now >= settled:
                 settled = self.now + SETTLE
-                before = quiet
-                quiet = self._quiet()
-                if before and quiet:  # so what was under way to fronts has come
+                quiet = quiet + 1 if self._quiet() else 0
+                if quiet >= enough:  # so what was under way to fronts has come
                     break
                 if self.now > HORIZON:
                     raise Violation(f"not at an end after {HORIZON:g} s: {self._unfinished()}")
@@ -135,6 +146,8 @@ class Cluster(Timeline):
         ):
             return False
         if any(head.ready and not head.group.running for head in heads):
+            return False
+        if any(head.engine.rooms is not None and head.engine.rooms.stats(None).rooms for head in heads):
             return False
         links = [link for front in self.fronts for link in front.links.values()]
         # Heartbeats are always under way.
@@ -167,7 +180,7 @@ class Cluster(Timeline):
                 require(not load, f"{front.name}: {name} has a load of {load:g} at the end")
         disturbed = any(self.counts[why] for why in ("paused", "abandoned", "ended by the text side"))
         if not self.faults and not disturbed:
-            for name in ("fail-overs", "late events", "retired"):
+            for name in ("fail-overs", "retired", *(() if self.rooms.paired else ("late events",))):
                 require(not self.counts[name], f"{name} without a fault")
             require(not self.supervisor.restarts, "restarts without a fault")
             require(not self.counts["epochs lost"], "an epoch was lost without a fault")
@@ -194,6 +207,7 @@ class Cluster(Timeline):
             require(not left, f"processes {left} of {replica.name} are not reaped")
 
     def _check_idle(self, head: HeadProcess) -> None:
+        self.rooms.tally(head)
         head.check()
         scheduler = head.engine.scheduler
         live = list(scheduler._state.live)
@@ -233,6 +247,8 @@ class Cluster(Timeline):
             replica = Replica(
                 self, name, ranks, collectives=collectives, mishaps=self, table=dict, remote=remote, pace=pace
             )
+            if self.rooms.roles[name] != "unified":
+                replica.make_side = partial(self.rooms.make_side, replica)
             if domain:
                 replica.size = tensor * len(self.instances)
             replicas[name] = replica
@@ -290,6 +306,11 @@ class Cluster(Timeline):
             if other.engine.group is not None:
                 self.after(0.01, 0.2, other, other.group.peer_replica_gone, epoch)
         self.note(head.name, "..", "", "its process ends")
+        self.rooms.tally(head)
+        if head.engine.side is not None:
+            head.engine.side.close()
+        for peers, peer in head.watched_by:
+            peers.end(peer)
         for front in self.fronts:
             for link in front.links.values():
                 if link.head is head:
@@ -331,12 +352,13 @@ class Cluster(Timeline):
 
     def front_failed(self, front: FrontProcess) -> None:
         """A fleet says that no instance is left, or that one failed to start: its front ends."""
-        gone = all(name in self.supervisor.retired for name in self.instances)
+        gone = not self.rooms.can_serve(self.supervisor.retired)
         states = [one.state for one in front.fleet.table.instances.values()]
         require(
             gone or not front.fleet.table.complete, f"{front.name} failed, and instances are left: {states}"
         )
-        require(InstanceState.UP not in states or not gone, f"{front.name} failed while an instance is up")
+        up = InstanceState.UP in states and not self.rooms.paired
+        require(not up or not gone, f"{front.name} failed while an instance is up")
         self.count("fronts failed")
         self.at(self.now, None, self.end_front, front)
 
@@ -344,6 +366,7 @@ class Cluster(Timeline):
         """A head was told to shut down."""
         others = [front.name for front in self.fronts if front.alive and not front.closing]
         require(not others, f"{head.name} was shut down while {others} use it")
+        head.close_rooms()
         self.end_head(head, dismiss=True)
 
     def poisoned(self, head: HeadProcess) -> None:
@@ -404,21 +427,6 @@ class Cluster(Timeline):
     def pin(self) -> str:
         """An instance that a request may be tied to."""
         return self.rng.choice(list(self.instances))
-
-
-def _settings(rng: random.Random) -> tuple[SchedulerSection, KVConfig]:
-    """A tiny engine: few slots, few blocks, a short queue."""
-    sequences = rng.choice((2, 3))
-    section = SchedulerSection(
-        max_num_seqs=sequences,
-        max_num_batched_tokens=rng.choice((8, 16)),
-        max_queued_requests=rng.choice((1, 2, 4)),
-        steps_in_flight=rng.choice((1, 2)),
-        step_policy=rng.choice(("mixed", "mixed", "exclusive")),
-    )
-    tokens = rng.choice((1, 2, 3)) * MAX_MODEL_LEN + BLOCK
-    kv = kv_config(section, MAX_MODEL_LEN, tokens=tokens, block_size=BLOCK, caching=rng.random() < 0.7)
-    return section, kv
 
 
 def simulate_cluster(seed: int, log: Callable[[float, str], None] | None = None) -> Cluster:

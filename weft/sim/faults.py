@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from weft.common.errors import EngineDead
+from weft.sim import room_faults
 from weft.sim.head import HeadProcess
 from weft.sim.network import Link
 from weft.sim.ranks import RankProcess
@@ -28,9 +29,7 @@ def plan(cluster: Cluster) -> int:
     rng = cluster.rng
     if rng.random() < 0.1:
         return 0
-    kinds = {
-        kind: weight for kind, (weight, _) in KINDS.items() if cluster.tensor > 1 or kind not in OF_RANKS
-    }
+    kinds = {kind: weight for kind, (weight, _) in KINDS.items() if _can_happen(cluster, kind)}
     planned = 0
     for kind in rng.choices(list(kinds), list(kinds.values()), k=rng.choice((1, 1, 2, 3))):
         at = 0.4 + rng.random() * 0.9
@@ -40,6 +39,12 @@ def plan(cluster: Cluster) -> int:
             cluster.at(at, None, _fire, cluster, KINDS[kind][1], kind)
             planned += 1
     return planned
+
+
+def _can_happen(cluster: Cluster, kind: str) -> bool:
+    if kind in OF_RANKS and cluster.tensor == 1:
+        return False
+    return cluster.rooms.paired or kind not in OF_ROOMS
 
 
 def _plan_row(cluster: Cluster, at: float) -> int:
@@ -350,6 +355,16 @@ def _kill_of(cluster: Cluster, instance: str) -> None:
     _end_rank(cluster, next(iter(cluster.replicas[instance].living.values()), None))
 
 
+def _lost_word(cluster: Cluster) -> bool:
+    """The next that a rank says of a room is lost with its connection: proved where it is."""
+    process = _rank(cluster)
+    if process is not None:
+        process.loses_word = True
+    return False
+
+
+OF_ROOMS = {*room_faults.KINDS, "room report lost"}
+"""Kinds that need prefill and decode in groups of their own."""
 MISHAPS = {
     "load": "rank cannot load",
     "form": "rank cannot form",
@@ -363,6 +378,7 @@ OF_RANKS = {
     "rank stopped",
     "report late",
     "report lost",
+    "room report lost",
     "group given up",
 }
 """Kinds that need a group of several ranks."""
@@ -382,7 +398,7 @@ KINDS: dict[str, tuple[int, Callable[[Cluster], bool]]] = {
     "submit sent twice": (6, _duplicate),
     "evicted": (7, _evict),
     "head upgraded": (4, _drain),
-    "block on hold": (4, _hold),
+    "block on hold": (8, _hold),
     "rank killed": (8, _kill_rank),
     "rank stopped": (8, _stop_rank),
     "rank raised": (5, _rank_raises),
@@ -391,6 +407,8 @@ KINDS: dict[str, tuple[int, Callable[[Cluster], bool]]] = {
     "rank cannot load": (4, _cannot_load),
     "rank cannot form": (4, _cannot_form),
     "group given up": (4, _kill_rank_again),
+    **room_faults.KINDS,
+    "room report lost": (10, _lost_word),
 }
 """Kind -> how often it is planned, what it does and whether that was seen. Where the effect comes later,
 whoever sees it calls ``Cluster.happened``."""

@@ -9,16 +9,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from weft.common.errors import EngineDead, WeftError
-from weft.common.restarts import MOST_LOSSES
+from weft.common.errors import EngineDead, PeerEnded, WeftError
 from weft.routing import events as e
 from weft.routing.fleet import Fleet
-from weft.routing.instance_table import Patience
 from weft.routing.instances import InstanceState
-from weft.routing.lateness import LATE
-from weft.routing.parked import MOST_REFUSALS
 from weft.sim.check import Stream, Violation, output, require, token_key
 from weft.sim.clients import Client
+from weft.sim.excuses import PATIENCE, explain
 from weft.sim.network import Link
 from weft.types import messages as m
 
@@ -26,7 +23,6 @@ if TYPE_CHECKING:
     from weft.sim.cluster import Cluster
     from weft.sim.head import HeadProcess
 
-PATIENCE = Patience(engine=4.0, recovery=6.0, listen=2.0, load=4.0)
 MOST_SILENCE = 1.2
 """Seconds of silence that give no front a reason to give an instance up."""
 
@@ -49,7 +45,9 @@ class FrontProcess:
         self.alive = True
         self.closing = False
         self.stalled_until = 0.0
-        self.fleet = Fleet(instances, PATIENCE, front=name, joining=joining)
+        self.fleet = Fleet(
+            instances, PATIENCE, front=name, joining=joining, local_prefill=cluster.rooms.local_prefill
+        )
         self.links: dict[int, Link] = {}
         self.streams: dict[int, Stream] = {}
         self.clients: dict[int, Client] = {}
@@ -64,10 +62,14 @@ class FrontProcess:
         self.registry_at = 0.0
         """When the registry's latest event arrives."""
         self._ticks_at = float("inf")
-        self._unready_since = 0.0
+        self.unready_since = 0.0
         """Since when no instance was up, in time in which this process ran."""
         self._took = False
         """Whether one was up at the last event."""
+        self.unpaired_since = 0.0
+        """Since when no instances were up that can do all of a request, in time in which this process ran."""
+        self._served = False
+        """Whether some were at the last event."""
 
     # -- the shell
 
@@ -77,7 +79,9 @@ class FrontProcess:
             return
         cluster = self.cluster
         if self._took:
-            self._unready_since = cluster.now
+            self.unready_since = cluster.now
+        if self._served:
+            self.unpaired_since = cluster.now
         actions = self.fleet.on(event, cluster.now)
         if not actions and isinstance(event, e.Received) and isinstance(event.message, m.Heartbeat):
             return  # deadlines are later than they were, which ``_tick`` will see
@@ -86,6 +90,7 @@ class FrontProcess:
         tokens = isinstance(event, e.Received) and isinstance(event.message, m.Tokens)
         if not tokens:
             self._took = self._takes()
+            self._served = self._serves()
         if not (tokens and _goes_on(actions)):
             self._check()
         if self.clients:
@@ -152,10 +157,27 @@ class FrontProcess:
         for stream in self.streams.values():
             if stream.open and link.number in stream.links:
                 stream.links.discard(link.number)
-                stream.losses += 1
-                cluster.count("lost with an instance")
+                if self._stays(stream, link):
+                    cluster.count("went on without its sender")
+                else:
+                    stream.losses += 1
+                    cluster.count("lost with an instance")
         if link.up:
             cluster.disconnect(link)
+
+    def _stays(self, stream: Stream, lost: Link) -> bool:
+        """Whether a sequence stays where it is decoded, though the instance that computed its prompt is lost:
+        all that this one had to tell has come."""
+        entry = self.fleet.entries.get(stream.sequence)
+        roles = self.cluster.rooms.roles
+        if entry is None or roles[lost.head.instance] != "prefill" or entry.losses > stream.losses:
+            return False
+        left = [self.links[number].head.instance for number in stream.links]
+        require(
+            list(entry.places) == left and [roles[name] for name in left] == ["decode"],
+            f"{self.name}: sequence {stream.sequence} is at {list(entry.places)}, and was sent to {left}",
+        )
+        return True
 
     def _deliver(self, event: m.TokenEvent) -> None:
         stream = self.streams.get(event.sequence)
@@ -168,36 +190,7 @@ class FrontProcess:
             stream.links.clear()
         if event.finish == "error":
             assert event.error is not None
-            self._explain(stream, event.error.code, event.error.message)
-
-    def _explain(self, stream: Stream, code: str, message: str) -> None:
-        """Raises Violation where ``stream`` failed for no reason that the schedule knows."""
-        cluster = self.cluster
-        fleet = self.fleet
-        why = f"{self.name}: sequence {stream.sequence} failed ({code}: {message})"
-        cluster.count(f"failed: {message if code == 'unavailable' else code}")
-        if fleet.failure is not None:
-            return  # see front_failed
-        if code == "overloaded":
-            takers = [i.name for i in fleet.table.takers() if stream.pinned in (None, i.name)]
-            left = [name for name in takers if name not in stream.given_back]
-            require(stream.pinned is not None or not left, f"{why}, and {left} had not refused it")
-        elif message == LATE:
-            waited = cluster.now - self._unready_since
-            require(waited >= PATIENCE.recovery - 1e-6, f"{why} after {waited:.3f} seconds")
-        elif "takes the request no more" in message:
-            require(stream.times_given_back > MOST_REFUSALS, why)
-        elif "shutting down" in message:
-            require(self.closing or cluster.supervisor.drains > 0, why)
-        elif code == "non_finite_logits":
-            require(stream.key in cluster.row_errors, why)
-            cluster.happened("row error")
-        elif "3 times while it worked" in message:
-            require(cluster.groups_lost >= MOST_LOSSES, why)
-        elif "times while it worked" in message:
-            require(stream.losses > MOST_LOSSES, f"{why}, and lost {stream.losses}")
-        else:  # it ends with its only instance
-            require(stream.pinned is not None and code in ("engine_dead", "unavailable"), why)
+            explain(self, stream, event.error.code, event.error.message)
 
     # -- time
 
@@ -222,7 +215,8 @@ class FrontProcess:
 
     def woke(self, seconds: float) -> None:
         """It stood still for so long."""
-        self._unready_since += seconds
+        self.unready_since += seconds
+        self.unpaired_since += seconds
         self.cluster.note(self.name, "..", "", f"stood still for {seconds:.3f} s")
         self.feed(e.Stalled(seconds))
 
@@ -253,10 +247,16 @@ class FrontProcess:
         if entry is None or (link.version > 1 and entry.attempt != event.attempt):
             return
         refused = event.error is not None and event.error.blame == "capacity"
-        if refused or event.finish in ("moved", "evicted"):
+        ended = event.error is not None and event.error.code == PeerEnded.code
+        if event.finish == "evicted" and ended and entry.partner(link.head.instance) is not None:
+            stream.losses += 1
+            self.cluster.count("lost as a peer saw")
+        elif refused or event.finish == "evicted":
             stream.given_back.add(link.head.instance)
             stream.times_given_back += 1
-        if event.finish is not None:
+        # What decodes may be done before the other of the pair was heard: then its end is not told yet.
+        held = entry.sender not in (None, link.head.instance) and event.finish in ("stop", "length")
+        if event.finish is not None and not held:
             stream.links.discard(link.number)
 
     def linked(self, link: Link) -> None:
@@ -393,7 +393,14 @@ class FrontProcess:
         instances = self.fleet.table.instances.values()
         broken = {one.domain for one in instances if one.domain and not one.alive}
         up = (InstanceState.UP, InstanceState.HALF_OPEN)
-        return any(one.state in up and one.domain not in broken for one in instances)
+        return any(one.state in up and not one.shunned and one.domain not in broken for one in instances)
+
+    def _serves(self) -> bool:
+        """Whether instances that are up can do all of a request."""
+        up = (InstanceState.UP, InstanceState.HALF_OPEN)
+        instances = self.fleet.table.instances.values()
+        roles = {one.role for one in instances if one.state in up and not one.shunned}
+        return "unified" in roles or {"prefill", "decode"} <= roles
 
     def _check(self) -> None:
         """Raises Violation unless the fleet's books agree with each other and with the streams."""

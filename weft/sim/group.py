@@ -9,39 +9,20 @@ from __future__ import annotations
 
 from collections import deque
 from functools import partial
-from typing import Protocol
 
-from weft.common.errors import WeftError
 from weft.common.restarts import RestartBudget
+from weft.engine.group_rooms import GroupRooms
 from weft.group import types as t
 from weft.group.meeting import Meeting
 from weft.group.membership import Membership
 from weft.sim.check import require
 from weft.sim.ranks import BLOCKS, SETTINGS, RankProcess, Replica, Work
 from weft.sim.reports import Reports
-from weft.sim.timeline import Process
+from weft.sim.timeline import Owner
 from weft.types import frames as f
 
 MEETING_S = 0.05
 """Seconds between two looks at the leases of other heads while they are waited for."""
-
-
-class Owner(Process, Protocol):
-    """A head: whoever steps."""
-
-    name: str
-
-    def group_runs(self) -> None:
-        """An epoch runs, and all slots are empty."""
-
-    def group_lost(self) -> None:
-        """The epoch is lost, and so are the steps in flight."""
-
-    def group_failed(self, error: WeftError) -> None:
-        """There will be no other epoch."""
-
-    def step_counts(self) -> None:
-        """The step that was waited for counts."""
 
 
 class Group:
@@ -82,6 +63,8 @@ class Group:
         self.troubled = False
         """Whether an epoch, or a try to form one, was ever lost."""
         self.closed = False
+        self.rooms: GroupRooms | None = None
+        """What ranks have to do with rooms, in a group with a role, once it takes steps."""
         self._closing = False
         self._timeline = replica.timeline
         self._load_s = load
@@ -154,6 +137,15 @@ class Group:
         self._queue.append(work)
         if self._running is None:
             self._begin()
+
+    def send_room(self, rank: int, data: bytes) -> None:
+        """A frame about a room goes to ``rank``, if that is connected, in order with steps."""
+        process = self.replica.by_peer.get(self.membership.members[rank].peer or b"")
+        if process is not None and process.alive:
+            self._post(process, process.take, f.decode_to_rank(data))
+        else:
+            gone = t.Gone(rank, "it is not connected")
+            self._timeline.at(self._timeline.now, self, self._feed, gone)
 
     def wait_for(self, step: int) -> None:
         """The owner waits until ``step`` counts."""
@@ -229,7 +221,11 @@ class Group:
                 self._abort()
             elif isinstance(action, t.Renew):
                 self._leases[self._number] = action.lease
-            elif not isinstance(action, t.Told):  # there are no rooms here
+            elif isinstance(action, t.Told):
+                if self.rooms is not None:
+                    self.rooms.heard(action.frame)
+                    self.owner.room_news()
+            else:
                 self._carrying.append(action)
         if self._carrying and self._carried is None:
             self._carry()
@@ -310,11 +306,16 @@ class Group:
         if process.loses_report and isinstance(frame, f.Outcome):
             process.loses_report = False
             process.break_connection()
+        if process.loses_word and isinstance(frame, f.RoomToHead):
+            process.loses_word = False
+            process.break_connection()
 
     def _arrived(self, process: RankProcess, peer: bytes, connection: int, frame: f.ToHead) -> None:
         if connection != process.connection:
             if peer == process.peer and isinstance(frame, f.Outcome):
                 self.replica.mishaps.seen("report lost")
+            elif peer == process.peer and isinstance(frame, f.RoomToHead):
+                self.replica.mishaps.seen("room report lost")
         elif self._away:
             self._frames.append((process, peer, frame))
         else:
@@ -370,6 +371,9 @@ class Group:
         replica = self.replica
         if action.anew:
             replica.kill(action.rank)
+            if self.rooms is not None:
+                self.rooms.ended(action.rank)
+                self.owner.room_news()
         self._carried = None
         self._feed(t.Spawned(action.rank, replica.spawn(action.rank)))
         self._carry_next()

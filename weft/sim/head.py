@@ -14,6 +14,10 @@ import msgspec
 
 from weft.common.errors import EngineDead, WeftError
 from weft.common.restarts import RestartBudget
+from weft.config.sections import TransferSection
+from weft.engine.group_rooms import GroupRooms
+from weft.engine.room_channel import Arrived
+from weft.engine.rooms import HeadRooms
 from weft.group.meeting import Meeting
 from weft.routing.head_protocol import HeadProtocol, Outgoing
 from weft.sim.check import TokenModel, Violation, require
@@ -21,12 +25,17 @@ from weft.sim.group import Group
 from weft.sim.head_engine import Engine
 from weft.sim.network import Link
 from weft.sim.ranks import Replica
+from weft.sim.room_network import SimChannel, SimPeers
+from weft.transfer.room_table import Patience
 from weft.types import messages as m
+from weft.types.rooms import Endpoint, Peer
 
 if TYPE_CHECKING:
     from weft.sim.cluster import Cluster
 
 HEARTBEAT_S = 1.0
+ROOMS = Patience(retry=0.15, bind=2.0, fence=0.5, stop=0.4, longest=0.6, remember=60.0)
+"""Everything is over sooner than one with the product's patience."""
 
 
 class OldHeadProtocol(HeadProtocol):
@@ -67,11 +76,25 @@ class HeadProcess:
         self.slow = False
         """Whether it will not start in time."""
         self.incarnation = cluster.rng.getrandbits(32)
+        cluster.rooms.heads[self.incarnation] = self
         self.replica: Replica = cluster.replicas[instance]
         self.domain_gone = False
         """Whether another head of its domain ended while it lived."""
         self._load_s = 0.0
-        self.engine = Engine(cluster.kv, cluster.section, TokenModel(cluster.row_errors, cluster.poison))
+        self.number: int = number
+        """Of all heads that were ever started."""
+        self.watched_by: list[tuple[SimPeers, Peer]] = []
+        """Heads of other groups that notice its end, and as whom they know it."""
+        self._channel: SimChannel | None = None
+        self._news = False
+        """Whether it is to look at what came of rooms."""
+        self._due: float | None = None
+        """When it will look at deadlines of rooms."""
+        model = TokenModel(cluster.row_errors, cluster.poison)
+        transfer = TransferSection(
+            role=cluster.rooms.roles[instance], decode_watermark=cluster.rooms.watermark
+        )
+        self.engine = Engine(cluster.kv, cluster.section, model, cluster.clock, transfer)
         kind = HeadProtocol if version > 1 else OldHeadProtocol
         self.protocol = kind(self.engine, self.incarnation)
         self.links: dict[bytes, Link] = {}
@@ -129,13 +152,78 @@ class HeadProcess:
 
     def _serve(self) -> None:
         self.ready = True
+        self._open_rooms()
         self.cluster.at(self.cluster.now + HEARTBEAT_S, self, self._timer)
         self._turn()
 
     def fail(self, error: EngineDead) -> None:
         """The engine raised: every front hears of it, then the process ends."""
         self._send(self.protocol.failed(error))
+        self.close_rooms()
         self.cluster.end_head(self, lingers=True)
+
+    # -- rooms
+
+    def _open_rooms(self) -> None:
+        """See ``weft.engine.room_start`` and ``rank_rooms``."""
+        cluster, role, group = self.cluster, self.engine.transfer.role, self.group
+        if role == "unified":
+            return
+        side = cluster.rooms.make_side(self.replica, self)
+        members = group.membership.members
+        numbers = {rank: number for number, rank in enumerate(sorted(members), 1)}
+
+        def endpoints() -> list[Endpoint | None]:
+            return [side.endpoint, *(members[rank].endpoint for rank in numbers)]
+
+        self.engine.side = side
+        group.rooms = GroupRooms(side, side, endpoints, numbers, group.send_room)
+        self._channel = SimChannel(cluster.rooms.network, self)
+        peers = SimPeers(cluster.rooms.network, self)
+        self.engine.rooms = HeadRooms(
+            role,
+            group.rooms,
+            self._channel,
+            incarnation=self.incarnation,
+            clock=cluster.clock,
+            patience=ROOMS,
+            peers=peers,
+        )
+
+    def room_message(self, arrived: Arrived) -> None:
+        """A head of another group says something."""
+        if self._channel is not None:
+            self._channel.came.append(arrived)
+            self.room_news()
+
+    def room_news(self) -> None:
+        """There is something to hear of rooms. A loop that waits for a step looks when that is done."""
+        if not self._news:
+            self._news = True
+            self.cluster.at(self.cluster.now, self, self._look)
+
+    def _look(self) -> None:
+        self._news = False
+        if self.ready and not self._busy:
+            self._turn()
+
+    def _watch_rooms(self) -> None:
+        """Looks again when something of rooms is due."""
+        rooms = self.engine.rooms
+        due = None if rooms is None else rooms.next_due
+        if due is not None and (self._due is None or due < self._due):
+            self._due = due
+            self.cluster.at(max(due, self.cluster.now), self, self._rooms_due, due)
+
+    def _rooms_due(self, due: float) -> None:
+        if due == self._due:
+            self._due = None
+            self.room_news()
+
+    def close_rooms(self) -> None:
+        """It ends in order: peers are told."""
+        if self.engine.rooms is not None:
+            self.engine.rooms.close()
 
     # -- what comes
 
@@ -162,20 +250,23 @@ class HeadProcess:
         while self.alive:
             while self._inbox:
                 self._send(self.protocol.on(*self._inbox.popleft()))
+            self._tell(self.engine.hear())
             self.check()
+            self._watch_rooms()
             if self.protocol.stopped:
                 cluster.stopped(self)
                 return
             if self.engine.recovering or not self.group.running:
                 return
             if not self.engine.has_work():
-                if self.protocol.draining:
+                if self.protocol.draining and not self.protocol.live and not self.engine.transferring:
                     cluster.supervisor.drained(self)
                 break
             try:
                 step = self.engine.launch(cluster.now)
             except EngineDead as error:
                 raise Violation(f"{self.name}: the engine failed by itself: {error.message}") from error
+            self._tell(self.engine.asked())
             if step is not None:
                 self._busy = True
                 self._waits += 1
@@ -205,6 +296,10 @@ class HeadProcess:
         if self._heartbeat_due:
             self._heartbeat()
         self._turn(worked=True)
+
+    def _tell(self, events: list[m.TokenEvent]) -> None:
+        if events:
+            self._send(self.protocol.events(events, self.engine.scheduler.steps))
 
     def _timer(self) -> None:
         self.cluster.at(self.cluster.now + HEARTBEAT_S, self, self._timer)
@@ -278,10 +373,14 @@ class HeadProcess:
         if self.ready and not self._busy:
             self._turn()
 
-    def evict(self) -> int | None:
-        """Gives a sequence back to its front, if one that knows of it has any. Returns which."""
+    def evict(self, moving: bool = False) -> int | None:
+        """Gives a sequence back to its front, if one that knows of it has any. Returns which. ``moving``: one
+        whose room has not ended."""
+        state = self.engine.scheduler._state
         for sequence, owner in self.protocol._owners.items():
             link = self.links.get(owner.front)
+            if moving and state.rooms.of(state.live[sequence]) is None:
+                continue
             if link is not None and link.version > 1:
                 self.engine.finish(sequence)
                 event = m.TokenEvent(sequence=sequence, finish="evicted")

@@ -11,14 +11,17 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from weft.common.errors import EngineDead
+from weft.engine.worker_rooms import WorkerRooms
 from weft.group.liveness import COLLECTIVE
 from weft.sim.check import require
 from weft.sim.collectives import Collectives
 from weft.sim.timeline import Timeline
 from weft.types import frames as f
+from weft.types.plan import StepPlan
 
 if TYPE_CHECKING:
     from weft.sim.group import Group
+    from weft.sim.rank_side import RankSide
 
 SETTINGS = {"dtype": '"float64"'}
 EXCUSED = 2.0
@@ -58,6 +61,8 @@ class Work(NamedTuple):
     """Of what the head's own rank samples."""
     run: Callable[[dict[int, int]], int]
     """Carries the step out on another rank's slot table. Returns the checksum of what that samples."""
+    plan: StepPlan | None = None
+    """Where ranks have caches with content."""
 
 
 class Mishaps(Protocol):
@@ -107,6 +112,8 @@ class Replica:
         """Until when something that happened to a rank may end an epoch."""
         self.domain: list[Replica] = [self]
         """Replicas that form their epochs together, this one among them."""
+        self.make_side: Callable[[RankProcess], RankSide] | None = None
+        """Makes a process's cache and transfers, in a group with a role."""
         self.retired = False
         """Whether no head follows, and no process is started."""
         self._started = 0
@@ -205,8 +212,13 @@ class RankProcess:
         """A number; what was sent over an earlier one is lost."""
         self.loses_report = False
         """Whether the connection breaks under its next report of a step."""
+        self.loses_word = False
+        """Whether the connection breaks under the next that it says of a room."""
         self.lost_frames = False
         """Whether a connection broke since the epoch began."""
+        self.side: RankSide | None = None
+        """Once it is loaded, in a group with a role."""
+        self._rooms = WorkerRooms(rank)
         self._next: int | None = None
         self._slots: dict[int, int] = {}
         self._queue: deque[Work] = deque()
@@ -265,21 +277,36 @@ class RankProcess:
             self.end()
         elif isinstance(frame, f.Pools):
             self.loaded = True
-            self._report(f.Ready(rank=self.rank))
+            self._is_ready()
         elif isinstance(frame, f.Abort):
             if frame.epoch >= self.epoch:
                 self.leave()
         elif isinstance(frame, f.Form):
             self._form(frame)
+        elif isinstance(frame, f.RoomToRank) and self.side is not None:  # else it has no caches yet
+            self._rooms.take(frame, self.side)
+
+    def room_news(self) -> None:
+        """Its transfers have told something."""
+        if self.side is not None:
+            for frame in self._rooms.said(self.side.take()):
+                self._report(frame)
+
+    def _is_ready(self) -> None:
+        if self.side is None and self.replica.make_side is not None:
+            self.side = self.replica.make_side(self)
+        endpoint = None if self.side is None else self.side.endpoint
+        self._report(f.Ready(rank=self.rank, endpoint=endpoint))
 
     def _welcomed(self, group: Group) -> None:
         if self.group is not None or group is not self.replica.group:
             return
         self.group = group
         self.formed = False
+        self._rooms.joined(self.side)
         if self.loaded:
             self._report(f.Loaded(rank=self.rank, blocks=BLOCKS))
-            self._report(f.Ready(rank=self.rank))
+            self._is_ready()
         elif not self.loading:
             self.loading = True
             slow = self.replica.pace.slow
@@ -302,6 +329,8 @@ class RankProcess:
         self._next = None
         self.lost_frames = False
         self._slots = self.replica.table()
+        if self.side is not None:
+            self.side.reset()
         replica = self.replica
         if replica.mishaps.befalls("form", self.rank):
             self.fail(collective=False)
@@ -340,6 +369,8 @@ class RankProcess:
             self.fail(collective=False)
             return
         checksum = work.run(self._slots)
+        if self.side is not None and work.plan is not None:
+            self.side.run(work.plan)
         self._busy = True
         ended = partial(self._step_ended, work, checksum)
         key = (replica.name, work.epoch, work.step)
@@ -392,6 +423,8 @@ class RankProcess:
             self.alive = False
             self.replica.excuse()
             self.leave()
+            if self.side is not None:
+                self.side.close()
             self.replica.timeline.note(self.name, "..", "", "its process ends")
             self.replica.ended(self)
 

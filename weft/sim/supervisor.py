@@ -101,6 +101,7 @@ class Supervisor:
     def drained(self, head: HeadProcess) -> None:
         """Nothing is left to do for a process that was told to take nothing new."""
         self._cluster.count("upgraded")
+        head.close_rooms()
         self._cluster.end_head(head, lingers=True, dismiss=True)
 
     def others(self, head: HeadProcess) -> list[HeadProcess]:

@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from weft.common.errors import WeftError
+
 
 class Process(Protocol):
     """Whatever events happen to."""
@@ -20,6 +22,37 @@ class Process(Protocol):
         """It stands still until then; what comes meanwhile waits."""
 
 
+class Owner(Process, Protocol):
+    """A head: whoever steps."""
+
+    name: str
+
+    def group_runs(self) -> None:
+        """An epoch runs, and all slots are empty."""
+
+    def group_lost(self) -> None:
+        """The epoch is lost, and so are the steps in flight."""
+
+    def group_failed(self, error: WeftError) -> None:
+        """There will be no other epoch."""
+
+    def step_counts(self) -> None:
+        """The step that was waited for counts."""
+
+    def room_news(self) -> None:
+        """There is something to hear of rooms."""
+
+
+class TimelineClock:
+    """``Clock`` of a timeline."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+
+    def now(self) -> float:
+        return self._timeline.now
+
+
 class Timeline:
     """Events by virtual time in seconds. Everything random comes from one seed."""
 
@@ -27,6 +60,7 @@ class Timeline:
         """``log``: gets (virtual seconds, what happened) of every event."""
         self.rng = random.Random(seed)
         self.now = 0.0
+        self.clock = TimelineClock(self)
         self.events = 0
         """How many have happened."""
         self.counts: Counter[str] = Counter()

@@ -38,8 +38,11 @@ class Patience(NamedTuple):
     """From an offer, or from when a receiver that has no room yet asks for another one, until it is bound."""
     fence: float = 10.0
     """Until a peer that does not answer a fence is to be revoked."""
+    stop: float = 5.0
+    """Until ranks that have not said that they stopped are told again: a frame may have been lost."""
     longest: float = 60.0
-    """Between repetitions of a fence or a revocation, each of which waits twice as long as the one before."""
+    """Between repetitions of a stop, a fence or a revocation, each of which waits twice as long as the one
+    before."""
     remember: float = 900.0
     """How long an ended room is known: longer than ``weft.types.rooms.MOST_SECONDS``."""
 
@@ -56,6 +59,10 @@ class Room:
         self.outcomes = Outcomes(ranks)
         self.running = set(range(ranks))
         """Ranks of this group that have not stopped."""
+        self.stop_at = 0.0
+        """When those are told again to stop, if the room fails by then."""
+        self.stop_after = 0.0
+        """Seconds until the repetition after that."""
         self.peer_stopped = False
         """Whether the peer touches nothing of the room any more. Set by ``peer_is_quiet`` alone."""
         self.revoke_at: float | None = None
@@ -147,6 +154,8 @@ class Rooms:
             due.append(room.revoke_at)
             if room.state < State.failing:
                 due += [room.deadline, room.bind_by, None if room.say is None else room.say_at]
+            elif room.running:
+                due.append(room.stop_at)
         due.append(self._ended.next_due())
         return min([at for at in due if at is not None], default=None)
 
@@ -236,6 +245,7 @@ class Rooms:
                 room.revoke_at = now + room.revoke_after
                 actions.append(w.Revoke(room.key, room.peer))
             if room.state >= State.failing:
+                actions += self._stop_again(room, now)
                 continue
             if room.deadline is not None and room.deadline <= now:
                 error = DeadlineExceeded("the transfer of a sequence's cache took too long")
@@ -246,6 +256,15 @@ class Rooms:
                 actions += self._say(room, room.say, now)
         self._ended.expire(now)
         return actions + self._remind(now)
+
+    def _stop_again(self, room: Room, now: float) -> list[w.Action]:
+        """Of a room that fails: ranks that have not said that they stopped may not have heard, or not been
+        heard."""
+        if not room.running or room.stop_at > now:
+            return []
+        room.stop_after = min(2 * room.stop_after, self._patience.longest)
+        room.stop_at = now + room.stop_after
+        return [w.Stop(room.key)]
 
     def _remind(self, now: float) -> list[w.Action]:
         """Fences that nobody has answered. Those that memory waits for are repeated for ever."""
@@ -339,6 +358,8 @@ class Rooms:
             room.running -= self._gone
             if not room.was_bound:  # ranks know at most what they have computed of it
                 room.running.clear()
+            room.stop_after = self._patience.stop
+            room.stop_at = now + room.stop_after
             room.move(State.failing)
             if not room.peer_stopped:
                 actions.append(w.Send(room.peer, fence))

@@ -17,10 +17,9 @@ checks them in place; and its ``fence`` says what makes sure that no write of a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-import torch
 
 from weft.common.errors import ErrorInfo, WeftError
 from weft.transfer.arrivals import Incoming
@@ -28,6 +27,9 @@ from weft.transfer.pushes import Write, Written
 from weft.transfer.room_table import FenceBy
 from weft.transfer.spans import Part
 from weft.types.rooms import Endpoint, RoomKey
+
+if TYPE_CHECKING:
+    import torch
 
 
 class TransferCorrupt(WeftError):

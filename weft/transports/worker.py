@@ -102,6 +102,7 @@ class RankTransfer:
         self.failure: Exception | None = None
         """What ended this thread's part in transfers, for good: only another process has one again."""
         self._thread = threading.Thread(target=self._run, name=f"weft-transfer-{rank}", daemon=True)
+        self._started = start
         if start:
             self._thread.start()
 
@@ -138,6 +139,8 @@ class RankTransfer:
         """
         carried_out = threading.Event()
         self._put(EndingAll(carried_out))
+        if not self._started:
+            self.turn(0.0)
         if not carried_out.wait(_END_S) and self._thread.is_alive():
             raise EngineDead("the thread that moves caches between groups does not stop")
 

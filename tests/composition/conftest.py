@@ -1,0 +1,43 @@
+"""References and tables of all tests of composition; ``--write-composition`` writes the page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.composition.references import References
+from tests.composition.table import GroupTable, Table, write_part
+
+PAGE = Path(__file__).parents[2] / "docs" / "composition.md"
+
+
+@pytest.fixture(scope="session")
+def references(tmp_path_factory: pytest.TempPathFactory) -> References:
+    return References(tmp_path_factory.mktemp("composition"))
+
+
+@pytest.fixture(scope="session")
+def table(request: pytest.FixtureRequest) -> Iterator[Table]:
+    """Of pairs of features in one group."""
+    from tests.composition.test_pairs import FEATURES, NAMES, OWN
+
+    made = Table(
+        {family: [f for f in FEATURES if len({**FEATURES, **OWN.get(family, {})}[f]) > 1] for family in NAMES}
+    )
+    yield made
+    if request.config.getoption("--write-composition"):
+        write_part(PAGE, 0, made.lines())
+
+
+@pytest.fixture(scope="session")
+def group_table(request: pytest.FixtureRequest) -> Iterator[GroupTable]:
+    """Of features with prefill and decode in groups of their own."""
+    from tests.composition.test_groups import NAMES, of_family
+
+    made = GroupTable({family: [f for f, v in of_family(family).items() if len(v) > 1] for family in NAMES})
+    yield made
+    # Without the grid not every cell has a case.
+    if request.config.getoption("--write-composition") and request.config.getoption("-m") == "grid":
+        write_part(PAGE, 1, made.lines())

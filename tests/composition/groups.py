@@ -1,0 +1,137 @@
+"""A group that prefills and one that decodes, with any set of features: see ``rig``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.composition.rig import (
+    BLOCK,
+    LONGEST,
+    MAX_LEN,
+    PROMPTS,
+    SEQUENCES,
+    answer_of,
+    params,
+    tight,
+)
+from tests.e1.rig import force_preemptions
+from tests.support.fleet_engine import FleetEngine, start_llm
+from weft import SamplingParams
+from weft.config.flags import from_keywords
+from weft.config.resolve import resolve
+from weft.config.resolved import EngineConfig
+from weft.types.messages import HeadStats
+
+OTHER = {"same": BLOCK, "larger": 2 * BLOCK, "smaller": BLOCK // 2}
+"""Block size of the group that decodes."""
+
+
+@dataclass
+class Seen:
+    """What the two groups were observed to do."""
+
+    prefill: HeadStats
+    decode: HeadStats
+    unfinished: int = 0
+    """Prompt rows that did not reach the end of their prompt, where prompts are computed."""
+    deepest: int = 0
+    """Steps in flight where outputs are made."""
+
+
+def group(folder: Path, case: dict[str, Any], role: str) -> EngineConfig:
+    """The group of ``role`` with the features of ``case``."""
+    decodes = role == "decode"
+    settings: dict[str, Any] = {
+        "model": str(folder),
+        "role": role,
+        "dtype": "float64",
+        "device": "cpu",
+        "max_model_len": MAX_LEN,
+        "block_size": OTHER[case["blocks"]] if decodes else BLOCK,
+        "kv_cache_memory": "64M",
+        "max_num_seqs": SEQUENCES,
+        "enable_prefix_caching": case["prefix"],
+        "steps_in_flight": case["depth"],
+        "long_prefill_token_threshold": case["chunk"],
+        "tensor_parallel_size": case["ranks"][decodes],
+        "threads": 1,
+    }
+    if case["kv"] != "auto":
+        settings["kv_cache_dtype"] = case["kv"]
+    if case["draft"] != "none":
+        settings |= {"speculative_method": case["draft"], "num_speculative_tokens": 2}
+        settings["speculative_adaptive"] = False
+    if case["preempt"]:
+        settings["max_model_len"] = LONGEST
+        if decodes:
+            settings["kv_cache_memory"] = str(tight(folder, case, OTHER[case["blocks"]]))
+    return resolve(from_keywords(settings))
+
+
+def run(folder: Path, case: dict[str, Any], stop: list[str] | None = None) -> tuple[dict[Any, Any], Seen]:
+    """(answers by (prompt, choice), what was seen). All caches were moved, and given back."""
+    groups = [group(folder, case, role) for role in ("prefill", "decode")]
+    length = groups[0].kv.max_model_len
+    llm = start_llm(pytest.MonkeyPatch(), groups, str(folder), max_model_len=length, kv_cache_memory="64M")
+    engine: Any = llm._core
+    assert isinstance(engine, FleetEngine)
+    seen = Seen(HeadStats(), HeadStats())
+    _watch(engine, seen)
+    if case["preempt"]:
+        _evict_often(engine)
+    try:
+        asked: list[Any] = [{"prompt_token_ids": ids} for ids in PROMPTS]
+        if case["prefix"]:
+            llm.generate(asked[-3:], SamplingParams(max_tokens=2), use_tqdm=False)
+        outputs = llm.generate(asked, params(case, stop), use_tqdm=False)
+        engine.settle()
+        seen.prefill, seen.decode = (engine.cores(role)[0].stats() for role in ("prefill", "decode"))
+        assert not engine.fleet.local_prefills
+    finally:
+        llm.shutdown()
+    return {(i, c.index): answer_of(c) for i, o in enumerate(outputs) for c in o.outputs}, seen
+
+
+def _evict_often(engine: FleetEngine) -> None:
+    """Running sequences of the decode group are evicted before some of its steps, beside those that lack
+    blocks.
+    """
+    (decode,) = engine.cores("decode")
+    step, number = decode.step, 0
+
+    def stepped() -> Any:
+        nonlocal number
+        number += 1
+        if number < 60:
+            force_preemptions(decode, number)
+        return step()
+
+    decode.step = stepped  # type: ignore[method-assign]
+
+
+def _watch(engine: FleetEngine, seen: Seen) -> None:
+    (prefill,), (decode,) = engine.cores("prefill"), engine.cores("decode")
+    forward, launch, read = prefill.runner.forward, decode.runner.forward, decode.runner.read
+    in_flight = 0
+
+    def computed(plan: Any) -> Any:
+        seen.unfinished += int((plan.prefill.sample == 0).sum())
+        return forward(plan)
+
+    def launched(plan: Any) -> Any:
+        nonlocal in_flight
+        in_flight += 1
+        seen.deepest = max(seen.deepest, in_flight)
+        return launch(plan)
+
+    def was_read(handle: Any) -> Any:
+        nonlocal in_flight
+        in_flight -= 1
+        return read(handle)
+
+    prefill.runner.forward = computed  # type: ignore[method-assign]
+    decode.runner.forward, decode.runner.read = launched, was_read  # type: ignore[method-assign]

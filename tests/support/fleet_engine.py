@@ -1,0 +1,199 @@
+"""Several groups in this process and thread, behind a real fleet, as one engine: what ``LLM`` may run on.
+
+    LLM ─► FleetEngine ─► Fleet ─Send─► HeadProtocol ─► EngineCore (prefill0)
+            ▲               │       ╰──► HeadProtocol ─► EngineCore (decode0)
+            ╰───Deliver─────┴── Received ◄── events ◄──────╯
+
+Only sockets and processes are missing. Caches move by the real rooms and transports.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tests.support.slowness import deadline
+from weft import LLM
+from weft.common.errors import EngineDead
+from weft.config.resolved import EngineConfig
+from weft.config.topology import face
+from weft.engine.core import EngineCore
+from weft.engine.replicas import summed
+from weft.routing import events as e
+from weft.routing.fleet import Fleet
+from weft.routing.head_protocol import HeadProtocol, Outgoing
+from weft.routing.instance_table import Patience
+from weft.types import messages as m
+from weft.types.rooms import Peer
+
+FRONT = b"front"
+SECONDS = deadline(120.0)
+
+
+class _Head:
+    """One group, and the link to it."""
+
+    def __init__(self, config: EngineConfig, link: int) -> None:
+        self.link = link
+        self.core = EngineCore(config, progress=False)
+        self.protocol = HeadProtocol(self.core, self.core.incarnation)
+        self.free = self.core.stats().free_blocks
+
+
+class FleetEngine:
+    """The interface of ``EngineCore``, as ``weft.engine.replicas.Replicas`` has it."""
+
+    def __init__(self, groups: Sequence[EngineConfig]) -> None:
+        self.config = face(tuple(groups))
+        self._groups: dict[str, EngineConfig] = {}
+        for one in groups:
+            role = one.transfer.role
+            self._groups[f"{role}{sum(other.startswith(role) for other in self._groups)}"] = one
+        self.fleet = Fleet(dict.fromkeys(self._groups, ""), Patience(), front="front")
+        self.heads: dict[str, _Head] = {}
+        self.lost: list[m.HeadStats] = []
+        """What groups that were lost had counted."""
+        self._links = 0
+        self._events: list[m.TokenEvent] = []
+        self._pending: deque[e.Event] = deque()
+        for name in self._groups:
+            self._begin(name)
+        assert self.fleet.table.complete
+
+    # -- the interface of EngineCore
+
+    awaiting = False
+
+    @property
+    def deterministic(self) -> bool:
+        return all(head.core.deterministic for head in self.heads.values())
+
+    def submit(self, submit: m.Submit) -> list[m.TokenEvent]:
+        self._on(e.Opened((submit,)))
+        return []
+
+    def finish(self, sequence: int) -> list[m.TokenEvent]:
+        self._on(e.Closed((sequence,)))
+        return []
+
+    def has_work(self) -> bool:
+        return bool(self.fleet.entries or self._events)
+
+    def hear(self) -> list[m.TokenEvent]:
+        return []
+
+    def sleep(self, seconds: float) -> None: ...
+
+    def step(self) -> list[m.TokenEvent]:
+        """One turn of each head's loop."""
+        if not self.turn():
+            time.sleep(0.0005)
+        made, self._events = self._events, []
+        return made
+
+    def stats(self) -> m.HeadStats:
+        return summed([*self.lost, *(head.core.stats() for head in self.heads.values())])
+
+    def welcome(self, incarnation: int) -> m.Welcome:
+        welcomes = [head.core.welcome(incarnation) for head in self.heads.values()]
+        return min(welcomes, key=lambda one: one.max_model_len)
+
+    def close(self) -> None:
+        for head in self.heads.values():
+            head.core.close()
+
+    # -- for tests
+
+    def cores(self, role: str) -> list[EngineCore]:
+        return [head.core for name, head in self.heads.items() if name.startswith(role)]
+
+    def turn(self) -> bool:
+        """Whether there was anything to compute."""
+        worked = False
+        for name, head in list(self.heads.items()):
+            core = head.core
+            core.check()
+            self._say(name, head.protocol.events(core.hear()))
+            if self.heads[name] is head and core.has_work():
+                worked = True
+                self._say(name, head.protocol.events(core.step(), core.scheduler.steps))
+        return worked
+
+    def settle(self) -> None:
+        """Until nothing is left to do, not even a transfer; then all blocks were given back."""
+        until = time.monotonic() + SECONDS
+        while not self._idle:
+            assert time.monotonic() < until, [head.core.stats() for head in self.heads.values()]
+            if not self.turn():
+                time.sleep(0.001)
+        for head in self.heads.values():
+            assert head.core.stats().free_blocks == head.free
+
+    def lose(self, name: str) -> None:
+        """The group ends as it is, and another one takes its place. Others see it as the end of a process."""
+        head = self.heads[name]
+        self.lost.append(head.core.stats())
+        ended = Peer(head.core.welcome(0).rooms, head.core.incarnation)
+        head.core.close()
+        for other in self.heads.values():
+            if other is not head and other.core.rooms is not None:
+                other.core.rooms._peers._ended.append(ended)
+        self._on(e.Lost(name, head.link, EngineDead("planted")))
+        assert self.heads[name] is not head
+
+    @property
+    def _idle(self) -> bool:
+        if self.fleet.entries:
+            return False
+        for head in self.heads.values():
+            stats = head.core.stats()
+            moved = stats.transfers
+            if head.core.has_work() or stats.running or stats.waiting:
+                return False
+            if moved is not None and (moved.rooms or moved.blocks_on_hold or moved.awaiting):
+                return False
+        return True
+
+    # -- the part of links and owner
+
+    def _begin(self, name: str) -> None:
+        self._links += 1
+        self.heads[name] = _Head(self._groups[name], self._links)
+        self._on(e.Expected(name, self._links))
+        self._on(e.Linked(name, self._links))
+
+    def _say(self, name: str, outgoing: Outgoing) -> None:
+        for _, message in outgoing:
+            self._on(e.Received(name, self.heads[name].link, message))
+
+    def _on(self, event: e.Event) -> None:
+        self._pending.append(event)
+        if len(self._pending) > 1:
+            return  # whoever is below takes it in
+        while self._pending:
+            for action in self.fleet.on(self._pending[0], time.monotonic()):
+                self._carry_out(action)
+            self._pending.popleft()
+
+    def _carry_out(self, action: e.Action) -> None:
+        match action:
+            case e.Deliver(events):
+                self._events += events
+            case e.Send(name, link, message):
+                if (head := self.heads[name]).link == link:
+                    self._say(name, head.protocol.on(FRONT, message))
+            case e.Replace(name, _):
+                self._begin(name)
+            case _:
+                pass
+
+
+def start_llm(patch: pytest.MonkeyPatch, groups: Sequence[EngineConfig], model: str, **settings: Any) -> LLM:
+    """An ``LLM`` whose engine is a ``FleetEngine`` of ``groups``; ``settings``: those of its text side."""
+    with patch.context() as here:
+        here.setattr("weft.api.llm.start_engine", lambda config: FleetEngine(groups))
+        return LLM(model, **settings)

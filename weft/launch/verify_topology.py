@@ -1,0 +1,205 @@
+"""``weft verify --topology FILE`` and ``--prefill P --decode D``: groups give the tokens of one engine alone.
+
+The groups are those that ``weft up`` would start, as processes, without HTTP in front of them: the heads,
+messages and fleet are the same. All run in float64, all prompts together, and every second one is sampled.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from weft.common.errors import ConfigError
+from weft.config.families import load_spec
+from weft.config.hub import resolve_model_path
+from weft.config.resolve import resolve
+from weft.config.resolved import EngineConfig
+from weft.config.sections import Config, ParallelSection, SpeculationSection, TransferSection
+from weft.config.topology import GroupSettings, Topology, face, read_topology, resolve_groups
+from weft.engine.replicas import Replicas
+from weft.launch.reference import Reference
+from weft.launch.tiny import FAMILIES, write_family
+from weft.launch.verify_layout import tiny_model
+from weft.launch.verify_run import (
+    ForwardOnly,
+    Prompts,
+    Say,
+    Variant,
+    first_difference,
+    generate,
+    make_prompts,
+    report,
+    run,
+    submit_of,
+)
+from weft.types.messages import HeadStats, Role
+from weft.types.sampling import TokenParams
+
+SAMPLED = 0.8
+"""Temperature of every second prompt."""
+
+
+def topology_of(file: str, given: Mapping[str, Any], model: str | None) -> Topology:
+    """The topology of ``file``, with ``model`` (if any) instead of its own.
+
+    ``given``: settings of the command line. Raises ConfigError for those that have no place beside a file.
+    """
+    others = [name for name in given if name != "log_level"]
+    if others:
+        flag = f"--{others[0].replace('_', '-')}"
+        raise ConfigError(f"{flag} and --topology: write it in {Path(file).name}", param=flag)
+    topology = read_topology(file, given)
+    if any(group.config.parallel.nnodes > 1 for group in topology.groups):
+        raise ConfigError(f"{Path(file).name} has several hosts: verify runs on one", param="--topology")
+    return topology if model is None else _changed(topology, model=model)
+
+
+def against_alone(topology: Topology, count: int, tokens: int, say: Say) -> bool:
+    """Compares the groups' tokens with those of one engine that computes one prompt at a time, without
+    speculation. True unless there is a defect, or something that was asked for took no part.
+    """
+    doubles = _changed(topology, dtype="float64")
+    groups = resolve_groups(doubles)
+    alone = _alone(doubles.groups[0].config, groups)
+    prompts = make_prompts(alone, count, tokens)
+    params = [TokenParams(temperature=SAMPLED * (n % 2), max_tokens=tokens) for n in range(len(prompts))]
+    expected, _ = run(Variant("alone", alone, False), prompts, tokens, params)
+    found, good = _groups_answer(groups, prompts, tokens, params, say)
+    equal = 0
+    for number, (mine, one) in enumerate(zip(found, expected, strict=True)):
+        if mine == one:
+            equal += 1
+            continue
+        at = first_difference(mine, one)
+        place, ids = f"prompt {number}, token {at}", (mine[at], one[at])
+        if number % 2:
+            say(f"{place} (sampled) differs: groups {ids[0]}; alone {ids[1]}: DEFECT")
+            good = False
+            continue
+        row = ForwardOnly(alone).logits(prompts[number] + one[:at])[-1]
+        good = report(say, place, ids, (row, row), ("groups", "alone")) and good
+    say(f"tokens in float64: {equal} of {len(prompts)} prompts equal to the engine alone")
+    return good
+
+
+def against_reference(topology: Topology, path: str, count: int, tokens: int, say: Say) -> bool:
+    """Compares the groups' greedy tokens with those of ``transformers``. True unless there is a defect, or
+    something that was asked for took no part.
+    """
+    doubles = _changed(topology, dtype="float64")
+    groups = resolve_groups(doubles)
+    config = doubles.groups[0].config
+    alone = _alone(config, groups)
+    path = resolve_model_path(path, config.model.revision)
+    prompts = make_prompts(alone, count, tokens)
+    params = [TokenParams(temperature=0.0, max_tokens=tokens) for _ in prompts]
+    found, good = _groups_answer(groups, prompts, tokens, params, say)
+    reference, equal = Reference(config, path, "float64"), 0
+    for number, (prompt, mine) in enumerate(zip(prompts, found, strict=True)):
+        theirs = reference.greedy(prompt, tokens)
+        if mine == theirs:
+            equal += 1
+            continue
+        at = first_difference(mine, theirs)
+        a = ForwardOnly(alone).logits(prompt + mine[:at])[-1]
+        b = reference.logits(prompt + theirs[:at])[-1, : a.shape[-1]]
+        ids, names = (mine[at], theirs[at]), ("groups", "transformers")
+        good = report(say, f"prompt {number}, token {at}", ids, (a, b), names) and good
+    say(f"greedy tokens in float64: {equal} of {len(prompts)} prompts equal to transformers")
+    return good
+
+
+def families(topology: Topology, count: int, tokens: int, say: Say) -> bool:
+    """``against_alone`` for a tiny random model of every family."""
+    good = True
+    with tempfile.TemporaryDirectory(prefix="weft-verify-") as folder:
+        for name in FAMILIES:
+            path = write_family(Path(folder), name)
+            divided = any(one.config.parallel.enable_expert_parallel for one in topology.groups)
+            if divided and load_spec(str(path), None).moe is None:
+                say(f"-- {name}: has no experts to divide")
+                continue
+            say(f"-- {name} ({FAMILIES[name][0]}, random weights)")
+            good = against_alone(_changed(topology, **tiny_model(path)), count, tokens, say) and good
+    return good
+
+
+def _changed(topology: Topology, **model: Any) -> Topology:
+    """The same with other settings of the model, in every group."""
+    groups = []
+    for name, config in topology.groups:
+        section = msgspec.structs.replace(config.model, **model)
+        groups.append(GroupSettings(name, msgspec.structs.replace(config, model=section)))
+    return topology._replace(groups=tuple(groups))
+
+
+def _alone(config: Config, groups: tuple[EngineConfig, ...]) -> EngineConfig:
+    """One process with the groups' model, weights and caches, which reuses nothing for another prompt."""
+    replace = msgspec.structs.replace
+    one = replace(
+        config,
+        model=replace(config.model, max_model_len=face(groups).kv.max_model_len),
+        cache=replace(config.cache, enable_prefix_caching=False),
+        scheduler=replace(config.scheduler, steps_in_flight=1),
+        parallel=ParallelSection(),
+        speculation=SpeculationSection(),
+        transfer=TransferSection(),
+    )
+    return resolve(one)
+
+
+def _groups_answer(
+    groups: tuple[EngineConfig, ...], prompts: Prompts, tokens: int, params: list[TokenParams], say: Say
+) -> tuple[list[list[int]], bool]:
+    """(tokens of each prompt, whether all that was asked for took part)."""
+    engine = Replicas(groups)
+    try:
+        asked = [submit_of(number, prompts[number], tokens, params) for number in range(len(prompts))]
+        found = generate(engine, asked)
+        stats = engine.stats_of()
+        local = engine.thread.links.local_prefills
+    finally:
+        engine.close()
+    for name, (role, one) in stats.items():
+        say(f"{name}: {_done(role, one)}")
+    if local:
+        say(f"{local} prompts were computed where they were decoded, as no group that prefills was there")
+    missing = [*_idle(stats), *_speculation(groups, stats)]
+    for what in missing:
+        say(f"{what} did NOT ENGAGE, so nothing is proven of it; give more --prompts or --tokens")
+    return [found[number] for number in range(len(prompts))], not missing
+
+
+def _done(role: Role, stats: HeadStats) -> str:
+    """What an instance of ``role`` counted."""
+    moved = stats.transfers
+    if moved is None:
+        return f"{stats.prompt_tokens} prompt tokens, {stats.generation_tokens} output tokens"
+    rooms = f"{moved.done} rooms done, {moved.failed} failed"
+    if role == "prefill":
+        return f"{stats.prompt_tokens} prompt tokens, {rooms}, {moved.sent_bytes} bytes sent"
+    return f"{rooms}, {moved.received_bytes} bytes received, {stats.generation_tokens} output tokens"
+
+
+def _idle(stats: Mapping[str, tuple[Role, HeadStats]]) -> Iterator[str]:
+    """Instances that took no part in what their role is. Where others have roles, unified ones may idle."""
+    pairs = {"prefill", "decode"} <= {role for role, _ in stats.values()}
+    for name, (role, one) in stats.items():
+        moved = one.transfers
+        if role == "unified":
+            if not pairs and not one.generation_tokens:
+                yield name
+        elif moved is None or not moved.done or not (moved.sent_bytes or moved.received_bytes):
+            yield name
+
+
+def _speculation(
+    groups: Iterable[EngineConfig], stats: Mapping[str, tuple[Role, HeadStats]]
+) -> Iterator[str]:
+    asked = any(group.speculation.speculative_method != "none" for group in groups)
+    if asked and not any(sum(one.drafts) for _, one in stats.values()):
+        yield "--speculative-method"

@@ -1,0 +1,54 @@
+"""For which reasons a sequence may fail, as the schedule knows them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.common.restarts import MOST_LOSSES
+from weft.routing.instance_table import Patience
+from weft.routing.lateness import LATE, NO_PAIR
+from weft.routing.pairs import serve
+from weft.routing.parked import MOST_REFUSALS
+from weft.sim.check import Stream, require
+
+if TYPE_CHECKING:
+    from weft.sim.front import FrontProcess
+
+PATIENCE = Patience(engine=4.0, recovery=6.0, listen=2.0, load=4.0, role=1.0, transfer=3.0)
+
+
+def explain(front: FrontProcess, stream: Stream, code: str, message: str) -> None:
+    """Raises Violation where ``stream`` failed for no reason that the schedule knows."""
+    cluster = front.cluster
+    fleet = front.fleet
+    why = f"{front.name}: sequence {stream.sequence} failed ({code}: {message})"
+    cluster.count(f"failed: {message if code == 'unavailable' else code}")
+    if fleet.failure is not None:
+        return  # see front_failed
+    if code == "overloaded":
+        takers = [i for i in fleet.table.takers() if stream.pinned in (None, i.name)]
+        left = [i for i in takers if i.name not in stream.given_back]
+        able = serve(left, fleet._lateness.local)
+        names = [i.name for i in left]
+        require(stream.pinned is not None or not able, f"{why}, and {names} had not refused it")
+    elif message == LATE:
+        waited = cluster.now - front.unready_since
+        require(waited >= PATIENCE.recovery - 1e-6, f"{why} after {waited:.3f} seconds")
+    elif message == NO_PAIR:
+        waited = cluster.now - front.unpaired_since
+        decode = any(one.role == "decode" for one in fleet.table.takers())
+        require(not (cluster.rooms.local_prefill and decode), f"{why}, and one that decodes can prefill, too")
+        require(waited >= PATIENCE.role - 1e-6, f"{why} after {waited:.3f} seconds")
+    elif "takes the request no more" in message:
+        require(stream.times_given_back > MOST_REFUSALS, why)
+    elif "shutting down" in message:
+        require(front.closing or cluster.supervisor.drains > 0, why)
+    elif code == "non_finite_logits":
+        require(stream.key in cluster.row_errors, why)
+        cluster.happened("row error")
+    elif "3 times while it worked" in message:
+        require(cluster.groups_lost >= MOST_LOSSES, why)
+    elif "times while it worked" in message:
+        require(stream.losses > MOST_LOSSES, f"{why}, and lost {stream.losses}")
+    else:  # it ends with its only instance
+        require(stream.pinned is not None and code in ("engine_dead", "unavailable"), why)

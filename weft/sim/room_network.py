@@ -1,0 +1,134 @@
+"""Messages of rooms between simulated heads, and how heads notice that others have ended.
+
+Messages may be lost, repeated and late, and overtake each other; a partition loses all of them for a while.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from weft.engine.peers import Process
+from weft.engine.room_channel import Arrived
+from weft.types import rooms as r
+from weft.types.rooms import Peer
+
+if TYPE_CHECKING:
+    from weft.sim.cluster import Cluster
+    from weft.sim.head import HeadProcess
+
+
+class RoomNetwork:
+    """Of one cluster."""
+
+    def __init__(self, cluster: Cluster, loss: float, repeat: float, delay: float, sees_ends: bool) -> None:
+        """``loss``, ``repeat``: shares of messages. ``sees_ends``: whether heads are told of ends of others,
+        as they are on one host."""
+        self.cluster = cluster
+        self.loss, self.repeat, self.delay, self.sees_ends = loss, repeat, delay, sees_ends
+        self.cut: dict[frozenset[str], float] = {}
+        """Pairs of heads, and until when nothing gets from one to the other."""
+        self._heads: dict[str, HeadProcess] = {}
+
+    def join(self, head: HeadProcess) -> None:
+        """``head`` listens."""
+        self._heads[address_of(head)] = head
+
+    def head(self, peer: Peer) -> HeadProcess | None:
+        """The process of a peer, whether it lives or not."""
+        return self._heads.get(peer.name)
+
+    def send(self, head: HeadProcess, peer: Peer, arrived: Arrived) -> None:
+        """A message of ``head`` to ``peer``."""
+        cluster, other = self.cluster, self._heads.get(peer.name)
+        if cluster.logs and arrived.body:
+            cluster.note(head.name, "~>", peer.name, r.decode(arrived.body))
+        if other is None:
+            return
+        rng = cluster.rng
+        if self.cut.get(frozenset((head.name, other.name)), 0.0) > cluster.now:
+            cluster.happened("room messages cut")
+            return
+        if rng.random() < self.loss:
+            cluster.happened("room messages lost")
+            return
+        repeated = rng.random() < self.repeat
+        if repeated:
+            cluster.happened("room messages repeated")
+        for _ in range(1 + repeated):
+            late = self.delay * rng.random() * (8.0 if rng.random() < 0.1 else 1.0)
+            cluster.at(cluster.now + late, other, other.room_message, arrived)
+
+
+class SimChannel:
+    """A ``RoomChannel``."""
+
+    bad = 0
+    sockets: Sequence[Any] = ()
+
+    def __init__(self, network: RoomNetwork, head: HeadProcess) -> None:
+        self.address = address_of(head)
+        self.came: deque[Arrived] = deque()
+        self._network, self._head = network, head
+        self._me = Peer(self.address, head.incarnation)
+        self._process = Process("sim", head.number, 0)
+        network.join(head)
+
+    def send(self, peer: Peer, body: bytes, asks: bool) -> None:
+        self._network.send(self._head, peer, Arrived(self._me, self._process, asks, body))
+
+    def receive(self) -> Arrived | None:
+        return self.came.popleft() if self.came else None
+
+    def drop(self, peer: Peer) -> None: ...
+
+    def tidy(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class SimPeers:
+    """``Peers`` of a head."""
+
+    sockets: Sequence[Any] = ()
+
+    def __init__(self, network: RoomNetwork, head: HeadProcess) -> None:
+        self._network, self._head = network, head
+        self._known: set[Peer] = set()
+        self._ended: list[Peer] = []
+
+    def knows(self, peer: Peer) -> bool:
+        return peer in self._known
+
+    def heard(self, peer: Peer, process: Process) -> None:
+        if peer in self._known:
+            return
+        self._known.add(peer)
+        other = self._network.head(peer)
+        if other is not None and self._network.sees_ends:
+            if other.alive:
+                other.watched_by.append((self, peer))
+            else:
+                self.end(peer)
+
+    def end(self, peer: Peer) -> None:
+        """The process of ``peer`` has ended, which this head notices."""
+        self._network.cluster.after(0.0, 0.03, self._head, self._noticed, peer)
+
+    def _noticed(self, peer: Peer) -> None:
+        self._ended.append(peer)
+        self._head.room_news()
+
+    def look(self) -> None: ...
+
+    def take(self) -> list[Peer]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def close(self) -> None: ...
+
+
+def address_of(head: HeadProcess) -> str:
+    """Where a head takes messages of rooms."""
+    return f"sim://{head.name}"

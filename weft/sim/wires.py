@@ -1,0 +1,238 @@
+"""How bytes get from ranks of one group to ranks of another on virtual time: a ``Transport`` with memory in
+numpy, in which what is under way takes its time, overtakes what was sent before, and may be damaged.
+
+    shm    the receiver copies from the sender's memory when it takes the write in, whatever is there by then
+    tcp    the bytes leave the sender some time after ``write``, unless the room is cancelled before
+
+Both copy themselves: the only writer of a rank's memory is that rank. A peer whose process ends answers no
+more, which the other end notices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import numpy as np
+
+from weft.common.errors import ErrorInfo, Unavailable
+from weft.sim.timeline import Process, Timeline
+from weft.transfer.arrivals import Incoming
+from weft.transfer.digests import digest_spans, ranks_seed, span_seeds
+from weft.transfer.pushes import Write, Written
+from weft.transfer.room_table import FenceBy
+from weft.transfer.spans import Part
+from weft.transports.base import TransferCorrupt
+from weft.types.rooms import Endpoint, RoomKey
+
+if TYPE_CHECKING:
+    import torch
+
+SLOW = 0.05
+"""Share of writes that take long."""
+
+
+class Carried(NamedTuple):
+    """A write on its way, beside what ``Incoming`` says."""
+
+    writer: SimTransport
+    peer: str
+    """By which the writer knows the receiver."""
+    parts: tuple[Part, ...]
+    digests: np.ndarray
+    payload: list[np.ndarray]
+    """The bytes of each part, where they have left the writer; () where the receiver reads them."""
+
+
+class Wires:
+    """All transports of a cluster."""
+
+    def __init__(
+        self, timeline: Timeline, kind: Literal["shm", "tcp"], delay: float, write_bytes: int, window: int
+    ) -> None:
+        """``delay``: seconds that a write takes at most; some take ten times as long."""
+        self.timeline, self.kind, self.delay = timeline, kind, delay
+        self.write_bytes, self.window_bytes = write_bytes, window
+        self.copying = delay
+        """Seconds that a rank copies at a time, at most."""
+        self.flips = 0
+        """Writes to come of which a bit changes on the way."""
+        self.flipped: set[RoomKey] = set()
+        """Rooms of which one did."""
+        self._transports: dict[str, SimTransport] = {}
+        self._started = 0
+
+    def open(
+        self, process: Process, rank: int, wake: Callable[[], None], check: Callable[[Incoming], None]
+    ) -> SimTransport:
+        """The transport of ``rank`` of a group, in ``process``. ``wake``: something has come. ``check``: what
+        must hold whenever bytes are written."""
+        self._started += 1
+        address = f"wire{self._started}"
+        made = self._transports[address] = SimTransport(self, address, process, rank, wake, check)
+        return made
+
+    def transport(self, address: str) -> SimTransport | None:
+        """Unless it was closed, or its process has ended."""
+        found = self._transports.get(address)
+        return found if found is not None and found.process.alive else None
+
+    def late(self) -> float:
+        """Seconds that something takes."""
+        rng = self.timeline.rng
+        return self.delay * rng.random() * (10.0 if rng.random() < SLOW else 1.0)
+
+    def close(self, address: str) -> None:
+        """The transport is no more; who writes to it notices."""
+        if self._transports.pop(address, None) is None:
+            return
+        for other in self._transports.values():
+            if other.writes_to(address):
+                self.timeline.after(0.0, 0.05, other.process, other.broke, address)
+
+
+class SimTransport:
+    """See ``base.Transport``."""
+
+    fence: FenceBy = "copy"
+
+    def __init__(
+        self,
+        wires: Wires,
+        address: str,
+        process: Process,
+        rank: int,
+        wake: Callable[[], None],
+        check: Callable[[Incoming], None],
+    ) -> None:
+        self.name: str = wires.kind
+        self.process, self.rank = process, rank
+        self.write_bytes, self.window_bytes = wires.write_bytes, wires.window_bytes
+        self.endpoint = Endpoint(wires.kind, address, 0)
+        self.regions: list[np.ndarray] = []
+        """uint8, as ``group_layout`` numbers them."""
+        self._wires, self._wake, self._check = wires, wake, check
+        self._came: list[Incoming | Written] = []
+        self._peers: dict[str, tuple[str, int]] = {}
+        self._cancelled: set[RoomKey] = set()
+        self._under_way: dict[tuple[RoomKey, str, int], str] = {}
+        """Writes that were not answered -> the address that they went to."""
+
+    def register(self, regions: Sequence[torch.Tensor]) -> None:
+        """The memory here is ``regions``."""
+        raise NotImplementedError
+
+    def connect(self, peer: Endpoint, rank: int, deadline: float) -> str:
+        name = f"{peer.address}, rank {rank}"
+        self._peers[name] = peer.address, rank
+        return name
+
+    def digest(self, key: RoomKey, peer: str, parts: Sequence[Part]) -> np.ndarray:
+        seed = ranks_seed(key, self.rank, self._peers[peer][1])
+        made = [_digest(self.regions[part.source], part, part.spans[:, 0], seed) for part in parts]
+        return np.concatenate(made) if made else np.empty(0, np.uint64)
+
+    def write(self, write: Write) -> None:
+        address, _ = self._peers[write.peer]
+        self._under_way[write.key, write.peer, write.number] = address
+        carried = Carried(self, write.peer, write.parts, write.digests, [])
+        wires = self._wires
+        if wires.kind == "shm":
+            self._post(write, carried)
+        else:
+            wires.timeline.at(wires.timeline.now + wires.late(), self.process, self._leave, write, carried)
+
+    def _leave(self, write: Write, carried: Carried) -> None:
+        """The bytes leave this process, if they still may."""
+        if write.key not in self._cancelled:
+            payload = [_read(self.regions[part.source], part) for part in carried.parts]
+            self._post(write, carried._replace(payload=payload))
+
+    def _post(self, write: Write, carried: Carried) -> None:
+        timeline = self._wires.timeline
+        target = self._wires.transport(self._peers[write.peer][0])
+        if target is None:
+            timeline.after(0.0, 0.05, self.process, self.broke, self._peers[write.peer][0])
+            return
+        targets = tuple((part.target, np.ascontiguousarray(part.spans[:, 1:])) for part in write.parts)
+        held = sum(part.nbytes for part in write.parts)
+        came = Incoming(write.key, self.endpoint.address, write.number, targets, held, carried)
+        timeline.at(timeline.now + self._wires.late(), target.process, target.arrived, came)
+
+    def arrived(self, what: Incoming | Written) -> None:
+        """Something is here to be polled."""
+        if isinstance(what, Written) and not self._under_way.pop((what.key, what.peer, what.number), None):
+            return  # the connection broke before
+        self._came.append(what)
+        self._wake()
+
+    def writes_to(self, address: str) -> bool:
+        """Whether a write to it was not answered."""
+        return address in self._under_way.values()
+
+    def broke(self, address: str) -> None:
+        """A connection broke: none of the writes over it will be answered."""
+        lost = Unavailable("the connection to a rank of the other group broke").info()
+        for (key, peer, number), to in list(self._under_way.items()):
+            if to == address:
+                self.arrived(Written(key, peer, number, lost))
+
+    def poll(self, seconds: float) -> list[Incoming | Written]:
+        came, self._came = self._came, []
+        return came
+
+    def take(self, incoming: Incoming) -> ErrorInfo | None:
+        self._check(incoming)
+        carried: Carried = incoming.content
+        wires, seed, done = self._wires, ranks_seed(incoming.key, carried.writer.rank, self.rank), 0
+        corrupt = False
+        for number, part in enumerate(carried.parts):
+            region = self.regions[part.target]
+            bytes_of = carried.payload
+            data = bytes_of[number] if bytes_of else _read(carried.writer.regions[part.source], part)
+            _write(region, part, data)
+            if wires.flips and len(data):
+                wires.flips -= 1
+                wires.flipped.add(incoming.key)
+                wires.timeline.note("wires", "..", "", f"a bit of {incoming.key} is flipped")
+                region[int(part.spans[0, 1])] ^= 1 << wires.timeline.rng.randrange(8)
+            made = _digest(region, part, part.spans[:, 1], seed)
+            corrupt |= bool((made != carried.digests[done : done + len(part.spans)]).any())
+            done += len(part.spans)
+        if corrupt:
+            return TransferCorrupt("bytes of a transferred cache arrived with a wrong digest").info()
+        return None
+
+    def answer(self, incoming: Incoming, error: ErrorInfo | None) -> None:
+        carried: Carried = incoming.content
+        written = Written(incoming.key, carried.peer, incoming.number, error)
+        timeline = self._wires.timeline
+        writer = carried.writer
+        timeline.at(timeline.now + self._wires.late(), writer.process, writer.arrived, written)
+
+    def cancel(self, key: RoomKey) -> None:
+        self._cancelled.add(key)
+
+    def wake(self) -> None:
+        self._wake()
+
+    def close(self) -> None:
+        self._wires.close(self.endpoint.address)
+
+
+def _read(region: np.ndarray, part: Part) -> np.ndarray:
+    return np.concatenate([region[at : at + size] for at, size in part.spans[:, ::2].tolist()])
+
+
+def _write(region: np.ndarray, part: Part, data: np.ndarray) -> None:
+    done = 0
+    for at, size in part.spans[:, 1:].tolist():
+        region[at : at + size] = data[done : done + size]
+        done += size
+
+
+def _digest(region: np.ndarray, part: Part, offsets: np.ndarray, seed: int) -> np.ndarray:
+    """Of the spans of ``part``, which lie at ``offsets`` of ``region``."""
+    lengths = part.spans[:, 2]
+    seeds = span_seeds(seed, part.target, part.spans[:, 1], lengths)
+    return digest_spans(region, np.stack([offsets, lengths], axis=1), seeds)
