@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from weft.common.errors import EngineDead, PeerEnded, WeftError
+from weft.common.errors import EngineDead, PeerEnded, RanksLost, WeftError
 from weft.routing import events as e
 from weft.routing.fleet import Fleet
 from weft.routing.instances import InstanceState
@@ -247,8 +247,9 @@ class FrontProcess:
         if entry is None or (link.version > 1 and entry.attempt != event.attempt):
             return
         refused = event.error is not None and event.error.blame == "capacity"
-        ended = event.error is not None and event.error.code == PeerEnded.code
-        if event.finish == "evicted" and ended and entry.partner(link.head.instance) is not None:
+        why = "" if event.error is None else event.error.code
+        ended = why == PeerEnded.code and entry.partner(link.head.instance) is not None
+        if event.finish == "evicted" and (ended or why == RanksLost.code):
             stream.losses += 1
             self.cluster.count("lost as a peer saw")
         elif refused or event.finish == "evicted":

@@ -141,6 +141,7 @@ class Engine:
         lost = len(self._in_flight)
         self._in_flight.clear()
         self.recovering = True
+        self.scheduler.lose()
         if self.rooms is not None:
             self.rooms.lose()
         return lost
