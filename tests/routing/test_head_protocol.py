@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from weft.common.clock import VirtualClock
 from weft.config.sections import SchedulerSection
 from weft.routing.head_protocol import HeadProtocol
 from weft.sim.check import TokenModel
@@ -16,7 +17,8 @@ from weft.types.sampling import TokenParams
 
 def head() -> HeadProtocol:
     section = SchedulerSection(max_num_seqs=2, max_num_batched_tokens=16, max_queued_requests=2)
-    return HeadProtocol(Engine(kv_config(section, 24, block_size=4), section, TokenModel({}, {})), 7)
+    kv = kv_config(section, 24, block_size=4)
+    return HeadProtocol(Engine(kv, section, TokenModel({}, {}), VirtualClock()), 7)
 
 
 def hello(front: str) -> m.Hello:
@@ -101,7 +103,7 @@ def test_a_front_is_told_what_its_version_knows(newest: int) -> None:
     """Unknown fields are refused: an older front would take such a message for a bad one."""
     section = SchedulerSection(max_num_seqs=2, max_num_batched_tokens=16, max_queued_requests=2)
     config = kv_config(section, 24, block_size=4)
-    one = HeadProtocol(WithRole(config, section, TokenModel({}, {})), 7)
+    one = HeadProtocol(WithRole(config, section, TokenModel({}, {}), VirtualClock()), 7)
     (_, welcome), (_, first) = one.on(b"front", m.Hello(versions=(1, newest), front="front"))
     assert one.on(b"front", submit(1)) == []
     events = [m.TokenEvent(sequence=1, token_ids=(5,), position=0)]
