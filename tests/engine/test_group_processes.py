@@ -165,5 +165,6 @@ def check(case: dict[str, Any], stats: dict[str, tuple[Role, HeadStats]], sequen
     decoding = [one for role, one in stats.values() if role == "decode"]
     if case["draft"] != "none":
         assert sum(sum(one.drafts) for one in decoding) > 0
-    if case["prefix"]:
+    # A prompt of fewer positions than lie between two snapshots leaves none but for its own other choices.
+    if case["prefix"] and (case["family"] != "qwen3_next" or case["n"] > 1):
         assert sum(one.prefix_hits for role, one in stats.values() if role == "prefill") > 0
