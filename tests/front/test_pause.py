@@ -304,7 +304,7 @@ def test_clients_that_never_read_keep_no_slots(start_weft: Any) -> None:
     server = start_weft("--max-num-seqs", "4")
     fields = {
         "prompt": "Tom has 12 apples and buys 7 more.",
-        "max_tokens": 400,
+        "max_tokens": 1500,
         "ignore_eos": True,
         "temperature": 1.0,
         "logprobs": 20,
@@ -325,8 +325,8 @@ def test_clients_that_never_read_keep_no_slots(start_weft: Any) -> None:
         expected = joined(alone, index)
         assert (text, tokens, finish) == (expected[0], expected[1], expected[3])
         assert logprobs == pytest.approx(expected[2], abs=1e-3)
-        assert len(tokens) == 400
-    assert chunks[-1]["usage"]["completion_tokens"] == alone[-1]["usage"]["completion_tokens"] == 800
+        assert len(tokens) == 1500
+    assert chunks[-1]["usage"]["completion_tokens"] == alone[-1]["usage"]["completion_tokens"] == 3000
     assert chunks[-1]["usage"]["prompt_tokens"] == alone[-1]["usage"]["prompt_tokens"]
     stalled[1].close()
     server.wait(lambda: server.metric("front_sequences") == 0, 10)

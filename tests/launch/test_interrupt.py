@@ -81,7 +81,10 @@ def watch() -> Iterator[Any]:
     [
         (["eval", "gsm-mini", "--tensor-parallel-size", "2"], "1/500"),
         (["verify", "--self", "--prompts", "2", "--tokens", "200"], "deterministic"),
-        (["generate", "Count", "--ignore-eos", "--max-tokens", "2000", "--no-chat"], "Loading weights: 100%"),
+        (
+            ["generate", "Count", "--ignore-eos", "--max-tokens", "2000", "--no-chat", "--dtype", "float64"],
+            "Loading weights: 100%",
+        ),
         pytest.param(["eval", "gsm-mini", "--limit", "500"], "1/500", marks=pytest.mark.grid),
         pytest.param(["bench", "offline", "--rounds", "50"], "Loading weights: 100%", marks=pytest.mark.grid),
     ],

@@ -106,7 +106,7 @@ def test_what_took_no_part_does_not_pass() -> None:
         (["--topology", "1p1d", "--block-size", "8"], "--block-size and --topology: write it in 1p1d.yaml"),
         (["--topology", "two-hosts"], "two-hosts.yaml has several hosts"),
         (["--topology", "none"], "none.yaml: "),
-        (["spool-text", "--prefill", "1"], "--prefill 1 needs --decode N"),
+        (["spool-text", "--prefill", "1"], "--prefill 1 needs --decode"),
         (["spool-text"], "say what to compare with"),
         (["spool-text", "--families"], "--topology or --prefill and --decode"),
         (["--topology", "1p1d", "--families", "--reference", "x"], "leave --reference out"),

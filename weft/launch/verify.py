@@ -10,6 +10,7 @@ from weft.common import log
 from weft.common.errors import ConfigError
 from weft.config.sections import Config
 from weft.config.topology import Topology, short_form
+from weft.config.transfers import check_transfer
 from weft.launch import options
 
 
@@ -84,6 +85,7 @@ def verify(
         if groups is not None:
             good = verify_groups(groups, reference, families, prompts, tokens)
         else:
+            check_transfer(config.transfer, config.parallel, "cpu")
             good = verify_engine(config, reference, against_self, families, prompts, tokens)
     click.echo("verify: passed" if good else "verify: FAILED")
     return 0 if good else 1
