@@ -48,6 +48,10 @@ TICK_S = 0.1
 """Seconds between two looks at deadlines."""
 TIDY_S = 30.0
 """Between two looks for connections that nobody uses."""
+MEET_S = 30.0
+"""Within which a peer of a room must have said which process it is: until then its end would not be seen."""
+ASK_S = 1.0
+"""Between two questions for that."""
 POSTPONE_S = 0.5
 """Until a sender asks again, while the group is being formed anew."""
 HASH_BYTES = 16
@@ -116,7 +120,9 @@ class HeadRooms:
         self._stops: dict[RoomKey, set[int]] = {}
         """Rooms that ranks were told to stop, and those that have not said that they did."""
         self._actions: deque[w.Action] = deque()
-        self._tick_at = self._tidy_at = 0.0
+        self._tick_at = self._tidy_at = self._ask_at = 0.0
+        self._unmet: dict[RoomKey, float] = {}
+        """Rooms whose peer is not known, and until when that may be so."""
         self.tally = RoomTally(self._sends)
         self.bad = 0
         """Messages that were dropped, as they could not be read."""
@@ -137,6 +143,8 @@ class HeadRooms:
     def next_due(self) -> float | None:
         """When ``take`` has something to do though nothing came; None: never, as things stand."""
         due = self._machine.next_due()
+        if self._unmet:
+            due = self._ask_at if due is None else min(due, self._ask_at)
         return None if due is None else max(due, self._tick_at)
 
     @property
@@ -169,6 +177,7 @@ class HeadRooms:
         if peer in self._lost:
             self._on(w.PeerLost(peer))
         elif not self._peers.knows(peer):
+            self._unmet[key] = self._clock.now() + MEET_S
             self._channel.send(peer, b"", asks=True)
 
     def take(self, scheduler: RoomScheduler) -> list[TokenEvent]:
@@ -325,9 +334,28 @@ class HeadRooms:
         if due is not None and due <= now:
             self._on(w.Tick())
         self._peers.look()
+        if self._unmet and now >= self._ask_at:
+            self._meet(now)
         if now >= self._tidy_at:
             self._tidy_at = now + TIDY_S
             self._channel.tidy()
+
+    def _meet(self, now: float) -> None:
+        """Asks peers that have never been heard of which process they are, or gives their rooms up: one that
+        ended before it said so would be waited for until the room's time, which may not have begun.
+        """
+        self._ask_at = now + ASK_S
+        for key, until in list(self._unmet.items()):
+            record = self._records.get(key)
+            if record is None or record.failed or self._peers.knows(record.peer):
+                del self._unmet[key]
+            elif now >= until:
+                del self._unmet[key]
+                self._on(
+                    w.Cancel(key, Unavailable("the other end of the transfer was never heard of").info())
+                )
+            else:
+                self._channel.send(record.peer, b"", asks=True)
 
     # ---- what goes out
 
