@@ -10,7 +10,7 @@ import pytest
 
 from tests.engine.rooms_rig import ERROR, PROMPT, Pair, Side
 from weft.common.errors import ErrorInfo
-from weft.engine.rooms import HeadRooms
+from weft.engine.rooms import MEET_S, HeadRooms
 from weft.transfer import words as w
 from weft.transfer.volume import room_bytes
 from weft.types import frames as f
@@ -145,6 +145,18 @@ def test_a_peer_that_has_ended_fails_its_rooms_at_once_and_gives_their_memory_ba
         pair.sender.rooms.open(RoomTicket(late, True, pair.receiver.peer, 60.0))
         pair.sender.turn()
         assert pair.sender.scheduler.kinds(late) == ["RoomFailed", "RoomFreed"]
+
+
+def test_a_room_whose_peer_was_never_heard_of_is_given_up() -> None:
+    """It ended before it said a word: nobody would see that, and the room's time has not begun."""
+    pair = Pair()
+    pair.sender.alive = False
+    key = pair.key(1)
+    pair.receiver.rooms.open(RoomTicket(key, False, pair.sender.peer, 600.0))
+    pair.run(MEET_S - 1.0)
+    assert pair.receiver.scheduler.kinds(key) == []
+    pair.run(2.5)
+    assert pair.receiver.scheduler.kinds(key) == ["RoomFailed", "RoomFreed"]
 
 
 def test_a_silent_peer_keeps_memory_that_it_can_read_and_no_other() -> None:
