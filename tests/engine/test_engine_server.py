@@ -209,10 +209,11 @@ def test_a_later_attempt_takes_the_place_of_an_earlier_one(served: Served) -> No
     """Its front gave the first one up, and may have told so or not; what of it is under way says so."""
     front = served.front()
     front.send(ask(1, tokens=60))
-    front.receive()
+    begun = front.receive()
+    assert isinstance(begun, m.Tokens)
+    events = list(begun.events)
     front.send(msgspec.structs.replace(ask(1, tokens=5), attempt=2))
     front.send(msgspec.structs.replace(ask(1, tokens=60), attempt=1))  # it comes late, and is dropped
-    events: list[m.TokenEvent] = []
     while not events or events[-1].finish is None or events[-1].attempt < 2:
         message = front.receive()
         assert isinstance(message, m.Tokens)
