@@ -12,7 +12,7 @@ from starlette.routing import Match
 
 from weft import __version__
 from weft.common.errors import MethodNotAllowed, NotFound, WeftError
-from weft.front import docs_page, openapi, responses
+from weft.front import answers, docs_page, openapi
 from weft.front.chat import chat
 from weft.front.completions import completions
 from weft.front.context import Front
@@ -40,7 +40,7 @@ def build_app(front: Front) -> AccessGate:
 def _add_generation(app: FastAPI, front: Front) -> None:
     @app.post(
         "/v1/chat/completions",
-        openapi_extra=openapi.generates(ChatRequest, responses.ChatCompletion, responses.ChatChunk),
+        openapi_extra=openapi.generates(ChatRequest, answers.ChatCompletion, answers.ChatChunk),
     )
     async def create_chat_completion(request: Request) -> Response:
         """Answers a conversation."""
@@ -48,7 +48,7 @@ def _add_generation(app: FastAPI, front: Front) -> None:
 
     @app.post(
         "/v1/completions",
-        openapi_extra=openapi.generates(CompletionRequest, responses.Completion, responses.Completion),
+        openapi_extra=openapi.generates(CompletionRequest, answers.Completion, answers.Completion),
     )
     async def create_completion(request: Request) -> Response:
         """Continues a text."""
@@ -56,12 +56,12 @@ def _add_generation(app: FastAPI, front: Front) -> None:
 
 
 def _add_models(app: FastAPI, front: Front) -> None:
-    @app.get("/v1/models", openapi_extra=openapi.answers(responses.ModelList))
+    @app.get("/v1/models", openapi_extra=openapi.returns(answers.ModelList))
     async def list_models() -> Response:
         """Every name that requests may use."""
-        return _json(responses.ModelList(data=[front.card(name) for name in front.names]))
+        return _json(answers.ModelList(data=[front.card(name) for name in front.names]))
 
-    @app.get("/v1/models/{model:path}", openapi_extra=openapi.answers(responses.ModelCard))
+    @app.get("/v1/models/{model:path}", openapi_extra=openapi.returns(answers.ModelCard))
     async def get_model(model: str) -> Response:
         """One of them."""
         front.check_model(model)
@@ -129,7 +129,7 @@ def _health(front: Front) -> Response:
 
 
 def _json(value: Any, status: int = 200) -> Response:
-    return Response(responses.to_json(value), status, media_type="application/json")
+    return Response(answers.to_json(value), status, media_type="application/json")
 
 
 async def _on_weft_error(request: Request, error: Exception) -> Response:

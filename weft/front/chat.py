@@ -10,7 +10,7 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from weft.front import responses as r
+from weft.front import answers as r
 from weft.front.context import Front
 from weft.front.generation import Generation
 from weft.front.logprobs import chat_logprobs, prompt_logprobs

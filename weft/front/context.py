@@ -15,13 +15,13 @@ from weft.common.errors import Overloaded, ReportedError, Unavailable
 from weft.common.log import get_logger
 from weft.config.resolved import EngineConfig
 from weft.config.sections import FrontSection
+from weft.front.answers import ModelCard
 from weft.front.body import Bodies
 from weft.front.lifecycle import Lifecycle
 from weft.front.metrics import Metrics
 from weft.front.read_worker import Setup, decode_answer, encode_setup, payload_of
 from weft.front.reading import KINDS, Job, Reader, check_model
 from weft.front.request_trace import RequestTrace
-from weft.front.responses import ModelCard
 from weft.front.siblings import Siblings
 from weft.front.workers import WorkerPool
 from weft.links.links import Links, Owner

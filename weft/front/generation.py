@@ -9,10 +9,10 @@ from collections.abc import Mapping
 import msgspec
 
 from weft.common.errors import EngineDead, InvalidRequest, Overloaded, ReportedError
+from weft.front.answers import Usage, make_usage
 from weft.front.context import Front
 from weft.front.reading import Job, Prompt
 from weft.front.request_times import RequestTimes
-from weft.front.responses import Usage, make_usage
 from weft.front.streaming import within
 from weft.links.flow import Flow
 from weft.routing.policy import PromptHashes

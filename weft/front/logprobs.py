@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import msgspec
 
-from weft.front import responses as r
+from weft.front import answers as r
 from weft.text.logprobs import Logprobs, PositionLogprobs
 from weft.text.tokenizer import Tokenizer
 

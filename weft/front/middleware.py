@@ -17,8 +17,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft.common.errors import ErrorInfo, HeaderTooLarge, Unauthorized, WeftError
 from weft.common.log import get_logger
+from weft.front.answers import error_response, to_json
 from weft.front.metrics import Metrics
-from weft.front.responses import error_response, to_json
 
 log = get_logger(__name__)
 

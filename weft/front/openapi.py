@@ -7,18 +7,18 @@ from typing import Any
 
 import msgspec
 
-from weft.front import responses
+from weft.front import answers
 from weft.front.protocol import ChatRequest, CompletionRequest
 
 _SHOWN = (
     ChatRequest,
     CompletionRequest,
-    responses.ChatCompletion,
-    responses.ChatChunk,
-    responses.Completion,
-    responses.ModelList,
-    responses.ModelCard,
-    responses.ErrorResponse,
+    answers.ChatCompletion,
+    answers.ChatChunk,
+    answers.Completion,
+    answers.ModelList,
+    answers.ModelCard,
+    answers.ErrorResponse,
 )
 
 
@@ -36,8 +36,7 @@ def _json(schema: type) -> dict[str, Any]:
 
 def _errors(*statuses: int) -> dict[str, Any]:
     return {
-        str(status): {"description": "Error", "content": _json(responses.ErrorResponse)}
-        for status in statuses
+        str(status): {"description": "Error", "content": _json(answers.ErrorResponse)} for status in statuses
     }
 
 
@@ -59,7 +58,7 @@ def generates(request: type, answer: type, chunk: type) -> dict[str, Any]:
     }
 
 
-def answers(answer: type) -> dict[str, Any]:
+def returns(answer: type) -> dict[str, Any]:
     """The same for a route that only answers."""
     return {"responses": {"200": {"description": "OK", "content": _json(answer)}, **_errors(401, 404)}}
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from weft.front.answers import Usage
 from weft.front.generation import Generation
-from weft.front.responses import Usage
 from weft.front.serving import AnswerShape
 from weft.text.choice import TextDelta
 from weft.text.logprobs import Logprobs

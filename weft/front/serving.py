@@ -19,11 +19,11 @@ from starlette.types import Receive
 
 from weft.common.errors import Cancelled, DeadlineExceeded, WeftError
 from weft.common.log import get_logger
+from weft.front.answers import DONE, Usage, error_response, event
 from weft.front.body import read_json
 from weft.front.context import Front
 from weft.front.generation import Generation
 from weft.front.request_times import RequestTimes
-from weft.front.responses import DONE, Usage, error_response, event
 from weft.front.streaming import COMMENT, JSON, EventStream, Silence, watched, within
 from weft.text.choice import TextDelta
 

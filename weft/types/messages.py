@@ -12,11 +12,12 @@ import msgspec
 import numpy as np
 
 from weft.common.errors import ErrorInfo, InvalidRequest
+from weft.types.grammar import Grammar
 from weft.types.measures import Measures
 from weft.types.rooms import RoomTicket
 from weft.types.sampling import TokenParams
 
-VERSION = 3
+VERSION = 4
 """The newest version of these messages that this release speaks."""
 OLDEST = 1
 """The oldest version that this release understands. Fields added later have defaults, and are left out for a
@@ -25,11 +26,13 @@ peer with an older version:
     2   Submit.attempt, TokenEvent.attempt, the ends ``moved`` and ``evicted``, Welcome.block_size, Goodbye
     3   room and trace of Submit, TokenEvent.position, HeadStats.transfers; role, fingerprint and rooms of
         Welcome
+    4   grammar, pooling and explain of Submit, embedding and cache_miss of TokenEvent
 """
 MAX_FRAME = 64 << 20
 
 
 Role: TypeAlias = Literal["unified", "prefill", "decode"]
+Pooling: TypeAlias = Literal["", "last", "mean"]
 
 
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
@@ -99,6 +102,15 @@ class Submit(_Message, frozen=True, kw_only=True, omit_defaults=True):
     but for this."""
     trace: str = ""
     """The front's span of this sending (W3C traceparent); "" where requests are not traced."""
+    grammar: Grammar | None = None
+    """What the whole output may be, ``emitted_ids`` included. It belongs to the head: no rank sees it."""
+    pooling: Pooling = ""
+    """Of an embedding: which final hidden states of the prompt are returned, the last position's, or the mean
+    of all. The sequence ends with its prompt, and no token is made."""
+    explain: bool = False
+    """Whether to tell why the prompt's prefix was not found further in the cache
+    (``TokenEvent.cache_miss``).
+    """
 
 
 class Finish(_Message, frozen=True, kw_only=True):
@@ -161,6 +173,22 @@ class LogprobColumns(_Message, frozen=True, kw_only=True):
         )
 
 
+class CacheMiss(_Message, frozen=True, kw_only=True):
+    """Why the cached prefix of a prompt ends where it does.
+
+    ``reason`` is one of: "none" (nothing more could be cached: the last token is always computed),
+    "differs" (a sequence seen before goes on with other tokens), "evicted" (it was cached, and its block
+    given to another sequence), "salt" (it is cached under another salt), "computing" (another sequence
+    computes it right now), "new" (no prompt like it is remembered), "disabled".
+    """
+
+    reason: str
+    position: int
+    """Tokens of the prompt that were found."""
+    theirs: bytes = b""
+    """Where the reason is "differs": the remembered ids from ``position`` on, at most 32, int32."""
+
+
 class TokenEvent(_Message, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """Head to front: new tokens of one sequence, its end, or both. The last one has ``finish``."""
 
@@ -185,6 +213,11 @@ class TokenEvent(_Message, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
     position: int = -1
     """Of a sequence with a room: output tokens before ``token_ids``, the Submit's ``emitted_ids`` among them.
     Both heads tell the first token; -1 when it does not say."""
+    embedding: bytes = b""
+    """Of a Submit with ``pooling``: float32, little-endian, [hidden size], not normalized. It comes with the
+    end, whose reason is "stop"."""
+    cache_miss: CacheMiss | None = None
+    """Of a Submit with ``explain``, once, with ``num_cached``."""
 
 
 class Tokens(_Message, frozen=True, kw_only=True):

@@ -1,0 +1,57 @@
+"""What a grammar backend is: one compiler a model, one compiled grammar a source, one matcher a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from weft.types.grammar import Grammar
+
+
+class Matcher(Protocol):
+    """Where one sequence is in its grammar. Not thread-safe."""
+
+    def accept(self, token: int) -> bool:
+        """Takes the next token; False, and nothing changes, when the grammar does not allow it."""
+
+    def rollback(self, tokens: int) -> None:
+        """Takes back the last ``tokens`` that were accepted."""
+
+    def fill(self, words: np.ndarray) -> None:
+        """Writes which tokens may follow: int32 [ceil(vocabulary / 32)], bit i of word w is token 32 w + i.
+        Ids that end a turn are allowed where the grammar may end, and only there."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether the output is complete, and only an end-of-turn id may follow."""
+
+
+class CompiledGrammar(Protocol):
+    """A grammar for one tokenizer. Thread-safe; shared by sequences."""
+
+    def matcher(self) -> Matcher:
+        """At the start of an output."""
+
+
+class GrammarCompiler(Protocol):
+    """Compiles grammars for one tokenizer. Thread-safe: ``compile`` is called from threads, and releases the
+    GIL.
+    """
+
+    name: str
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """Raises InvalidRequest (400), naming the keyword or the position, for what it cannot hold to
+        exactly.
+        """
+
+
+class CompilerFactory(Protocol):
+    """How a backend is made."""
+
+    def __call__(self, tokenizer: str, vocab_size: int, end_ids: Sequence[int]) -> GrammarCompiler:
+        """``tokenizer``: folder of ``tokenizer.json``. ``vocab_size``: width of the logits; ids beyond the
+        tokenizer's are never allowed. Raises ConfigError, naming what to install, when the backend is not
+        there."""
