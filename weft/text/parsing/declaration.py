@@ -115,11 +115,16 @@ class Call(_Part, frozen=True, kw_only=True):
     """Whether it begins a call only at the start of a line (one whose trigger is a mere bracket)."""
 
     @property
+    def own_trigger(self) -> str:
+        """What it begins with inside of a section; "" where that is the tool's name."""
+        if self.head:
+            return self.head[0] if isinstance(self.head[0], str) else ""
+        return "{" if isinstance(self.arguments, CallObject) else ""
+
+    @property
     def triggers(self) -> tuple[str, ...]:
         """What may begin one: at least one text, none of them empty."""
-        own = next((item for item in self.head if isinstance(item, str)), "")
-        if not own:
-            own = "{" if isinstance(self.arguments, CallObject) else ""
+        own = self.own_trigger
         around = self.section.head if self.section is not None else ()
         outer = next((item for item in around if isinstance(item, str)), "")
         if not outer:
