@@ -4,7 +4,8 @@ V3:    <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool�
        ```json
        {"a": 1}
        ```<｜tool▁call▁end｜><｜tool▁calls▁end｜>
-V3.1:  <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>
+V3.1:  <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>
+           <｜tool▁calls▁end｜>
 V3.2:  <｜DSML｜function_calls>
        <｜DSML｜invoke name="f">
        <｜DSML｜parameter name="a" string="false">1</｜DSML｜parameter>
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 from weft.text.parsing.declaration import (
     BLANK,
+    LINE,
     NAME,
     Call,
     JsonArguments,
@@ -33,9 +35,9 @@ DEEPSEEK_V3 = OutputFormat(
     calls=(
         Call(
             section=_CALLS,
-            head=(_CALL, "function", _SEP, NAME, BLANK, "```json", BLANK),
+            head=(_CALL, "function", _SEP, NAME, LINE, "```json", LINE),
             arguments=JsonArguments(),
-            tail=(BLANK, "```", BLANK, _CALL_END),
+            tail=(LINE, "```", BLANK, _CALL_END),
         ),
     ),
 )
@@ -47,6 +49,7 @@ DEEPSEEK_V31 = OutputFormat(
             head=(_CALL, NAME, _SEP, BLANK),
             arguments=JsonArguments(),
             tail=(BLANK, _CALL_END),
+            gap="",
         ),
     ),
 )
@@ -55,7 +58,7 @@ DEEPSEEK_V32 = OutputFormat(
     calls=(
         Call(
             section=Section(
-                head=("<｜DSML｜function_calls>", BLANK), tail=(BLANK, "</｜DSML｜function_calls>")
+                head=("<｜DSML｜function_calls>", LINE), tail=(LINE, "</｜DSML｜function_calls>")
             ),
             head=('<｜DSML｜invoke name="', NAME, '">'),
             arguments=Parameters(

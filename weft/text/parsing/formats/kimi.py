@@ -27,6 +27,7 @@ KIMI_K2 = OutputFormat(
             ),
             arguments=JsonArguments(),
             tail=(BLANK, "<|tool_call_end|>"),
+            gap="",
         ),
     ),
 )

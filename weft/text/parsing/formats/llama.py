@@ -14,8 +14,8 @@ _OBJECT = CallObject(arguments=("parameters", "arguments"))
 LLAMA3_JSON = OutputFormat(
     name="llama3_json",
     calls=(
-        Call(section=Section(between=";"), arguments=_OBJECT, line_start=True),
-        Call(section=Section(head=("<|python_tag|>", BLANK), between=";"), arguments=_OBJECT),
+        Call(section=Section(between=";"), arguments=_OBJECT, gap="; ", line_start=True),
+        Call(section=Section(head=("<|python_tag|>", BLANK), between=";"), arguments=_OBJECT, gap="; "),
     ),
 )
 PYTHONIC = OutputFormat(
@@ -25,6 +25,7 @@ PYTHONIC = OutputFormat(
             section=Section(head=("[", BLANK), tail=(BLANK, "]"), between=","),
             head=(NAME, "("),
             arguments=Keywords(),
+            gap=", ",
             line_start=True,
         ),
         Call(
@@ -35,6 +36,7 @@ PYTHONIC = OutputFormat(
             ),
             head=(NAME, "("),
             arguments=Keywords(),
+            gap=", ",
         ),
     ),
 )

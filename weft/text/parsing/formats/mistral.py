@@ -36,6 +36,7 @@ MISTRAL = OutputFormat(
         Call(
             section=Section(head=("[TOOL_CALLS]", BLANK, "[", BLANK), tail=(BLANK, "]"), between=","),
             arguments=CallObject(),
+            gap=", ",
         ),
     ),
 )

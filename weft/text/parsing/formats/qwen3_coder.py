@@ -13,16 +13,16 @@ The model leaves out the outer tags at times.
 
 from __future__ import annotations
 
-from weft.text.parsing.declaration import BLANK, NAME, Call, OutputFormat, Parameters
+from weft.text.parsing.declaration import LINE, NAME, Call, OutputFormat, Parameters
 
 _PARAMETERS = Parameters(
     key_open="<parameter=", key_close=">", value_close="</parameter>", end="</function>", newlines=True
 )
-_TAIL = (BLANK, "</tool_call>")
+_TAIL = (LINE, "</tool_call>")
 QWEN3_CODER = OutputFormat(
     name="qwen3_coder",
     calls=(
-        Call(head=("<tool_call>", BLANK, "<function=", NAME, ">"), arguments=_PARAMETERS, tail=_TAIL),
+        Call(head=("<tool_call>", LINE, "<function=", NAME, ">"), arguments=_PARAMETERS, tail=_TAIL),
         Call(head=("<function=", NAME, ">"), arguments=_PARAMETERS, tail=_TAIL),
     ),
 )
