@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from weft.front.reading import Job, Reader
+from weft.front.tokenizing import detokenize, tokenize
 
 KINDS: dict[str, Callable[[Reader, bytes], Job]] = {"chat": Reader.chat, "completions": Reader.completions}
 """By the name that ``serving.handle`` is called with."""
+
+MADE: dict[str, Callable[[Reader, bytes], bytes]] = {"tokenize": tokenize, "detokenize": detokenize}
+"""Likewise what is answered without the engine: the answer's JSON."""

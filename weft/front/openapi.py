@@ -59,6 +59,17 @@ def generates(request: type, answer: type, chunk: type) -> dict[str, Any]:
     }
 
 
+def answers_of(request: type, answer: type) -> dict[str, Any]:
+    """The same for a route that reads a body and generates nothing."""
+    return {
+        "requestBody": {"required": True, "content": _json(request)},
+        "responses": {
+            "200": {"description": "OK", "content": _json(answer)},
+            **_errors(400, 401, 404, 413, 415, 429, 500, 503, 504),
+        },
+    }
+
+
 def returns(answer: type) -> dict[str, Any]:
     """The same for a route that only answers."""
     return {"responses": {"200": {"description": "OK", "content": _json(answer)}, **_errors(401, 404)}}

@@ -103,6 +103,10 @@ class Reader:
         self._template = dict(template or {})
         self._grammars = grammars
 
+    def check_model(self, name: str) -> None:
+        """Raises NotFound unless ``name`` is served."""
+        check_model(name, self._names)
+
     def chat(self, body: bytes) -> Job:
         """Reads a chat request. Raises WeftError."""
         asked = parse(body, ChatRequest)
@@ -131,7 +135,7 @@ class Reader:
         """Reads what any API for conversations asks. Raises WeftError."""
         param = "messages" if asked.prompt_ids is None else "prompt_token_ids"
         if asked.prompt_ids is None:
-            prompt = self._rendered(asked)
+            prompt = self.rendered(asked)
         else:
             prompt = ChatPrompt(self._prompt(asked.prompt_ids, param, echo=False)[0], "")
         how = read_as(self.text, asked, prompt)
@@ -147,7 +151,8 @@ class Reader:
             thinking_budget=asked.thinking_budget,
         )
 
-    def _rendered(self, asked: Conversation) -> ChatPrompt:
+    def rendered(self, asked: Conversation) -> ChatPrompt:
+        """The prompt that the chat template makes. Raises WeftError."""
         try:
             return self.text.chat.encode(
                 asked.messages,
