@@ -17,6 +17,7 @@ from weft.front.chat import chat
 from weft.front.completions import completions
 from weft.front.context import Front
 from weft.front.lifecycle import Phase
+from weft.front.messages.routes import add_messages
 from weft.front.metrics import CONTENT_TYPE
 from weft.front.middleware import OPEN_PATHS, AccessGate, ApiKeys, error_answer
 from weft.front.protocol.chat import ChatRequest
@@ -30,6 +31,7 @@ def build_app(front: Front) -> AccessGate:
     """The whole application over ``front``."""
     app = FastAPI(title="Weft", version=__version__, redirect_slashes=False, docs_url=None, redoc_url=None)
     _add_generation(app, front)
+    add_messages(app, front)
     _add_models(app, front)
     _add_state(app, front)
     app.add_exception_handler(HTTPException, _on_http_error)
@@ -135,17 +137,18 @@ def _json(value: Any, status: int = 200) -> Response:
 
 async def _on_weft_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, WeftError)
-    return error_answer(error.info())
+    return error_answer(error.info(), request.scope["path"])
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     """The router's own errors: 404 for no such route, 405 for the wrong method, or an answer to OPTIONS."""
     if not isinstance(error, HTTPException) or error.status_code != 405:
-        return error_answer(NotFound("there is no such route").info())
+        return error_answer(NotFound("there is no such route").info(), request.scope["path"])
     allow = _allowed(request)
     if request.method == "OPTIONS":
         return Response(status_code=204, headers={"allow": allow})
-    return error_answer(MethodNotAllowed(f"this route takes {allow}").info(), allow=allow)
+    refused = MethodNotAllowed(f"this route takes {allow}")
+    return error_answer(refused.info(), request.scope["path"], allow)
 
 
 def _allowed(request: Request) -> str:

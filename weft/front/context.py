@@ -121,10 +121,11 @@ class Front:
             names=self._accepted,
             limits=self.limits,
             max_response_bytes=section.max_response_bytes,
+            keep_attribution=section.keep_attribution_lines,
         )
         command = (sys.executable, "-m", "weft.front.read_worker")
         self._workers = WorkerPool(command, encode_setup(setup), READ_PROCESSES, READ_SECONDS)
-        self._reader = Reader(text, self._accepted, self.limits, section.max_response_bytes)
+        self._reader = setup.reader(text)
 
     async def close(self, shutdown: bool = True) -> None:
         """Ends the links; every request that is still open fails. ``shutdown``: the heads end, too."""
@@ -153,6 +154,13 @@ class Front:
     @property
     def text(self) -> TextModel:
         return self._ready_reader().text
+
+    @property
+    def cache_block(self) -> int:
+        """Tokens of a block of the heads' prefix cache; 0 where nothing is cached, or they do not say."""
+        welcome = self.links.welcome
+        caches = self.config.kv.enable_prefix_caching
+        return welcome.block_size if caches and welcome is not None else 0
 
     def parser(self, spec: OutputSpec) -> OutputParser:
         """A parser for one output that is read as ``spec`` says."""

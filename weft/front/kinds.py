@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from weft.front.messages.read import read_count, read_messages
 from weft.front.reading import Job, Reader
 
-KINDS: dict[str, Callable[[Reader, bytes], Job]] = {"chat": Reader.chat, "completions": Reader.completions}
+KINDS: dict[str, Callable[[Reader, bytes], Job]] = {
+    "chat": Reader.chat,
+    "completions": Reader.completions,
+    "messages": read_messages,
+    "count": read_count,
+}
 """By the name that ``serving.handle`` is called with."""

@@ -11,6 +11,7 @@ import hmac
 import re
 import secrets
 from collections.abc import Iterable
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -18,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from weft.common.errors import ErrorInfo, HeaderTooLarge, Unauthorized, WeftError
 from weft.common.log import get_logger
 from weft.front.answers import error_response, to_json
+from weft.front.messages import errors as messages
 from weft.front.metrics import Metrics
 
 log = get_logger(__name__)
@@ -59,8 +61,10 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def error_answer(error: ErrorInfo, allow: str | None = None) -> Response:
-    """The HTTP answer to a request that failed before its first byte. ``allow``: methods the route takes."""
+def error_answer(error: ErrorInfo, path: str, allow: str | None = None) -> Response:
+    """The HTTP answer to a request that failed before its first byte, in the shape that clients of ``path``
+    read. ``allow``: methods the route takes.
+    """
     headers = {} if allow is None else {"allow": allow}
     if error.http_status in _RETRY_AFTER:
         headers["retry-after"] = _RETRY_AFTER[error.http_status]
@@ -68,7 +72,11 @@ def error_answer(error: ErrorInfo, allow: str | None = None) -> Response:
         headers["connection"] = "close"
     if error.http_status == 401:
         headers["www-authenticate"] = "Bearer"
-    return Response(to_json(error_response(error)), error.http_status, headers, "application/json")
+    shown: Any = error_response(error)
+    if messages.applies(path):
+        error = messages.translated(error)
+        shown = messages.error_body(error)
+    return Response(to_json(shown), error.http_status, headers, "application/json")
 
 
 class AccessGate:
@@ -94,19 +102,21 @@ class AccessGate:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message.get("headers", []), (b"x-request-id", request_id)]
+                if messages.applies(scope["path"]):  # the name that its clients show
+                    message["headers"].append((b"request-id", request_id))
             await send(message)
 
         try:
             self._admit(scope, headers)
             await self._app(scope, receive, answer)
         except WeftError as error:
-            await error_answer(error.info())(scope, receive, answer)
+            await error_answer(error.info(), scope["path"])(scope, receive, answer)
         except Exception:
             log.exception("a request failed")
             if status:
                 raise
             failed = ErrorInfo(code="internal_error", message="the server failed to answer this request")
-            await error_answer(failed)(scope, receive, answer)
+            await error_answer(failed, scope["path"])(scope, receive, answer)
         finally:
             self._count(getattr(scope.get("route"), "path", "other"), method, status)
             # Not the others: how often 503 and 504 are answered is up to clients. All are counted.

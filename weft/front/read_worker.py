@@ -40,6 +40,17 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     names: tuple[str, ...]
     limits: ModelLimits
     max_response_bytes: int
+    keep_attribution: bool = False
+
+    def reader(self, text: TextModel) -> Reader:
+        """The reader of these arguments."""
+        return Reader(
+            text,
+            self.names,
+            self.limits,
+            self.max_response_bytes,
+            keep_attribution=self.keep_attribution,
+        )
 
 
 class ReadAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,7 +93,7 @@ def main() -> None:
         keep_heap_small()
         setup = msgspec.msgpack.decode(_receive(stream), type=Setup)
         text = TextModel.load(setup.tokenizer, setup.chat_template)
-        reader = Reader(text, setup.names, setup.limits, setup.max_response_bytes)
+        reader = setup.reader(text)
         encoder = msgspec.msgpack.Encoder()
         while payload := _receive(stream):
             answer = encoder.encode(answer_to(reader, payload))
