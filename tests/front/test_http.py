@@ -292,7 +292,7 @@ def test_request_ids(fake: Any) -> None:
 
 
 def test_what_is_not_supported_is_refused(fake: Any) -> None:
-    for name, value in (("tools", [{}]), ("echo", True), ("response_format", {"type": "json_object"})):
+    for name, value in (("tools", [{}]), ("echo", True), ("response_format", {"type": "xml"})):
         answer = fake.chat(**{name: value})
         assert answer.status_code == 400
         assert error_of(answer)["param"] == name
@@ -397,7 +397,7 @@ def test_openapi(fake: Any) -> None:
     assert {"messages", "top_k", "stream_options", "continue_final_message"} <= schemas["ChatRequest"][
         "properties"
     ].keys()
-    assert schemas["ChatRequest"]["required"] == ["model", "messages"]
+    assert schemas["ChatRequest"]["required"] == ["model"]  # token ids may stand for messages
     for reference in re.findall(r'"#/components/schemas/(\w+)"', json.dumps(document)):
         assert reference in schemas
     assert {*PROBES, "/v1/models", "/metrics", "/version"} <= document["paths"].keys()

@@ -103,6 +103,21 @@ class FrontSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             description="Logprobs and repeated prompts that one answer may hold; more must be streamed.",
         ),
     ] = 64 << 20
+    responses_store_bytes: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Memory for answers of /v1/responses that previous_response_id may name; 0 stores "
+            "none. The oldest go first.",
+        ),
+    ] = 64 << 20
+    keep_attribution_lines: Annotated[
+        bool,
+        Meta(
+            description="Leave lines that clients put before their instructions to be billed by in the "
+            "prompts of /v1/messages: they differ at each call, so prompts share no prefix."
+        ),
+    ] = False
     drain_timeout: Annotated[
         float, Meta(ge=0, description="Seconds that running requests get to finish after SIGTERM.")
     ] = 30.0

@@ -20,6 +20,7 @@ from weft.front.completions import completions
 from weft.front.context import Front
 from weft.front.doors import OPEN_PATHS
 from weft.front.lifecycle import Phase
+from weft.front.messages.routes import add_messages
 from weft.front.metrics import CONTENT_TYPE
 from weft.front.middleware import AccessGate, error_answer
 from weft.front.protocol.chat import ChatRequest
@@ -36,6 +37,7 @@ def build_app(front: Front) -> AccessGate:
     _add_generation(app, front)
     add_tokenizing(app, front)
     add_admin(app, front)
+    add_messages(app, front)
     _add_models(app, front)
     _add_state(app, front)
     app.add_exception_handler(HTTPException, _on_http_error)
@@ -144,17 +146,18 @@ async def _on_weft_error(front: Front, request: Request, error: Exception) -> Re
     info = error.info()
     full = info.http_status == 429
     wait = front.retry_after.refused(asyncio.get_running_loop().time()) if full else None
-    return error_answer(info, retry_after=wait)
+    return error_answer(info, request.scope["path"], retry_after=wait)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     """The router's own errors: 404 for no such route, 405 for the wrong method, or an answer to OPTIONS."""
     if not isinstance(error, HTTPException) or error.status_code != 405:
-        return error_answer(NotFound("there is no such route").info())
+        return error_answer(NotFound("there is no such route").info(), request.scope["path"])
     allow = _allowed(request)
     if request.method == "OPTIONS":
         return Response(status_code=204, headers={"allow": allow})
-    return error_answer(MethodNotAllowed(f"this route takes {allow}").info(), allow=allow)
+    refused = MethodNotAllowed(f"this route takes {allow}")
+    return error_answer(refused.info(), request.scope["path"], allow)
 
 
 def _allowed(request: Request) -> str:

@@ -142,6 +142,7 @@ class Front:
             limits=self.limits,
             max_response_bytes=section.max_response_bytes,
             template=template_variables(section),
+            keep_attribution=section.keep_attribution_lines,
         )
         command = (sys.executable, "-m", "weft.front.read_worker")
         self._workers = WorkerPool(command, encode_setup(setup), READ_PROCESSES, READ_SECONDS)
@@ -176,6 +177,13 @@ class Front:
     @property
     def text(self) -> TextModel:
         return self._ready_reader().text
+
+    @property
+    def cache_block(self) -> int:
+        """Tokens of a block of the heads' prefix cache; 0 where nothing is cached, or they do not say."""
+        welcome = self.links.welcome
+        caches = self.config.kv.enable_prefix_caching
+        return welcome.block_size if caches and welcome is not None else 0
 
     def parser(self, spec: OutputSpec) -> OutputParser:
         """A parser for one output that is read as ``spec`` says."""

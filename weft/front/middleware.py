@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 import secrets
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -18,6 +19,7 @@ from weft.common.errors import ErrorInfo, HeaderTooLarge, WeftError
 from weft.common.log import get_logger
 from weft.front.answers import error_response, to_json
 from weft.front.doors import Doors, RateLimited
+from weft.front.messages import errors as messages
 from weft.front.metrics import Metrics
 
 log = get_logger(__name__)
@@ -30,9 +32,12 @@ _CLOSE = frozenset({408, 413, 431})
 """Answers after which the rest of the request is not read."""
 
 
-def error_answer(error: ErrorInfo, allow: str | None = None, retry_after: float | None = None) -> Response:
-    """The HTTP answer to a request that failed before its first byte. ``allow``: methods the route takes.
-    ``retry_after``: seconds, where more is known than that the server has no room.
+def error_answer(
+    error: ErrorInfo, path: str, allow: str | None = None, retry_after: float | None = None
+) -> Response:
+    """The HTTP answer to a request that failed before its first byte, in the shape that clients of ``path``
+    read. ``allow``: methods the route takes. ``retry_after``: seconds, where more is known than that the
+    server has no room.
     """
     headers = {} if allow is None else {"allow": allow}
     if error.http_status in _RETRY_AFTER:
@@ -41,12 +46,17 @@ def error_answer(error: ErrorInfo, allow: str | None = None, retry_after: float 
         headers["connection"] = "close"
     if error.http_status == 401:
         headers["www-authenticate"] = "Bearer"
-    return Response(to_json(error_response(error)), error.http_status, headers, "application/json")
+    shown: Any = error_response(error)
+    if messages.applies(path):
+        error = messages.translated(error)
+        shown = messages.error_body(error)
+    return Response(to_json(shown), error.http_status, headers, "application/json")
 
 
-def refusal(error: WeftError) -> Response:
+def refusal(error: WeftError, path: str) -> Response:
     """The HTTP answer to what a request failed with before its first byte."""
-    return error_answer(error.info(), retry_after=error.wait if isinstance(error, RateLimited) else None)
+    wait = error.wait if isinstance(error, RateLimited) else None
+    return error_answer(error.info(), path, retry_after=wait)
 
 
 class AccessGate:
@@ -67,6 +77,8 @@ class AccessGate:
         request_id = request_id_of(headers.get(b"x-request-id"))
         status = 0
         more = [(b"x-request-id", request_id), *self._doors.origins.headers(headers)]
+        if messages.applies(scope["path"]):
+            more.append((b"request-id", request_id))  # the name that its clients show
 
         async def answer(message: Message) -> None:
             nonlocal status
@@ -85,13 +97,13 @@ class AccessGate:
             await self._app(scope, receive, answer)
         except WeftError as error:
             more += error.headers if isinstance(error, RateLimited) else []
-            await refusal(error)(scope, receive, answer)
+            await refusal(error, scope["path"])(scope, receive, answer)
         except Exception:
             log.exception("a request failed")
             if status:
                 raise
             failed = ErrorInfo(code="internal_error", message="the server failed to answer this request")
-            await error_answer(failed)(scope, receive, answer)
+            await error_answer(failed, scope["path"])(scope, receive, answer)
         finally:
             self._count(getattr(scope.get("route"), "path", "other"), method, status)
             # Not the others: how often 503 and 504 are answered is up to clients. All are counted.

@@ -41,10 +41,18 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     limits: ModelLimits
     max_response_bytes: int
     template: dict[str, Any] = {}
+    keep_attribution: bool = False
 
     def reader(self, text: TextModel) -> Reader:
-        """A reader over ``text``."""
-        return Reader(text, self.names, self.limits, self.max_response_bytes, template=self.template)
+        """The reader of these arguments."""
+        return Reader(
+            text,
+            self.names,
+            self.limits,
+            self.max_response_bytes,
+            template=self.template,
+            keep_attribution=self.keep_attribution,
+        )
 
 
 class ReadAnswer(msgspec.Struct, frozen=True, kw_only=True):
