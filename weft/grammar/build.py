@@ -12,17 +12,14 @@ from typing import Any, Never
 
 from weft.common.errors import InvalidRequest
 from weft.types.grammar import (
-    MAX_DEPTH,
     ContextFree,
     FreeText,
     Grammar,
     JsonSchema,
     OneOf,
     Regex,
-    Repeated,
     Sequence,
     Text,
-    Triggered,
 )
 
 
