@@ -6,15 +6,15 @@ import json
 import re
 from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import Meta
 
 from weft.common.errors import ConfigError
+from weft.config.parallel_section import Section
 
 _ORIGIN = re.compile(r"\*|https?://[A-Za-z0-9.\-]+(:\d{1,5})?/?|https?://\[[0-9A-Fa-f:.]+\](:\d{1,5})?/?")
 
 
-class FrontSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FrontSection(Section, frozen=True, kw_only=True):
     """The HTTP server."""
 
     host: Annotated[str, Meta(description="Address to listen on.")] = "127.0.0.1"
