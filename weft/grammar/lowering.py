@@ -110,7 +110,7 @@ class _Lowering:
             case g.Text():
                 return self._text(part.text)
             case g.FreeText():
-                return self._until(part.ends, part.ends)
+                return self._until(part.ends, (*part.ends, *part.without))
             case g.Regex():
                 return Pattern(part.pattern)
             case g.JsonSchema():
