@@ -16,7 +16,8 @@ from tests.engine.group_rig import SETTINGS, TIMEOUT, GroupRig, Ranks, TableRunn
 from tests.scheduler.fake_runner import BAD_SEED, kv_config, submit
 from weft.common.errors import ConfigError, EngineDead, WeftError
 from weft.common.folder import private_folder
-from weft.engine.group import GroupExecutor, Links, Share
+from weft.engine.group import GroupExecutor
+from weft.engine.group_links import Links, Share
 from weft.engine.watch import HeadWatch, RankWatch
 from weft.engine.worker import GivenUp
 from weft.group import types as t
