@@ -279,10 +279,17 @@ class GroupRig(Rig):
         self.plans.append(plan)
         self.ranks.commits[plan.step] = self.last_commit
         handle = self.ranks.head.forward(plan)
-        self.ranks.head.sample(handle)
+        if not plan.constrained:
+            self.ranks.head.sample(handle)
         self.in_flight.append((plan, None))  # type: ignore[arg-type]
         self.handles.append(handle)
+        self.mask()
         return plan
+
+    def mask(self) -> None:
+        super().mask()
+        if self.handles and self.handles[0].sampled is None:
+            self.ranks.head.sample(self.handles[0], self.masks[self.handles[0].plan.step])
 
     def commit(self) -> None:
         result = self.ranks.head.read(self.handles[0])
@@ -290,6 +297,7 @@ class GroupRig(Rig):
         self.in_flight.popleft()
         self.last_commit = result.step
         self.hear(self.scheduler.commit(handle.plan, result, 0.0))
+        self.mask()
 
     def recover(self, lost: GroupLost | None = None) -> None:
         """As an engine would: whoever is lost is started anew, the rest keep what they have."""
