@@ -36,7 +36,7 @@ from weft.config.resolved import EngineConfig
 from weft.engine.balance import Balance
 from weft.engine.domain import Domain
 from weft.engine.grammars import AWAIT_S as GRAMMAR_S
-from weft.engine.grammars import GrammarSource, make_compiler
+from weft.engine.grammars import GrammarSource, ModelGrammars
 from weft.engine.group import GroupExecutor
 from weft.engine.request_spans import RequestSpans
 from weft.engine.room_start import make_rooms
@@ -117,7 +117,7 @@ class EngineCore:
         self._spans = None if spans is None else RequestSpans(spans, self._clock.now)
         if self.rooms is not None and self._spans is not None:
             self.rooms.tally.ended = self._spans.room_ended
-        self.grammars = grammars or GrammarSource(lambda: make_compiler(config))
+        self.grammars = grammars or GrammarSource(lambda: ModelGrammars(config))
         """Grammars of sequences, until they are compiled."""
         self.sources: list[AwaitedSource] = [self.grammars, *([] if self.rooms is None else [self.rooms])]
         """All of them are there before a loop begins, as it asks for ``sockets`` once."""
