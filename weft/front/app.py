@@ -22,6 +22,7 @@ from weft.front.metrics import CONTENT_TYPE
 from weft.front.middleware import OPEN_PATHS, AccessGate, ApiKeys, error_answer
 from weft.front.protocol.chat import ChatRequest
 from weft.front.protocol.completions import CompletionRequest
+from weft.front.responses.routes import add_responses
 
 READY_WINDOW = 30.0
 """Seconds within which the engine must have proved progress for the server to be ready."""
@@ -31,6 +32,7 @@ def build_app(front: Front) -> AccessGate:
     """The whole application over ``front``."""
     app = FastAPI(title="Weft", version=__version__, redirect_slashes=False, docs_url=None, redoc_url=None)
     _add_generation(app, front)
+    add_responses(app, front)
     add_messages(app, front)
     _add_models(app, front)
     _add_state(app, front)

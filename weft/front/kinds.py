@@ -6,11 +6,14 @@ from collections.abc import Callable
 
 from weft.front.messages.read import read_count, read_messages
 from weft.front.reading import Job, Reader
+from weft.front.responses.read import read_response, read_tokens
 
 KINDS: dict[str, Callable[[Reader, bytes], Job]] = {
     "chat": Reader.chat,
     "completions": Reader.completions,
     "messages": read_messages,
     "count": read_count,
+    "responses": read_response,
+    "response_tokens": read_tokens,
 }
 """By the name that ``serving.handle`` is called with."""

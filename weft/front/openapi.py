@@ -13,6 +13,8 @@ from weft.front.messages.protocol import CountRequest, MessagesRequest
 from weft.front.protocol.chat import ChatRequest
 from weft.front.protocol.completions import CompletionRequest
 from weft.front.protocol.parse import Body
+from weft.front.responses.events import DeletedResponse, InputItems, InputTokens, ResponseAnswer
+from weft.front.responses.protocol import ResponsesRequest, TokensRequest
 
 _SHOWN = (
     ChatRequest,
@@ -23,6 +25,12 @@ _SHOWN = (
     answers.ModelList,
     answers.ModelCard,
     answers.ErrorResponse,
+    ResponsesRequest,
+    TokensRequest,
+    ResponseAnswer,
+    DeletedResponse,
+    InputItems,
+    InputTokens,
     MessagesRequest,
     CountRequest,
     MessageAnswer,

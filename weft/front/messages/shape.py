@@ -10,6 +10,7 @@ import msgspec
 
 from weft.common.errors import ErrorInfo
 from weft.front.answers import Usage, to_json
+from weft.front.cached import cache_creation
 from weft.front.generation import Generation
 from weft.front.messages import events as e
 from weft.front.messages.content import Blocks
@@ -28,10 +29,10 @@ class MessagesShape:
     form = FORM
 
     def __init__(self, generation: Generation, *, block: int) -> None:
-        """``block``: tokens of a block of the prefix cache; 0 where nothing is cached."""
+        """``block``: see ``cache_creation``."""
         self._generation = generation
         self._block = block
-        self._facts = msgspec.msgpack.decode(generation.job.facts, type=Facts)
+        self._facts = msgspec.json.decode(generation.job.facts, type=Facts)
         self._id = "msg_" + secrets.token_hex(12)
         self._blocks = Blocks(omit_thoughts=self._facts.omit_thoughts)
         self._output = ChoiceOutput(generation.parser())
@@ -104,10 +105,3 @@ class MessagesShape:
             cache_read_input_tokens=cached,
             output_tokens=output,
         )
-
-
-def cache_creation(tokens: int, cached: int, block: int) -> int:
-    """Tokens of a prompt of which ``cached`` were found that are in full blocks of the cache afterwards, and
-    were not before. ``block``: see ``MessagesShape``.
-    """
-    return max(0, tokens // block * block - cached) if block else 0
