@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import secrets
 import time
 from collections.abc import Iterable, Iterator
 
@@ -37,7 +36,7 @@ class ChatShape:
         self._generation = generation
         self._asked = generation.job.asked
         self._tokenizer = generation.tokenizer
-        self._id = "chatcmpl-" + secrets.token_hex(12)
+        self._id = generation.named("chatcmpl-")
         self._created = int(time.time())
         self._outputs: dict[int, ChoiceOutput] = {}
         """Of a stream's choices that have begun."""

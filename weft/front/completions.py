@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import secrets
 import time
 from collections.abc import Iterable, Iterator
 
@@ -44,7 +43,7 @@ class CompletionShape:
         self._generation = generation
         self._asked = generation.job.asked
         self._tokenizer = generation.tokenizer
-        self._id = "cmpl-" + secrets.token_hex(12)
+        self._id = generation.named("cmpl-")
         self._created = int(time.time())
         self._echoed: set[int] = set()
         self._offsets: dict[int, _Offsets] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import threading
 from collections.abc import Mapping
 
@@ -54,6 +55,9 @@ class Generation:
         self._open = True
         self._lock = threading.Lock()
         """Held to build, and to close: a request may be given up while its thread still builds."""
+        self.id = ""
+        """What its answer is called, once it has a name."""
+        self._aborted = False
         self._held_bytes = 0
         """Of logprobs that wait for the end of an answer that is not streamed."""
 
@@ -156,7 +160,30 @@ class Generation:
                 raise EngineDead("the engine gave the request up")
             self._hold(delta)
             deltas.append(delta)
+        if self._aborted:
+            deltas += self._cut()
         return deltas
+
+    def named(self, prefix: str) -> str:
+        """Mints the answer's id, by which the generation can be aborted while it runs."""
+        self.id = prefix + secrets.token_hex(12)
+        self._front.running[self.id] = self
+        return self.id
+
+    def abort(self) -> None:
+        """Ends every open choice where it is, for "abort"."""
+        self._aborted = True
+        self.flow.wake()
+
+    def _cut(self) -> list[TextDelta]:
+        deltas = [choice.abort() for choice in self.choices]
+        for choice in self.choices:
+            self._front.links.finish(self.flow, choice.sequence)
+        return [delta for delta in deltas if delta is not None]
+
+    def spent(self) -> int:
+        """Tokens that the engine has worked on."""
+        return 0 if self._flow is None else self.usage().total_tokens
 
     def _hold(self, delta: TextDelta) -> None:
         """Bounds the logprobs that an answer collects. Raises InvalidRequest."""
@@ -198,6 +225,9 @@ class Generation:
             self._open = False
         if self._flow is not None:
             self._front.links.release(self._flow)
+            self._front.retry_after.ended(asyncio.get_running_loop().time())
+        if self.id:
+            self._front.running.pop(self.id, None)
         for made in self._ids:
             self._front.ids.release(made)
 

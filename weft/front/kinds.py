@@ -7,6 +7,7 @@ from collections.abc import Callable
 from weft.front.messages.read import read_count, read_messages
 from weft.front.reading import Job, Reader
 from weft.front.responses.read import read_response, read_tokens
+from weft.front.tokenizing import detokenize, tokenize
 
 KINDS: dict[str, Callable[[Reader, bytes], Job]] = {
     "chat": Reader.chat,
@@ -17,3 +18,6 @@ KINDS: dict[str, Callable[[Reader, bytes], Job]] = {
     "response_tokens": read_tokens,
 }
 """By the name that ``serving.handle`` is called with."""
+
+MADE: dict[str, Callable[[Reader, bytes], bytes]] = {"tokenize": tokenize, "detokenize": detokenize}
+"""Likewise what is answered without the engine: the answer's JSON."""

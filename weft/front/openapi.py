@@ -8,46 +8,22 @@ from typing import Any
 import msgspec
 
 from weft.front import answers
-from weft.front.messages.events import MessageAnswer, MessagesError, TokenCount
-from weft.front.messages.protocol import CountRequest, MessagesRequest
-from weft.front.protocol.chat import ChatRequest
-from weft.front.protocol.completions import CompletionRequest
 from weft.front.protocol.parse import Body
-from weft.front.responses.events import DeletedResponse, InputItems, InputTokens, ResponseAnswer
-from weft.front.responses.protocol import ResponsesRequest, TokensRequest
 
-_SHOWN = (
-    ChatRequest,
-    CompletionRequest,
-    answers.ChatCompletion,
-    answers.ChatChunk,
-    answers.Completion,
-    answers.ModelList,
-    answers.ModelCard,
-    answers.ErrorResponse,
-    ResponsesRequest,
-    TokensRequest,
-    ResponseAnswer,
-    DeletedResponse,
-    InputItems,
-    InputTokens,
-    MessagesRequest,
-    CountRequest,
-    MessageAnswer,
-    MessagesError,
-    TokenCount,
-)
+_shown: dict[type, None] = {}
+"""What routes have said that their requests and answers are."""
 
 
 def components() -> dict[str, Any]:
     """JSON schemas of everything that requests and answers are made of."""
-    _, schemas = msgspec.json.schema_components(_SHOWN, ref_template="#/components/schemas/{name}")
-    for request in (one for one in _SHOWN if issubclass(one, Body)):
+    _, schemas = msgspec.json.schema_components(tuple(_shown), ref_template="#/components/schemas/{name}")
+    for request in (one for one in _shown if issubclass(one, Body)):
         schemas[request.__name__]["additionalProperties"] = False
     return schemas
 
 
 def _json(schema: type) -> dict[str, Any]:
+    _shown[schema] = None
     return {"application/json": {"schema": {"$ref": f"#/components/schemas/{schema.__name__}"}}}
 
 
@@ -57,8 +33,7 @@ def _errors(*statuses: int, shape: type = answers.ErrorResponse) -> dict[str, An
 
 def _failures(error: type) -> dict[str, Any]:
     """What a route that reads a body may answer beside 200."""
-    busy = 529 if error is MessagesError else 503
-    return _errors(400, 401, 404, 413, 415, 429, 500, busy, 504, shape=error)
+    return _errors(400, 401, 403, 404, 408, 413, 415, 429, 431, 500, 503, 504, 529, shape=error)
 
 
 def generates(
@@ -66,7 +41,11 @@ def generates(
 ) -> dict[str, Any]:
     """What FastAPI can't see of a route that generates: its body and its answers. ``chunk``: what streams
     consist of; ``error``: the shape of a failure."""
-    events = chunk if isinstance(chunk, str) else f"events, each a {chunk.__name__}, then [DONE]"
+    if isinstance(chunk, str):
+        events = chunk
+    else:
+        events = f"events, each a {chunk.__name__}, then [DONE]"
+        _shown[chunk] = None
     content = _json(answer)
     content["text/event-stream"] = {
         "schema": {
@@ -96,7 +75,7 @@ def answers_of(request: type, answer: type, *, error: type = answers.ErrorRespon
 
 def returns(answer: type) -> dict[str, Any]:
     """The same for a route that only answers."""
-    return {"responses": {"200": {"description": "OK", "content": _json(answer)}, **_errors(401, 404)}}
+    return {"responses": {"200": {"description": "OK", "content": _json(answer)}, **_errors(401, 403, 404)}}
 
 
 def probes() -> dict[str, Any]:

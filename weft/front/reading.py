@@ -148,7 +148,7 @@ class Reader:
         may be asked for. Raises WeftError."""
         param = "messages" if asked.prompt_ids is None else "prompt_token_ids"
         if asked.prompt_ids is None:
-            prompt = self._rendered(asked)
+            prompt = self.rendered(asked)
         else:
             prompt = ChatPrompt(self._prompt(asked.prompt_ids, param, echo=False)[0], "")
         how = read_as(self.text, asked, prompt)
@@ -168,7 +168,8 @@ class Reader:
             thinking_budget=asked.thinking_budget,
         )
 
-    def _rendered(self, asked: Conversation) -> ChatPrompt:
+    def rendered(self, asked: Conversation) -> ChatPrompt:
+        """The prompt that the chat template makes. Raises WeftError."""
         try:
             return self.text.chat.encode(
                 asked.messages,

@@ -100,6 +100,7 @@ async def handle(
             held.enter_context(front.lifecycle.request())
             generation = Generation(front, times=times, deadline=deadline, seed=front.seeds.mint())
             held.callback(generation.close)
+            held.callback(lambda: front.doors.spend(request.scope, generation.spent()))
             times.mark("body is here")
             async with within(deadline):
                 await front.read(kind, await prepare(body), generation.build)

@@ -115,7 +115,8 @@ class InputPiece(msgspec.Struct, kw_only=True):
 
 
 class Ending(msgspec.Struct, kw_only=True):
-    stop_reason: StopReason
+    stop_reason: StopReason | None
+    """Null where the message was aborted."""
     stop_sequence: str | None
 
 

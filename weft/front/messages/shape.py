@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,7 +32,7 @@ class MessagesShape:
         self._generation = generation
         self._block = block
         self._facts = msgspec.json.decode(generation.job.facts, type=Facts)
-        self._id = "msg_" + secrets.token_hex(12)
+        self._id = generation.named("msg_")
         self._blocks = Blocks(omit_thoughts=self._facts.omit_thoughts)
         self._output = ChoiceOutput(generation.parser())
 
@@ -85,12 +84,14 @@ class MessagesShape:
             id=self._id, model=self._generation.job.asked.model, content=content, usage=self._usage(output)
         )
 
-    def _ending(self) -> tuple[e.StopReason, str | None]:
+    def _ending(self) -> tuple[e.StopReason | None, str | None]:
         """Why the message ended, and the stop sequence that did it."""
         choice = self._generation.choices[0]
         if choice.finish_reason == "length":
             cut = self._generation.job.prompts[0].max_tokens < self._facts.max_tokens
             return ("model_context_window_exceeded" if cut else "max_tokens"), None
+        if choice.finish_reason == "abort":
+            return None, None
         if isinstance(choice.stop_reason, str):
             return "stop_sequence", choice.stop_reason
         return ("tool_use" if any(call.whole for call in self._output.calls) else "end_turn"), None

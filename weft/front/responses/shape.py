@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -44,7 +43,7 @@ class ResponsesShape:
         self._events = 0
         self._opened = False
         self._answer = e.ResponseAnswer(
-            id="resp_" + secrets.token_hex(24),
+            id=generation.named("resp_"),
             created_at=int(time.time()),
             model=generation.job.asked.model,
             **self._facts.repeats,
@@ -93,11 +92,12 @@ class ResponsesShape:
     def _end(self, usage: Usage) -> list[e.Event]:
         """Completes the answer; the events of its last item."""
         answer = self._answer
-        cut = self._generation.choices[0].finish_reason == "length"
+        reason = self._generation.choices[0].finish_reason
+        cut = reason != "stop"
         events = self._items.close(whole=not cut)
         answer.output = self._items.done
         answer.status = "incomplete" if cut else "completed"
-        answer.incomplete_details = e.IncompleteDetails() if cut else None
+        answer.incomplete_details = e.IncompleteDetails() if reason == "length" else None
         answer.completed_at = None if cut else int(time.time())
         answer.usage = self._usage(usage)
         return events
