@@ -29,6 +29,8 @@ peer with an older version:
     4   grammar, pooling and explain of Submit, embedding and cache_miss of TokenEvent
 """
 MAX_FRAME = 64 << 20
+READINESS_SALT = "weft readiness"
+"""Salt of the sequences with which fronts see whether heads make tokens."""
 
 
 Role: TypeAlias = Literal["unified", "prefill", "decode"]
