@@ -9,7 +9,6 @@ import msgspec
 
 from weft.common.errors import ErrorInfo
 from weft.front.answers import Usage, to_json
-from weft.front.cached import cache_creation
 from weft.front.generation import Generation
 from weft.front.messages import events as e
 from weft.front.messages.content import Blocks
@@ -17,6 +16,7 @@ from weft.front.messages.conversion import Facts
 from weft.front.messages.errors import error_body, translated
 from weft.front.outputs import ChoiceOutput
 from weft.front.streaming import StreamForm
+from weft.front.token_counts import cache_creation, thought_tokens
 from weft.text.choice import TextDelta
 
 FORM = StreamForm(named=True, idle=b'event: ping\ndata: {"type": "ping"}\n\n', end=b"")
@@ -62,6 +62,7 @@ class MessagesShape:
             cache_creation_input_tokens=made.cache_creation_input_tokens,
             cache_read_input_tokens=made.cache_read_input_tokens,
             output_tokens=made.output_tokens,
+            output_tokens_details=made.output_tokens_details,
         )
         reason, stop = self._ending()
         return [
@@ -100,9 +101,12 @@ class MessagesShape:
         tokens = self._generation.job.prompts[0].count
         cached = self._generation.choices[0].num_cached
         created = cache_creation(tokens, cached, self._block)
+        thinking = thought_tokens(self._generation.tokenizer, self._output.reasoning, output)
         return e.MessageUsage(
             input_tokens=tokens - cached - created,
             cache_creation_input_tokens=created,
             cache_read_input_tokens=cached,
             output_tokens=output,
+            cache_creation=e.CacheCreation(ephemeral_5m_input_tokens=created),
+            output_tokens_details=e.ThinkingTokens(thinking_tokens=thinking),
         )

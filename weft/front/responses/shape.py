@@ -10,7 +10,6 @@ import msgspec
 
 from weft.common.errors import ErrorInfo
 from weft.front.answers import Usage, to_json
-from weft.front.cached import cache_creation
 from weft.front.generation import Generation
 from weft.front.logprobs import chat_logprobs
 from weft.front.outputs import ChoiceOutput
@@ -19,6 +18,7 @@ from weft.front.responses.content import Items
 from weft.front.responses.conversion import Facts
 from weft.front.responses.store import ResponseStore, Stored
 from weft.front.streaming import StreamForm
+from weft.front.token_counts import cache_creation, thought_tokens
 from weft.text.choice import TextDelta
 from weft.text.logprobs import Logprobs
 
@@ -118,17 +118,15 @@ class ResponsesShape:
 
     def _usage(self, usage: Usage) -> e.ResponseUsage:
         tokens, cached = usage.prompt_tokens, self._generation.choices[0].num_cached
-        thought = self._output.reasoning
-        thinking = len(self._generation.tokenizer.encode(thought)) if thought else 0
+        output = usage.completion_tokens
+        thinking = thought_tokens(self._generation.tokenizer, self._output.reasoning, output)
         return e.ResponseUsage(
             input_tokens=tokens,
             input_tokens_details=e.InputTokensDetails(
                 cached_tokens=cached, cache_write_tokens=cache_creation(tokens, cached, self._block)
             ),
-            output_tokens=usage.completion_tokens,
-            output_tokens_details=e.OutputTokensDetails(
-                reasoning_tokens=min(thinking, usage.completion_tokens)
-            ),
+            output_tokens=output,
+            output_tokens_details=e.OutputTokensDetails(reasoning_tokens=thinking),
             total_tokens=usage.total_tokens,
         )
 
