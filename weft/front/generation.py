@@ -21,10 +21,9 @@ from weft.text.choice import Choice, TextDelta
 from weft.text.parsing.parser import OutputParser
 from weft.text.stop import Stops
 from weft.text.submit import minted_seed, submits_of
-from weft.types.messages import Submit, ids_to_bytes
+from weft.types.messages import READINESS_SALT, Submit, ids_to_bytes
 from weft.types.sampling import SEED_MASK, TokenParams
 
-PROBE_SALT = "weft readiness"
 MAX_SUBMITTED = 128 << 20
 """Bytes of prompts that one request may send to the engine, each choice with its own."""
 
@@ -244,7 +243,7 @@ async def probe(front: Front) -> None:
             seed=0,
             prompt_ids=ids_to_bytes([0]),
             params=TokenParams(temperature=0.0, max_tokens=1),
-            salt=PROBE_SALT,
+            salt=READINESS_SALT,
         )
         for sequence, request in zip(ids[::2], ids[1::2], strict=True)
     ]
