@@ -159,6 +159,7 @@ class Reader:
         else:
             prompt = self._given(asked.prompt_ids)
         output = output_of(asked, prompt)
+        self._check_budget(asked)
         params = asked.params
         room = self.limits.max_model_len - len(prompt.ids)
         if clip and params.max_tokens is not None and params.max_tokens > room >= 1:
@@ -174,6 +175,20 @@ class Reader:
             sharing=asked.sharing,
             thinking_budget=asked.thinking_budget,
         )
+
+    def _check_budget(self, asked: Conversation) -> None:
+        name = "thinking_token_budget"
+        if asked.thinking_budget is None:
+            return
+        if not self.text.output.thought_end:
+            raise InvalidRequest(
+                "this model has no thoughts that the server knows; name their format with --reasoning-parser",
+                param=name,
+            )
+        if asked.params.logprobs is not None:
+            raise InvalidRequest(
+                "the tokens that end a thought for its budget have no logprobs; send either", param=name
+            )
 
     def _given(self, ids: list[int]) -> ChatPrompt:
         """A prompt that the client has rendered itself."""
