@@ -9,9 +9,10 @@ import pytest
 from weft.config.budget import with_budget
 from weft.config.sections import SchedulerSection
 from weft.launch.sim_plan import advice, divisions, table
-from weft.sim.deployment import Deployment, Groups, Outcome, Wire
+from weft.sim.deployment import Deployment, Groups, Outcome
 from weft.sim.engine import kv_config, simulate
 from weft.sim.presets import load
+from weft.sim.transfers import Wire
 from weft.sim.workload import Arrival, Lengths, poisson
 
 COST = load("spool-text-cpu")

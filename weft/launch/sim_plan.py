@@ -17,9 +17,10 @@ from weft.config.flags import parse_size
 from weft.config.sections import SchedulerSection
 from weft.routing.policy import DEFAULT_BLOCK
 from weft.scheduler.step_cost import CostModel
-from weft.sim.deployment import Deployment, Groups, Outcome, Wire
+from weft.sim.deployment import Deployment, Groups, Outcome
 from weft.sim.engine import kv_config
 from weft.sim.presets import PRESETS, load
+from weft.sim.transfers import Wire
 from weft.sim.workload import Arrival, Lengths, poisson, read_trace
 
 _POSITIVE = click.FloatRange(0, min_open=True)

@@ -11,10 +11,8 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from weft.common.errors import ErrorInfo, WeftError
 from weft.config.resolved import KVConfig
 from weft.config.sections import SchedulerSection, TransferSection
 from weft.kv.prefix_log import PrefixLog
@@ -28,6 +26,7 @@ from weft.sim.device import FakeDevice
 from weft.sim.engine import VOCABULARY, depth_of
 from weft.sim.metrics import Latency, Stream, gaps, rate
 from weft.sim.timeline import Timeline
+from weft.sim.transfers import TransferRooms, Wire
 from weft.sim.workload import Arrival, Prompts, in_order
 from weft.types import messages as m
 from weft.types import rooms as r
@@ -60,17 +59,6 @@ class Groups(NamedTuple):
         return [(f"{role}{number}", role) for count, role in roles for number in range(count)]
 
 
-class Wire(NamedTuple):
-    """What lies between two groups."""
-
-    position_bytes: float
-    """Of the cache of one position, all layers."""
-    bandwidth: float
-    """Bytes a second, of each sending group."""
-    latency: float = 1e-3
-    """Seconds of a message between two heads."""
-
-
 class Outcome(NamedTuple):
     """Of one run. Times in seconds."""
 
@@ -92,25 +80,6 @@ class Outcome(NamedTuple):
     """Group -> part of the time that its device computed, 0 .. 1."""
     good: float
     """Share of the requests that met both limits, 0 .. 1."""
-
-
-@dataclass(slots=True)
-class _Room:
-    """A transfer, as both ends and the wire know it."""
-
-    sender: Group
-    receiver: Group | None = None
-    length: int = 0
-    start: int = 0
-    """Positions before it are there already."""
-    bound: bool = False
-    waiting: list[tuple[int, int]] = field(default_factory=list)
-    """Positions that are computed, and whose receiver has no blocks yet."""
-    arrives: float = 0.0
-    """When the latest of what has left arrives."""
-    first: r.FirstToken | None = None
-    computed: float = 0.0
-    """When it was finished."""
 
 
 class Group:
@@ -149,7 +118,7 @@ class Group:
     def submit(self, submit: m.Submit) -> list[m.TokenEvent]:
         events = self.scheduler.add(submit, self._deployment.now)
         if submit.room is not None:
-            self._deployment.open_room(submit.room, self)
+            self._deployment.rooms.open(submit.room, self)
         return events
 
     def finish(self, sequence: int) -> list[m.TokenEvent]:
@@ -180,6 +149,11 @@ class Group:
 
     # ---- its loop
 
+    def heard(self, events: list[m.TokenEvent]) -> None:
+        """Its scheduler has heard of a room, and told ``events``."""
+        self._deployment.tell(self, self.protocol.events(events))
+        self.turn()
+
     def hear(self, message: m.ToHead) -> None:
         """The front has sent ``message``."""
         self._deployment.tell(self, self.protocol.on(_FRONT, message))
@@ -190,7 +164,7 @@ class Group:
         deployment = self._deployment
         now = deployment.now
         deployment.tell(self, self.protocol.events(self.scheduler.expire(now)))
-        deployment.serve_rooms(self)
+        deployment.rooms.serve(self)
         depth = depth_of(self._section)
         while len(self._in_flight) < depth:
             builder = self.scheduler.build(now)
@@ -200,7 +174,7 @@ class Group:
             complete = self.device.launch(plan, now)
             self._in_flight.append((plan, now, complete))
             deployment.timeline.at(complete, None, self._commit)
-            deployment.serve_rooms(self)
+            deployment.rooms.serve(self)
 
     def _commit(self) -> None:
         plan, began, _ = self._in_flight.popleft()
@@ -211,7 +185,7 @@ class Group:
         self._completed = now
         for op in plan.ops:
             if isinstance(op, Export):
-                deployment.send(op.key, op.start, op.end)
+                deployment.rooms.send(op.key, op.start, op.end)
         deployment.tell(self, self.protocol.events(events, self.scheduler.steps))
         self.turn()
 
@@ -236,18 +210,15 @@ class Deployment:
         self.timeline = Timeline(seed)
         self.streams: dict[int, Stream] = {}
         self.refused = 0
-        self._wire = wire
         self._arrivals = in_order(arrivals)
         self._prompts = Prompts(VOCABULARY, shared, seed)
         self._groups = groups
-        self._rooms: dict[r.RoomKey, _Room] = {}
-        self._exposed: list[float] = []
         self.groups = {
             name: Group(self, name, role, kv, section, cost, noise, seed + number)
             for number, (name, role) in enumerate(groups.names())
         }
         self.fleet = Fleet(dict.fromkeys(self.groups, ""), PATIENCE, front="front")
-        self._dims = r.GroupDims(
+        dims = r.GroupDims(
             ranks=1,
             kinds=tuple(
                 r.KindDims(
@@ -262,6 +233,8 @@ class Deployment:
                 for pool in kv.pools
             ),
         )
+
+        self.rooms = TransferRooms(self.timeline, wire, self.groups, dims)
 
     @property
     def now(self) -> float:
@@ -336,94 +309,6 @@ class Deployment:
             group.turn()
         self.timeline.at(self.now + HEARTBEAT_S, None, self._heartbeat)
 
-    # ---- between groups
-
-    def open_room(self, ticket: r.RoomTicket, group: Group) -> None:
-        """``group`` has a part in the room of ``ticket``."""
-        if ticket.sends:
-            self._room(ticket.key, group)
-        else:
-            self._room(ticket.key, self.groups[ticket.peer.name]).receiver = group
-
-    def _room(self, key: r.RoomKey, sender: Group) -> _Room:
-        return self._rooms.setdefault(key, _Room(sender))
-
-    def serve_rooms(self, group: Group) -> None:
-        """Carries out what the scheduler of ``group`` asks of its rooms."""
-        for request in group.scheduler.room_requests():
-            room = self._rooms.get(request.key)
-            if room is not None:
-                self._serve(group, room, request)
-
-    def _serve(self, group: Group, room: _Room, request: r.RoomRequest) -> None:
-        match request:
-            case r.OfferRoom(key, num_prompt):
-                room.length = num_prompt
-                self._offer(room, key)
-            case r.ReserveRoom(key, start):
-                room.bound, room.start = True, start
-                self._said(room.sender, r.RoomBound(key, start))
-                for first, end in room.waiting:
-                    self._leave(room, first, end)
-                room.waiting.clear()
-                self._finished(room, key)
-            case r.PostponeRoom(key, seconds):
-                self.timeline.at(self.now + seconds, None, self._offer, room, key)
-            case r.FinishRoom(key, first):
-                room.first, room.computed = first, self.now
-                self._finished(room, key)
-            case r.RefuseRoom(key, error) | r.CancelRoom(key, error):
-                self._fail(room, key, error)
-
-    def _offer(self, room: _Room, key: r.RoomKey) -> None:
-        if room.receiver is not None and key in self._rooms:
-            offer = r.Admitted(key=key, num_prompt=room.length, dims=self._dims)
-            self._said(room.receiver, r.RoomWanted(key, offer))
-
-    def send(self, key: r.RoomKey, start: int, end: int) -> None:
-        """Positions ``start`` .. end - 1 are computed."""
-        room = self._rooms.get(key)
-        if room is None:
-            return
-        if room.bound:
-            self._leave(room, start, end)
-        else:
-            room.waiting.append((start, end))
-
-    def _leave(self, room: _Room, start: int, end: int) -> None:
-        positions = max(end - max(start, room.start), 0)
-        begins = max(self.now, room.sender.link_free_at)
-        room.sender.link_free_at = begins + positions * self._wire.position_bytes / self._wire.bandwidth
-        room.arrives = room.sender.link_free_at + self._wire.latency
-
-    def _finished(self, room: _Room, key: r.RoomKey) -> None:
-        if room.bound and room.first is not None:
-            self.timeline.at(max(room.arrives, self.now + self._wire.latency), None, self._land, room, key)
-
-    def _land(self, room: _Room, key: r.RoomKey) -> None:
-        if self._rooms.pop(key, None) is None or room.first is None or room.receiver is None:
-            return
-        self._exposed.append(self.now - room.computed)
-        self._happened(room.receiver, r.RoomLanded(key, (room.first,)))
-        self._said(room.sender, r.RoomLanded(key))
-
-    def _fail(self, room: _Room, key: r.RoomKey, error: ErrorInfo | None) -> None:
-        """With no ``error`` the sequence ended at its first token."""
-        del self._rooms[key]
-        why = error or WeftError("the sequence has ended").info()
-        for group in (room.sender, room.receiver):
-            if group is not None:
-                self._said(group, r.RoomFailed(key, why))
-                self._said(group, r.RoomFreed(key))
-
-    def _said(self, group: Group, event: r.RoomEvent) -> None:
-        """The other head says so: ``group`` hears of it after a while."""
-        self.timeline.at(self.now + self._wire.latency, None, self._happened, group, event)
-
-    def _happened(self, group: Group, event: r.RoomEvent) -> None:
-        self.tell(group, group.protocol.events(group.scheduler.room(event, self.now)))
-        group.turn()
-
     # ---- what came of it
 
     def _outcome(self, limits: tuple[float, float]) -> Outcome:
@@ -443,7 +328,7 @@ class Deployment:
             itl=Latency.of(gaps(streams)),
             tpot=Latency.of(paces),
             output_rate=rate(sum(len(stream.times) for stream in streams), now),
-            exposed=Latency.of(self._exposed),
+            exposed=Latency.of(self.rooms.exposed),
             busy={
                 name: min(group.device.busy / now, 1.0) if now else 0.0 for name, group in self.groups.items()
             },
