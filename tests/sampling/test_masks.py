@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.sampling.test_sampler import MANY, entry
+from weft.common.errors import EngineDead
 from weft.ops import cpu
 from weft.ops import sampling as ops
 from weft.ops.cpu import sampling as direct
 from weft.runner import sampler as module
-from weft.types.plan import TokenMasks, column
+from weft.types.plan import Segment, StepPlan, TokenMasks, column
 from weft.types.sampling import TokenParams
 
 VOCAB = 1043
@@ -153,9 +155,6 @@ def test_both_forms_of_masks_agree(dtype: torch.dtype, vocab: int, extension: No
 
 
 def test_masks_that_cannot_be_right_are_refused() -> None:
-    from weft.common.errors import EngineDead
-    from weft.types.plan import Segment, StepPlan
-
     decode = Segment(slot=column([1]), gen=column([1]), sample=column([1]))
     plan: Any = StepPlan(step=3, decode=decode, constrained=True)
     good = TokenMasks(entries=column([0]), words=np.zeros(WORDS, np.int32))
@@ -169,3 +168,42 @@ def test_masks_that_cannot_be_right_are_refused() -> None:
             bad.check(plan, VOCAB)
     with pytest.raises(EngineDead, match="not constrained"):
         good.check(replace(plan, constrained=False), VOCAB)
+
+
+class _NoReadBack(TorchDispatchMode):
+    """Fails on what makes a GPU's host wait for one value."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default, "a value was read back"
+        return func(*args, **(kwargs or {}))
+
+
+def test_masks_are_applied_without_reading_a_value_back() -> None:
+    x, words = torch.randn(3, VOCAB), torch.full((3, WORDS), 8, dtype=torch.int32)
+    with _NoReadBack():
+        ops.allow_bits_(x, words)
+    assert (x > -INF).nonzero()[:, 1].tolist() == list(range(3, VOCAB, 32)) * 3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cuda_masks_as_the_cpu_does(make: SimpleNamespace, dtype: torch.dtype) -> None:
+    of = make.scene(len(MANY), VOCAB, seed=4)
+    index = list(range(len(MANY)))
+    masks = random_masks(np.random.default_rng(2), index[1::2])
+    made = []
+    for device in ("cpu", "cuda"):
+        sampler = make.sampler(MANY, vocab=VOCAB, seeds=of.seeds, device=device)
+        rows = make.rows(index, index, of.positions, device=device)
+        moved = [t.to(device) for t in (of.logits.to(dtype), of.history, of.num_prompt)]
+        torch.cuda.synchronize()
+        if device == "cuda":
+            sampler.sample(moved[0], rows, moved[1], moved[2], masks)
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            made.append(sampler.sample(moved[0], rows, moved[1], moved[2], masks))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert made[1].tokens.cpu().equal(made[0].tokens)
+    assert made[1].error.cpu().equal(made[0].error)
