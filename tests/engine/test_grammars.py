@@ -1,4 +1,5 @@
-"""Grammars through whole engines: compiled beside the loop, over processes, prefill and decode apart, lost heads.
+"""Grammars through whole engines: compiled beside the loop, over processes, prefill and decode apart, when
+heads are lost.
 
 Every output is checked against its grammar by a parser of its own: ``re``, ``json``.
 """
@@ -28,6 +29,7 @@ from weft import LLM, AsyncLLM, SamplingParams
 from weft.common.errors import InvalidRequest
 from weft.config.flags import from_keywords
 from weft.config.resolve import resolve
+from weft.engine.core import EngineCore
 from weft.engine.grammars import GrammarSource, ModelGrammars
 from weft.grammar import build
 from weft.scheduler.sequence import Running
@@ -110,6 +112,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "steps_in_flight": 2,
         "speculative_method": "ngram",
         "num_speculative_tokens": 2,
+        "speculative_adaptive": False,
     },
     "two replicas": {"data_parallel_size": 2},
 }
@@ -196,8 +199,6 @@ def test_a_compile_stops_nobody_else_and_wakes_the_loop_when_it_is_done(
     folder = with_tokenizer(tmp_path, "full")
     config = resolve(from_keywords({"model": str(folder), "device": "cpu", "max_model_len": MAX_LEN}))
     slow = Slow(ModelGrammars(config))
-    from weft.engine.core import EngineCore
-
     core = EngineCore(config, progress=False, grammars=GrammarSource(lambda: slow.made))
     served = Served(core, f"ipc://{tmp_path}/head")
     front = served.front()
