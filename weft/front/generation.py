@@ -82,6 +82,7 @@ class Generation:
         given = job.params.seed
         seed = self._seed if given is None else given & SEED_MASK
         stops = Stops(job.params.stop)
+        visible = self._front.text.output.visible_for(job.output)
         owner = self._front.ids.mint()
         self._ids.append(owner)
         for number, prompt in enumerate(job.prompts):
@@ -108,6 +109,7 @@ class Generation:
                 continues=job.continues,
                 stops=stops,
                 keep_logprobs=not job.asked.stream,
+                visible=visible,
             )
             self.choices.append(choice)
         self._by_sequence = {choice.sequence: choice for choice in self.choices}
