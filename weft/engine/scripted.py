@@ -205,9 +205,6 @@ class ScriptedEngine:
 
     # -- what its loop asks
 
-    def follow_prefixes(self) -> None:
-        """It has no cache, and nothing to tell of one."""
-
     def check(self) -> None:
         """There are no ranks to look after."""
 
