@@ -200,10 +200,10 @@ class ScriptedEngine:
             block_size=kv.block_size,
         )
 
-    # -- what its loop asks
-
     def follow_prefixes(self) -> None:
-        """It has no cache, and nothing to tell of one."""
+        """It has no prefix cache of which it could tell."""
+
+    # -- what its loop asks
 
     def check(self) -> None:
         """There are no ranks to look after."""
