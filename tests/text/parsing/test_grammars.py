@@ -28,7 +28,7 @@ from weft.text.tokenizer import Tokenizer
 from weft.types.grammar import Grammar, JsonSchema, Text
 
 pytest.importorskip("llguidance")
-NAMES = sorted(FAMILIES.keys() - {"python_tag", "mistral_list"})
+NAMES = sorted(FAMILIES.keys() - {"python_tag", "mistral_list", "bare"})
 _TOKEN = re.compile(r"</?[^\s\"=]+>|\[/?[A-Z_]+\]")
 
 

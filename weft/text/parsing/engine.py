@@ -64,6 +64,7 @@ class OutputEngine:
         tools = {tool.name: tool for tool in spec.tools} if spec.tool_calls else {}
         self._calls = CallReader(self.tape, tools, parallel=spec.parallel)
         self._tells_calls = bool(tools)
+        self._ways = declared.ways(strict=any(tool.strict for tool in tools.values()))
         self._tells_thoughts = spec.reasoning
         self._thought: Thought | None = None
         self._in_thought = spec.in_reasoning and spec.reasoning
@@ -205,7 +206,7 @@ class OutputEngine:
         elif self._tells_thoughts:
             for thought in declared.thoughts:
                 yield Mark(thought.open, "open", line_start=True)
-        for call in declared.calls if calls else ():
+        for call in self._ways if calls else ():
             if self._in_thought and call.line_start:
                 continue
             for trigger in call.triggers:
@@ -255,7 +256,7 @@ class OutputEngine:
     def _call(self, mark: Mark, start: int) -> Reading[bool]:
         """A call at ``start``, in the first of the declared ways that fits."""
         farthest = start
-        for call in self._format.calls:
+        for call in self._ways:
             if mark.text not in call.triggers and mark.text != call.own_trigger:
                 continue
             self.tape.at = start
