@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.text.parsing.checks import read
-from tests.text.parsing.families import FAMILIES, SPEC, Calls, by_value
+from tests.text.parsing.families import FAMILIES, SPEC, Call, Calls, by_value
 from tests.text.parsing.outputs import Maker
 
 
@@ -43,7 +43,8 @@ def written(tokenizer: Any, calls: Calls) -> str:
 def test_reads_what_the_reference_writes(tokenizer: Any, seed: int) -> None:
     family = FAMILIES["mistral_list"]
     maker = Maker(family, random.Random(seed))
-    calls = maker.calls()
+    known = [call for call in maker.calls().calls if "." not in call.name]  # it takes no dots
+    calls = Calls(tuple(known) or (Call("get", {"days": 1}),))
     text = written(tokenizer, calls)
     assert text.startswith("[TOOL_CALLS]")
     events = read(family.declared, SPEC, maker.pieces(text))

@@ -244,6 +244,26 @@ def test_a_bare_call_beside_tags_is_none_where_a_grammar_holds_calls() -> None:
     assert hermes(f"<tool_call>{one}</tool_call>", spec) == call(0, "get", '{"days": 1}')
 
 
+def test_a_call_in_a_block_of_code_is_an_example() -> None:
+    one = '{"name": "get", "parameters": {"days": 1}}'
+    declared = FAMILIES["llama3_json"].declared
+    for text in (f"```json\n{one}\n```", f"So:\n\n  ```\n\n{one}\n```\nDone."):
+        assert read(declared, SPEC, [text]) == [Content(text)]
+        assert read(declared, SPEC, list(text)) == [Content(text)]
+    text = f"```\nx\n```\n{one}"
+    assert read(declared, SPEC, list(text)) == [Content("```\nx\n```"), *call(0, "get", '{"days": 1}')]
+    text = "```\n<think>\n```\n<think>a</think>b"
+    assert hermes(text) == [Content("```\n<think>\n```"), Reasoning("a"), Content("b")]
+
+
+def test_a_prompt_that_ended_inside_of_a_channel() -> None:
+    text = "hm<|end|>?<|start|>assistant<|channel|>final<|message|>yes"
+    spec = OutputSpec(tools=TOOLS, tool_calls=True, reasoning=True, in_reasoning=True)
+    declared = FAMILIES["gpt_oss"].declared
+    assert read(declared, spec, [text]) == [Reasoning("hm"), Content("?yes")]
+    assert read(declared, spec, list(text)) == [Reasoning("hm"), Content("?yes")]
+
+
 def test_no_trigger_is_a_prefix_of_another() -> None:
     for thinking in (None, *THOUGHTS.values()):
         for calling in (None, *CALLS.values()):
