@@ -14,7 +14,7 @@ FACTOR = 300
 """Characters looked at or copied for one of the output, at most: white space is looked at again while it may
 belong to a mark."""
 GROWTH = 1.1
-SIZE = 2_000
+SIZE = 1_500
 
 BAD: dict[str, Callable[[int], str]] = {
     "brackets": lambda size: "[" * size,
