@@ -322,7 +322,7 @@ class _Reader:
         if value not in FORMATS:
             known = ", ".join(sorted([*FORMATS, *INTEGERS, *NOTES]))
             raise InvalidRequest(f"format {_shown(value)} is not supported (at {at}); there are: {known}")
-        pattern = {"pattern": _anchored(FORMATS[value])}
+        pattern = {"pattern": _anchored(self._pattern(f"^(?:{FORMATS[value]})$", at))}
         return {"": [pattern]} if "pattern" in schema else pattern
 
     def _pattern(self, pattern: str, at: str) -> str:
