@@ -345,9 +345,9 @@ def page(result: dict[str, Any]) -> str:
     lines = [
         "# Grammar backends: JSON schemas",
         "",
-        f"{result['machine']}; `python -m bench.grammars`; {result['schemas']:,} schemas. Times are CPU time. A",
-        "walk draws tokens from the masks; texts near valid values are tried, too. What is accepted is judged by",
-        "jsonschema with exact decimals, formats checked.",
+        f"{result['machine']}; `python -m bench.grammars`; {result['schemas']:,} schemas. Times: CPU time.",
+        "A walk draws tokens from the masks; texts near valid values are tried, too. What is accepted is",
+        "judged by jsonschema with exact decimals, formats checked.",
         "",
         "| " + " | ".join(titles) + " |",
         "|" + "---|" * len(titles),
