@@ -48,6 +48,8 @@ def _one(schema: Any) -> Any:
     if schema is False:
         _refuse("a schema that is false")
     schema = _without_all_of(schema)
+    if not schema:
+        return True
     for key in ("enum", "const"):
         if key in schema:
             return _constants(schema, key)
