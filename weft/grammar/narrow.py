@@ -123,7 +123,7 @@ def _of_type(kind: str, keys: dict[str, Any]) -> dict[str, Any]:
 def _length(keys: dict[str, Any]) -> str:
     """Bounds of length as a pattern: with the keywords for it xgrammar takes control characters, too."""
     least, most = keys.get("minLength", 0), keys.get("maxLength", "")
-    return rf'^[^"\\\u0000-\u001f]{{{least},{most}}}$'
+    return rf'^[^"\\\u0000-\u001f\ud800-\udfff]{{{least},{most}}}$'
 
 
 def _whole_bounds(keys: dict[str, Any]) -> dict[str, Any]:

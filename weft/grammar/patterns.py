@@ -53,11 +53,11 @@ RUST = Dialect(
 )
 ECMA = Dialect(anything=r"[^\u0000]*", code=r"\u%04x", most_code=0xFFFF, optional="{0,1}")
 JSON_STRING = Dialect(
-    anything=r'[^"\\\u0000-\u001f]*',
+    anything=r'[^"\\\u0000-\u001f\ud800-\udfff]*',
     code=r"\u%04x",
     most_code=0xFFFF,
     optional="{0,1}",
-    excluded=r'"\\\u0000-\u001f',
+    excluded=r'"\\\u0000-\u001f\ud800-\udfff',
 )
 """Of the characters that stand for themselves in a string of JSON."""
 

@@ -57,7 +57,7 @@ class XgrammarCompiler:
     def compile(self, grammar: Grammar) -> XgrammarGrammar:
         check_tree(grammar, self.name)
         controls = self._vocabulary.controls
-        tag = to_format(lower(grammar, controls), controls, _json_rules, _client_rules)
+        tag = to_format(lower(grammar, controls), controls, _json_format, _client_rules)
         try:
             compiled = self._compiler.compile_structural_tag(
                 json.dumps({"type": "structural_tag", "format": tag})
@@ -161,20 +161,23 @@ MAX_WHITE_SPACE = 17
 """Characters between two parts of a JSON value that is not compact; see ``lark.WHITE_SPACE``."""
 
 
-def _json_rules(node: Json) -> str:
+def _json_format(node: Json) -> dict[str, Any]:
     schema = narrow(read_schema(node.schema, XGRAMMAR))
+    if not node.compact:
+        return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_WHITE_SPACE}
+    text = json.dumps(schema, ensure_ascii=False)
+    if not text.isascii():
+        # the library's own text of a grammar, the only way to these separators, spoils such characters
+        raise InvalidRequest(
+            "characters beyond ASCII in a schema of compact JSON are not supported by xgrammar"
+        )
     try:
-        if node.compact:
-            grammar = xgrammar.Grammar.from_json_schema(
-                json.dumps(schema), any_whitespace=False, separators=(", ", ": "), strict_mode=False
-            )
-        else:
-            grammar = xgrammar.Grammar.from_json_schema(
-                json.dumps(schema), max_whitespace_cnt=MAX_WHITE_SPACE, strict_mode=False
-            )
+        grammar = xgrammar.Grammar.from_json_schema(
+            text, any_whitespace=False, separators=(", ", ": "), strict_mode=False
+        )
     except RuntimeError as error:
         raise InvalidRequest(f"the JSON schema cannot be compiled: {_plain(error)}") from None
-    return str(grammar)
+    return {"type": "grammar", "grammar": str(grammar)}
 
 
 def _client_rules(source: str) -> str:
