@@ -252,6 +252,28 @@ def test_matchers_of_one_grammar_do_not_meet(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_white_space_in_json_comes_to_an_end(backend: str) -> None:
+    rig = Rig(backend)
+    matcher = rig.compile(OBJECT).matcher()
+    assert matcher.accept(rig.ids("{")[0])
+    blank = rig.ids(" ")[0]
+    for taken in range(40):
+        if not matcher.accept(blank):
+            break
+    assert 0 < taken < 20
+
+
+def test_what_xgrammar_would_spoil_is_refused() -> None:
+    rig = Rig("xgrammar")
+    assert "begins as it ends" in rig.refusal(FreeText(ends=("abcab",)))
+    rig.check(schema({"enum": ["é"]}), ['"é"'], ['"e"'])
+    assert "beyond ASCII" in rig.refusal(schema({"enum": ["é"]}, compact=True))
+    slow = " ".join(f"r{n}" for n in range(400))
+    rules = "\n".join(f'r{n}: r{(n * 7 + 1) % 400}? "a" | r{(n * 3) % 400}*' for n in range(400))
+    assert "too complex" in rig.refusal(ContextFree(f"start: {slow}\n{rules}"))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_what_no_output_satisfies_is_refused(backend: str) -> None:
     rig = Rig(backend)
     assert "no output" in rig.refusal(ContextFree("start: start"))

@@ -7,6 +7,7 @@ end id is allowed exactly where the grammar may end, or where the grammar itself
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,6 +34,8 @@ except ImportError:
     ) from None
 
 _MESSAGE_CHARS = 300
+MAX_MASK_S = 0.2
+"""CPU time of a grammar's first mask. The library has no limits, and a step waits for its masks."""
 
 
 class XgrammarCompiler:
@@ -65,10 +68,7 @@ class XgrammarCompiler:
         except RuntimeError as error:
             raise InvalidRequest(f"the grammar cannot be compiled: {_plain(error)}") from None
         result = XgrammarGrammar(compiled, self._vocabulary, self._known, self._width)
-        words = np.zeros((self._vocabulary.size + 31) // 32, np.int32)
-        result.matcher().fill(words)
-        if not words.any():
-            raise InvalidRequest("no output satisfies the grammar")
+        _check_start(result, self._vocabulary.size)
         return result
 
 
@@ -159,6 +159,18 @@ def make_xgrammar(tokenizer: str, vocab_size: int, end_ids: Sequence[int]) -> Xg
 
 MAX_WHITE_SPACE = 17
 """Characters between two parts of a JSON value that is not compact; see ``lark.WHITE_SPACE``."""
+
+
+def _check_start(compiled: XgrammarGrammar, size: int) -> None:
+    """Raises InvalidRequest for a grammar that no output satisfies, or whose masks take too long."""
+    words = np.zeros((size + 31) // 32, np.int32)
+    matcher = compiled.matcher()
+    start = time.thread_time()
+    matcher.fill(words)
+    if time.thread_time() - start > MAX_MASK_S:
+        raise InvalidRequest("the grammar is too complex to follow: a mask of it takes too long")
+    if not words.any():
+        raise InvalidRequest("no output satisfies the grammar")
 
 
 def _json_format(node: Json) -> dict[str, Any]:
