@@ -98,18 +98,21 @@ class LLM:
         prompts: Any,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        priority: int | Sequence[int] = 0,
     ) -> list[RequestOutput]:
         """Runs prompts to their end; outputs come in the order of the prompts.
 
         A prompt is a string, ``{"prompt": ...}`` or ``{"prompt_token_ids": [...]}``; ``prompts`` is one of
-        them or a list. ``sampling_params`` is one for all or a list with one for each.
+        them or a list. ``sampling_params`` is one for all or a list with one for each, and so is
+        ``priority``: smaller ones come first, of equals the first come.
 
         Raises InvalidRequest before anything is computed, naming the prompt, when one cannot be used, and
         EngineDead when the engine fails. When only one sequence fails, that output has finish_reason
         "error" and ``error``.
         """
         many = list(prompts) if isinstance(prompts, list | tuple) else [prompts]
-        return self._run(many, sampling_params, self._maker.from_prompt, "prompt", use_tqdm)
+        return self._run(many, sampling_params, self._maker.from_prompt, "prompt", use_tqdm, priority)
 
     def chat(
         self,
@@ -117,6 +120,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
+        priority: int | Sequence[int] = 0,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template: str | None = None,
@@ -141,7 +145,7 @@ class LLM:
                 kwargs=chat_template_kwargs,
             )
 
-        return self._run(conversations, sampling_params, make, "conversation", use_tqdm)
+        return self._run(conversations, sampling_params, make, "conversation", use_tqdm, priority)
 
     def shutdown(self) -> None:
         """Frees the engine. Idempotent; a call that runs ends first."""
@@ -166,13 +170,20 @@ class LLM:
         make: Callable[[Any, SamplingParams, int], Request],
         what: str,
         use_tqdm: bool,
+        priority: int | Sequence[int],
     ) -> list[RequestOutput]:
         params = _spread(sampling_params, len(prompts))
+        priorities = [priority] * len(prompts) if isinstance(priority, int) else list(priority)
+        if len(priorities) != len(prompts):
+            raise InvalidRequest(
+                f"there are {len(prompts)} prompts but {len(priorities)} priorities", param="priority"
+            )
         requests: list[Request] = []
         try:
             for number, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
                 try:
                     requests.append(make(prompt, own, self._maker.seeds.mint()))
+                    requests[-1].prioritise(priorities[number])
                 except WeftError as error:
                     raise _naming(error, f"{what} {number}" if len(prompts) > 1 else None) from None
             with self._lock:

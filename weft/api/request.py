@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from weft.api.outputs import RequestOutput, completion_of
@@ -36,6 +37,14 @@ class Request:
         self.prompt_ids = ids
         self.submits = submits
         self.choices = choices
+
+    def prioritise(self, priority: int) -> None:
+        """Before it is submitted: smaller comes first. Raises InvalidRequest."""
+        if type(priority) is not int or not -(1 << 63) < priority < 1 << 63:
+            raise InvalidRequest(
+                "priority must be an integer of 64 bits; smaller comes first", param="priority"
+            )
+        self.submits = [msgspec.structs.replace(submit, priority=priority) for submit in self.submits]
 
     @property
     def finished(self) -> bool:
