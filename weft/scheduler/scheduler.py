@@ -100,7 +100,8 @@ class Scheduler:
         unused = self._section.max_num_seqs - len(state.running)
         if self._num_waiting >= self._section.max_queued_requests + unused:
             raise Overloaded(f"{self._section.max_queued_requests} sequences wait already; try again later")
-        limit = min(num_prompt + submit.params.max_tokens, state.kv.max_model_len)
+        most = 0 if submit.pooling else submit.params.max_tokens
+        limit = min(num_prompt + most, state.kv.max_model_len)
         sequence = Sequence(submit, tokens, num_prompt, limit, self._arrivals)
         sequence.awaits = awaits
         self._arrivals += 1
