@@ -38,6 +38,7 @@ from weft.engine.request_spans import RequestSpans
 from weft.engine.room_start import make_rooms
 from weft.engine.start import start_executor
 from weft.group.types import GroupLost
+from weft.kv.prefix_log import PrefixLog
 from weft.overlap.policy import OverlapPolicy, mode_of
 from weft.runner.runner import StepHandle
 from weft.scheduler.scheduler import Scheduler
@@ -348,6 +349,10 @@ class EngineCore:
             fingerprint=self._fingerprint,
             rooms="" if self.rooms is None else self.rooms.address,
         )
+
+    def follow_prefixes(self) -> tuple[PrefixLog, int] | None:
+        """``Scheduler.follow_prefixes``."""
+        return self.scheduler.follow_prefixes()
 
     def close(self, failed: bool = False) -> None:
         """Waits for what is in flight (its results are dropped) and ends the device thread and trace.

@@ -189,6 +189,10 @@ _LINK: dict[str, tuple[str, Callable[[Links], float]]] = {
         lambda c: c.local_prefills,
     ),
 }
+_DECISIONS = (
+    "Choices of a head among several by what they have cached: all had told that (exact), some (degraded), "
+    "or none (fallback)."
+)
 _LINK_GAUGES: dict[str, tuple[str, Callable[[Links], float]]] = {
     "front_sequences": ("Sequences that the front follows.", lambda c: c.open_sequences),
     "engines_without_partner": (
@@ -210,6 +214,8 @@ class _LinkCollector(Collector):
             yield self._gauge(name, text, [((), of_link(self._links))])
         for name, (text, of_link) in _LINK.items():
             yield self._counter(name, text, [((), of_link(self._links))])
+        decisions = [((knew,), float(n)) for knew, n in self._links.routing_decisions.items()]
+        yield self._counter("routing_decisions", _DECISIONS, decisions, "knew")
 
     def _gauge(self, name: str, text: str, values: _Values, *labels: str) -> Metric:
         return self._fill(GaugeMetricFamily(f"weft:{name}", text, labels=["model_name", *labels]), values)
@@ -342,6 +348,7 @@ def describe() -> str:
     lines += [f"weft:{name}_total counter model_name,head" for name in _COUNTERS]
     lines += [f"weft:{name}_total counter model_name" for name in _LINK]
     lines += [f"weft:{name}_total counter {','.join(labels)}" for name, _, labels in _EVENTS]
+    lines.append("weft:routing_decisions_total counter model_name,knew")
     lines.append("weft:free_blocks gauge model_name,head,kind")
     lines += [f"weft:{name}_total counter model_name,head,position" for name in _PLACES]
     for name, _, buckets in _HISTOGRAMS:

@@ -11,6 +11,7 @@ import numpy as np
 from weft.common.errors import ConfigError
 from weft.config.resolved import KVConfig
 from weft.kv.kinds import CacheKind, FullKind, WindowKind, blocks_of
+from weft.kv.prefix_log import PrefixLog
 from weft.kv.snapshots import Marks, StateKind, marks_for
 from weft.types.plan import Op
 from weft.types.rooms import Blocks
@@ -140,6 +141,18 @@ class Caches:
         """``CacheKind.reset`` of each kind."""
         for kind in self.kinds:
             kind.reset()
+
+    def follow(self) -> tuple[PrefixLog, int] | None:
+        """A log of the prefixes that are cached, and at each multiple of how many positions it has a key.
+
+        Of the finest kind that keeps whole prefixes: others may have lost more of one, or have no snapshot
+        where it ends. None where no kind keeps them.
+        """
+        keeps = [kind for kind in self._tabled if not kind.slides]
+        if not keeps:
+            return None
+        finest = min(keeps, key=lambda kind: kind.block_size)
+        return finest.pool.follow(), finest.block_size
 
     def num_on_hold(self) -> int:
         """Blocks of all kinds that are on hold."""

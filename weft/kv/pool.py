@@ -20,6 +20,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from weft.common.errors import EngineDead
+from weft.kv.prefix_log import PrefixLog
 
 NULL_BLOCK = 0
 
@@ -37,6 +38,13 @@ class BlockPool:
         self._pending: dict[int, list[int]] = {}  # step -> references that end when it commits
         self._holds: dict[int, int] = {}  # block -> how many of its references are holds, if any
         self._last_commit = -1
+        self._log: PrefixLog | None = None
+
+    def follow(self) -> PrefixLog:
+        """The pool's log of its index, which the first call makes: it begins with what is in the index."""
+        if self._log is None:
+            self._log = PrefixLog(self._index)
+        return self._log
 
     def available(self) -> int:
         """Blocks that ``take`` can give now: free ones, and cached ones without references."""
@@ -101,6 +109,8 @@ class BlockPool:
         if self._key[block] is None and key not in self._index:
             self._key[block] = key
             self._index[key] = block
+            if self._log is not None:
+                self._log.add(key)
 
     def forget(self, key: bytes) -> None:
         """Frees the block whose content is ``key``, unless it is held. Nothing happens when there is none."""
@@ -145,6 +155,8 @@ class BlockPool:
         """Forgets all cached content and all plans in flight. The only references left are holds."""
         self._cached.clear()
         self._index.clear()
+        if self._log is not None:
+            self._log.clear()
         self._pending.clear()
         self._key = [None] * (self.num_blocks + 1)
         self._references = [self._holds.get(block, 0) for block in range(self.num_blocks + 1)]
@@ -173,3 +185,5 @@ class BlockPool:
         if key is not None:
             del self._index[key]
             self._key[block] = None
+            if self._log is not None:
+                self._log.remove(key)

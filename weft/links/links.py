@@ -189,6 +189,11 @@ class Links:
         return self._fleet.local_prefills
 
     @property
+    def routing_decisions(self) -> dict[str, int]:
+        """Choices among several heads by what they have cached: exact, degraded and fallback."""
+        return self._fleet.router.decisions
+
+    @property
     def unpaired(self) -> int:
         """Heads that live, have a role, and no partner that lives."""
         return self._fleet.table.unpaired

@@ -69,15 +69,12 @@ class Fleet:
         self.local_prefills = 0
         """Sequences whose prompt was computed where they are decoded, as none that prefills was there."""
         self._patience, self._front = patience, front
-        self._router = Router(policies or make_policies())
-        self._parked = Parked()
-        """Open sequences that wait for an instance, in order."""
-        self._paused: dict[int, None] = {}
-        """Open sequences that their client does not read."""
+        self.router = Router(policies or make_policies())
+        self._parked = Parked()  # open sequences that wait for an instance, in order
+        self._paused: dict[int, None] = {}  # open sequences that their client does not read
         self._requests: dict[int, dict[int, None]] = {}
         """Request -> its open sequences: they share a prompt, and its blocks where they are together."""
-        self._bereft: set[int] = set()
-        """Parked or paused sequences that lost their instance."""
+        self._bereft: set[int] = set()  # parked or paused sequences that lost their instance
         self._closing, self._now = False, -math.inf
         self._lateness = Lateness(self.table, patience)
         self._actions: list[e.Action] = []
@@ -184,7 +181,7 @@ class Fleet:
         for request, group in groups.items():
             entry = self.entries[group[0]]
             near = {name for each in self._requests[request] for name in self.entries[each].places}
-            route = self._router.route(takers, entry, group, near, self._lateness.local)
+            route = self.router.route(takers, entry, group, near, self._lateness.local)
             if route is None:
                 continue
             self._place(route, group)
@@ -237,8 +234,9 @@ class Fleet:
         if isinstance(message, m.Tokens):
             for token_event in message.events:
                 self._take(instance, token_event)
-        elif isinstance(message, m.Heartbeat):
-            instance.heartbeat(message, self._now)
+        elif isinstance(message, m.Heartbeat | m.PrefixIndex):
+            if not self.router.hear(instance, message, self._now):
+                self._send(instance, m.WatchPrefixes())
         elif isinstance(message, m.Welcome):
             self._welcome(instance, message)
         else:
@@ -252,6 +250,8 @@ class Fleet:
         except EngineDead as error:
             self._lose(instance, error)
             return
+        if self.router.asks(instance) and len(self.table.instances) > 1:
+            self._send(instance, m.WatchPrefixes())
         if self.table.complete and not complete:
             self._actions.append(e.Complete())
 

@@ -21,6 +21,7 @@ from weft.common.restarts import MOST_LOSSES
 from weft.config.budget import check_budget
 from weft.config.resolved import KVConfig
 from weft.config.sections import SchedulerSection, SpeculationSection, TransferSection
+from weft.kv.prefix_log import PrefixLog
 from weft.scheduler.commit import commit
 from weft.scheduler.plan_builder import PlanBuilder
 from weft.scheduler.planner import Planner
@@ -316,6 +317,10 @@ class Scheduler:
     def steps(self) -> int:
         """Steps committed."""
         return self._state.counts.steps
+
+    def follow_prefixes(self) -> tuple[PrefixLog, int] | None:
+        """``Caches.follow``; None as well where prefixes are not shared."""
+        return self._state.caches.follow() if self._state.kv.enable_prefix_caching else None
 
     def stats(self) -> HeadStats:
         """Counters and gauges."""

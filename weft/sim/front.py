@@ -88,10 +88,9 @@ class FrontProcess:
         for action in actions:
             self._carry_out(action)
         tokens = isinstance(event, e.Received) and isinstance(event.message, m.Tokens)
-        if not tokens:
+        if not _goes_on(event, actions):  # an end may tell that another instance is gone
             self._took = self._takes()
             self._served = self._serves()
-        if not (tokens and _goes_on(actions)):
             self._check()
         if self.clients:
             self._after()
@@ -430,8 +429,14 @@ class FrontProcess:
             raise Violation(f"{name}: instances have {-placed} sequences that are not open")
 
 
-def _goes_on(actions: list[e.Action]) -> bool:
-    """Whether ``actions`` tell tokens alone, and no end: then no sequence has changed its place."""
+def _goes_on(event: e.Event, actions: list[e.Action]) -> bool:
+    """Whether ``event`` tells tokens alone, and no end: then no sequence has changed its place, and no
+    instance.
+    """
+    if not isinstance(event, e.Received) or not isinstance(event.message, m.Tokens):
+        return False
+    if any(told.finish is not None for told in event.message.events):
+        return False
     if len(actions) != 1 or not isinstance(actions[0], e.Deliver):
         return not actions
-    return all(event.finish is None for event in actions[0].events)
+    return all(told.finish is None for told in actions[0].events)

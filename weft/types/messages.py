@@ -26,7 +26,8 @@ peer with an older version:
     2   Submit.attempt, TokenEvent.attempt, the ends ``moved`` and ``evicted``, Welcome.block_size, Goodbye
     3   room and trace of Submit, TokenEvent.position, HeadStats.transfers; role, fingerprint and rooms of
         Welcome
-    4   grammar, pooling and explain of Submit, embedding and cache_miss of TokenEvent
+    4   grammar, pooling and explain of Submit, embedding and cache_miss of TokenEvent; WatchPrefixes and
+        PrefixIndex
 """
 MAX_FRAME = 64 << 20
 
@@ -125,6 +126,12 @@ class Drain(_Message, frozen=True, kw_only=True):
 
 class Goodbye(_Message, frozen=True, kw_only=True):
     """Front to head: this front leaves, and its sequences end. The head serves others."""
+
+
+class WatchPrefixes(_Message, frozen=True, kw_only=True):
+    """Front to head: tell what is in the prefix cache, all of it now, and from then on what changes. A front
+    that has missed a change asks again.
+    """
 
 
 class Shutdown(_Message, frozen=True, kw_only=True):
@@ -315,6 +322,26 @@ class Heartbeat(_Message, frozen=True, kw_only=True):
     stats: HeadStats
 
 
+PREFIX_KEY = 16
+"""Bytes of a key of ``PrefixIndex``."""
+
+
+class PrefixIndex(_Message, frozen=True, kw_only=True, omit_defaults=True):
+    """Head to front, to those that asked: which prefixes are cached. The first one has all, each further one
+    what changed since the one before; a number that is left out means that a change was missed.
+
+    A key is the hash of the block of a prefix that ends it (``weft.kv.hashing``). There is one at each
+    multiple of ``positions``, which is a whole number of ``Welcome.block_size``.
+    """
+
+    number: int
+    whole: bool = False
+    """Whether ``added`` is everything, and what was known before is void."""
+    positions: int
+    added: bytes = b""
+    removed: bytes = b""
+
+
 class HeadFailed(_Message, frozen=True, kw_only=True):
     """Head to front: the head failed with ``error`` and ends. The last message of a head; its sequences have
     ended.
@@ -323,8 +350,8 @@ class HeadFailed(_Message, frozen=True, kw_only=True):
     error: ErrorInfo
 
 
-ToHead = Hello | Submit | Finish | Drain | Goodbye | Shutdown
-ToFront = Welcome | Tokens | Heartbeat | HeadFailed
+ToHead = Hello | Submit | Finish | WatchPrefixes | Drain | Goodbye | Shutdown
+ToFront = Welcome | Tokens | Heartbeat | PrefixIndex | HeadFailed
 
 
 def common_version(versions: tuple[int, int]) -> int | None:
