@@ -21,7 +21,8 @@ from tests.support.slowness import deadline
 from weft.bench.process import free_port
 from weft.front.metrics import describe
 from weft.front.middleware import ApiKeys
-from weft.front.protocol import ChatRequest, CompletionRequest
+from weft.front.protocol.chat import ChatRequest
+from weft.front.protocol.completions import CompletionRequest
 
 ROOT = Path(__file__).parent.parent.parent
 PROBES = ["/health", "/ping", "/live", "/ready"]

@@ -19,7 +19,8 @@ from weft.front.context import Front
 from weft.front.lifecycle import Phase
 from weft.front.metrics import CONTENT_TYPE
 from weft.front.middleware import OPEN_PATHS, AccessGate, ApiKeys, error_answer
-from weft.front.protocol import ChatRequest, CompletionRequest
+from weft.front.protocol.chat import ChatRequest
+from weft.front.protocol.completions import CompletionRequest
 
 READY_WINDOW = 30.0
 """Seconds within which the engine must have proved progress for the server to be ready."""

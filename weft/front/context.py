@@ -17,10 +17,11 @@ from weft.config.resolved import EngineConfig
 from weft.config.sections import FrontSection
 from weft.front.answers import ModelCard
 from weft.front.body import Bodies
+from weft.front.kinds import KINDS
 from weft.front.lifecycle import Lifecycle
 from weft.front.metrics import Metrics
 from weft.front.read_worker import Setup, decode_answer, encode_setup, payload_of
-from weft.front.reading import KINDS, Job, Reader, check_model
+from weft.front.reading import Job, Reader, check_model
 from weft.front.request_trace import RequestTrace
 from weft.front.siblings import Siblings
 from weft.front.workers import WorkerPool
@@ -28,6 +29,7 @@ from weft.links.links import Links, Owner
 from weft.routing.instance_table import Patience
 from weft.routing.policy import make_policies
 from weft.text.model import TextModel
+from weft.text.parsing.parser import OutputParser, OutputSpec, PlainParser
 from weft.text.submit import IdMint, ModelLimits, SeedMint
 from weft.tracing.writer import open_writer
 
@@ -151,6 +153,10 @@ class Front:
     @property
     def text(self) -> TextModel:
         return self._ready_reader().text
+
+    def parser(self, spec: OutputSpec) -> OutputParser:
+        """A parser for one output that is read as ``spec`` says."""
+        return PlainParser()
 
     def _ready_reader(self) -> Reader:
         if self._reader is None:

@@ -17,6 +17,7 @@ from weft.front.streaming import within
 from weft.links.flow import Flow
 from weft.routing.policy import PromptHashes
 from weft.text.choice import Choice, TextDelta
+from weft.text.parsing.parser import OutputParser
 from weft.text.stop import Stops
 from weft.text.submit import minted_seed, submits_of
 from weft.types.messages import Submit, ids_to_bytes
@@ -88,6 +89,9 @@ class Generation:
                 ids=self._front.ids,
                 seed=minted_seed(seed, number) if number and given is None else seed,
                 owner=owner,
+                grammar=job.grammar,
+                priority=job.sharing.priority,
+                salt=job.sharing.salt,
             )
             self._ids += [made[0].request, *(submit.sequence for submit in made)]
             self._submits += made
@@ -120,6 +124,10 @@ class Generation:
         """Events of what ``submit`` sent."""
         assert self._flow is not None
         return self._flow
+
+    def parser(self) -> OutputParser:
+        """A parser for one choice's text, at its start."""
+        return self._front.parser(self.job.output)
 
     def prompt_of(self, index: int) -> Prompt:
         """The prompt of choice ``index``."""

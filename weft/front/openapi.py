@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 
 from weft.front import answers
-from weft.front.protocol import ChatRequest, CompletionRequest
+from weft.front.protocol.chat import ChatRequest
+from weft.front.protocol.completions import CompletionRequest
 
 _SHOWN = (
     ChatRequest,

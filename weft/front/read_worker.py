@@ -20,7 +20,8 @@ from weft.common import signals
 from weft.common.allocator import keep_heap_small, trim_heap
 from weft.common.errors import ErrorInfo, WeftError
 from weft.common.log import get_logger
-from weft.front.reading import KINDS, Job, Reader
+from weft.front.kinds import KINDS
+from weft.front.reading import Job, Reader
 from weft.front.workers import HEADER
 from weft.text.model import TextModel
 from weft.text.submit import ModelLimits
