@@ -6,11 +6,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from weft.api.outputs import RequestOutput
+from weft.api.outputs import EmbeddingOutput, RequestOutput
 from weft.api.request import Request, RequestMaker, client_error
 from weft.api.settings import read_settings
 from weft.common.errors import EngineDead, InvalidRequest, Overloaded, WeftError
@@ -112,7 +112,8 @@ class LLM:
         "error" and ``error``.
         """
         many = list(prompts) if isinstance(prompts, list | tuple) else [prompts]
-        return self._run(many, sampling_params, self._maker.from_prompt, "prompt", use_tqdm, priority)
+        made = self._run(many, sampling_params, self._maker.from_prompt, "prompt", use_tqdm, priority)
+        return [request.output() for request in made]
 
     def chat(
         self,
@@ -145,7 +146,32 @@ class LLM:
                 kwargs=chat_template_kwargs,
             )
 
-        return self._run(conversations, sampling_params, make, "conversation", use_tqdm, priority)
+        made = self._run(conversations, sampling_params, make, "conversation", use_tqdm, priority)
+        return [request.output() for request in made]
+
+    def embed(
+        self,
+        prompts: Any,
+        *,
+        pooling: Literal["last", "mean"] = "last",
+        normalize: bool = True,
+        priority: int | Sequence[int] = 0,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingOutput]:
+        """Makes a vector of each prompt, out of its final hidden states: the last one, or the mean of all.
+
+        ``prompts`` and ``priority`` are as for ``generate``. Vectors have length 1 unless ``normalize`` is
+        false. Raises as ``generate`` does; where only one prompt fails, its output has ``error``.
+        """
+        if pooling not in ("last", "mean"):
+            raise InvalidRequest('pooling must be "last" or "mean"', param="pooling")
+        many = list(prompts) if isinstance(prompts, list | tuple) else [prompts]
+
+        def make(prompt: Any, params: SamplingParams, seed: int) -> Request:
+            return self._maker.to_embed(prompt, pooling, seed)
+
+        made = self._run(many, None, make, "prompt", use_tqdm, priority)
+        return [request.embedding(normalize) for request in made]
 
     def shutdown(self) -> None:
         """Frees the engine. Idempotent; a call that runs ends first."""
@@ -171,7 +197,8 @@ class LLM:
         what: str,
         use_tqdm: bool,
         priority: int | Sequence[int],
-    ) -> list[RequestOutput]:
+    ) -> list[Request]:
+        """Runs requests to their end."""
         params = _spread(sampling_params, len(prompts))
         priorities = [priority] * len(prompts) if isinstance(priority, int) else list(priority)
         if len(priorities) != len(prompts):
@@ -191,7 +218,7 @@ class LLM:
         finally:
             for request in requests:
                 self._maker.release(request)
-        return [request.output() for request in requests]
+        return requests
 
     def _drive(self, requests: list[Request], use_tqdm: bool) -> None:
         """Runs the engine until every request has ended. Whatever happens, none of them stays in it."""

@@ -372,6 +372,13 @@ class FrontSection(_Section, frozen=True, kw_only=True):
             "command lines: better set the environment variable WEFT_API_KEY, or the key in --config's file."
         ),
     ] = ()
+    pooling: Annotated[
+        Literal["last", "mean"],
+        Meta(
+            description="What /v1/embeddings makes of a prompt's final hidden states: the last one, or the "
+            "mean of all. Vectors have length 1."
+        ),
+    ] = "last"
     chat_template: Annotated[
         str | None, Meta(description="File with a chat template to use instead of the model's.")
     ] = None

@@ -16,11 +16,13 @@ from weft.front import answers, docs_page, openapi
 from weft.front.chat import chat
 from weft.front.completions import completions
 from weft.front.context import Front
+from weft.front.embeddings import embeddings
 from weft.front.lifecycle import Phase
 from weft.front.metrics import CONTENT_TYPE
 from weft.front.middleware import OPEN_PATHS, AccessGate, ApiKeys, error_answer
 from weft.front.protocol.chat import ChatRequest
 from weft.front.protocol.completions import CompletionRequest
+from weft.front.protocol.embeddings import EmbeddingRequest
 
 READY_WINDOW = 30.0
 """Seconds within which the engine must have proved progress for the server to be ready."""
@@ -54,6 +56,13 @@ def _add_generation(app: FastAPI, front: Front) -> None:
     async def create_completion(request: Request) -> Response:
         """Continues a text."""
         return await completions(front, request)
+
+    @app.post(
+        "/v1/embeddings", openapi_extra=openapi.generates(EmbeddingRequest, answers.EmbeddingList, None)
+    )
+    async def create_embedding(request: Request) -> Response:
+        """Makes a vector of each text, from the model's last hidden states."""
+        return await embeddings(front, request)
 
 
 def _add_models(app: FastAPI, front: Front) -> None:

@@ -62,7 +62,10 @@ class Generation:
         most = self._front.config.scheduler.max_queued_requests
         # All of them reach the queue before the next step takes any out of it: more would get 429 for ever.
         if len(job.prompts) * job.params.n > most:
-            raise InvalidRequest(f"prompts times n must be at most {most} on this server", param="n")
+            raise InvalidRequest(
+                f"prompts times n must be at most {most} on this server",
+                param="input" if job.asked.encoding else "n",
+            )
         size = sum(prompt.count for prompt in job.prompts) * 4 * job.params.n
         if size > MAX_SUBMITTED:
             raise InvalidRequest(
@@ -90,6 +93,7 @@ class Generation:
                 seed=minted_seed(seed, number) if number and given is None else seed,
                 owner=owner,
                 grammar=job.grammar,
+                pooling=self._front.section.pooling if job.asked.encoding else "",
                 priority=job.sharing.priority,
                 salt=job.sharing.salt,
             )

@@ -6,5 +6,9 @@ from collections.abc import Callable
 
 from weft.front.reading import Job, Reader
 
-KINDS: dict[str, Callable[[Reader, bytes], Job]] = {"chat": Reader.chat, "completions": Reader.completions}
+KINDS: dict[str, Callable[[Reader, bytes], Job]] = {
+    "chat": Reader.chat,
+    "completions": Reader.completions,
+    "embeddings": Reader.embeddings,
+}
 """By the name that ``serving.handle`` is called with."""

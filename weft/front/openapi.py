@@ -10,6 +10,7 @@ import msgspec
 from weft.front import answers
 from weft.front.protocol.chat import ChatRequest
 from weft.front.protocol.completions import CompletionRequest
+from weft.front.protocol.embeddings import EmbeddingRequest
 
 _SHOWN = (
     ChatRequest,
@@ -17,6 +18,8 @@ _SHOWN = (
     answers.ChatCompletion,
     answers.ChatChunk,
     answers.Completion,
+    EmbeddingRequest,
+    answers.EmbeddingList,
     answers.ModelList,
     answers.ModelCard,
     answers.ErrorResponse,
@@ -26,7 +29,7 @@ _SHOWN = (
 def components() -> dict[str, Any]:
     """JSON schemas of everything that requests and answers are made of."""
     _, schemas = msgspec.json.schema_components(_SHOWN, ref_template="#/components/schemas/{name}")
-    for request in (ChatRequest, CompletionRequest):
+    for request in (ChatRequest, CompletionRequest, EmbeddingRequest):
         schemas[request.__name__]["additionalProperties"] = False
     return schemas
 
@@ -41,19 +44,22 @@ def _errors(*statuses: int) -> dict[str, Any]:
     }
 
 
-def generates(request: type, answer: type, chunk: type) -> dict[str, Any]:
-    """What FastAPI can't see of a route that generates: its body and its answers."""
+def generates(request: type, answer: type, chunk: type | None) -> dict[str, Any]:
+    """What FastAPI can't see of a route that generates: its body and its answers. Without ``chunk`` it does
+    not stream.
+    """
     content = _json(answer)
-    content["text/event-stream"] = {
-        "schema": {
-            "type": "string",
-            "description": f"With stream: events, each a {chunk.__name__}, then [DONE].",
+    if chunk is not None:
+        content["text/event-stream"] = {
+            "schema": {
+                "type": "string",
+                "description": f"With stream: events, each a {chunk.__name__}, then [DONE].",
+            }
         }
-    }
     return {
         "requestBody": {"required": True, "content": _json(request)},
         "responses": {
-            "200": {"description": "The completion", "content": content},
+            "200": {"description": "The answer", "content": content},
             **_errors(400, 401, 404, 413, 415, 429, 500, 503, 504),
         },
     }

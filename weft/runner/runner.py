@@ -137,8 +137,7 @@ class Runner:
             StagingRing(device, 2 * depth, poison=poison),
         )
         self._queue = DeviceQueue(threaded=device.type == "cpu" and depth > 1)
-        self._trace = trace
-        self._timeout = step_timeout
+        self._trace, self._timeout = trace, step_timeout
         self._next_step: int | None = None
         self._failed = False
         """Whether a step failed; until ``reset``."""

@@ -84,6 +84,8 @@ class Choice:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         self.error: ErrorInfo | None = None
+        self.embedding = b""
+        """Of a sequence that ends with one: float32, little-endian, not normalized."""
         self._tokenizer = tokenizer
         self._params = params
         self._detokenizer = Detokenizer(
@@ -109,6 +111,7 @@ class Choice:
         if self.finished:
             return None
         self.num_cached = max(self.num_cached, event.num_cached)
+        self.embedding = event.embedding or self.embedding
         if event.prompt_logprobs is not None:
             if self.prompt_logprobs is None:
                 self.prompt_logprobs = Logprobs(self._tokenizer)
