@@ -446,6 +446,30 @@ def test_the_sender_is_lost_after_it_told_the_first_token() -> None:
     rest(one, "d", 1)
 
 
+@pytest.mark.parametrize("landed", [False, True])
+def test_the_sender_is_lost_when_it_had_moved_and_nobody_says_so(landed: bool) -> None:
+    """The receiver may not see it, on another host: it has as long as a transfer may take."""
+    one = pairs("p", "d")
+    ask(one, 1)
+    one.tokens("p", 1, 7, position=0, finish="moved")
+    if landed:
+        one.tokens("d", 1, 7, position=0)
+    one.lose("p")
+    one.up("p")
+    one.wait(PATIENCE.transfer - 1.0)
+    assert one.fleet.entries[1].losses == 0
+    one.now += 1.0
+    one.on(e.Tick())
+    assert one.fleet.entries[1].losses == (0 if landed else 1)
+    if landed:
+        rest(one, "d", 1)
+        return
+    assert finished(one) == ["d"]
+    assert [(name, submit.attempt) for name, submit in submitted(one)] == [("d", 1), ("p", 1)]
+    one.tokens("p", 1, 8, position=1, finish="moved")
+    rest(one, "d", 1, start=2, position=2)
+
+
 def test_the_sender_is_lost_and_the_decoder_had_told_the_first_token() -> None:
     one = pairs("p", "d")
     ask(one, 1)

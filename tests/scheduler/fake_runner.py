@@ -18,6 +18,7 @@ import numpy as np
 from weft.common.errors import ErrorInfo
 from weft.config.resolved import KVConfig, PoolSpec
 from weft.config.spec import CacheSpec, StatePart
+from weft.types.grammar import Grammar
 from weft.types.messages import Pooling, Submit, ids_from_bytes, ids_to_bytes
 from weft.types.plan import (
     EMPTY,
@@ -117,6 +118,7 @@ def submit(
     salt: str = "",
     owner: int = 0,
     pooling: Pooling = "",
+    grammar: Grammar | None = None,
     **params: object,
 ) -> Submit:
     """A Submit; ``params`` are fields of TokenParams."""
@@ -133,6 +135,7 @@ def submit(
         salt=salt,
         owner=owner,
         pooling=pooling,
+        grammar=grammar,
     )
 
 
@@ -252,6 +255,7 @@ class FakeRunner:
         assert rows or plan.ops, "an empty plan"
         assert len({r[0] for r in rows}) == len(rows), "a slot twice in a plan"
         made: list[Made] = []
+        told: list[int] = []
         embeddings: list[tuple[int, list[float]]] = []
         for number, row in enumerate(rows):
             answer = self._run_row(plan.step, row, number >= plan.prefill.rows)
@@ -262,7 +266,8 @@ class FakeRunner:
                 assert not (op.pooling == "mean" and op.num_cached), "a mean of states that nobody computed"
                 bad = [float("nan"), 0.0] if op.seed == BAD_SEED else None
                 embeddings.append((number, bad or embedding(op.token_ids.tolist(), op.pooling)))
-        return msgspec.structs.replace(_result(plan.step, made), embeddings=_embeddings(embeddings))
+            told += self._drafts(self.in_slot[row[0]], row[6])
+        return msgspec.structs.replace(_result(plan.step, made, told), embeddings=_embeddings(embeddings))
 
     def committed(self, step: int) -> None:
         del self.named[step], self.verifying[step], self.saving[step]
@@ -473,7 +478,7 @@ class FakeRunner:
                     assert line == whole[p], "attention reads foreign content"
 
 
-def _result(step: int, made: list[Made]) -> StepResult:
+def _result(step: int, made: list[Made], drafts: list[int]) -> StepResult:
     offsets = np.cumsum([0, *(len(m[1]) for m in made)])
     prompt_offsets = np.cumsum([0, *(len(m[2]) for m in made)])
     tokens = [t for m in made for t in m[1]]
@@ -484,6 +489,7 @@ def _result(step: int, made: list[Made]) -> StepResult:
         offsets=column(offsets),
         tokens=column(tokens),
         accepted=column([m[4] for m in made]),
+        drafts=column(drafts),
         row_error=tuple((i, ROW_ERROR) for i, m in enumerate(made) if m[3]),
         logprobs=_logprobs(offsets, tokens),
         prompt_logprobs=_logprobs(prompt_offsets, prompt),

@@ -8,8 +8,7 @@
 Input is events, output is actions (``weft.routing.events``). The class uses no clock, socket, thread or
 process, so the simulator runs it, too. An open sequence is parked, paused, at an instance, or at a pair of
 them (``weft.routing.pairs``); it ends exactly once, with an event that has ``finish``. When an instance is
-lost its sequences go on at others, from the tokens that came so far. If no instance is alive, they wait for
-one that is being started, if any is.
+lost its sequences go on at others, from the tokens that came so far, or wait for one that is being started.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from weft.routing import events as e
 from weft.routing.instance_table import InstanceTable, Patience
 from weft.routing.instances import Instance, InstanceState
 from weft.routing.lateness import Lateness
-from weft.routing.ledger import LedgerEntry, is_refusal
+from weft.routing.ledger import LedgerEntry, Unlanded, is_refusal
 from weft.routing.pairs import Route, Router, serve, ticketed
 from weft.routing.parked import MOST_REFUSALS, Parked, wait_after
 from weft.routing.policy import Policies, make_policies
@@ -61,15 +60,13 @@ class Fleet:
         """Set when no instance is left and none will be started again."""
         self.late_events = 0
         """Events of sequences or attempts that have ended already."""
-        self.failovers = 0
-        """Sequences that went on after an instance was lost."""
+        self.failovers = 0  # sequences that went on after an instance was lost
         self.pauses = 0
-        self.paired = 0
-        """Sequences that were sent to two instances."""
-        self.local_prefills = 0
-        """Sequences whose prompt was computed where they are decoded, as none that prefills was there."""
+        self.paired = 0  # sequences that were sent to two instances
+        self.local_prefills = 0  # sequences prefilled where they are decoded, as none that prefills was there
         self._patience, self._front = patience, front
         self.router = Router(policies or make_policies())
+        self._unlanded = Unlanded()
         self._parked = Parked()  # open sequences that wait for an instance, in order
         self._paused: dict[int, None] = {}  # open sequences that their client does not read
         self._requests: dict[int, dict[int, None]] = {}
@@ -95,7 +92,7 @@ class Fleet:
 
     def next_deadline(self) -> float:
         """When a ``Tick`` will change something, if nothing happens before; inf for never."""
-        return min(self.table.deadline(), self._lateness.deadline(), self._parked.deadline())
+        return min(one.deadline() for one in (self.table, self._lateness, self._parked, self._unlanded))
 
     def refusal(self) -> WeftError | None:
         """Why no request can begin now; None when it can."""
@@ -374,6 +371,7 @@ class Fleet:
             else:
                 self._depart(instance, entry)
                 self._go_on(entry)
+        self._unlanded.add(instance.name, self.entries.values(), self._now + self._patience.transfer)
         self._end_pinned(instance.name, error)
         if not self.table.complete and not self._joining:  # who waits for its start hears of it
             self._fail(error)
@@ -415,6 +413,8 @@ class Fleet:
     def _tick(self, event: e.Tick) -> None:
         for instance, error in self.table.overdue(self._now):
             self._lose(instance, error)
+        for entry in self._unlanded.late(self._now):
+            self._go_on(entry)
 
     def _stalled(self, event: e.Stalled) -> None:
         self.table.stall(event.seconds, self._now)

@@ -7,12 +7,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from weft.common.restarts import MOST_LOSSES
+from weft.routing import events as e
 from weft.routing.instance_table import Patience
 from weft.routing.instances import Instance
 from weft.routing.lateness import LATE, NO_PAIR
 from weft.routing.pairs import PREFIXES_SINCE, serve
 from weft.routing.parked import MOST_REFUSALS
 from weft.sim.check import Stream, require
+from weft.types import messages as m
 
 if TYPE_CHECKING:
     from weft.sim.front import FrontProcess
@@ -69,3 +71,16 @@ def check_prefixes(front: FrontProcess, instance: Instance) -> None:
     known = len(view) == len(keys) and all(key in view for key in keys)
     require(known, f"{front.name} has a wrong view of what {head.name} has cached")
     front.cluster.counts["prefix caches compared"] += bool(keys)
+
+
+def goes_on(event: e.Event, actions: list[e.Action]) -> bool:
+    """Whether ``event`` tells tokens alone, and no end: then no sequence has changed its place, and no
+    instance.
+    """
+    if not isinstance(event, e.Received) or not isinstance(event.message, m.Tokens):
+        return False
+    if any(told.finish is not None for told in event.message.events):
+        return False
+    if len(actions) != 1 or not isinstance(actions[0], e.Deliver):
+        return not actions
+    return all(told.finish is None for told in actions[0].events)

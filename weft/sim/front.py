@@ -5,6 +5,7 @@ Whatever the fleet does is compared with what the cluster knows to be so.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -15,7 +16,7 @@ from weft.routing.fleet import Fleet
 from weft.routing.instances import InstanceState
 from weft.sim.check import Stream, Violation, output, require, token_key
 from weft.sim.clients import Client
-from weft.sim.excuses import PATIENCE, explain
+from weft.sim.excuses import PATIENCE, explain, goes_on
 from weft.sim.network import Link
 from weft.types import messages as m
 
@@ -88,7 +89,7 @@ class FrontProcess:
         for action in actions:
             self._carry_out(action)
         tokens = isinstance(event, e.Received) and isinstance(event.message, m.Tokens)
-        if not _goes_on(event, actions):  # an end may tell that another instance is gone
+        if not goes_on(event, actions):  # an end may tell that another instance is gone
             self._took = self._takes()
             self._served = self._serves()
             self._check()
@@ -137,7 +138,13 @@ class FrontProcess:
             stream = self.streams[message.sequence]
             require(stream.open, f"{self.name}: sequence {message.sequence} was sent after its end")
             require(not stream.paused, f"{self.name}: sequence {message.sequence} was sent, and nobody reads")
+            if self.cluster.now >= stream.lands_by:  # it did not
+                stream.losses += 1
+                self.cluster.count("lost when it had moved")
             stream.links.add(link.number)
+            stream.lands_by = math.inf
+            stream.moved_over = 0
+            stream.landed = False
             if stream.times_given_back and link.head.instance not in stream.given_back:
                 self.cluster.count("retried elsewhere")
         elif isinstance(message, m.Finish):
@@ -154,7 +161,9 @@ class FrontProcess:
         link.unlinked = True
         cluster.note(self.name, "..", link.head.name, f"link {link.number} given up")
         for stream in self.streams.values():
-            if stream.open and link.number in stream.links:
+            if stream.open and link.number == stream.moved_over and not stream.landed:
+                stream.lands_by = min(stream.lands_by, cluster.now + PATIENCE.transfer)
+            elif stream.open and link.number in stream.links:
                 stream.links.discard(link.number)
                 if self._stays(stream, link):
                     cluster.count("went on without its sender")
@@ -254,6 +263,11 @@ class FrontProcess:
         elif refused or event.finish == "evicted":
             stream.given_back.add(link.head.instance)
             stream.times_given_back += 1
+        stream.landed = stream.landed or (entry.receives(link.head.instance) and bool(event.token_ids))
+        if event.finish == "moved":
+            stream.moved_over = link.number
+        elif event.finish is not None or stream.landed:
+            stream.lands_by = math.inf
         # What decodes may be done before the other of the pair was heard: then its end is not told yet.
         held = entry.sender not in (None, link.head.instance) and event.finish in ("stop", "length")
         if event.finish is not None and not held:
@@ -427,16 +441,3 @@ class FrontProcess:
                 raise Violation(f"{name}: the load of {place} is off")
         if placed:
             raise Violation(f"{name}: instances have {-placed} sequences that are not open")
-
-
-def _goes_on(event: e.Event, actions: list[e.Action]) -> bool:
-    """Whether ``event`` tells tokens alone, and no end: then no sequence has changed its place, and no
-    instance.
-    """
-    if not isinstance(event, e.Received) or not isinstance(event.message, m.Tokens):
-        return False
-    if any(told.finish is not None for told in event.message.events):
-        return False
-    if len(actions) != 1 or not isinstance(actions[0], e.Deliver):
-        return not actions
-    return all(told.finish is None for told in actions[0].events)
