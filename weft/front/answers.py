@@ -264,11 +264,6 @@ def to_json(value: Any) -> bytes:
     return _encoder.encode(value)
 
 
-def event(value: Any) -> bytes:
-    """``value`` as one server-sent event."""
-    return b"data: " + _encoder.encode(value) + b"\n\n"
-
-
 def with_choices(answer: ChatCompletion | Completion, choices: Iterable[Any]) -> Iterator[bytes]:
     """The JSON of ``answer``, whose choices are empty, with ``choices`` in it: a piece for each of them."""
     before, after = to_json(answer).split(_NO_CHOICES, 1)
@@ -280,6 +275,3 @@ def with_choices(answer: ChatCompletion | Completion, choices: Iterable[Any]) ->
 
 _NO_CHOICES = b'"choices":[]'
 """Stands in no text of an answer: quotation marks in a JSON string are escaped."""
-
-
-DONE = b"data: [DONE]\n\n"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import secrets
 import time
 from collections.abc import Iterable, Iterator
 
@@ -11,12 +10,14 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
+from weft.common.errors import ErrorInfo
 from weft.front import answers as r
 from weft.front.context import Front
 from weft.front.generation import Generation
 from weft.front.logprobs import chat_logprobs, prompt_logprobs
 from weft.front.outputs import ChoiceOutput
 from weft.front.serving import handle
+from weft.front.streaming import StreamForm
 from weft.text.choice import Choice, TextDelta
 from weft.text.parsing.events import CallArguments, CallBegin, CallEnd, Content, OutputEvent, Reasoning
 
@@ -29,11 +30,13 @@ async def chat(front: Front, request: Request) -> Response:
 class ChatShape:
     """Answers of one chat request: one id, time and model throughout."""
 
+    form = StreamForm()
+
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
         self._asked = generation.job.asked
         self._tokenizer = generation.tokenizer
-        self._id = "chatcmpl-" + secrets.token_hex(12)
+        self._id = generation.named("chatcmpl-")
         self._created = int(time.time())
         self._outputs: dict[int, ChoiceOutput] = {}
         """Of a stream's choices that have begun."""
@@ -91,6 +94,12 @@ class ChatShape:
                 function = r.FunctionDelta(name=begin.name)
                 whole = r.ToolCallDelta(index=call, id=begin.id, type="function", function=function)
                 yield r.Delta(tool_calls=[whole])
+
+    def failed(self, error: ErrorInfo) -> list[r.ErrorResponse]:
+        return [r.error_response(error)]
+
+    def take(self, delta: TextDelta) -> None:
+        """Nothing: choices have all that the answer shows."""
 
     def closing(self, usage: r.Usage) -> list[r.ChatChunk]:
         if not self._asked.usage_in_stream:

@@ -10,11 +10,12 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from weft.common.errors import InvalidRequest
-from weft.front.answers import Embedding, EmbeddingUsage, Usage, to_json
+from weft.common.errors import ErrorInfo, InvalidRequest
+from weft.front.answers import Embedding, EmbeddingUsage, Usage, error_response, to_json
 from weft.front.context import Front
 from weft.front.generation import Generation
 from weft.front.serving import handle
+from weft.front.streaming import StreamForm
 from weft.text.choice import Choice, TextDelta
 from weft.text.pooled import normalized
 
@@ -29,6 +30,8 @@ async def embeddings(front: Front, request: Request) -> Response:
 
 class EmbeddingShape:
     """The answer to one embeddings request, which is never streamed."""
+
+    form = StreamForm()
 
     def __init__(self, front: Front, generation: Generation) -> None:
         """Raises InvalidRequest for one that would be too large."""
@@ -55,6 +58,12 @@ class EmbeddingShape:
 
     def closing(self, usage: Usage) -> list[Any]:
         return []
+
+    def failed(self, error: ErrorInfo) -> list[Any]:
+        return [error_response(error)]
+
+    def take(self, delta: TextDelta) -> None:
+        """Nothing: choices have all that the answer shows."""
 
     def whole(self, usage: Usage) -> Iterator[bytes]:
         yield b'{"object":"list","data":['

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import threading
 from collections.abc import Mapping
 
@@ -20,10 +21,9 @@ from weft.text.choice import Choice, TextDelta
 from weft.text.parsing.parser import OutputParser
 from weft.text.stop import Stops
 from weft.text.submit import minted_seed, submits_of
-from weft.types.messages import Submit, ids_to_bytes
+from weft.types.messages import READINESS_SALT, Submit, ids_to_bytes
 from weft.types.sampling import SEED_MASK, TokenParams
 
-PROBE_SALT = "weft readiness"
 MAX_SUBMITTED = 128 << 20
 """Bytes of prompts that one request may send to the engine, each choice with its own."""
 
@@ -54,6 +54,9 @@ class Generation:
         self._open = True
         self._lock = threading.Lock()
         """Held to build, and to close: a request may be given up while its thread still builds."""
+        self.id = ""
+        """What its answer is called, once it has a name."""
+        self._aborted = False
         self._held_bytes = 0
         """Of logprobs that wait for the end of an answer that is not streamed."""
 
@@ -160,7 +163,30 @@ class Generation:
                 raise EngineDead("the engine gave the request up")
             self._hold(delta)
             deltas.append(delta)
+        if self._aborted:
+            deltas += self._cut()
         return deltas
+
+    def named(self, prefix: str) -> str:
+        """Mints the answer's id, by which the generation can be aborted while it runs."""
+        self.id = prefix + secrets.token_hex(12)
+        self._front.running[self.id] = self
+        return self.id
+
+    def abort(self) -> None:
+        """Ends every open choice where it is, for "abort"."""
+        self._aborted = True
+        self.flow.wake()
+
+    def _cut(self) -> list[TextDelta]:
+        deltas = [choice.abort() for choice in self.choices]
+        for choice in self.choices:
+            self._front.links.finish(self.flow, choice.sequence)
+        return [delta for delta in deltas if delta is not None]
+
+    def spent(self) -> int:
+        """Tokens that the engine has worked on."""
+        return 0 if self._flow is None else self.usage().total_tokens
 
     def _hold(self, delta: TextDelta) -> None:
         """Bounds the logprobs that an answer collects. Raises InvalidRequest."""
@@ -202,6 +228,9 @@ class Generation:
             self._open = False
         if self._flow is not None:
             self._front.links.release(self._flow)
+            self._front.retry_after.ended(asyncio.get_running_loop().time())
+        if self.id:
+            self._front.running.pop(self.id, None)
         for made in self._ids:
             self._front.ids.release(made)
 
@@ -216,7 +245,7 @@ async def probe(front: Front) -> None:
             seed=0,
             prompt_ids=ids_to_bytes([0]),
             params=TokenParams(temperature=0.0, max_tokens=1),
-            salt=PROBE_SALT,
+            salt=READINESS_SALT,
         )
         for sequence, request in zip(ids[::2], ids[1::2], strict=True)
     ]

@@ -7,6 +7,7 @@ of the body, so that the same code runs in a thread of the front (small bodies) 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from weft.front.protocol.chat import ChatRequest
 from weft.front.protocol.completions import DEFAULT_COMPLETION_TOKENS, CompletionRequest
 from weft.front.protocol.embeddings import EmbeddingRequest
 from weft.front.protocol.parse import parse, printable
+from weft.front.turns import shows_system_inside
 from weft.grammar.service import GrammarService
 from weft.text.chat import ChatPrompt
 from weft.text.model import TextModel
@@ -79,6 +81,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """What each choice's whole output may be."""
     sharing: Sharing = Sharing()
     thinking_budget: int | None = None
+    facts: bytes = b""
+    """What the answer's shape needs to know of the request, as its API writes it down."""
 
 
 class Reader:
@@ -93,16 +97,28 @@ class Reader:
         *,
         template: Mapping[str, Any] | None = None,
         grammars: GrammarService | None = None,
+        keep_attribution: bool = False,
     ) -> None:
         """``names``: of the served model. ``max_response_bytes``: what the part of an answer that repeats
         the prompt may take. ``template``: variables of the chat template where a request sets none.
-        ``grammars``: proves that grammars compile, before any is sent to a head."""
+        ``grammars``: proves that grammars compile, before any is sent to a head. ``keep_attribution``: see
+        ``weft.front.messages.conversion``."""
         self.text = text
         self.limits = limits
         self._names = names
         self._max_response_bytes = max_response_bytes
         self._template = dict(template or {})
         self._grammars = grammars
+        self.keep_attribution = keep_attribution
+
+    @functools.cached_property
+    def system_inside(self) -> bool:
+        """Whether the chat template shows a system message that is not the first one."""
+        return shows_system_inside(self.text.chat)
+
+    def check_model(self, name: str) -> None:
+        """Raises NotFound unless ``name`` is served."""
+        check_model(name, self._names)
 
     def chat(self, body: bytes) -> Job:
         """Reads a chat request. Raises WeftError."""
@@ -128,17 +144,22 @@ class Reader:
             )
         )
 
-    def converse(self, asked: Conversation) -> Job:
-        """Reads what any API for conversations asks. Raises WeftError."""
+    def converse(self, asked: Conversation, *, clip: bool = False) -> Job:
+        """Reads what any API for conversations asks. ``clip``: more output than the context leaves room for
+        may be asked for. Raises WeftError."""
         param = "messages" if asked.prompt_ids is None else "prompt_token_ids"
         if asked.prompt_ids is None:
-            prompt = self._rendered(asked)
+            prompt = self.rendered(asked)
         else:
             prompt = ChatPrompt(self._prompt(asked.prompt_ids, param, echo=False)[0], "")
         how = read_as(self.text, asked, prompt)
+        params = asked.params
+        room = self.limits.max_model_len - len(prompt.ids)
+        if clip and params.max_tokens is not None and params.max_tokens > room >= 1:
+            params = msgspec.structs.replace(params, max_tokens=room)
         return self._job(
             [(prompt.ids, "")],
-            asked.params,
+            params,
             asked.form,
             continues=asked.continues,
             param=param,
@@ -148,7 +169,8 @@ class Reader:
             thinking_budget=asked.thinking_budget,
         )
 
-    def _rendered(self, asked: Conversation) -> ChatPrompt:
+    def rendered(self, asked: Conversation) -> ChatPrompt:
+        """The prompt that the chat template makes. Raises WeftError."""
         try:
             return self.text.chat.encode(
                 asked.messages,

@@ -36,6 +36,11 @@ B = TypeVar("B", bound=Body)
 
 def parse(body: bytes, cls: type[B]) -> B:
     """The request in ``body``. Raises InvalidRequest (400) for anything that is not exactly one."""
+    return make(decode(body), cls)
+
+
+def decode(body: bytes) -> dict[str, Any]:
+    """The object in ``body``. Raises InvalidRequest for anything that is not exactly one."""
     try:
         data = msgspec.json.decode(body)
     except RecursionError:
@@ -44,6 +49,11 @@ def parse(body: bytes, cls: type[B]) -> B:
         raise InvalidRequest("the body is not valid JSON", code="invalid_json") from None
     if not isinstance(data, dict):
         raise InvalidRequest("the body must be a JSON object", code="invalid_json")
+    return data
+
+
+def make(data: Mapping[str, Any], cls: type[B]) -> B:
+    """The request that JSON values make. Raises InvalidRequest."""
     fields = _fields(cls)
     neutral = cls.neutral
     values: dict[str, Any] = {}
@@ -52,7 +62,7 @@ def parse(body: bytes, cls: type[B]) -> B:
             continue
         if name not in fields:
             raise _refused(name, cls)
-        values[name] = _convert(name, value, fields[name])
+        values[name] = convert(name, value, fields[name])
     for field in msgspec.structs.fields(cls):
         if field.required and field.name not in values:
             raise missing(field.name)
@@ -75,7 +85,8 @@ def _refused(name: str, cls: type[Body]) -> InvalidRequest:
     return InvalidRequest(f"unknown parameter: {shown}", param=shown, code="unknown_parameter")
 
 
-def _convert(name: str, value: Any, kind: Any) -> Any:
+def convert(name: str, value: Any, kind: Any) -> Any:
+    """``value`` as a ``kind``. Raises InvalidRequest, which names ``name``."""
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
