@@ -184,6 +184,14 @@ class RunnerSection(Section, frozen=True, kw_only=True):
             "operation has no such form. Dense models on a CPU are so by default."
         ),
     ] = False
+    logprobs_mode: Annotated[
+        Literal["raw_logprobs", "processed_logprobs"],
+        Meta(
+            description="What logprobs of output tokens are of: the model's own logits (raw), or what a "
+            "token was drawn from: masks, bias, penalties, temperature, top-k, top-p and min-p applied "
+            "(processed). Those of prompts are raw."
+        ),
+    ] = "raw_logprobs"
     decode_graphs: Annotated[
         bool,
         Meta(

@@ -11,7 +11,8 @@ import torch
 from weft.common.errors import EngineDead, ErrorInfo, RowError
 from weft.runner.plan_columns import most_each, offsets_of
 from weft.runner.pooling import Pooled
-from weft.runner.sampler import LogprobTensors, SampleOutput
+from weft.runner.sampler import SampleOutput
+from weft.runner.token_logprobs import LogprobTensors
 from weft.types.plan import EMPTY, EmbeddingRows, LogprobRows, StepPlan, StepResult, column
 
 

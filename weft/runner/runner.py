@@ -102,16 +102,16 @@ class Runner:
         speculation: SpeculationSection | None = None,
         launcher: Launcher | None = None,
         rooms: RankRooms | None = None,
+        processed: bool = False,
     ) -> None:
         """``depth``: steps that may be in flight. ``poison`` spoils recycled staging buffers (tests).
+        ``processed``: see ``Sampler``.
 
         With ``graphs`` decode steps are captured now. ``speculation`` says who makes drafts. ``launcher``
         runs the model's collectives; the runner closes it, and ``rooms``, in whose memory its caches lie.
         """
         self.kv = kv
-        self._model = model
-        self._backends = backends
-        self._device = device
+        self._model, self._backends, self._device = model, backends, device
         self._state = SlotState(kv, device)
         self._rooms = rooms
         self._exports: Exports | None = None
@@ -122,7 +122,7 @@ class Runner:
         self._cache = by_layer(kv, memory)
         self._states = States(kv, memory, self._state.live, dtype, blocks)
         self._vocab_size = vocab_size
-        self._sampler = Sampler(kv.num_slots, vocab_size, device)
+        self._sampler = Sampler(kv.num_slots, vocab_size, device, processed)
         self._pooler = Pooler(kv.num_slots, model.spec.hidden, device)
         self._ring = StagingRing(device, depth, poison=poison)
         self._builder = BatchBuilder(self._state, kv, backends, dtype)

@@ -286,7 +286,8 @@ class TokenMasks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class LogprobRows(msgspec.Struct, frozen=True, kw_only=True):
-    """Logprobs of many positions, of log_softmax of the untouched logits.
+    """Logprobs of many positions, of log_softmax of the untouched logits, or of those that a token was drawn
+    from (``--logprobs-mode``).
 
     ``ids[i, 0]`` is the position's own token (sampled, or the prompt's); the rest are the ``top`` likeliest
     in order (logit descending, id ascending), padded with -1 where a row asked for fewer.
