@@ -94,6 +94,14 @@ class CacheSection(Section, frozen=True, kw_only=True):
         float, Meta(gt=0, le=1, description="Share of a GPU's memory for weights, activations and cache.")
     ] = 0.9
     enable_prefix_caching: Annotated[bool, Meta(description="Reuse the cache of equal prefixes.")] = True
+    explain_cache: Annotated[
+        Literal["off", "asked", "all"],
+        Meta(
+            description="Say in answers why a prompt was not found further in the prefix cache. asked: where "
+            "a request has the header x-weft-explain-cache; all: always. Shows tokens of earlier prompts "
+            "of the same cache_salt, so only where clients trust each other."
+        ),
+    ] = "off"
 
 
 class SchedulerSection(Section, frozen=True, kw_only=True):

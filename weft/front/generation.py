@@ -12,6 +12,7 @@ import msgspec
 from weft.common.errors import EngineDead, InvalidRequest, Overloaded, ReportedError
 from weft.front.answers import Usage, make_usage
 from weft.front.context import Front
+from weft.front.misses import shown
 from weft.front.reading import Job, Prompt
 from weft.front.request_times import RequestTimes
 from weft.front.streaming import within
@@ -42,6 +43,8 @@ class Generation:
         none.
         """
         self.choices: list[Choice] = []
+        self.explain = False
+        """Whether the engine is to say why prompts were not cached further. To be set before ``build``."""
         self.tokenizer = front.text.tokenizer
         self._front = front
         self._times = times
@@ -96,6 +99,7 @@ class Generation:
                 seed=minted_seed(seed, number) if number and given is None else seed,
                 owner=owner,
                 grammar=job.grammar,
+                explain=self.explain,
                 pooling=self._front.section.pooling if job.asked.encoding else "",
                 priority=job.sharing.priority,
                 salt=job.sharing.salt,
@@ -212,6 +216,7 @@ class Generation:
             completion=sum(len(choice.token_ids) for choice in self.choices),
             cached=sum(choice.num_cached for choice in self.choices[::n]),
             drafts=drafts,
+            miss=shown(self.choices[0].cache_miss, self.job.prompts[0].data, self.tokenizer),
         )
 
     def succeeded(self) -> None:

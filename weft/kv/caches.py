@@ -58,6 +58,10 @@ class Caches:
         """The longest prefix, at most ``limit``, that every kind can go on from."""
         return _agreed([partial(kind.hit, hashes) for kind in self.kinds], limit)
 
+    def hit_of_entries(self, hashes: Sequence[bytes], limit: int) -> int:
+        """``hit`` if no recurrent state were needed to go on."""
+        return _agreed([partial(kind.hit, hashes) for kind in self._tabled], limit)
+
     def needed(self, slot: int, upto: int, num_hit: int = 0, hashes: Sequence[bytes] = ()) -> list[int]:
         """Blocks of each kind, as ``CacheKind.needed``."""
         return [kind.needed(slot, upto, num_hit, hashes) for kind in self.kinds]

@@ -279,6 +279,7 @@ def _commit_row(state: SchedulerState, row: _Row, result: StepResult) -> TokenEv
     if finish is not None:
         state.end(sequence, finish, error)
     accepted = min(accepted, len(made))
+    miss, sequence.miss = sequence.miss, None
     return TokenEvent(
         sequence=sequence.id,
         token_ids=tuple(made),
@@ -292,6 +293,7 @@ def _commit_row(state: SchedulerState, row: _Row, result: StepResult) -> TokenEv
         error=error if finish == "error" else None,
         position=position,
         embedding=row.embedding if finish == "stop" else b"",
+        cache_miss=miss,
     )
 
 

@@ -59,16 +59,17 @@ class Scheduler:
         vocab_size: int,
         speculation: SpeculationSection | None = None,
         transfer: TransferSection | None = None,
+        remembered_bytes: int = 0,
     ) -> None:
         """``kv`` says how many drafts there may be, ``speculation`` whether their number adapts, ``transfer``
-        the group's role."""
+        the group's role. ``remembered_bytes``: of earlier prompts, to explain why one was not cached."""
         check_budget(section, kv.block_size, kv.drafts)
         self._section = section
         self._vocab_size = vocab_size
         threshold = section.long_prefill_token_threshold or section.max_num_batched_tokens
         # The drafts that a row verifies are like a chunk, and those that it leaves are reserved with it.
         longest = max(min(threshold, section.max_num_batched_tokens), 1 + kv.drafts) + kv.drafts
-        self._state = SchedulerState(kv, longest)
+        self._state = SchedulerState(kv, longest, remembered_bytes)
         self.planner = Planner(self._state, section, speculation)
         """Chooses the rows."""
         self._step = 0

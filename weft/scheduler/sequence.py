@@ -23,7 +23,7 @@ from weft.kv.hashing import HashChain
 from weft.kv.snapshots import Marks
 from weft.scheduler.constraints import Constraint
 from weft.scheduler.slot_columns import SlotColumns
-from weft.types.messages import Submit
+from weft.types.messages import CacheMiss, Submit
 from weft.types.plan import AllocSlot, column
 from weft.types.sampling import TokenParams
 
@@ -149,10 +149,12 @@ class Sequence:
         "choice",
         "constraint",
         "delivered",
+        "explains",
         "id",
         "key",
         "limit",
         "losses",
+        "miss",
         "num_cached",
         "num_prompt",
         "owner",
@@ -205,6 +207,9 @@ class Sequence:
         self.preemptions = 0
         self.yielded = 0
         """Preemptions that made room for another sequence."""
+        self.explains = submit.explain
+        self.miss: CacheMiss | None = None
+        """Why its prompt was not found further in the cache, until it is told."""
         self.losses = (0, 0)
         """(losses of the group while it ran, tokens when they began)."""
         self.constraint: Constraint | None = None

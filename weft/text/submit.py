@@ -115,10 +115,11 @@ def submits_of(
     owner: int = 0,
     grammar: Grammar | None = None,
     pooling: Pooling = "",
+    explain: bool = False,
 ) -> list[Submit]:
     """One Submit for each of the ``n`` choices, in order; all share ``request``, the seed and the prompt's
     bytes (int32, little-endian). ``params`` are complete: nothing is checked or resolved here. ``owner``,
-    ``grammar`` and ``pooling``: see ``Submit``.
+    ``grammar`` and ``pooling``: see ``Submit``. ``explain``: likewise, of the first choice.
     """
     first = Submit(
         sequence=ids.mint(),
@@ -138,7 +139,7 @@ def submits_of(
         msgspec.structs.replace(first, sequence=ids.mint(), choice=choice, params=sibling)
         for choice in range(1, n)
     ]
-    return [first, *others]
+    return [msgspec.structs.replace(first, explain=True) if explain else first, *others]
 
 
 def prompt_bytes(prompt_ids: Sequence[int], limits: ModelLimits, param: str = "prompt") -> bytes:

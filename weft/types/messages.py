@@ -187,13 +187,15 @@ class CacheMiss(_Message, frozen=True, kw_only=True):
 
     ``reason`` is one of: "none" (nothing more could be cached: the last token is always computed),
     "differs" (a sequence seen before goes on with other tokens), "evicted" (it was cached, and its block
-    given to another sequence), "salt" (it is cached under another salt), "computing" (another sequence
-    computes it right now), "new" (no prompt like it is remembered), "disabled".
+    given to another sequence), "state" (it is cached, but no snapshot of the recurrent state is),
+    "salt" (it was seen under another salt), "computing" (another sequence computes it right now), "new" (no
+    prompt like it is remembered), "disabled" (nothing is remembered, or the request needs all computed).
     """
 
     reason: str
     position: int
-    """Tokens of the prompt that were found."""
+    """Tokens of the prompt that were found; where the reason is "differs", those that are alike, which may
+    be more: full blocks are found."""
     theirs: bytes = b""
     """Where the reason is "differs": the remembered ids from ``position`` on, at most 32, int32."""
 
