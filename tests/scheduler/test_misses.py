@@ -122,8 +122,6 @@ def test_random_loads_are_explained_once_and_within_bounds(depth: int) -> None:
         states = rng.choice([0, 5])
         window = rng.choice([None, 6])
         kv = kv_config(blocks=rng.choice([14, 60]), slots=4 * depth, states=states, window=window)
-            blocks=rng.choice([14, 60]), slots=4 * depth, states=states, window=rng.choice([None, 6])
-        )
         rig = Explaining(kv, depth, most, max_num_seqs=4)
         memory = rig.scheduler._state.misses.memory
         assert memory is not None
