@@ -118,6 +118,7 @@ def submit(
     salt: str = "",
     owner: int = 0,
     pooling: Pooling = "",
+    session: str = "",
     grammar: Grammar | None = None,
     **params: object,
 ) -> Submit:
@@ -135,6 +136,7 @@ def submit(
         salt=salt,
         owner=owner,
         pooling=pooling,
+        session=session,
         grammar=grammar,
     )
 

@@ -94,6 +94,15 @@ class CacheSection(Section, frozen=True, kw_only=True):
         float, Meta(gt=0, le=1, description="Share of a GPU's memory for weights, activations and cache.")
     ] = 0.9
     enable_prefix_caching: Annotated[bool, Meta(description="Reuse the cache of equal prefixes.")] = True
+    session_retention: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=86400,
+            description="Seconds after a turn of a session (header x-session-id and the like) in which its "
+            "blocks are evicted after all others; at most half of the cache is kept so.",
+        ),
+    ] = 120.0
     explain_cache: Annotated[
         Literal["off", "asked", "all"],
         Meta(

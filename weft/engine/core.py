@@ -110,6 +110,7 @@ class EngineCore:
             config.speculation,
             config.transfer,
             0 if config.cache.explain_cache == "off" else REMEMBERED_BYTES,
+            config.cache.session_retention,
         )
         self.domain = domain or self.runner.domain
         """Where other replicas have a part in every step."""

@@ -166,6 +166,7 @@ class Sequence:
         "room",
         "salt",
         "seed",
+        "session",
         "share",
         "state",
         "stop_ids",
@@ -179,6 +180,7 @@ class Sequence:
         self.choice = submit.choice
         self.seed = submit.seed
         self.salt = submit.salt
+        self.session = submit.session
         self.params: TokenParams = submit.params
         self.stop_ids = frozenset(submit.params.stop_ids)  # for membership only
         self.pooling = submit.pooling

@@ -26,7 +26,8 @@ peer with an older version:
     2   Submit.attempt, TokenEvent.attempt, the ends ``moved`` and ``evicted``, Welcome.block_size, Goodbye
     3   room and trace of Submit, TokenEvent.position, HeadStats.transfers; role, fingerprint and rooms of
         Welcome
-    4   grammar, pooling and explain of Submit, embedding and cache_miss of TokenEvent; WatchPrefixes and
+    4   grammar, pooling, explain and session of Submit, embedding and cache_miss of TokenEvent;
+    WatchPrefixes and
         PrefixIndex; constrained_steps, mask_seconds, grammars_compiled and grammar_errors of HeadStats
 """
 MAX_FRAME = 64 << 20
@@ -114,6 +115,9 @@ class Submit(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """Whether to tell why the prompt's prefix was not found further in the cache
     (``TokenEvent.cache_miss``).
     """
+    session: str = ""
+    """Of the conversation that this is a turn of, a hash; "" where it is not known. Its next turns go where
+    this one went, and what it has cached is kept for a while."""
 
 
 class Finish(_Message, frozen=True, kw_only=True):
