@@ -36,7 +36,7 @@ from weft.config.resolved import EngineConfig
 from weft.engine.balance import Balance
 from weft.engine.domain import Domain
 from weft.engine.grammars import AWAIT_S as GRAMMAR_S
-from weft.engine.grammars import GrammarSource, make_compiler
+from weft.engine.grammars import GrammarSource, ModelGrammars
 from weft.engine.group import GroupExecutor
 from weft.engine.request_spans import RequestSpans
 from weft.engine.room_start import make_rooms
@@ -125,7 +125,7 @@ class EngineCore:
         self._spans = None if spans is None else RequestSpans(spans, self._clock.now)
         if self.rooms is not None and self._spans is not None:
             self.rooms.tally.ended = self._spans.room_ended
-        self.grammars = grammars or GrammarSource(lambda: make_compiler(config))
+        self.grammars = grammars or GrammarSource(lambda: ModelGrammars(config))
         """Grammars of sequences, until they are compiled."""
         self.sources: list[AwaitedSource] = [self.grammars, *([] if self.rooms is None else [self.rooms])]
         """All of them are there before a loop begins, as it asks for ``sockets`` once."""
@@ -169,10 +169,11 @@ class EngineCore:
         Raises InvalidRequest, ContextLength or Overloaded; then nothing changed.
         """
         now = self._clock.now()
-        until = None if submit.grammar is None else now + GRAMMAR_S
-        events = self.scheduler.add(submit, now, until=until)
-        if submit.grammar is not None and not events:
-            events = self.grammars.open(submit, self.scheduler)
+        if submit.grammar is None:
+            events = self.scheduler.add(submit, now)
+        else:
+            events = self.scheduler.add(submit, now, until=now + GRAMMAR_S)
+            events = events or self.grammars.open(submit, self.scheduler)
         if self._spans is not None and submit.trace:
             self._spans.submitted(submit, now)
         if self.rooms is not None and submit.room is not None:

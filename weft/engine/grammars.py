@@ -15,11 +15,14 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-from weft.common.errors import ConfigError, EngineDead, WeftError
+from weft.common.errors import EngineDead, WeftError
 from weft.common.log import get_logger
 from weft.config.resolved import EngineConfig
-from weft.grammar.base import CompiledGrammar
+from weft.grammar.base import CompiledGrammar, GrammarCompiler
+from weft.grammar.registry import make_compiler
+from weft.grammar.service import GrammarService
 from weft.scheduler.scheduler import Scheduler
+from weft.text.model import TextModel
 from weft.types.grammar import Grammar
 from weft.types.messages import Submit, TokenEvent
 
@@ -57,7 +60,7 @@ class GrammarSource:
     """The ``AwaitedSource`` of grammars. Used from the thread that steps."""
 
     def __init__(self, make: Callable[[], Compiler]) -> None:
-        """``make`` is called for the first grammar. It raises ConfigError where there is no compiler."""
+        """``make`` is called for the first grammar."""
         self._make = make
         self._compiler: Compiler | None = None
         self._pending: dict[int, Compile] = {}
@@ -77,10 +80,7 @@ class GrammarSource:
         no use; what was compiled before is there at once.
         """
         assert submit.grammar is not None
-        try:
-            compiler = self._compiler = self._compiler or self._make()
-        except WeftError as error:
-            return scheduler.fail(submit.sequence, error.info())
+        compiler = self._compiler = self._compiler or self._make()
         self._own_bell()
         self._pending[submit.sequence] = compiler.submit(submit.grammar, self._ring)
         return self._settle(submit.sequence, scheduler)
@@ -138,6 +138,45 @@ class GrammarSource:
                 os.eventfd_write(self._bell, 1)
 
 
-def make_compiler(config: EngineConfig) -> Compiler:
-    """What compiles grammars for the model of ``config``. Raises ConfigError."""
-    raise ConfigError("this server has no grammar backend", param="grammar")
+class ModelGrammars:
+    """The ``Compiler`` of one model: its tokenizer, and the backend of ``--grammar-backend``."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._backend = _LazyBackend(config)
+        self._service = GrammarService(self._backend, timeout=config.grammar.grammar_compile_timeout)
+
+    @property
+    def end_ids(self) -> Iterable[int]:
+        return self._backend.end_ids
+
+    def submit(self, grammar: Grammar, ring: Callable[[], None]) -> Compile:
+        made = self._service.submit(grammar)
+        if not made.done():
+            made.when_ended(ring)
+        return made
+
+    def close(self) -> None:
+        self._service.close()
+
+
+class _LazyBackend:
+    """Makes its backend with the first grammar, in the thread that compiles it: reading a tokenizer's tokens
+    takes a second, which servers without grammars do not pay."""
+
+    name = "lazy"
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._lock = threading.Lock()
+        self._made: GrammarCompiler | None = None
+        self.end_ids: tuple[int, ...] = ()
+        """Once something was compiled."""
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        with self._lock:
+            if self._made is None:
+                spec, folder = self._config.spec, self._config.tokenizer_path
+                self.end_ids = tuple(sorted({*TextModel.load(folder).end_ids, *spec.eos_ids}))
+                backend = self._config.grammar.grammar_backend
+                self._made = make_compiler(backend, folder, spec.vocab_size, self.end_ids)
+        return self._made.compile(grammar)

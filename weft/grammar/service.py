@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
@@ -43,6 +44,7 @@ class Compile:
         self._ended = threading.Event()
         self._compiled: CompiledGrammar | None = None
         self._error: WeftError | None = None
+        self._calls: list[Callable[[], None]] = []
 
     def done(self) -> bool:
         """Whether ``result`` returns at once. True too once the deadline has passed. Never blocks."""
@@ -79,6 +81,16 @@ class Compile:
         self._compiled = compiled
         self._error = error
         self._ended.set()
+        for call in list(self._calls):
+            call()
+
+    def when_ended(self, call: Callable[[], None]) -> None:
+        """Has ``call`` called, from any thread, once there is a result; at once, or twice, if there is
+        one.
+        """
+        self._calls.append(call)
+        if self._ended.is_set():
+            call()
 
     @property
     def late(self) -> bool:
