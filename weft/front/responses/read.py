@@ -81,7 +81,9 @@ def _read(reader: Reader, payload: bytes, kind: type[TokensRequest]) -> Job:
     asked = make(decode(body), kind)
     reader.check_model(asked.model)
     try:
-        made, facts = conversation(asked, history, system_inside=reader.system_inside)
+        made, facts = conversation(
+            asked, history, system_inside=reader.system_inside, join_users=not reader.users_apart
+        )
         made = msgspec.structs.replace(made, effort=effort_shown(made.effort, reader.text.chat))
         job = reader.converse(made, clip=True)
     except InvalidRequest as error:
