@@ -157,6 +157,10 @@ def make_xgrammar(tokenizer: str, vocab_size: int, end_ids: Sequence[int]) -> Xg
     return XgrammarCompiler(read_vocabulary(Tokenizer.load(tokenizer), vocab_size, end_ids))
 
 
+MAX_WHITE_SPACE = 17
+"""Characters between two parts of a JSON value that is not compact; see ``lark.WHITE_SPACE``."""
+
+
 def _json_rules(node: Json) -> str:
     schema = narrow(read_schema(node.schema, XGRAMMAR))
     try:
@@ -165,7 +169,9 @@ def _json_rules(node: Json) -> str:
                 json.dumps(schema), any_whitespace=False, separators=(", ", ": "), strict_mode=False
             )
         else:
-            grammar = xgrammar.Grammar.from_json_schema(json.dumps(schema), strict_mode=False)
+            grammar = xgrammar.Grammar.from_json_schema(
+                json.dumps(schema), max_whitespace_cnt=MAX_WHITE_SPACE, strict_mode=False
+            )
     except RuntimeError as error:
         raise InvalidRequest(f"the JSON schema cannot be compiled: {_plain(error)}") from None
     return str(grammar)
