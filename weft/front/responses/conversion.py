@@ -45,8 +45,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of the answer that say what was asked."""
     names: dict[str, Named] = {}
     """See ``Offered``."""
-    items: list[dict[str, Any]] = []
-    """The request's input with ids, where the response is to be stored."""
+    items: msgspec.Raw = msgspec.Raw(b"[]")
+    """The request's input as the store keeps it, JSON, where the response is to be stored."""
     previous: str | None = None
     store: bool = False
     encrypted: bool = False
@@ -159,7 +159,7 @@ def _facts(
     return Facts(
         repeats=_repeats(asked, tools, params, store),
         names=tools.names,
-        items=[_with_id(item) for item in items] if store else [],
+        items=msgspec.Raw(msgspec.json.encode([_with_id(item) for item in items] if store else [])),
         previous=asked.previous_response_id,
         store=store,
         encrypted=asked.includes(ENCRYPTED),

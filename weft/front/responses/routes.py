@@ -15,7 +15,7 @@ from weft.front.answers import to_json
 from weft.front.context import Front
 from weft.front.responses import events as e
 from weft.front.responses.protocol import ResponsesRequest, TokensRequest
-from weft.front.responses.read import may_refer, references, with_history
+from weft.front.responses.read import NONE, line_of, references, with_history
 from weft.front.responses.shape import ResponsesShape
 from weft.front.responses.store import ResponseStore, history
 from weft.front.serving import handle, read_only
@@ -116,13 +116,13 @@ def _page(items: list[dict[str, Any]], request: Request) -> e.InputItems:
 
 async def _prepare(front: Front, store: ResponseStore, body: list[bytes]) -> list[bytes]:
     """The payload of a body, with what it refers to. Raises NotFound."""
-    if not may_refer(body):
-        return with_history(None, body)
-    found = await front.in_thread(lambda: references(b"".join(body)))
+    found = await front.in_thread(references, body)
+    if found.previous is None and not found.items:
+        return with_history(NONE, body)
     chain = [] if found.previous is None else store.chain(found.previous)
     owners = store.owners(found.items)
-    made = await front.in_thread(history, chain, owners, found.items)
-    return with_history(made, body)
+    line = await front.in_thread(lambda: line_of(history(chain, owners, found.items)))
+    return with_history(line, body)
 
 
 def _json(value: Any) -> Response:
