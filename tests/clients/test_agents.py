@@ -37,7 +37,7 @@ def agent(name: str) -> str:
 
 def run(command: list[str], home: Path, work: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """The agent in the folder ``work``, with no network but this machine."""
-    away = {name: NOWHERE for name in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy", "ALL_PROXY")}
+    away = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy", "ALL_PROXY"), NOWHERE)
     loopback = {"NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost"}
     keep = {name: value for name, value in os.environ.items() if name in ("PATH", "LANG", "TERM", "TMPDIR")}
     return subprocess.run(
