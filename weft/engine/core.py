@@ -161,10 +161,11 @@ class EngineCore:
         Raises InvalidRequest, ContextLength or Overloaded; then nothing changed.
         """
         now = self._clock.now()
-        until = None if submit.grammar is None else now + GRAMMAR_S
-        events = self.scheduler.add(submit, now, until=until)
-        if submit.grammar is not None and not events:
-            events = self.grammars.open(submit, self.scheduler)
+        if submit.grammar is None:
+            events = self.scheduler.add(submit, now)
+        else:
+            events = self.scheduler.add(submit, now, until=now + GRAMMAR_S)
+            events = events or self.grammars.open(submit, self.scheduler)
         if self._spans is not None and submit.trace:
             self._spans.submitted(submit, now)
         if self.rooms is not None and submit.room is not None:

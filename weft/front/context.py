@@ -186,6 +186,12 @@ class Front:
         caches = self.config.kv.enable_prefix_caching
         return welcome.block_size if caches and welcome is not None else 0
 
+    @functools.cached_property
+    def thought_end(self) -> tuple[int, ...]:
+        """Ids of what ends a thought."""
+        text = self.text.output.thought_end
+        return tuple(self.text.tokenizer.encode(text, add_special_tokens=False, parse_special=True))
+
     def parser(self, spec: OutputSpec) -> OutputParser:
         """A parser for one output that is read as ``spec`` says."""
         return self.text.output.parser(spec)

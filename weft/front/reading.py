@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from weft.common.errors import ContextLength, DeadlineExceeded, InvalidRequest, NotFound
-from weft.front.asked_output import read_as, variables_of
+from weft.front.asked_output import grammar_of, output_of, variables_of
 from weft.front.conversation import AnswerOptions, Conversation, Sharing
 from weft.front.protocol.chat import ChatRequest
 from weft.front.protocol.completions import DEFAULT_COMPLETION_TOKENS, CompletionRequest
@@ -36,6 +36,8 @@ ECHO_BYTES = 28
 """Bytes of one candidate in the JSON of a completion, about."""
 PROMPT_LOGPROB_BYTES = 64
 """Bytes of one candidate in the JSON of ``prompt_logprobs``, about."""
+TAIL_TOKENS = 64
+"""At the end of a prompt of token ids, by which is seen whether it ends inside a thought."""
 TOKEN_BYTES = 40
 """Bytes of one position in the JSON of a completion's logprobs, besides its candidates, about."""
 
@@ -155,8 +157,9 @@ class Reader:
         if asked.prompt_ids is None:
             prompt = self.rendered(asked)
         else:
-            prompt = ChatPrompt(self._prompt(asked.prompt_ids, param, echo=False)[0], "")
-        how = read_as(self.text, asked, prompt)
+            prompt = self._given(asked.prompt_ids)
+        output = output_of(asked, prompt)
+        self._check_budget(asked)
         params = asked.params
         room = self.limits.max_model_len - len(prompt.ids)
         if clip and params.max_tokens is not None and params.max_tokens > room >= 1:
@@ -167,11 +170,33 @@ class Reader:
             asked.form,
             continues=asked.continues,
             param=param,
-            output=how.output,
-            grammar=self._checked(how.grammar, how.param),
+            output=output,
+            grammar=grammar_of(self.text.output, asked, output, self._check_grammar),
             sharing=asked.sharing,
             thinking_budget=asked.thinking_budget,
         )
+
+    def _check_budget(self, asked: Conversation) -> None:
+        name = "thinking_token_budget"
+        if asked.thinking_budget is None:
+            return
+        if not self.text.output.thought_end:
+            raise InvalidRequest(
+                "this model has no thoughts that the server knows; name their format with --reasoning-parser",
+                param=name,
+            )
+        if asked.params.logprobs is not None:
+            raise InvalidRequest(
+                "the tokens that end a thought for its budget have no logprobs; send either", param=name
+            )
+
+    def _given(self, ids: list[int]) -> ChatPrompt:
+        """A prompt that the client has rendered itself."""
+        self._prompt(ids, "prompt_token_ids", echo=False)
+        prompt_bytes(ids, self.limits, "prompt_token_ids")  # they are ids of the model
+        known = [token for token in ids[-TAIL_TOKENS:] if token < self.text.tokenizer.vocab_size]
+        end = self.text.tokenizer.decode(known, skip_special_tokens=False)
+        return ChatPrompt(ids, end, self.text.output.in_thought(end, ""))
 
     def rendered(self, asked: Conversation) -> ChatPrompt:
         """The prompt that the chat template makes. Raises WeftError."""
@@ -197,7 +222,9 @@ class Reader:
         params = asked.sampling()
         form = _form(asked, params, echo=bool(asked.echo), prompt_only=asked.prompt_only)
         constraint = asked.constraint()
-        grammar = None if constraint is None else self._checked(constraint.grammar, constraint.param)
+        grammar = None if constraint is None else constraint.grammar
+        if constraint is not None:
+            self._check_grammar(constraint.grammar, constraint.param)
         prompts = [self._prompt(prompt, "prompt", form.echo) for prompt in asked.prompts()]
         if params.max_tokens is None:  # OpenAI's default length, cut to what the longest prompt leaves
             room = self.limits.max_model_len - max(len(ids) for ids, _ in prompts)
@@ -264,20 +291,20 @@ class Reader:
             thinking_budget=thinking_budget,
         )
 
-    def _checked(self, grammar: Grammar | None, param: str) -> Grammar | None:
-        """``grammar``, which compiles. Raises WeftError naming ``param`` for one that does not."""
-        if grammar is not None and self._grammars is not None:
-            try:
-                self._grammars.service().compile(grammar)
-            except InvalidRequest as error:
-                raise InvalidRequest(error.message, param=param) from None
-            except DeadlineExceeded:
-                raise InvalidRequest(
-                    f"{param} takes too long to compile; ask for something simpler",
-                    param=param,
-                    code="grammar_timeout",
-                ) from None
-        return grammar
+    def _check_grammar(self, grammar: Grammar, param: str) -> None:
+        """Raises InvalidRequest, naming ``param``, for a grammar that does not compile in time."""
+        if self._grammars is None:
+            return
+        try:
+            self._grammars.service().compile(grammar)
+        except InvalidRequest as error:
+            raise InvalidRequest(error.message, param=param, code=error.error_code) from None
+        except DeadlineExceeded:
+            raise InvalidRequest(
+                f"{param} takes too long to compile; ask for something simpler",
+                param=param,
+                code="grammar_timeout",
+            ) from None
 
     def _check_answer(
         self, prompts: Sequence[Prompt], params: SamplingParams, asked: AnswerOptions, param: str

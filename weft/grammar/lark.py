@@ -164,6 +164,11 @@ def _rules(source: str) -> str:
     return f"{_OPTIONS}\n{source}"
 
 
+WHITE_SPACE = r"( |\n[ \t]{0,16})?"
+"""Between two parts of a JSON value that is not compact: none, one blank, or a line's end and indentation.
+Without a bound a model that finds white space likeliest goes on with it for ever."""
+
+
 def _guided(node: Json) -> Any:
     """The schema with how its values are written: the options are ours, whatever the client's schema says."""
     schema = read_schema(node.schema, LLGUIDANCE)
@@ -177,4 +182,6 @@ def _guided(node: Json) -> Any:
     }
     if node.compact:
         options.update(whitespace_flexible=False, item_separator=", ", key_separator=": ")
+    else:
+        options["whitespace_pattern"] = WHITE_SPACE
     return {**schema, "x-guidance": options}

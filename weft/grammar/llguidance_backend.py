@@ -149,6 +149,8 @@ class LlguidanceMatcher:
 
     def _raise_errors(self) -> None:
         if self._matcher.is_error():
+            if "NoExtension" in self._matcher.get_error():
+                raise InvalidRequest("no output satisfies the grammar")
             raise InvalidRequest(f"the grammar is too complex to follow: {_plain(self._matcher.get_error())}")
 
 

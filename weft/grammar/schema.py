@@ -16,7 +16,7 @@ import msgspec
 from weft.common.errors import InvalidRequest
 from weft.grammar.disjoint import Disjoint
 from weft.grammar.formats import FORMATS, INTEGERS, NOTES
-from weft.grammar.patterns import whole_pattern
+from weft.grammar.patterns import RUST, Dialect, whole_pattern
 
 MAX_NESTING = 64
 """Levels of arrays and objects of a schema's own text."""
@@ -64,8 +64,8 @@ class Keywords(msgspec.Struct, frozen=True, kw_only=True):
     backend: str
     supported: frozenset[str]
     """Keywords, each as this module leaves it. Annotations and places of definitions are not listed."""
-    alone: frozenset[str] = frozenset()
-    """Of these a schema may have none beside another one that says something."""
+    dialect: Dialect = RUST
+    """Of its patterns."""
 
 
 def read_schema(text: str, keywords: Keywords) -> Any:
@@ -196,9 +196,6 @@ class _Reader:
         for key in result:
             if key not in self._keywords.supported:
                 self._refuse(key, at, _UNSUPPORTED)
-        alone = [key for key in result if key in self._keywords.alone]
-        if alone and len(result) > 1:
-            self._refuse(alone[0], at, "is not supported beside other keywords")
         return result
 
     # One method a keyword: (value, the schema around it, pointer) -> keywords of the result. Under "" are
@@ -260,7 +257,9 @@ class _Reader:
 
     def _read_pattern_properties(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
         named = self._named(value, at)
-        return {"patternProperties": {_anchored(_pattern(key, at)): inner for key, inner in named.items()}}
+        return {
+            "patternProperties": {_anchored(self._pattern(key, at)): inner for key, inner in named.items()}
+        }
 
     def _named(self, value: Any, at: str) -> dict[str, Any]:
         if not isinstance(value, dict):
@@ -312,7 +311,7 @@ class _Reader:
     def _read_pattern(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
         if not isinstance(value, str):
             raise InvalidRequest(f"a pattern must be a text (at {at})")
-        return {"pattern": _anchored(_pattern(value, at))}
+        return {"pattern": _anchored(self._pattern(value, at))}
 
     def _read_format(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
         if value in NOTES:
@@ -325,6 +324,12 @@ class _Reader:
             raise InvalidRequest(f"format {_shown(value)} is not supported (at {at}); there are: {known}")
         pattern = {"pattern": _anchored(FORMATS[value])}
         return {"": [pattern]} if "pattern" in schema else pattern
+
+    def _pattern(self, pattern: str, at: str) -> str:
+        try:
+            return whole_pattern(pattern, self._keywords.dialect)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{error.message} (at {at})") from None
 
     def _check_cycles(self) -> None:
         """Raises InvalidRequest where a reference leads to itself without a value between."""
@@ -378,13 +383,6 @@ def _renamed(schema: Any, names: dict[str, str]) -> Any:
             value = _renamed(value, names)
         result[key] = value
     return result
-
-
-def _pattern(pattern: str, at: str) -> str:
-    try:
-        return whole_pattern(pattern)
-    except InvalidRequest as error:
-        raise InvalidRequest(f"{error.message} (at {at})") from None
 
 
 def _anchored(regex: str) -> str:

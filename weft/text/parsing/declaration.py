@@ -167,6 +167,8 @@ class Channels(_Part, frozen=True, kw_only=True):
     """Channels whose text is a thought."""
     texts: tuple[str, ...]
     """Channels whose text is for the user; the first is that of answers."""
+    kinds: tuple[str, ...]
+    """What a body may be said to be."""
     calls: str
     """The channel a grammar writes calls into."""
     prefix: str

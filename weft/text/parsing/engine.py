@@ -101,7 +101,7 @@ class OutputEngine:
         next(self._steps, None)
 
     @property
-    def _thinking(self) -> bool:
+    def thinking(self) -> bool:
         """Whether text is that of a thought now."""
         if self._channels is not None and self._channels.body is not None:
             return self._channels.body == "reasoning"
@@ -126,7 +126,7 @@ class OutputEngine:
         """What began at ``start`` is text: its first character for certain, the rest is looked at again."""
         tape = self.tape
         far = tape.at - start > MAX_AGAIN
-        tape.text(tape.at if far else start + 1, thought=self._thinking)
+        tape.text(tape.at if far else start + 1, thought=self.thinking)
         tape.at = tape.done
         self._behind_call = False
 
@@ -186,7 +186,7 @@ class OutputEngine:
 
     def _give(self, end: int) -> None:
         if end > self.tape.done:
-            self.tape.text(end, thought=self._thinking)
+            self.tape.text(end, thought=self.thinking)
             self._behind_call = False
 
     def _marks(self) -> Marks:

@@ -43,6 +43,7 @@ from weft.types.grammar import (
 ToolChoice: TypeAlias = Literal["auto", "required"]
 _BETWEEN = Regex(r"[ \n]{0,2}")
 """White space between a thought and what follows it."""
+_NUMBER = Regex(r"[0-9]{1,3}")
 _MAX_CALLS = 128
 """Calls of one output under a grammar."""
 
@@ -118,20 +119,32 @@ class OutputGrammars:
         return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
 
     def _strict(self, tools: Items[Tool], *, parallel: bool) -> Grammar:
-        """Any text; wherever a call begins, a right one follows."""
-        call = self._declared.calls[0]
-        if not call.line_start:
-            trigger = call.triggers[0]
-            most = None if parallel else 1
-            if call.section is not None:
-                whole = self._required(call, tools, parallel=parallel)
-                most = 1
-            else:
-                whole = _one_call(call, tools)
-            return Triggered(trigger=trigger, parts=(_without(whole, trigger),), most=most)
-        bracket = call.triggers[0]
-        other = Regex(rf"[^\s\{bracket}](?:.|\n)*")  # a text that does not begin as calls do
-        return OneOf((self._required(call, tools, parallel=parallel), other, Text("")))
+        """Any text; wherever a call begins, in any of the family's ways, a right one follows."""
+        first = self._declared.calls[0]
+        if first.line_start:
+            bracket = first.triggers[0]
+            other = Regex(rf"[^\s\{bracket}<](?:.|\n)*")  # a text that does not begin as calls do
+            return OneOf((self._required(first, tools, parallel=parallel), other, Text("")))
+        begins: dict[str, list[Grammar]] = {}
+        for call in self._declared.calls:
+            for trigger in call.triggers:
+                outer = call.section is not None and trigger in call.section.head
+                whole = self._required(call, tools, parallel=parallel) if outer else _one_call(call, tools)
+                begins.setdefault(trigger, []).append(_without(whole, trigger))
+        sections = any(call.section is not None for call in self._declared.calls)
+        most = None if parallel and not sections else 1
+        if len(begins) == 1:
+            ((trigger, parts),) = begins.items()
+            return Triggered(trigger=trigger, parts=tuple(parts), most=most)
+        one = OneOf(
+            tuple(
+                Sequence(
+                    (FreeText(ends=(trigger,), without=tuple(begins.keys() - {trigger})), *_either(parts))
+                )
+                for trigger, parts in begins.items()
+            )
+        )
+        return Sequence((Repeated(part=one, most=most), FreeText(without=tuple(begins))))
 
     def _channel_calls(self, used: Channels, tools: Items[Tool], choice: ToolChoice) -> Grammar:
         kind = f" {used.constrain}json{used.message}"
@@ -158,11 +171,16 @@ def _one_call(call: Call, tools: Items[Tool]) -> Grammar:
             body = keyword_parts(tool)
         else:
             body = (_arguments(tool),)
-        behind = after.replace("\0", tool.name)
-        bodies.append(Sequence((Text(tool.name + behind), *body)))
+        first, numbered, rest = after.partition("\1")
+        number: tuple[Grammar, ...] = (_NUMBER, Text(rest)) if numbered else ()
+        bodies.append(Sequence((Text(tool.name + first), *number, *body)))
     tail = ("}" if isinstance(spelled, CallObject) else "") + "".join(_written(call.tail))
     parts: list[Grammar] = [*([Text(before)] if before else []), OneOf(tuple(bodies))]
     return Sequence((*parts, *([Text(tail)] if tail else [])))
+
+
+def _either(parts: list[Grammar]) -> tuple[Grammar]:
+    return (parts[0] if len(parts) == 1 else OneOf(tuple(parts)),)
 
 
 def _head(call: Call) -> tuple[str, str]:
@@ -176,7 +194,7 @@ def _head(call: Call) -> tuple[str, str]:
 
 
 def _written(items: Syntax) -> list[str]:
-    """Items as they are written; the name as a NUL."""
+    """Items as they are written; the name as a NUL, a number as the character behind it."""
     texts: list[str] = []
     for item in items:
         if isinstance(item, str):
@@ -186,7 +204,7 @@ def _written(items: Syntax) -> list[str]:
         elif isinstance(item, Name):
             texts.append("\0")
         elif isinstance(item, Identifier):
-            texts.append("functions.\0:0" if item.holds_name else "")
+            texts.append("functions.\0:\1" if item.holds_name else "")
         elif item.written:
             texts += _written(item.items)
     return texts

@@ -33,6 +33,16 @@ class ModelOutput:
     def tells_thoughts(self) -> bool:
         return self.declared is not None and self.declared.tells_thoughts
 
+    @property
+    def thought_end(self) -> str:
+        """What the model writes between the end of a thought and its answer; "" where it has no thoughts."""
+        if self.declared is None:
+            return ""
+        if self.declared.channels is not None:
+            used = self.declared.channels
+            return used.ends[0] + used.start + used.role
+        return self.declared.thoughts[0].close + "\n\n" if self.declared.thoughts else ""
+
     def parser(self, spec: OutputSpec) -> OutputParser:
         """A parser of one choice."""
         if self.declared is None or not (spec.reasoning or spec.tool_calls):

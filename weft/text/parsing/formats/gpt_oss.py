@@ -19,6 +19,7 @@ GPT_OSS = OutputFormat(
         ends=("<|end|>", "<|return|>", "<|call|>"),
         thoughts=("analysis",),
         texts=("final", "commentary"),
+        kinds=("json", "code", "text"),
         calls="commentary",
         prefix="functions.",
     ),

@@ -28,10 +28,11 @@ MISTRAL = OutputFormat(
                 BLANK,
                 NAME,
                 Optional(("[CALL_ID]", IDENTIFIER)),
-                Optional(("[ARGS]",)),
+                Optional(("[ARGS]",), written=True),
                 BLANK,
             ),
             arguments=JsonArguments(),
+            gap="",
         ),
         Call(
             section=Section(head=("[TOOL_CALLS]", BLANK, "[", BLANK), tail=(BLANK, "]"), between=","),
