@@ -19,12 +19,14 @@ from weft.front.chat import chat
 from weft.front.completions import completions
 from weft.front.context import Front
 from weft.front.doors import OPEN_PATHS
+from weft.front.embeddings import embeddings
 from weft.front.lifecycle import Phase
 from weft.front.messages.routes import add_messages
 from weft.front.metrics import CONTENT_TYPE
 from weft.front.middleware import AccessGate, error_answer
 from weft.front.protocol.chat import ChatRequest
 from weft.front.protocol.completions import CompletionRequest
+from weft.front.protocol.embeddings import EmbeddingRequest
 from weft.front.responses.routes import add_responses
 from weft.front.small_routes import add_admin, add_tokenizing
 
@@ -64,6 +66,11 @@ def _add_generation(app: FastAPI, front: Front) -> None:
     async def create_completion(request: Request) -> Response:
         """Continues a text."""
         return await completions(front, request)
+
+    @app.post("/v1/embeddings", openapi_extra=openapi.answers_of(EmbeddingRequest, answers.EmbeddingList))
+    async def create_embedding(request: Request) -> Response:
+        """Makes a vector of each text, from the model's last hidden states."""
+        return await embeddings(front, request)
 
 
 def _add_models(app: FastAPI, front: Front) -> None:

@@ -291,6 +291,7 @@ _EVENTS = (
     ("request_success", "Choices that ended well.", ("model_name", "finished_reason")),
     ("request_failure", "Requests that ended in an error.", ("model_name", "code")),
     ("http_requests", "HTTP requests answered.", ("route", "method", "status")),
+    ("prefix_cache_misses", "Prompts, by why the cached prefix ended.", ("model_name", "reason")),
 )
 
 
@@ -310,7 +311,7 @@ class Metrics:
         self.time_to_first_token, self.inter_token, self.e2e, self.prompt_tokens, self.generation_tokens = (
             histogram.labels(model) for histogram in made
         )
-        self.success, self.failure, self.http = (
+        self.success, self.failure, self.http, self.misses = (
             Counter(f"weft:{name}", text, labels, registry=self._own) for name, text, labels in _EVENTS
         )
 

@@ -19,6 +19,7 @@ from weft.front.asked_output import grammar_of, output_of, variables_of
 from weft.front.conversation import AnswerOptions, Conversation, Sharing
 from weft.front.protocol.chat import ChatRequest
 from weft.front.protocol.completions import DEFAULT_COMPLETION_TOKENS, CompletionRequest
+from weft.front.protocol.embeddings import EmbeddingRequest
 from weft.front.protocol.parse import parse, printable
 from weft.front.turns import shows_system_inside, shows_users_apart
 from weft.grammar.service import GrammarService
@@ -237,6 +238,21 @@ class Reader:
             params = msgspec.structs.replace(params, max_tokens=least)
         return self._job(
             prompts, params, form, continues=True, param="prompt", grammar=grammar, sharing=asked.sharing()
+        )
+
+    def embeddings(self, body: bytes) -> Job:
+        """Reads an embeddings request. Raises WeftError."""
+        asked = parse(body, EmbeddingRequest)
+        check_model(asked.model, self._names)
+        prompts = [self._prompt(prompt, "input", echo=False)[0] for prompt in asked.prompts()]
+        return Job(
+            prompts=[Prompt(data=prompt_bytes(ids, self.limits, "input"), max_tokens=1) for ids in prompts],
+            params=SamplingParams(max_tokens=1),
+            token_params=TokenParams(max_tokens=1),
+            asked=AnswerOptions(model=asked.model, stream=False, encoding=asked.encoding_format or "float"),
+            continues=True,
+            param="input",
+            sharing=asked.sharing(),
         )
 
     def _prompt(self, prompt: str | list[int], param: str, echo: bool) -> tuple[list[int], str]:
