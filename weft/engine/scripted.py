@@ -205,9 +205,6 @@ class ScriptedEngine:
             block_size=kv.block_size,
         )
 
-    def follow_prefixes(self) -> None:
-        """It has no prefix cache of which it could tell."""
-
     # -- what its loop asks
 
     def check(self) -> None:

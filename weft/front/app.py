@@ -9,7 +9,7 @@ from typing import Any
 import fastapi.openapi.utils
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Match
 
 from weft import __version__
@@ -118,7 +118,7 @@ def _add_state(app: FastAPI, front: Front) -> None:
         state = "ready" if good else "stalled" if phase is Phase.READY else phase.value
         return _json({"status": state}, 200 if good else 503)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Prometheus metrics."""
         return Response(await front.metrics_page(), media_type=CONTENT_TYPE)

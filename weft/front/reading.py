@@ -21,7 +21,7 @@ from weft.front.protocol.chat import ChatRequest
 from weft.front.protocol.completions import DEFAULT_COMPLETION_TOKENS, CompletionRequest
 from weft.front.protocol.embeddings import EmbeddingRequest
 from weft.front.protocol.parse import parse, printable
-from weft.front.turns import shows_system_inside
+from weft.front.turns import shows_system_inside, shows_users_apart
 from weft.grammar.service import GrammarService
 from weft.text.chat import ChatPrompt
 from weft.text.model import TextModel
@@ -122,6 +122,11 @@ class Reader:
     def system_inside(self) -> bool:
         """Whether the chat template shows a system message that is not the first one."""
         return shows_system_inside(self.text.chat)
+
+    @functools.cached_property
+    def users_apart(self) -> bool:
+        """Whether the chat template takes two messages of the user in a row."""
+        return shows_users_apart(self.text.chat)
 
     def check_model(self, name: str) -> None:
         """Raises NotFound unless ``name`` is served."""
