@@ -15,7 +15,7 @@ BUILT = (
     + [f"E{i}" for i in range(1, 36)]
     + [f"F{i}" for i in (1, 3, 5, 7, *range(8, 19), 20, *range(26, 32), 35, *range(40, 44), *range(45, 49))]
     + [f"F{i}" for i in range(61, 67)]
-    + [f"G{i}" for i in (5, 15)]
+    + [f"G{i}" for i in (*range(1, 6), 15)]
 )  # fmt: skip
 
 
