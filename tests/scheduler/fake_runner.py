@@ -17,6 +17,7 @@ import numpy as np
 from weft.common.errors import ErrorInfo
 from weft.config.resolved import KVConfig, PoolSpec
 from weft.config.spec import CacheSpec, StatePart
+from weft.types.grammar import Grammar
 from weft.types.messages import Submit, ids_from_bytes, ids_to_bytes
 from weft.types.plan import (
     EMPTY,
@@ -114,6 +115,7 @@ def submit(
     priority: int = 0,
     salt: str = "",
     owner: int = 0,
+    grammar: Grammar | None = None,
     **params: object,
 ) -> Submit:
     """A Submit; ``params`` are fields of TokenParams."""
@@ -129,6 +131,7 @@ def submit(
         priority=priority,
         salt=salt,
         owner=owner,
+        grammar=grammar,
     )
 
 
@@ -242,11 +245,13 @@ class FakeRunner:
         assert rows or plan.ops, "an empty plan"
         assert len({r[0] for r in rows}) == len(rows), "a slot twice in a plan"
         made: list[Made] = []
+        told: list[int] = []
         for number, row in enumerate(rows):
             answer = self._run_row(plan.step, row, number >= plan.prefill.rows)
             if row[4]:
                 made.append((number, *answer))
-        return _result(plan.step, made)
+            told += self._drafts(self.in_slot[row[0]], row[6])
+        return _result(plan.step, made, told)
 
     def committed(self, step: int) -> None:
         del self.named[step], self.verifying[step], self.saving[step]
@@ -457,7 +462,7 @@ class FakeRunner:
                     assert line == whole[p], "attention reads foreign content"
 
 
-def _result(step: int, made: list[Made]) -> StepResult:
+def _result(step: int, made: list[Made], drafts: list[int]) -> StepResult:
     offsets = np.cumsum([0, *(len(m[1]) for m in made)])
     prompt_offsets = np.cumsum([0, *(len(m[2]) for m in made)])
     tokens = [t for m in made for t in m[1]]
@@ -468,6 +473,7 @@ def _result(step: int, made: list[Made]) -> StepResult:
         offsets=column(offsets),
         tokens=column(tokens),
         accepted=column([m[4] for m in made]),
+        drafts=column(drafts),
         row_error=tuple((i, ROW_ERROR) for i, m in enumerate(made) if m[3]),
         logprobs=_logprobs(offsets, tokens),
         prompt_logprobs=_logprobs(prompt_offsets, prompt),

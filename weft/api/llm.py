@@ -24,6 +24,7 @@ from weft.text.chat import ChatFormat
 from weft.text.choice import Choice
 from weft.text.model import TextModel
 from weft.text.submit import ModelLimits
+from weft.types.grammar import Grammar
 from weft.types.messages import HeadStats, TokenEvent
 from weft.types.sampling import SamplingParams
 
@@ -98,18 +99,22 @@ class LLM:
         prompts: Any,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        grammar: Grammar | Sequence[Grammar | None] | None = None,
     ) -> list[RequestOutput]:
         """Runs prompts to their end; outputs come in the order of the prompts.
 
         A prompt is a string, ``{"prompt": ...}`` or ``{"prompt_token_ids": [...]}``; ``prompts`` is one of
-        them or a list. ``sampling_params`` is one for all or a list with one for each.
+        them or a list. ``sampling_params`` is one for all or a list with one for each. ``grammar``: what
+        each whole output may be (``weft.types.grammar``; ``weft.grammar.build`` makes them from JSON schemas,
+        patterns and the like), one for all or a list with one, or None, for each.
 
         Raises InvalidRequest before anything is computed, naming the prompt, when one cannot be used, and
         EngineDead when the engine fails. When only one sequence fails, that output has finish_reason
         "error" and ``error``.
         """
         many = list(prompts) if isinstance(prompts, list | tuple) else [prompts]
-        return self._run(many, sampling_params, self._maker.from_prompt, "prompt", use_tqdm)
+        return self._run(many, sampling_params, grammar, self._maker.from_prompt, "prompt", use_tqdm)
 
     def chat(
         self,
@@ -121,16 +126,17 @@ class LLM:
         continue_final_message: bool = False,
         chat_template: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        grammar: Grammar | Sequence[Grammar | None] | None = None,
     ) -> list[RequestOutput]:
         """Answers a conversation (a list of messages with role and content), or a list of conversations.
 
-        ``chat_template`` replaces the model's; ``chat_template_kwargs`` are variables for it. Raises as
-        ``generate`` does.
+        ``chat_template`` replaces the model's; ``chat_template_kwargs`` are variables for it. ``grammar``,
+        and what is raised, are those of ``generate``.
         """
         several = bool(messages) and isinstance(messages, list) and isinstance(messages[0], list | tuple)
         conversations = messages if several else [messages]
 
-        def make(conversation: Any, params: SamplingParams, seed: int) -> Request:
+        def make(conversation: Any, params: SamplingParams, seed: int, *, grammar: Grammar | None) -> Request:
             return self._maker.from_messages(
                 conversation,
                 params,
@@ -139,9 +145,10 @@ class LLM:
                 continue_final_message=continue_final_message,
                 chat_template=chat_template,
                 kwargs=chat_template_kwargs,
+                grammar=grammar,
             )
 
-        return self._run(conversations, sampling_params, make, "conversation", use_tqdm)
+        return self._run(conversations, sampling_params, grammar, make, "conversation", use_tqdm)
 
     def shutdown(self) -> None:
         """Frees the engine. Idempotent; a call that runs ends first."""
@@ -163,16 +170,18 @@ class LLM:
         self,
         prompts: list[Any],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        make: Callable[[Any, SamplingParams, int], Request],
+        grammar: Grammar | Sequence[Grammar | None] | None,
+        make: Callable[..., Request],
         what: str,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         params = _spread(sampling_params, len(prompts))
+        grammars = _spread_grammars(grammar, len(prompts))
         requests: list[Request] = []
         try:
-            for number, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+            for number, (prompt, own, its) in enumerate(zip(prompts, params, grammars, strict=True)):
                 try:
-                    requests.append(make(prompt, own, self._maker.seeds.mint()))
+                    requests.append(make(prompt, own, self._maker.seeds.mint(), grammar=its))
                 except WeftError as error:
                     raise _naming(error, f"{what} {number}" if len(prompts) > 1 else None) from None
             with self._lock:
@@ -301,6 +310,17 @@ def _spread(params: SamplingParams | Sequence[SamplingParams] | None, count: int
             f"there are {count} prompts but {len(params)} sampling_params", param="sampling_params"
         )
     return params
+
+
+def _spread_grammars(
+    grammar: Grammar | Sequence[Grammar | None] | None, count: int
+) -> Sequence[Grammar | None]:
+    """One grammar, or None, for each prompt. Raises InvalidRequest."""
+    if not isinstance(grammar, list | tuple):
+        return [grammar] * count  # type: ignore[list-item]
+    if len(grammar) != count:
+        raise InvalidRequest(f"there are {count} prompts but {len(grammar)} grammars", param="grammar")
+    return grammar
 
 
 def _naming(error: WeftError, where: str | None) -> WeftError:

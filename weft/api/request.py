@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from weft.api.outputs import RequestOutput, completion_of
@@ -14,6 +15,7 @@ from weft.text.logprobs import PositionLogprobs
 from weft.text.model import TextModel
 from weft.text.stop import Stops
 from weft.text.submit import IdMint, ModelLimits, SeedMint, build_submits
+from weft.types.grammar import Grammar
 from weft.types.messages import Submit
 from weft.types.sampling import SamplingParams
 
@@ -70,21 +72,39 @@ class RequestMaker:
         self.seeds = SeedMint(seed)
 
     def from_prompt(
-        self, prompt: Any, params: SamplingParams, seed: int, request_id: str | None = None
+        self,
+        prompt: Any,
+        params: SamplingParams,
+        seed: int,
+        request_id: str | None = None,
+        grammar: Grammar | None = None,
     ) -> Request:
         """``prompt`` in any of its forms. Raises InvalidRequest or ContextLength; then no id is taken."""
         text, ids = self._read(prompt)
         param = "prompt_token_ids" if text is None else "prompt"
-        return self._make(text, ids, params, seed, request_id, continues=True, param=param)
+        return self._make(text, ids, params, seed, request_id, continues=True, param=param, grammar=grammar)
 
     def from_messages(
-        self, messages: Any, params: SamplingParams, seed: int, request_id: str | None = None, **options: Any
+        self,
+        messages: Any,
+        params: SamplingParams,
+        seed: int,
+        request_id: str | None = None,
+        grammar: Grammar | None = None,
+        **options: Any,
     ) -> Request:
         """A conversation; ``options`` are those of ``ChatFormat.encode``. Raises as ``from_prompt`` does."""
         made = self._text.chat.encode(messages, **options)
         continues = bool(options.get("continue_final_message"))
         return self._make(
-            made.text, made.ids, params, seed, request_id, continues=continues, param="messages"
+            made.text,
+            made.ids,
+            params,
+            seed,
+            request_id,
+            continues=continues,
+            param="messages",
+            grammar=grammar,
         )
 
     def release(self, request: Request) -> None:
@@ -116,12 +136,17 @@ class RequestMaker:
         *,
         continues: bool,
         param: str,
+        grammar: Grammar | None,
     ) -> Request:
+        if grammar is not None and not isinstance(grammar, Grammar):
+            raise InvalidRequest("grammar must be one of weft.types.grammar", param="grammar")
         tokenizer = self._text.tokenizer
         submits = build_submits(
             ids, params, self._limits, tokenizer, ids=self.ids, seed=seed, prompt_param=param
         )
         stops = Stops(params.stop)
+        if grammar is not None:
+            submits = [msgspec.structs.replace(submit, grammar=grammar) for submit in submits]
         choices = [
             Choice(
                 tokenizer,

@@ -6,6 +6,7 @@ The result is frozen and holds no device, no open file and no torch.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from functools import partial
 from pathlib import Path
@@ -39,6 +40,7 @@ from weft.config.sections import (
     CacheSection,
     Config,
     FrontSection,
+    GrammarSection,
     ModelSection,
     ParallelSection,
     RunnerSection,
@@ -75,6 +77,7 @@ def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> E
         tokenizer_path = hub.resolve_model_path(model.tokenizer, load_format="dummy")
     check_checkpoint(model, path, tokenizer_path)
     check_ngram(speculation)
+    check_grammar(config.grammar)
     spec = load_spec(
         path,
         model.num_hidden_layers_override,
@@ -111,6 +114,7 @@ def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> E
         speculation=speculation,
         parallel=config.parallel,
         transfer=transfer,
+        grammar=config.grammar,
         gpus=gpus,
         group=group,
         host=host,
@@ -291,6 +295,15 @@ def check_ngram(speculation: SpeculationSection) -> None:
             f"--ngram-min-length {speculation.ngram_min_length} is more than --ngram-max-length "
             f"{speculation.ngram_max_length}",
             param="--ngram-min-length",
+        )
+
+
+def check_grammar(grammar: GrammarSection) -> None:
+    """Raises ConfigError for a backend that is not installed."""
+    if grammar.grammar_backend == "xgrammar" and importlib.util.find_spec("xgrammar") is None:
+        raise ConfigError(
+            "--grammar-backend xgrammar needs the package xgrammar; install weft[xgrammar]",
+            param="grammar_backend",
         )
 
 

@@ -117,6 +117,19 @@ _COUNTERS: dict[str, tuple[str, Callable[[HeadStats], float]]] = {
         lambda s: s.idle_steps,
     ),
     "row_errors": ("Sequences failed by NaN or infinite logits.", lambda s: s.row_errors),
+    "grammar_constrained_steps": (
+        "Forward passes in which a grammar said what some row may sample.",
+        lambda s: s.constrained_steps,
+    ),
+    "grammar_mask_seconds": (
+        "Seconds in which their masks were made, mostly while the device computed.",
+        lambda s: s.mask_seconds,
+    ),
+    "grammar_compiled": (
+        "Grammars compiled, or found compiled, for a sequence.",
+        lambda s: s.grammars_compiled,
+    ),
+    "grammar_errors": ("Sequences that their grammar ended with an error.", lambda s: s.grammar_errors),
     "group_recoveries": ("Times that ranks were lost and formed anew.", lambda s: s.recoveries),
     "num_requeued": ("Sequences that ran then and were computed again.", lambda s: s.requeued),
     "overlapped_steps": ("Steps computed in two micro-batches.", lambda s: s.overlapped_steps),

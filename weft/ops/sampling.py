@@ -3,7 +3,8 @@
 For the token at absolute position p of a sequence, with x the row's logits in float32 (float64 where the
 logits are float64):
 
-    1  allowed tokens, bad words, min_tokens    -> -inf         mask_entries_, allow_only_
+    1  masks of a grammar, allowed tokens,
+       bad words, min_tokens                    -> -inf         allow_bits_, allow_only_, mask_entries_
     2  logit bias                                               add_bias_
     3  repetition, then frequency and presence penalties        penalise_
     4  temperature below 1e-5: argmax                           greedy
@@ -59,6 +60,16 @@ def allow_only_(x: Tensor, allowing: Tensor, rows: Tensor, ids: Tensor) -> None:
     kept = x[rows, ids]
     x.masked_fill_(allowing.unsqueeze(1), NEG_INF)
     x[rows, ids] = kept
+
+
+def allow_bits_(x: Tensor, words: Tensor) -> None:
+    """Sets x[row, token] to -inf where bit ``token % 32`` of ``words[row, token // 32]`` is clear.
+
+    words: int32 [R, ceil(V / 32)].
+    """
+    bits = torch.arange(32, dtype=torch.int32, device=x.device)
+    allowed = (words.unsqueeze(2) >> bits & 1).flatten(1)[:, : x.shape[1]]
+    x.masked_fill_(allowed == 0, NEG_INF)
 
 
 def add_bias_(x: Tensor, rows: Tensor, ids: Tensor, values: Tensor) -> None:

@@ -42,7 +42,7 @@ from weft.runner.kv_tensors import by_layer, stacked
 from weft.runner.micro_batches import MicroBatchedSteps
 from weft.runner.plan_columns import even, most_each
 from weft.runner.result import HostCopy, come_to_rest, to_result
-from weft.runner.sampler import Sampler
+from weft.runner.sampler import NO_MASKS, Sampler
 from weft.runner.slot_state import SlotState
 from weft.runner.staging import StagingBuffer, StagingRing
 from weft.runner.states import States
@@ -52,7 +52,7 @@ from weft.speculation.base import Drafter, Sampled
 from weft.speculation.chain import CaptureOptions
 from weft.speculation.mtp import MtpDrafter
 from weft.speculation.ngram import NgramDrafter
-from weft.types.plan import AllocSlot, Export, FreeSlot, Rebalance, StepPlan, StepResult
+from weft.types.plan import AllocSlot, Export, FreeSlot, Rebalance, StepPlan, StepResult, TokenMasks
 from weft.types.rooms import Endpoint
 
 Tensor = torch.Tensor
@@ -176,9 +176,12 @@ class Runner:
         handle.forwarded = self._queue.submit(self._forward, handle)
         return handle
 
-    def sample(self, handle: StepHandle) -> None:
-        """Launches the step's sampling: ids go into history, lengths move, results start for the host."""
-        handle.sampled = self._queue.submit(self._sample, handle)
+    def sample(self, handle: StepHandle, masks: TokenMasks | None = None) -> None:
+        """Launches the step's sampling: ids go into history, lengths move, results start for the host.
+
+        ``masks``: of a plan that is ``constrained``; they need not be there when its forward is launched.
+        """
+        handle.sampled = self._queue.submit(self._sample, handle, masks)
 
     def done(self, handle: StepHandle) -> bool:
         """Whether ``read`` would not wait."""
@@ -194,9 +197,10 @@ class Runner:
 
         When an interrupt cut the wait short, it can be called again.
         """
-        assert handle.sampled is not None, "read before sample"
         deadline = time.monotonic() + self._timeout
         result_of(handle.forwarded, deadline)
+        if handle.sampled is None:
+            raise EngineDead(f"step {handle.plan.step} was not sampled")
         copy: HostCopy = result_of(handle.sampled, deadline)
         copy.wait(deadline, self._launcher.check)
         result = to_result(handle.plan, copy)
@@ -252,8 +256,6 @@ class Runner:
     @torch.inference_mode()
     def _forward_whole(self, handle: StepHandle) -> tuple[StepRows, Tensor]:
         plan = handle.plan
-        if plan.constrained:
-            raise EngineDead("the plan has constrained rows, and this engine has no grammar backend")
         if self._next_step is not None and plan.step != self._next_step:
             raise EngineDead(f"step {plan.step} follows step {self._next_step - 1}")
         self._next_step = plan.step + 1
@@ -340,19 +342,25 @@ class Runner:
             wanted = wanted[batch.step.logits_index]
         return batch, drive(self._model.logits(wanted))
 
-    def _sample(self, handle: StepHandle) -> HostCopy:
+    def _sample(self, handle: StepHandle, masks: TokenMasks | None) -> HostCopy:
         failed = self._failed
         self._failed = True
-        result = self._sample_whole(handle)
+        result = self._sample_whole(handle, masks)
         self._failed = failed
         return result
 
     @torch.inference_mode()
-    def _sample_whole(self, handle: StepHandle) -> HostCopy:
+    def _sample_whole(self, handle: StepHandle, masks: TokenMasks | None) -> HostCopy:
         step, logits = handle.forwarded.result()
         state = self._state
         rows = step.sample_rows
-        output = self._sampler.sample(logits, rows, state.history, state.num_prompt)
+        if masks is not None:
+            masks.check(handle.plan, self._vocab_size)
+        elif handle.plan.constrained:
+            raise EngineDead(f"step {handle.plan.step} is constrained, and has no masks")
+        output = self._sampler.sample(
+            logits, rows, state.history, state.num_prompt, NO_MASKS if masks is None else masks
+        )
         accepted = None if step.verify is None else accept(step.verify, output)
         state.history[rows.slot, rows.position] = output.tokens.to(state.history.dtype)
         state.advance(step.slots, step.counts, accepted, moves=self._has_state)

@@ -23,11 +23,12 @@ from weft.ops.cpu import sampling as direct
 from weft.ops.philox import signed_seed
 from weft.ops.upload import upload
 from weft.runner.token_lists import Lists, Words
-from weft.types.plan import AllocSlot
+from weft.types.plan import AllocSlot, TokenMasks
 from weft.types.sampling import TokenParams
 
 Tensor = torch.Tensor
 
+NO_MASKS = TokenMasks()
 CHUNK = {"cpu": 1 << 20, "cuda": 1 << 24}
 """Logits worked on at a time (rows * vocabulary), which bounds the memory of a step of many rows."""
 
@@ -35,9 +36,9 @@ FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_pena
 INTS = ("top_k", "min_tokens", "logprobs", "prompt_logprobs", "seed", "choice")
 
 # What a row needs, as bits of its class; rows are worked on class by class.
-GREEDY, LISTS, PENALTY, TOP_K, TOP_P, MIN_P = (1 << bit for bit in range(6))
+GREEDY, LISTS, PENALTY, TOP_K, TOP_P, MIN_P, MASK = (1 << bit for bit in range(7))
 DIRECT = (0, GREEDY, MIN_P)  # classes that need neither changed logits nor an order of the tokens
-STAGE = 6
+STAGE = 7
 """The bits from here on number the first of ``ops.WIDTHS`` that holds the row's top_k."""
 
 
@@ -100,10 +101,22 @@ class _Rows:
     position: Tensor
     floats: Tensor
     ints: Tensor
+    words: Tensor
+    """int32 [masks, .]: of the whole step."""
+    mask: Tensor
+    """int64: each row's mask; of rows that have none, any number."""
 
     def at(self, rows: slice) -> _Rows:
-        tensors = (self.slot, self.logits_row, self.position, self.floats, self.ints)
-        return _Rows(self.slot_host[rows], *(tensor[rows] for tensor in tensors))
+        return _Rows(
+            self.slot_host[rows],
+            self.slot[rows],
+            self.logits_row[rows],
+            self.position[rows],
+            self.floats[rows],
+            self.ints[rows],
+            self.words,
+            self.mask[rows] if len(self.mask) else self.mask,
+        )
 
     def real(self, name: str) -> Tensor:
         return self.floats[:, FLOATS.index(name)]
@@ -131,6 +144,8 @@ class Sampler:
         self._ints = np.zeros((num_slots, len(INTS)), dtype=np.int64)
         self._classes = np.zeros(num_slots, dtype=np.int64)
         self._lists: list[Lists | None] = [None] * num_slots
+        empty = torch.empty(0, dtype=torch.int64, device=self._device)
+        self._no_masks = empty.int(), empty
 
     def alloc(self, op: AllocSlot) -> None:
         """Gives the slot its sequence's parameters. Raises EngineDead when the slot is taken."""
@@ -158,13 +173,21 @@ class Sampler:
         self._taken.fill(False)
         self._lists = [None] * len(self._lists)
 
-    def sample(self, logits: Tensor, rows: SampleRows, history: Tensor, num_prompt: Tensor) -> SampleOutput:
+    def sample(
+        self,
+        logits: Tensor,
+        rows: SampleRows,
+        history: Tensor,
+        num_prompt: Tensor,
+        masks: TokenMasks = NO_MASKS,
+    ) -> SampleOutput:
         """Draws the tokens of a step, by the sampling rule.
 
         logits [L, >= vocab] of any float dtype, never written; history int [slots, max_len], whose content
-        from an entry's position on is arbitrary; num_prompt int64 [slots].
+        from an entry's position on is arbitrary; num_prompt int64 [slots]. ``masks``: of some of the S
+        entries. Logprobs know nothing of them.
         """
-        tokens, error = self._draw_all(logits, rows, history, num_prompt)
+        tokens, error = self._draw_all(logits, rows, history, num_prompt, masks)
         return SampleOutput(
             tokens=tokens,
             error=error,
@@ -173,10 +196,11 @@ class Sampler:
         )
 
     def _draw_all(
-        self, logits: Tensor, rows: SampleRows, history: Tensor, num_prompt: Tensor
+        self, logits: Tensor, rows: SampleRows, history: Tensor, num_prompt: Tensor, masks: TokenMasks
     ) -> tuple[Tensor, Tensor]:
         entries = len(rows.slot_host)
         classes = self._classes[rows.slot_host]
+        classes[masks.entries] |= MASK
         if (classes == GREEDY).all() and direct.serves(logits):
             tokens, error = direct.greedy(logits, rows.logits_row, self._vocab)
             return tokens.masked_fill_(error, 0), error
@@ -191,6 +215,7 @@ class Sampler:
             rows.position[place],
             upload(self._floats[slots], self._device),
             upload(self._ints[slots], self._device),
+            *self._upload_masks(masks, order),
         )
         tokens = torch.zeros(entries, dtype=torch.int64, device=self._device)
         error = torch.zeros(entries, dtype=torch.bool, device=self._device)
@@ -201,6 +226,18 @@ class Sampler:
             tokens = torch.empty_like(tokens).index_copy_(0, permuted, tokens)
             error = torch.empty_like(error).index_copy_(0, permuted, error)
         return tokens, error
+
+    def _upload_masks(self, masks: TokenMasks, order: np.ndarray) -> tuple[Tensor, Tensor]:
+        """(words int32 [masks, .], the mask of each entry in ``order``) on the device; two empty ones without
+        masks."""
+        if not len(masks.entries):
+            return self._no_masks
+        mask = np.zeros(len(order), np.int64)
+        mask[masks.entries] = np.arange(len(masks.entries))
+        words = masks.words.reshape(len(masks.entries), -1)
+        if not words.flags.writeable:  # of a frame: torch wants its own
+            words = words.copy()
+        return upload(words, self._device), upload(mask[order], self._device)
 
     # --- parameters ---
 
@@ -270,14 +307,9 @@ class Sampler:
         """(tokens int64 [R], error bool [R]) of rows of one class; tokens of error rows are arbitrary."""
         if (fast := direct.serves(logits)) and kind in DIRECT:
             return self._draw_directly(logits, rows.logits_row, rows, kind)
-        raw = self._take(logits, rows.logits_row)
         if kind == GREEDY:
-            return ops.greedy(raw)
-        x = ops.to_x(raw, self._vocab)
-        error = torch.zeros(len(rows.slot_host), dtype=torch.bool, device=self._device)
-        if kind & (LISTS | PENALTY):
-            error = ops.broken(x)
-            x = x.clone(memory_format=torch.contiguous_format)
+            return ops.greedy(self._take(logits, rows.logits_row))
+        x, error = self._changeable(logits, rows, kind, fast)
         if kind & LISTS:
             self._apply_lists(x, rows, history, num_prompt)
         if kind & PENALTY:
@@ -287,6 +319,20 @@ class Sampler:
             return tokens, error | wrong
         x = x / rows.real("temperature").to(x.dtype).unsqueeze(1)
         return self._sample(x, rows, kind), error | ops.broken(x)
+
+    def _changeable(self, logits: Tensor, rows: _Rows, kind: int, fast: bool) -> tuple[Tensor, Tensor]:
+        """(x [R, V] behind masks, error bool [R] of what steps 1 to 3 may hide). x is a view of the logits
+        where these change nothing."""
+        if kind & MASK and fast:
+            return direct.allow_bits(logits, rows.logits_row, self._vocab, rows.words, rows.mask)
+        x = ops.to_x(self._take(logits, rows.logits_row), self._vocab)
+        if not kind & (LISTS | PENALTY | MASK):
+            return x, torch.zeros(len(rows.slot_host), dtype=torch.bool, device=self._device)
+        error = ops.broken(x)
+        x = x.clone(memory_format=torch.contiguous_format)
+        if kind & MASK:
+            ops.allow_bits_(x, rows.words[rows.mask])
+        return x, error
 
     def _draw_directly(self, x: Tensor, at: Tensor | None, rows: _Rows, kind: int) -> tuple[Tensor, Tensor]:
         """Steps 4 to 7 without top_k and top_p, of x's rows ``at`` (or all), by the CPU extension."""

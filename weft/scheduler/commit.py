@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft.common.errors import EngineDead, ErrorInfo
+from weft.scheduler.constraints import keep_drafts
 from weft.scheduler.draft_policy import DraftPolicy
 from weft.scheduler.sequence import Running, Sequence
 from weft.scheduler.state import SchedulerState
@@ -63,6 +64,9 @@ def commit(
     for number, row in _rows(state, decode, alive & ~calm, prefill.rows, result):
         event = _commit_row(state, row, result)
         told += [(number, event)] if event is not None else []
+    if plan.constrained:
+        keep_drafts(plan, result, state.columns.gen, state.in_slot)
+        state.counts.constrained_steps += 1
     state.committed(plan.step)
     state.counts.steps += 1
     state.counts.idle_steps += not plan.rows
@@ -240,9 +244,10 @@ def _commit_row(state: SchedulerState, row: _Row, result: StepResult) -> TokenEv
         _advance(state, row, row.computed + row.count - rejected)
         prompt_logprobs = _deliver_prompt_logprobs(row, result)
     state.counts.generation_tokens += len(made)
-    if error is not None and ending is None:
-        state.counts.row_errors += 1
+    if ending is None and error is not None:
         ending = ("error", None)
+    if ending is not None and ending[0] == "error":
+        error = _own_error(state, sequence, error)
     if not made and prompt_logprobs is None and ending is None:
         return None
     logprobs = None
@@ -271,6 +276,17 @@ def _commit_row(state: SchedulerState, row: _Row, result: StepResult) -> TokenEv
     )
 
 
+def _own_error(state: SchedulerState, sequence: Sequence, error: ErrorInfo | None) -> ErrorInfo | None:
+    """What ends a sequence whose row failed with ``error``, or that its grammar ends."""
+    constraint = sequence.constraint
+    own = None if constraint is None else constraint.explain(sequence.tokens, sequence.num_prompt)
+    if own is not None:
+        state.counts.grammar_errors += 1
+        return own
+    state.counts.row_errors += 1
+    return error
+
+
 def _advance(state: SchedulerState, row: _Row, num_computed: int) -> None:
     """Moves the committed length; at block boundaries publishes what is full and slides windows."""
     sequence = row.sequence
@@ -285,12 +301,13 @@ def _advance(state: SchedulerState, row: _Row, num_computed: int) -> None:
 
 
 def _append(sequence: Sequence, tokens: list[int]) -> tuple[list[int], tuple[str, int | None] | None]:
-    """Appends as many of ``tokens`` as the sequence takes: (those, how it ended)."""
+    """Appends as many of ``tokens`` as the sequence takes: (those, how it ended). One that its grammar
+    refuses, which is an error, is not among them."""
     for count, token in enumerate(tokens, 1):
-        sequence.tokens.append(token)
+        sequence.take(token)
         ending = sequence.ending()
         if ending is not None:
-            return tokens[:count], ending
+            return tokens[: count - (ending[0] == "error")], ending
     return tokens, None
 
 

@@ -21,6 +21,7 @@ from weft.common.errors import EngineDead
 from weft.common.restarts import MOST_LOSSES
 from weft.kv.hashing import HashChain
 from weft.kv.snapshots import Marks
+from weft.scheduler.constraints import Constraint
 from weft.scheduler.slot_columns import SlotColumns
 from weft.types.messages import Submit
 from weft.types.plan import AllocSlot, column
@@ -146,6 +147,7 @@ class Sequence:
         "awaits",
         "chain",
         "choice",
+        "constraint",
         "delivered",
         "id",
         "key",
@@ -201,6 +203,8 @@ class Sequence:
         """Preemptions that made room for another sequence."""
         self.losses = (0, 0)
         """(losses of the group while it ran, tokens when they began)."""
+        self.constraint: Constraint | None = None
+        """Where it is in the grammar of its output, if it has one and that was compiled."""
         self.awaits = False
         """Whether something is missing that comes from outside; it cannot be admitted meanwhile."""
         self.state: State = AwaitingLeader()
@@ -259,11 +263,22 @@ class Sequence:
         most = len(self.tokens) - 1
         return min(most, self.delivered) if self.delivered < self.prompt_logprobs else most
 
+    def take(self, token: int) -> None:
+        """The next token of its output."""
+        self.tokens.append(token)
+        if self.constraint is not None:
+            self.constraint.take(token)
+
     def ending(self) -> tuple[str, int | None] | None:
         """(finish, stop id) when the tokens so far end the sequence."""
         output = self.num_output
+        constraint = self.constraint
+        if constraint is not None and constraint.failure is not None:
+            return "error", None
         if output > self.params.min_tokens and self.tokens[-1] in self.stop_ids:
             return "stop", self.tokens[-1]
+        if constraint is not None and constraint.finished:
+            return "stop", None
         if len(self.tokens) >= self.limit:
             return "length", None
         return None

@@ -17,6 +17,7 @@ from weft.kv.caches import Caches, make_kinds
 from weft.kv.hashing import HashChain, request_root, salted_root
 from weft.kv.slots import SlotTable
 from weft.kv.snapshots import Marks
+from weft.scheduler.counts import Counts
 from weft.scheduler.holds import Holds
 from weft.scheduler.queue import FairQueue, SequenceQueue
 from weft.scheduler.room_book import RoomBook
@@ -44,26 +45,6 @@ class LiveRequest:
     shared: bool = False
     """Whether it ever had two members: then they share the prompt's blocks, with prefix caching or without.
     """
-
-
-@dataclass(slots=True)
-class Counts:
-    """Counters since start; names as in HeadStats."""
-
-    steps: int = 0
-    mixed_steps: int = 0
-    idle_steps: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    preemptions: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    row_errors: int = 0
-    recoveries: int = 0
-    requeued: int = 0
-    drafts: list[int] = field(default_factory=list)
-    """Drafts verified, by their place in the row."""
-    drafts_accepted: list[int] = field(default_factory=list)
 
 
 class SchedulerState:
@@ -279,7 +260,7 @@ class SchedulerState:
         hashes = self.hashes(sequence, known)
         if hashes:
             self.caches.publish(tables.number, known, hashes)
-        sequence.tokens.append(token)
+        sequence.take(token)
         sequence.move(Waiting(tables))
         self.waiting.add(sequence)
         self.prompt_computed(sequence)
@@ -383,7 +364,9 @@ class SchedulerState:
         columns.origin[slot] = NO_ORIGIN if sequence.room is None else sequence.num_prompt
         columns.known[slot] = run.known
         columns.num_cached[slot] = sequence.num_cached
-        columns.set_stops(slot, sequence.stop_ids, quiet=sequence.params.logprobs < 0)
+        columns.constrained[slot] = constrained = sequence.constraint is not None
+        quiet = sequence.params.logprobs < 0 and not constrained
+        columns.set_stops(slot, sequence.stop_ids, quiet)
         columns.last_step[slot] = -1
         columns.drafts[slot] = 0
         columns.exact[slot] = 0

@@ -27,7 +27,7 @@ peer with an older version:
     3   room and trace of Submit, TokenEvent.position, HeadStats.transfers; role, fingerprint and rooms of
         Welcome
     4   grammar, pooling and explain of Submit, embedding and cache_miss of TokenEvent; WatchPrefixes and
-        PrefixIndex
+        PrefixIndex; constrained_steps, mask_seconds, grammars_compiled and grammar_errors of HeadStats
 """
 MAX_FRAME = 64 << 20
 
@@ -291,6 +291,14 @@ class HeadStats(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """
     drafts_accepted: tuple[int, ...] = ()
     """Drafts accepted, by position in the draft: they and all drafts before them were right."""
+    constrained_steps: int = 0
+    """Steps in which a grammar said what some row may sample."""
+    mask_seconds: float = 0.0
+    """Seconds in which their masks were made; steps computed meanwhile."""
+    grammars_compiled: int = 0
+    """Grammars that were compiled, or found compiled, for a sequence."""
+    grammar_errors: int = 0
+    """Sequences that their grammar ended with an error."""
     row_errors: int = 0
     recoveries: int = 0
     """Times that ranks were lost and their group was formed anew."""
