@@ -22,6 +22,7 @@ from weft.config.budget import check_budget, with_budget
 from weft.config.experts import check_experts
 from weft.config.families import load_spec
 from weft.config.flags import parse_size
+from weft.config.front_section import check_front
 from weft.config.gpus import gpus_here, gpus_of_group, sharers
 from weft.config.hosts import check_hosts
 from weft.config.memory import (
@@ -197,8 +198,7 @@ def check_files(runner: RunnerSection, front: FrontSection) -> None:
                 "--trace-requests must name a folder, or one to be made in a folder that exists",
                 param="--trace-requests",
             )
-    if any(not (key.isascii() and key.isprintable()) for key in front.api_key):
-        raise ConfigError("--api-key must be printable ASCII, as it is sent in a header", param="--api-key")
+    check_front(front)
 
 
 def check_checkpoint(model: ModelSection, path: str, tokenizer_path: str) -> None:

@@ -10,7 +10,7 @@ from msgspec import UNSET, UnsetType
 
 from weft.common.errors import ErrorInfo
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
 MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON can't write."""
 
@@ -66,10 +66,27 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 """One entry a prompt token; the first, which nothing predicts, is null."""
 
 
+class FunctionCall(msgspec.Struct, kw_only=True):
+    name: str
+    arguments: str
+    """JSON text, if the call is whole."""
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
 class Message(msgspec.Struct, kw_only=True):
     role: str
-    content: str
+    content: str | None
+    """Null where there is nothing but calls."""
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    """The same; clients read one or the other."""
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -91,9 +108,26 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
+class FunctionDelta(msgspec.Struct, kw_only=True):
+    name: str | UnsetType = UNSET
+    arguments: str = ""
+
+
+class ToolCallDelta(msgspec.Struct, kw_only=True):
+    """The first of a call has everything but its arguments, later ones have a piece of these."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionDelta
+
+
 class Delta(msgspec.Struct, kw_only=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, kw_only=True):
@@ -211,11 +245,6 @@ def to_json(value: Any) -> bytes:
     return _encoder.encode(value)
 
 
-def event(value: Any) -> bytes:
-    """``value`` as one server-sent event."""
-    return b"data: " + _encoder.encode(value) + b"\n\n"
-
-
 def with_choices(answer: ChatCompletion | Completion, choices: Iterable[Any]) -> Iterator[bytes]:
     """The JSON of ``answer``, whose choices are empty, with ``choices`` in it: a piece for each of them."""
     before, after = to_json(answer).split(_NO_CHOICES, 1)
@@ -227,6 +256,3 @@ def with_choices(answer: ChatCompletion | Completion, choices: Iterable[Any]) ->
 
 _NO_CHOICES = b'"choices":[]'
 """Stands in no text of an answer: quotation marks in a JSON string are escaped."""
-
-
-DONE = b"data: [DONE]\n\n"

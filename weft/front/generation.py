@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import threading
 from collections.abc import Mapping
 
@@ -17,6 +18,7 @@ from weft.front.streaming import within
 from weft.links.flow import Flow
 from weft.routing.policy import PromptHashes
 from weft.text.choice import Choice, TextDelta
+from weft.text.parsing.parser import OutputParser
 from weft.text.stop import Stops
 from weft.text.submit import minted_seed, submits_of
 from weft.types.messages import Submit, ids_to_bytes
@@ -53,6 +55,9 @@ class Generation:
         self._open = True
         self._lock = threading.Lock()
         """Held to build, and to close: a request may be given up while its thread still builds."""
+        self.id = ""
+        """What its answer is called, once it has a name."""
+        self._aborted = False
         self._held_bytes = 0
         """Of logprobs that wait for the end of an answer that is not streamed."""
 
@@ -88,6 +93,9 @@ class Generation:
                 ids=self._front.ids,
                 seed=minted_seed(seed, number) if number and given is None else seed,
                 owner=owner,
+                grammar=job.grammar,
+                priority=job.sharing.priority,
+                salt=job.sharing.salt,
             )
             self._ids += [made[0].request, *(submit.sequence for submit in made)]
             self._submits += made
@@ -121,6 +129,10 @@ class Generation:
         assert self._flow is not None
         return self._flow
 
+    def parser(self) -> OutputParser:
+        """A parser for one choice's text, at its start."""
+        return self._front.parser(self.job.output)
+
     def prompt_of(self, index: int) -> Prompt:
         """The prompt of choice ``index``."""
         return self.job.prompts[index // self.job.params.n]
@@ -148,7 +160,30 @@ class Generation:
                 raise EngineDead("the engine gave the request up")
             self._hold(delta)
             deltas.append(delta)
+        if self._aborted:
+            deltas += self._cut()
         return deltas
+
+    def named(self, prefix: str) -> str:
+        """Mints the answer's id, by which the generation can be aborted while it runs."""
+        self.id = prefix + secrets.token_hex(12)
+        self._front.running[self.id] = self
+        return self.id
+
+    def abort(self) -> None:
+        """Ends every open choice where it is, for "abort"."""
+        self._aborted = True
+        self.flow.wake()
+
+    def _cut(self) -> list[TextDelta]:
+        deltas = [choice.abort() for choice in self.choices]
+        for choice in self.choices:
+            self._front.links.finish(self.flow, choice.sequence)
+        return [delta for delta in deltas if delta is not None]
+
+    def spent(self) -> int:
+        """Tokens that the engine has worked on."""
+        return 0 if self._flow is None else self.usage().total_tokens
 
     def _hold(self, delta: TextDelta) -> None:
         """Bounds the logprobs that an answer collects. Raises InvalidRequest."""
@@ -190,6 +225,9 @@ class Generation:
             self._open = False
         if self._flow is not None:
             self._front.links.release(self._flow)
+            self._front.retry_after.ended(asyncio.get_running_loop().time())
+        if self.id:
+            self._front.running.pop(self.id, None)
         for made in self._ids:
             self._front.ids.release(made)
 

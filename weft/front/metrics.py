@@ -337,6 +337,11 @@ class Metrics:
         return generate_latest(self._heads) + generate_latest(_Families(merged.values()))
 
 
+def as_vllm(page: bytes) -> bytes:
+    """The same exposition as vLLM's dashboards and gateways ask for it: names, and the engine's label."""
+    return page.replace(b"weft:", b"vllm:").replace(b'head="', b'engine="')
+
+
 class _Families(CollectorRegistry):
     """Metrics that were collected."""
 

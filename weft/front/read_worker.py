@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterable
-from typing import IO
+from typing import IO, Any
 
 import msgspec
 
@@ -20,7 +20,8 @@ from weft.common import signals
 from weft.common.allocator import keep_heap_small, trim_heap
 from weft.common.errors import ErrorInfo, WeftError
 from weft.common.log import get_logger
-from weft.front.reading import KINDS, Job, Reader
+from weft.front.kinds import KINDS, MADE
+from weft.front.reading import Job, Reader
 from weft.front.workers import HEADER
 from weft.text.model import TextModel
 from weft.text.submit import ModelLimits
@@ -39,12 +40,27 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     names: tuple[str, ...]
     limits: ModelLimits
     max_response_bytes: int
+    template: dict[str, Any] = {}
+    keep_attribution: bool = False
+
+    def reader(self, text: TextModel) -> Reader:
+        """The reader of these arguments."""
+        return Reader(
+            text,
+            self.names,
+            self.limits,
+            self.max_response_bytes,
+            template=self.template,
+            keep_attribution=self.keep_attribution,
+        )
 
 
 class ReadAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """One of them is there."""
 
     job: Job | None = None
+    made: bytes = b""
+    """The answer's JSON, where no engine is needed for it."""
     error: ErrorInfo | None = None
 
 
@@ -61,7 +77,10 @@ def answer_to(reader: Reader, payload: bytes) -> ReadAnswer:
     """Reads one request; whatever goes wrong belongs to it alone."""
     kind, _, body = payload.partition(b"\0")
     try:
-        return ReadAnswer(job=KINDS[kind.decode()](reader, body))
+        name = kind.decode()
+        if name in MADE:
+            return ReadAnswer(made=MADE[name](reader, body))
+        return ReadAnswer(job=KINDS[name](reader, body))
     except WeftError as error:
         return ReadAnswer(error=error.info())
     except Exception:
@@ -81,7 +100,7 @@ def main() -> None:
         keep_heap_small()
         setup = msgspec.msgpack.decode(_receive(stream), type=Setup)
         text = TextModel.load(setup.tokenizer, setup.chat_template)
-        reader = Reader(text, setup.names, setup.limits, setup.max_response_bytes)
+        reader = setup.reader(text)
         encoder = msgspec.msgpack.Encoder()
         while payload := _receive(stream):
             answer = encoder.encode(answer_to(reader, payload))

@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from weft.grammar.keywords import LLGUIDANCE
 from weft.grammar.lowering import (
     Chain,
     Choice,
@@ -24,6 +25,7 @@ from weft.grammar.lowering import (
     Until,
     is_regular,
 )
+from weft.grammar.schema import read_schema
 
 _ANY = "/(?s:.*)/"
 _SOME = "/(?s:.+)/"
@@ -149,7 +151,7 @@ def _slashed(regex: str) -> str:
 
 def _guided(node: Json) -> Any:
     """The schema with how its values are written: the options are ours, whatever the client's schema says."""
-    schema = json.loads(node.schema)
+    schema = read_schema(node.schema, LLGUIDANCE)
     if schema is True:
         schema = {}
     options: dict[str, Any] = {

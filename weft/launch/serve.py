@@ -40,14 +40,16 @@ def serve(model_name: str | None, **given: Any) -> int:
 
 
 def with_keys(config: Config) -> Config:
-    """``config`` with the API keys of WEFT_API_KEY, unless flags or the file give some.
+    """``config`` with the keys of WEFT_API_KEY and WEFT_ADMIN_KEY, unless flags or the file give some.
 
-    Raises ConfigError when the variable is set and holds none: that must not open the server.
+    Raises ConfigError when a variable is set and holds none: that must not open the server.
     """
-    if config.front.api_key or not env.is_set("WEFT_API_KEY"):
-        return config
-    text = env.get("WEFT_API_KEY")
-    if not text.strip(", \t\r\n"):
-        raise ConfigError("WEFT_API_KEY is set and holds no key: give one, or unset it to serve without keys")
-    keys = SETTINGS["api_key"].parse(text, "WEFT_API_KEY")
-    return msgspec.structs.replace(config, front=msgspec.structs.replace(config.front, api_key=keys))
+    front = config.front
+    for name, variable in (("api_key", "WEFT_API_KEY"), ("admin_key", "WEFT_ADMIN_KEY")):
+        if getattr(front, name) or not env.is_set(variable):
+            continue
+        text = env.get(variable)
+        if not text.strip(", \t\r\n"):
+            raise ConfigError(f"{variable} is set and holds no key: give one, or unset it to serve without")
+        front = msgspec.structs.replace(front, **{name: SETTINGS[name].parse(text, variable)})
+    return msgspec.structs.replace(config, front=front)

@@ -59,6 +59,7 @@ class Choice:
         emitted_ids: Sequence[int] = (),
         stops: Stops | None = None,
         keep_logprobs: bool = True,
+        visible: frozenset[int] = frozenset(),
     ) -> None:
         """``continues``: the output goes on from the prompt's text (completions, not chat); see Detokenizer.
 
@@ -67,6 +68,8 @@ class Choice:
 
         ``emitted_ids`` are output the client has already: they count in everything, and no delta repeats
         them. Stop strings that they complete ended the sequence before, so none is looked for in them.
+
+        ``visible``: special tokens that give text although others do not: what a parser must see.
         """
         self.sequence = sequence
         self.index = index
@@ -87,7 +90,10 @@ class Choice:
         self._tokenizer = tokenizer
         self._params = params
         self._detokenizer = Detokenizer(
-            tokenizer, skip_special_tokens=params.skip_special_tokens, continues=continues
+            tokenizer,
+            skip_special_tokens=params.skip_special_tokens,
+            continues=continues,
+            visible=visible,
         )
         self._stops = StopFinder(params.stop if stops is None else stops)
         self._keep_logprobs = keep_logprobs

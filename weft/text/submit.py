@@ -13,6 +13,7 @@ import numpy as np
 
 from weft.common.errors import ContextLength, InvalidRequest
 from weft.text.tokenizer import Tokenizer
+from weft.types.grammar import Grammar
 from weft.types.messages import Submit
 from weft.types.sampling import (
     MAX_BAD_TOKENS,
@@ -112,10 +113,11 @@ def submits_of(
     priority: int = 0,
     salt: str = "",
     owner: int = 0,
+    grammar: Grammar | None = None,
 ) -> list[Submit]:
     """One Submit for each of the ``n`` choices, in order; all share ``request``, the seed and the prompt's
-    bytes (int32, little-endian). ``params`` are complete: nothing is checked or resolved here. ``owner``: see
-    ``Submit``.
+    bytes (int32, little-endian). ``params`` are complete: nothing is checked or resolved here. ``owner`` and
+    ``grammar``: see ``Submit``.
     """
     first = Submit(
         sequence=ids.mint(),
@@ -126,6 +128,7 @@ def submits_of(
         priority=priority,
         salt=salt,
         owner=owner,
+        grammar=grammar,
     )
     # only choice 0 computes prompt logprobs: its siblings share the prompt
     sibling = msgspec.structs.replace(params, prompt_logprobs=-1)

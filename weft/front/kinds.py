@@ -1,0 +1,20 @@
+"""How each kind of body is read: the one table that a front's threads and read workers share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from weft.front.messages.read import read_count, read_messages
+from weft.front.reading import Job, Reader
+from weft.front.tokenizing import detokenize, tokenize
+
+KINDS: dict[str, Callable[[Reader, bytes], Job]] = {
+    "chat": Reader.chat,
+    "completions": Reader.completions,
+    "messages": read_messages,
+    "count": read_count,
+}
+"""By the name that ``serving.handle`` is called with."""
+
+MADE: dict[str, Callable[[Reader, bytes], bytes]] = {"tokenize": tokenize, "detokenize": detokenize}
+"""Likewise what is answered without the engine: the answer's JSON."""
