@@ -10,16 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.e0.rig import make_engine, replaying, run, submit
 from tests.e0.test_grid import FILLER, PROMPTS
 from tests.support.automata import Automata, Automaton, named, random_automaton
 from tests.support.checkpoints import VOCAB, make_checkpoint
+from tests.support.domains import on_layout
 from tests.support.mtp_models import make_mtp_checkpoint
 from tests.support.oracle import Oracle
 from tests.support.pairwise import covering, name
 from weft.config.sections import SpeculationSection
 from weft.runner import graphs
+from weft.types.layout import Layout
 from weft.types.messages import Submit
 from weft.types.plan import AllocSlot
 from weft.types.sampling import TokenParams
@@ -100,8 +103,6 @@ def one_by_one(
     folder: Path, automaton: Automaton, prompt: list[int], params: TokenParams, request: int, choice: int
 ) -> tuple[list[int], str]:
     """(output, finish) where each token comes from a run of its own."""
-    from msgspec.structs import replace
-
     engine, _ = make_engine(folder, caching=True, max_num_seqs=1)
     tokens: list[int] = []
     hidden = set(automaton.ends) - set(params.stop_ids)
@@ -235,3 +236,83 @@ MTP = [
 def test_with_the_models_own_drafts(case: dict[str, Any], reference: Reference) -> None:
     fixed = {"model": "deepseek_mtp", "drafter": "mtp", "drafts": 1, "policy": "mixed", "prefix": "hit"}
     check({**fixed, "n": 1, "free": True, "late": 1, **case}, reference)
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "two ranks, deep": {"layout": Layout(tensor=2), "depth": 2, "sampling": "seeded"},
+    "two ranks, n-grams, preemption": {
+        "layout": Layout(tensor=2),
+        "drafts": 3,
+        "blocks": 14,
+        "sampling": "greedy",
+    },
+    "experts over ranks, micro-batches": {
+        "layout": Layout(tensor=2, expert=True),
+        "overlap": "all",
+        "depth": 2,
+        "sampling": "listed",
+    },
+    "replicas that share experts, deep": {
+        "layout": Layout(data=2, expert=True),
+        "depth": 2,
+        "overlap": "all",
+        "sampling": "seeded",
+    },
+    "replicas and the module's drafts": {
+        "layout": Layout(data=2, expert=True),
+        "model": "deepseek_mtp",
+        "depth": 2,
+        "drafts": 1,
+        "sampling": "greedy",
+    },
+}
+
+
+@pytest.mark.parametrize("which", LAYOUTS)
+def test_over_layouts(which: str, reference: Reference) -> None:
+    case = LAYOUTS[which]
+    model, sampling, layout = case.get("model", "qwen3_moe"), case["sampling"], case["layout"]
+    mtp = model == "deepseek_mtp"
+    made: list[Automata] = []
+
+    def automata() -> Automata:
+        made.append(Automata(AUTOMATA, (END,)))
+        return made[-1]
+
+    turns: list[list[list[Submit]]] = [[[] for _ in range(6)] for _ in range(layout.data)]
+    params = SAMPLING[sampling]
+    for prompt in range(BATCH):
+        one = submit(1 + prompt, PROMPTS[prompt], params, request=prompt, grammar=named(prompt))
+        turns[prompt % layout.data][prompt // 2].append(one)
+    # One without a grammar beside them: at a replica of its own, where there are two.
+    free = TokenParams(temperature=0.0, max_tokens=40)
+    turns[-1][1].append(submit(99, FILLER, free, request=99, priority=-1))
+    replicas = on_layout(
+        layout,
+        reference.folder(model),
+        turns,
+        overlap=case.get("overlap", "off"),
+        mtp=int(mtp),
+        automata=automata,
+        blocks=case.get("blocks", 256),
+        depth=case.get("depth", 1),
+        chunk=7,
+        speculation=SpeculationSection(
+            speculative_method="none" if not case.get("drafts") else "mtp" if mtp else "ngram",
+            num_speculative_tokens=case.get("drafts", 1),
+            speculative_adaptive=False,
+        ),
+    )
+    answers = {number: answer for replica in replicas for number, answer in replica.answers.items()}
+    for prompt in range(BATCH):
+        tokens, finish = reference.answer(model, sampling, prompt, 0)
+        got = answers[1 + prompt]
+        assert AUTOMATA[prompt].allowed(got.tokens) is not None
+        assert (got.tokens, got.ends) == (tokens, [finish]), f"prompt {prompt}"
+    assert len(answers[99].tokens) == 40
+    # The features engaged.
+    assert all(replica.stats.constrained_steps > 0 for replica in replicas)
+    assert all(replica.deepest == case.get("depth", 1) for replica in replicas)
+    assert any(replica.overlapped for replica in replicas) == (case.get("overlap") == "all")
+    assert sum(replica.stats.preemptions for replica in replicas) > 0 or "blocks" not in case
+    assert any(automata.rolled for automata in made) == ("drafts" in case)

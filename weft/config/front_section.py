@@ -95,6 +95,10 @@ class FrontSection(Section, frozen=True, kw_only=True):
     chat_template: Annotated[
         str | None, Meta(description="File with a chat template to use instead of the model's.")
     ] = None
+    scripted: Annotated[
+        str | None,
+        Meta(description="File of outputs that are played to requests, without a model (docs/scripted.md)."),
+    ] = None
     max_request_bytes: Annotated[int, Meta(ge=1024, description="Largest request body.")] = 8 << 20
     max_response_bytes: Annotated[
         int,

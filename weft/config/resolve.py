@@ -67,6 +67,7 @@ def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> E
     ``group``, ``host``: its name, and what else is on its host, in a server of several groups.
     """
     model, cache, runner, speculation = config.model, config.cache, config.runner, config.speculation
+    check_runs_model(config.front)
     device = choose_device(runner)
     transfer = check_transfer(config.transfer, config.parallel, device)
     scheduler = with_depth(with_budget(config.scheduler, device, speculation.drafts), device)
@@ -179,6 +180,15 @@ def with_cache_dtype(spec: ModelSpec, cache: CacheSection) -> ModelSpec:
             param="--kv-cache-dtype",
         )
     return msgspec.structs.replace(spec, caches=caches)
+
+
+def check_runs_model(front: FrontSection) -> None:
+    """Refuses a script where an engine is resolved: see ``weft.config.scripted``."""
+    if front.scripted is not None:
+        raise ConfigError(
+            "--scripted plays outputs without a model, and only `weft serve` can: leave it out",
+            param="--scripted",
+        )
 
 
 def check_files(runner: RunnerSection, front: FrontSection) -> None:

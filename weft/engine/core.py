@@ -220,6 +220,11 @@ class EngineCore:
             poller.register(socket, zmq.POLLIN)
         poller.poll(max(round(seconds * 1e3), 1))
 
+    @property
+    def steps(self) -> int:
+        """Steps so far."""
+        return self.scheduler.steps
+
     def has_work(self) -> bool:
         """Whether ``step`` has anything to do, if only beside other replicas."""
         if self._unfinished() or self.recovering:

@@ -25,6 +25,7 @@ from weft.front.metrics import CONTENT_TYPE
 from weft.front.middleware import AccessGate, error_answer
 from weft.front.protocol.chat import ChatRequest
 from weft.front.protocol.completions import CompletionRequest
+from weft.front.responses.routes import add_responses
 from weft.front.small_routes import add_admin, add_tokenizing
 
 READY_WINDOW = 30.0
@@ -35,6 +36,7 @@ def build_app(front: Front) -> AccessGate:
     """The whole application over ``front``."""
     app = FastAPI(title="Weft", version=__version__, redirect_slashes=False, docs_url=None, redoc_url=None)
     _add_generation(app, front)
+    add_responses(app, front)
     add_tokenizing(app, front)
     add_admin(app, front)
     add_messages(app, front)

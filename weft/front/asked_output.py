@@ -29,6 +29,7 @@ def read_as(text: TextModel, asked: Conversation, prompt: ChatPrompt) -> ReadAs:
         tools=asked.tools.callable,
         tool_calls=bool(asked.tools.callable),
         reasoning=True,
+        in_reasoning=prompt.in_reasoning,
         parallel=asked.tools.parallel,
     )
     if asked.constraint is None:
@@ -36,18 +37,20 @@ def read_as(text: TextModel, asked: Conversation, prompt: ChatPrompt) -> ReadAs:
     return ReadAs(output=output, grammar=asked.constraint.grammar, param=asked.constraint.param)
 
 
-def variables_of(asked: Conversation, text: TextModel, defaults: dict[str, Any]) -> dict[str, Any] | None:
-    """Variables for the chat template: the server's, then the effort's, then the request's own."""
-    effort = {} if asked.effort is None else effort_variables(asked.effort, text.chat.source or "")
-    given = asked.template
-    return {**defaults, **effort, **(given or {})} if defaults or effort else given
+def variables_of(asked: Conversation, text: TextModel) -> dict[str, Any] | None:
+    """Variables for the chat template: the effort's, and the request's own, which win."""
+    if asked.effort is None:
+        return asked.template
+    thinks = text.output.tells_thoughts
+    return {**effort_variables(asked.effort, text.chat.source or "", thinks), **(asked.template or {})}
 
 
-def effort_variables(effort: str, source: str) -> dict[str, Any]:
+def effort_variables(effort: str, source: str, thinks: bool = True) -> dict[str, Any]:
     """What a chat template makes of ``reasoning_effort``.
 
     Templates have a variable of that name, or one that switches thinking on and off. Where there is neither,
-    only what models do by themselves (medium) can be asked for. Raises InvalidRequest otherwise.
+    only what the model does by itself can be asked for: medium, and none of one that does not think. Raises
+    InvalidRequest otherwise.
     """
     found: dict[str, Any] = {}
     if _mentions(source, "reasoning_effort"):
@@ -55,7 +58,7 @@ def effort_variables(effort: str, source: str) -> dict[str, Any]:
     for name in ("enable_thinking", "thinking"):
         if _mentions(source, name):
             found[name] = effort != "none"
-    if not found and effort != "medium":
+    if not found and effort != "medium" and (thinks or effort != "none"):
         raise InvalidRequest(
             "this model's chat template has no variable for reasoning_effort: only medium, what the model "
             "does by itself, can be asked for",

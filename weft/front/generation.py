@@ -21,10 +21,9 @@ from weft.text.choice import Choice, TextDelta
 from weft.text.parsing.parser import OutputParser
 from weft.text.stop import Stops
 from weft.text.submit import minted_seed, submits_of
-from weft.types.messages import Submit, ids_to_bytes
+from weft.types.messages import READINESS_SALT, Submit, ids_to_bytes
 from weft.types.sampling import SEED_MASK, TokenParams
 
-PROBE_SALT = "weft readiness"
 MAX_SUBMITTED = 128 << 20
 """Bytes of prompts that one request may send to the engine, each choice with its own."""
 
@@ -83,6 +82,7 @@ class Generation:
         given = job.params.seed
         seed = self._seed if given is None else given & SEED_MASK
         stops = Stops(job.params.stop)
+        visible = self._front.text.output.visible_for(job.output)
         owner = self._front.ids.mint()
         self._ids.append(owner)
         for number, prompt in enumerate(job.prompts):
@@ -109,6 +109,7 @@ class Generation:
                 continues=job.continues,
                 stops=stops,
                 keep_logprobs=not job.asked.stream,
+                visible=visible,
             )
             self.choices.append(choice)
         self._by_sequence = {choice.sequence: choice for choice in self.choices}
@@ -242,7 +243,7 @@ async def probe(front: Front) -> None:
             seed=0,
             prompt_ids=ids_to_bytes([0]),
             params=TokenParams(temperature=0.0, max_tokens=1),
-            salt=PROBE_SALT,
+            salt=READINESS_SALT,
         )
         for sequence, request in zip(ids[::2], ids[1::2], strict=True)
     ]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from weft.front.messages.read import read_count, read_messages
 from weft.front.reading import Job, Reader
+from weft.front.responses.read import read_response, read_tokens
 from weft.front.tokenizing import detokenize, tokenize
 
 KINDS: dict[str, Callable[[Reader, bytes], Job]] = {
@@ -13,6 +14,8 @@ KINDS: dict[str, Callable[[Reader, bytes], Job]] = {
     "completions": Reader.completions,
     "messages": read_messages,
     "count": read_count,
+    "responses": read_response,
+    "response_tokens": read_tokens,
 }
 """By the name that ``serving.handle`` is called with."""
 

@@ -26,7 +26,7 @@ log = get_logger(__name__)
 
 MAX_HEADER_BYTES = 64 << 10
 _GOOD_ID = re.compile(rb"[A-Za-z0-9._\-]{1,128}")
-ALL_METHODS = "GET, HEAD, OPTIONS, POST"
+ALL_METHODS = "DELETE, GET, HEAD, OPTIONS, POST"
 _RETRY_AFTER = {429: 1, 503: 5}
 _CLOSE = frozenset({408, 413, 431})
 """Answers after which the rest of the request is not read."""

@@ -8,13 +8,13 @@ of the body, so that the same code runs in a thread of the front (small bodies) 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 import numpy as np
 
-from weft.common.errors import ContextLength, InvalidRequest, NotFound
+from weft.common.errors import ContextLength, DeadlineExceeded, InvalidRequest, NotFound
 from weft.front.asked_output import read_as, variables_of
 from weft.front.conversation import AnswerOptions, Conversation, Sharing
 from weft.front.protocol.chat import ChatRequest
@@ -84,6 +84,13 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """What the answer's shape needs to know of the request, as its API writes it down."""
 
 
+class Grammars(Protocol):
+    """What is needed of ``setup.GrammarCheck``."""
+
+    def service(self) -> GrammarService:
+        """Compiles grammars."""
+
+
 class Reader:
     """Reads requests for one server. Thread-safe."""
 
@@ -94,19 +101,17 @@ class Reader:
         limits: ModelLimits,
         max_response_bytes: int,
         *,
-        template: Mapping[str, Any] | None = None,
-        grammars: GrammarService | None = None,
+        grammars: Grammars | None = None,
         keep_attribution: bool = False,
     ) -> None:
         """``names``: of the served model. ``max_response_bytes``: what the part of an answer that repeats
-        the prompt may take. ``template``: variables of the chat template where a request sets none.
-        ``grammars``: proves that grammars compile, before any is sent to a head. ``keep_attribution``: see
-        ``weft.front.messages.conversion``."""
+        the prompt may take. ``grammars``: proves that grammars compile, before any is sent to a head.
+        ``keep_attribution``: see ``weft.front.messages.conversion``.
+        """
         self.text = text
         self.limits = limits
         self._names = names
         self._max_response_bytes = max_response_bytes
-        self._template = dict(template or {})
         self._grammars = grammars
         self.keep_attribution = keep_attribution
 
@@ -175,7 +180,8 @@ class Reader:
                 asked.messages,
                 add_generation_prompt=asked.opens,
                 continue_final_message=asked.continues,
-                kwargs=variables_of(asked, self.text, self._template),
+                tools=asked.tools.told,
+                kwargs=variables_of(asked, self.text),
                 limit=self.limits.max_model_len,
             )
         except RecursionError:
@@ -262,9 +268,15 @@ class Reader:
         """``grammar``, which compiles. Raises WeftError naming ``param`` for one that does not."""
         if grammar is not None and self._grammars is not None:
             try:
-                self._grammars.compile(grammar)
+                self._grammars.service().compile(grammar)
             except InvalidRequest as error:
                 raise InvalidRequest(error.message, param=param) from None
+            except DeadlineExceeded:
+                raise InvalidRequest(
+                    f"{param} takes too long to compile; ask for something simpler",
+                    param=param,
+                    code="grammar_timeout",
+                ) from None
         return grammar
 
     def _check_answer(

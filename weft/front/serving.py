@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from starlette.requests import Request
@@ -72,8 +72,20 @@ class AnswerShape(Protocol):
         """The JSON of an answer that is not streamed, in pieces."""
 
 
+Prepare = Callable[[list[bytes]], Awaitable[list[bytes]]]
+"""Makes what is read out of a body. Raises WeftError."""
+
+
+async def _as_it_came(body: list[bytes]) -> list[bytes]:
+    return body
+
+
 async def handle(
-    front: Front, request: Request, kind: str, make_shape: Callable[[Generation], AnswerShape]
+    front: Front,
+    request: Request,
+    kind: str,
+    make_shape: Callable[[Generation], AnswerShape],
+    prepare: Prepare = _as_it_came,
 ) -> Response:
     """Answers one request; ``kind`` says how its body is read. Raises WeftError for what fails before the
     first byte."""
@@ -91,7 +103,7 @@ async def handle(
             held.callback(lambda: front.doors.spend(request.scope, generation.spent()))
             times.mark("body is here")
             async with within(deadline):
-                await front.read(kind, body, generation.build)
+                await front.read(kind, await prepare(body), generation.build)
             del body  # it may be large, and the answer long
             upload.close()
             generation.submit()
@@ -107,7 +119,7 @@ async def handle(
         return EventStream(events, deadline + SEND_GRACE, held.pop_all(), generation.flow, front.links)
 
 
-async def read_only(front: Front, request: Request, kind: str) -> Job:
+async def read_only(front: Front, request: Request, kind: str, prepare: Prepare = _as_it_came) -> Job:
     """Reads a request that nothing is generated for. Raises WeftError."""
     deadline = asyncio.get_running_loop().time() + front.section.request_timeout
     front.lifecycle.check()
@@ -115,7 +127,7 @@ async def read_only(front: Front, request: Request, kind: str) -> Job:
         body = await read_json(request, upload)
         with front.lifecycle.request():
             async with within(deadline):
-                return await front.read(kind, body, lambda job: job)
+                return await front.read(kind, await prepare(body), lambda job: job)
 
 
 async def _answer(

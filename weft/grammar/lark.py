@@ -11,6 +11,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from llguidance.gbnf_to_lark import any_to_lark as gbnf_to_lark
+
+from weft.common.errors import InvalidRequest
 from weft.grammar.keywords import LLGUIDANCE
 from weft.grammar.lowering import (
     Chain,
@@ -25,6 +28,7 @@ from weft.grammar.lowering import (
     Until,
     is_regular,
 )
+from weft.grammar.rules import check_rules, is_gbnf
 from weft.grammar.schema import read_schema
 
 _ANY = "/(?s:.*)/"
@@ -67,7 +71,7 @@ class _Writer:
             case Json():
                 return self._nest(node, {"json_schema": _guided(node)})
             case Rules():
-                return self._nest(node, {"lark_grammar": node.source})
+                return self._nest(node, {"lark_grammar": _rules(node.source)})
             case Choice():
                 return self._define("r", node, " | ".join(self._rule(part) for part in node.parts))
             case Chain():
@@ -147,6 +151,17 @@ def _slashed(regex: str) -> str:
         result += "\\/" if char == "/" and not escaped else char
         escaped = char == "\\" and not escaped
     return f"/{result}/"
+
+
+def _rules(source: str) -> str:
+    """A client's grammar in Lark."""
+    check_rules(source)
+    if is_gbnf(source):
+        try:
+            source = gbnf_to_lark(source).replace("%llguidance {}", "")
+        except Exception:  # the translation raises bare Exception, with its own names in the text
+            raise InvalidRequest("the grammar cannot be read as GBNF") from None
+    return f"{_OPTIONS}\n{source}"
 
 
 def _guided(node: Json) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 import msgspec
@@ -12,11 +12,6 @@ from weft.common.errors import ConfigError
 from weft.config.flags import SETTINGS
 from weft.config.sections import Config
 from weft.launch import options
-
-if TYPE_CHECKING:
-    pass
-
-_SECONDS_TO_CLOSE = 5.0
 
 
 @click.command(cls=options.Command)
@@ -30,11 +25,14 @@ def serve(model_name: str | None, **given: Any) -> int:
     outputs; each has the other flags. `weft up` starts groups that differ.
     """
     from weft.config.resolve import resolve
+    from weft.config.scripted import resolve_scripted
     from weft.config.topology import resolve_groups, short_form
     from weft.launch.server import configure_log, run
 
     config = with_keys(options.build(given, model_name))
     configure_log(config.front, config.parallel.node_rank)
+    if config.front.scripted is not None:
+        return run((resolve_scripted(config),), config.front)
     topology = short_form(config)
     return run((resolve(config),) if topology is None else resolve_groups(topology), config.front)
 

@@ -31,6 +31,8 @@ peer with an older version:
         grammars_compiled and grammar_errors of HeadStats
 """
 MAX_FRAME = 64 << 20
+READINESS_SALT = "weft readiness"
+"""Salt of the sequences with which fronts see whether heads make tokens."""
 
 
 Role: TypeAlias = Literal["unified", "prefill", "decode"]

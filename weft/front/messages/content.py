@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from weft.front.messages import events as e
-from weft.front.messages.conversion import sign
+from weft.front.thoughts import sealed
 from weft.text.parsing.events import CallArguments, CallBegin, Content, OutputEvent, Reasoning
 
 
@@ -53,7 +53,7 @@ class Blocks:
             block.text = text
         elif isinstance(block, e.ThinkingBlock):
             block.thinking = "" if self._omit_thoughts else text
-            block.signature = sign(text) if self._omit_thoughts else _digest(text)
+            block.signature = sealed(text) if self._omit_thoughts else _digest(text)
             last.append(e.BlockDelta(index=index, delta=e.SignaturePiece(signature=block.signature)))
         else:
             block.input = _input(text)

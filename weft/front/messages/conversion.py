@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import json
 from typing import Any, Literal
 
@@ -23,6 +21,7 @@ from weft.front.messages.protocol import (
     MessagesRequest,
 )
 from weft.front.protocol.parse import printable
+from weft.front.thoughts import unsealed
 from weft.front.tool_use import ToolUse
 from weft.front.turns import Parts, Turns
 from weft.grammar import build
@@ -31,8 +30,6 @@ from weft.types.sampling import SamplingParams
 
 ATTRIBUTION = ("x-anthropic-billing-header:",)
 """How lines begin that a client puts before its instructions to be billed by: they differ between calls."""
-THOUGHT = "weft1."
-"""How the signature of a thought begins that was left out of the answer, and is in the signature."""
 NAMES = {"stop": "stop_sequences"}
 """Parameters of a conversation by the names that they have here."""
 
@@ -167,24 +164,9 @@ def _add_assistant(turns: Turns, block: b.Block) -> None:
     elif isinstance(block, b.ToolUseBlock):
         turns.calls(block.id, block.name, json.dumps(block.input, ensure_ascii=False))
     elif isinstance(block, b.ThinkingBlock):
-        thought = block.thinking or signed_thought(block.signature)
+        thought = block.thinking or unsealed(block.signature)
         if thought:
             turns.thinks(thought)
-
-
-def sign(thought: str) -> str:
-    """The signature of a thought that is shown nowhere else."""
-    return THOUGHT + base64.b64encode(thought.encode("utf-8", "replace")).decode()
-
-
-def signed_thought(signature: str) -> str:
-    """The thought in a signature; "" when there is none in it."""
-    if not signature.startswith(THOUGHT):
-        return ""
-    try:
-        return base64.b64decode(signature.removeprefix(THOUGHT), validate=True).decode()
-    except (binascii.Error, ValueError):
-        return ""
 
 
 def _continues(messages: list[dict[str, Any]]) -> bool:

@@ -24,19 +24,34 @@ class ThinkingBlock(msgspec.Struct, kw_only=True):
     signature: str
 
 
+class Direct(msgspec.Struct, frozen=True, kw_only=True):
+    """Who called: the model itself."""
+
+    type: Literal["direct"] = "direct"
+
+
 class ToolUseBlock(msgspec.Struct, kw_only=True):
     type: Literal["tool_use"] = "tool_use"
     id: str
     name: str
     input: Any
     """An object."""
+    caller: Direct = Direct()
 
 
 ContentBlock = TextBlock | ThinkingBlock | ToolUseBlock
 
 
-class OutputTokensDetails(msgspec.Struct, kw_only=True):
+class ThinkingTokens(msgspec.Struct, kw_only=True):
     thinking_tokens: int
+    """Tokens that the text of the thoughts takes."""
+
+
+class CacheCreation(msgspec.Struct, kw_only=True):
+    """Blocks stay while there is room: they have no time to live."""
+
+    ephemeral_5m_input_tokens: int
+    ephemeral_1h_input_tokens: int = 0
 
 
 class MessageUsage(msgspec.Struct, kw_only=True):
@@ -49,16 +64,22 @@ class MessageUsage(msgspec.Struct, kw_only=True):
     cache_read_input_tokens: int
     """Prompt tokens that were found in the cache."""
     output_tokens: int
+    cache_creation: CacheCreation
+    output_tokens_details: ThinkingTokens
+    server_tool_use: None = None
     service_tier: Literal["standard"] = "standard"
+    inference_geo: None = None
 
 
 class DeltaUsage(msgspec.Struct, kw_only=True):
-    """Of the whole message so far."""
+    """Of the whole message."""
 
     input_tokens: int
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
     output_tokens: int
+    output_tokens_details: ThinkingTokens
+    server_tool_use: None = None
 
 
 class MessageAnswer(msgspec.Struct, kw_only=True):
@@ -69,6 +90,8 @@ class MessageAnswer(msgspec.Struct, kw_only=True):
     content: list[TextBlock | ThinkingBlock | ToolUseBlock | Any]
     stop_reason: StopReason | None = None
     stop_sequence: str | None = None
+    stop_details: None = None
+    container: None = None
     usage: MessageUsage
 
 
@@ -115,8 +138,11 @@ class InputPiece(msgspec.Struct, kw_only=True):
 
 
 class Ending(msgspec.Struct, kw_only=True):
-    stop_reason: StopReason
+    stop_reason: StopReason | None
+    """Null where the message was aborted."""
     stop_sequence: str | None
+    stop_details: None = None
+    container: None = None
 
 
 class MessageDelta(msgspec.Struct, kw_only=True):

@@ -37,4 +37,4 @@ def _read(reader: Reader, asked: CountRequest) -> Job:
         job = reader.converse(made, clip=True)
     except InvalidRequest as error:
         raise renamed(error, NAMES) from None
-    return msgspec.structs.replace(job, facts=msgspec.msgpack.encode(facts))
+    return msgspec.structs.replace(job, facts=msgspec.json.encode(facts))

@@ -16,6 +16,7 @@ from weft.front.messages.conversion import Facts
 from weft.front.messages.errors import error_body, translated
 from weft.front.outputs import ChoiceOutput
 from weft.front.streaming import StreamForm
+from weft.front.token_counts import cache_creation, thought_tokens
 from weft.text.choice import TextDelta
 
 FORM = StreamForm(named=True, idle=b'event: ping\ndata: {"type": "ping"}\n\n', end=b"")
@@ -27,10 +28,10 @@ class MessagesShape:
     form = FORM
 
     def __init__(self, generation: Generation, *, block: int) -> None:
-        """``block``: tokens of a block of the prefix cache; 0 where nothing is cached."""
+        """``block``: see ``cache_creation``."""
         self._generation = generation
         self._block = block
-        self._facts = msgspec.msgpack.decode(generation.job.facts, type=Facts)
+        self._facts = msgspec.json.decode(generation.job.facts, type=Facts)
         self._id = generation.named("msg_")
         self._blocks = Blocks(omit_thoughts=self._facts.omit_thoughts)
         self._output = ChoiceOutput(generation.parser())
@@ -61,6 +62,7 @@ class MessagesShape:
             cache_creation_input_tokens=made.cache_creation_input_tokens,
             cache_read_input_tokens=made.cache_read_input_tokens,
             output_tokens=made.output_tokens,
+            output_tokens_details=made.output_tokens_details,
         )
         reason, stop = self._ending()
         return [
@@ -83,12 +85,14 @@ class MessagesShape:
             id=self._id, model=self._generation.job.asked.model, content=content, usage=self._usage(output)
         )
 
-    def _ending(self) -> tuple[e.StopReason, str | None]:
+    def _ending(self) -> tuple[e.StopReason | None, str | None]:
         """Why the message ended, and the stop sequence that did it."""
         choice = self._generation.choices[0]
         if choice.finish_reason == "length":
             cut = self._generation.job.prompts[0].max_tokens < self._facts.max_tokens
             return ("model_context_window_exceeded" if cut else "max_tokens"), None
+        if choice.finish_reason == "abort":
+            return None, None
         if isinstance(choice.stop_reason, str):
             return "stop_sequence", choice.stop_reason
         return ("tool_use" if any(call.whole for call in self._output.calls) else "end_turn"), None
@@ -97,16 +101,12 @@ class MessagesShape:
         tokens = self._generation.job.prompts[0].count
         cached = self._generation.choices[0].num_cached
         created = cache_creation(tokens, cached, self._block)
+        thinking = thought_tokens(self._generation.tokenizer, self._output.reasoning, output)
         return e.MessageUsage(
             input_tokens=tokens - cached - created,
             cache_creation_input_tokens=created,
             cache_read_input_tokens=cached,
             output_tokens=output,
+            cache_creation=e.CacheCreation(ephemeral_5m_input_tokens=created),
+            output_tokens_details=e.ThinkingTokens(thinking_tokens=thinking),
         )
-
-
-def cache_creation(tokens: int, cached: int, block: int) -> int:
-    """Tokens of a prompt of which ``cached`` were found that are in full blocks of the cache afterwards, and
-    were not before. ``block``: see ``MessagesShape``.
-    """
-    return max(0, tokens // block * block - cached) if block else 0

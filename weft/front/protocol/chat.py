@@ -59,7 +59,7 @@ class ChatRequest(Generate, frozen=True, kw_only=True):
                 raise InvalidRequest(
                     "max_tokens and max_completion_tokens differ; send one", param="max_tokens"
                 )
-        _check_metadata(self.metadata)
+        check_metadata(self.metadata)
 
     def _check_prompt(self) -> None:
         if self.prompt_token_ids is None:
@@ -90,7 +90,7 @@ class ChatRequest(Generate, frozen=True, kw_only=True):
         return self.sampling_with(**more)
 
 
-def _check_metadata(metadata: dict[str, str] | None) -> None:
+def check_metadata(metadata: dict[str, str] | None) -> None:
     items = [text for pair in (metadata or {}).items() for text in pair]
     if len(items) > 2 * MAX_METADATA or any(len(text) > MAX_NAME for text in items):
         raise InvalidRequest(

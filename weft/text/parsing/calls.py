@@ -30,12 +30,12 @@ from weft.text.parsing.python_text import PythonReader
 from weft.text.parsing.tape import Reading, Tape
 from weft.text.parsing.xml_text import ParameterReader
 
-MAX_NAME = 64
+MAX_NAME = 128
 MAX_KEY = 256
 MAX_HELD = 8192
 """Arguments that stand before the name they belong to are held back up to this many characters."""
-_NAME = re.compile(r"[A-Za-z0-9_.\-]*")
-_IDENTIFIER = re.compile(r"[A-Za-z0-9_.:\-]*")
+_NAME = re.compile(r"[A-Za-z0-9_.:/\-]*")
+_IDENTIFIER = re.compile(r"[A-Za-z0-9_.:/\-]*")
 _SIMPLE = re.compile(r'[^"\\\x00-\x1f]*')
 
 Outcome: TypeAlias = Literal["none", "broken", "whole"]

@@ -210,9 +210,9 @@ class OutputEngine:
                 continue
             for trigger in call.triggers:
                 yield Mark(trigger, "call", line_start=call.line_start)
-            own = next((item for item in call.head if isinstance(item, str)), "")
-            if own and self._calls.section is not None and call.section == self._calls.section:
-                yield Mark(own, "call")
+            section = self._calls.section
+            if section is not None and call.section == section and call.own_trigger:
+                yield Mark(call.own_trigger, "call")
         section = self._calls.section
         if section is not None and section.tail:
             yield Mark(next(item for item in reversed(section.tail) if isinstance(item, str)), "section end")
@@ -256,7 +256,7 @@ class OutputEngine:
         """A call at ``start``, in the first of the declared ways that fits."""
         farthest = start
         for call in self._format.calls:
-            if mark.text not in call.triggers and mark.text not in call.head:
+            if mark.text not in call.triggers and mark.text != call.own_trigger:
                 continue
             self.tape.at = start
             if (yield from self._calls.read(call, mark.text)):

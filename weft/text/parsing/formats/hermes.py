@@ -7,10 +7,10 @@
 
 from __future__ import annotations
 
-from weft.text.parsing.declaration import BLANK, Call, CallObject, OutputFormat
+from weft.text.parsing.declaration import LINE, Call, CallObject, OutputFormat
 
 HERMES = OutputFormat(
     name="hermes",
-    calls=(Call(head=("<tool_call>", BLANK), arguments=CallObject(), tail=(BLANK, "</tool_call>")),),
+    calls=(Call(head=("<tool_call>", LINE), arguments=CallObject(), tail=(LINE, "</tool_call>")),),
 )
 FORMATS = (HERMES,)
