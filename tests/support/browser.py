@@ -15,7 +15,8 @@ from typing import Any
 
 from tests.support.slowness import deadline
 
-CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
+_NAMES = ("chromium", "chromium-browser", "google-chrome")
+CHROMIUM = next((found for name in _NAMES if (found := shutil.which(name))), None)
 
 
 class Browser:
@@ -61,11 +62,7 @@ class Browser:
         self._number = 0
         self._buffer = b""
         self.events: list[dict[str, Any]] = []
-        target = next(
-            one
-            for one in self.send("Target.getTargets")["targetInfos"]
-            if one["type"] == "page"
-        )
+        target = next(one for one in self.send("Target.getTargets")["targetInfos"] if one["type"] == "page")
         attached = self.send("Target.attachToTarget", targetId=target["targetId"], flatten=True)
         self._session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
@@ -78,7 +75,9 @@ class Browser:
     def __enter__(self) -> Browser:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         os.close(self._in)
@@ -124,14 +123,20 @@ class Browser:
         """Until an expression is true."""
         until = time.monotonic() + deadline(seconds)
         while not self.evaluate(expression):
-            assert time.monotonic() < until, f"never true: {expression}; {self.evaluate('document.body.innerText')}"
+            assert time.monotonic() < until, (
+                f"never true: {expression}; {self.evaluate('document.body.innerText')}"
+            )
             time.sleep(0.05)
 
     def press(self, key: str, code: int, text: str = "") -> None:
         """A key, as a keyboard sends it."""
         for kind in ("keyDown", "keyUp"):
             self.send(
-                "Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code, text=text if kind == "keyDown" else ""
+                "Input.dispatchKeyEvent",
+                type=kind,
+                key=key,
+                windowsVirtualKeyCode=code,
+                text=text if kind == "keyDown" else "",
             )
 
     def write(self, text: str) -> None:
@@ -155,5 +160,7 @@ class Browser:
 
     def asked(self) -> set[str]:
         """Addresses that the page has asked for."""
-        requests = [e["params"]["request"]["url"] for e in self.events if e["method"] == "Network.requestWillBeSent"]
+        requests = [
+            e["params"]["request"]["url"] for e in self.events if e["method"] == "Network.requestWillBeSent"
+        ]
         return set(requests)

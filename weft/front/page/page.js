@@ -102,7 +102,7 @@ function measure(at, metrics) {
 function number(value) {
   if (value === null || value === undefined) return "–";
   if (value >= 1000) return Math.round(value).toLocaleString("en");
-  return value >= 10 || value === 0 ? String(Math.round(value)) : value.toFixed(1);
+  return value >= 10 || Number.isInteger(value) ? String(Math.round(value)) : value.toFixed(value < 0.1 ? 2 : 1);
 }
 
 const milliseconds = (value) => (value === null ? "–" : number(value * 1000) + " ms");
