@@ -14,7 +14,7 @@ from starlette.routing import Match
 
 from weft import __version__
 from weft.common.errors import MethodNotAllowed, NotFound, WeftError
-from weft.front import answers, docs_page, openapi
+from weft.front import answers, docs_page, openapi, page
 from weft.front.chat import chat
 from weft.front.completions import completions
 from weft.front.context import Front
@@ -127,6 +127,11 @@ def _add_state(app: FastAPI, front: Front) -> None:
     async def version() -> Response:
         """The server's version."""
         return _json({"version": __version__})
+
+    @app.get("/", include_in_schema=False)
+    async def root() -> Response:
+        """A page for a browser: model, load and a chat box."""
+        return page.answer()
 
     @app.get("/docs", include_in_schema=False)
     async def docs(request: Request) -> Response:
