@@ -202,7 +202,15 @@ class HeadProtocol:
 
 _NO_STATS = m.HeadStats()
 """Only its very defaults are left out of a message, not what equals them."""
-_SINCE_4 = ("constrained_steps", "mask_seconds", "grammars_compiled", "grammar_errors")
+_SINCE_4 = (
+    "prefill_rows",
+    "prefill_tokens",
+    "decode_rows",
+    "constrained_steps",
+    "mask_seconds",
+    "grammars_compiled",
+    "grammar_errors",
+)
 
 
 def _heartbeat_of(heartbeat: m.Heartbeat, version: int) -> m.Heartbeat:

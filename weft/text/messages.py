@@ -22,7 +22,15 @@ MAX_CALLS = 512
 """Tool calls of one message."""
 MAX_DEPTH = 64
 """Levels of a call's arguments."""
-_NOT_BUILT = ("function_call", "audio", "annotations", "refusal", "tool_calls", "tool_call_id")
+_NOT_BUILT = (
+    "function_call",
+    "audio",
+    "annotations",
+    "refusal",
+    "tool_calls",
+    "tool_call_id",
+    "provider_specific_fields",
+)
 """Fields clients send back with nothing in them; with a value they are refused where they have no meaning."""
 _REASONING = ("reasoning_content", "reasoning")
 
@@ -116,6 +124,12 @@ def _check_message(message: Any, where: str) -> Message:
     return Message(**fields)
 
 
+def _holds_nothing(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(one is None for one in value.values())
+    return value in ([], "")
+
+
 def _check_field(fields: dict[str, Any], role: Role, key: Any, value: Any, where: str) -> None:
     """Takes one field of a message that has a value."""
     if key == "content":
@@ -138,7 +152,7 @@ def _check_field(fields: dict[str, Any], role: Role, key: Any, value: Any, where
         check_text(value, f"{where}.refusal")
         if value and "content" not in fields:
             fields["content"] = (TextPart(value),)
-    elif not (key in (*_NOT_BUILT, *_REASONING) and value in ([], "")):
+    elif not (key in (*_NOT_BUILT, *_REASONING) and _holds_nothing(value)):
         shown = key if isinstance(key, str) and re.fullmatch(r"\w{1,40}", key) else "a field"
         raise InvalidRequest(
             f"{where}.{shown} is not supported in a message of the role {role}", param=f"{where}.{shown}"
