@@ -197,6 +197,16 @@ def test_what_is_allowed_is_read_as_calls(held: Held, choice: Any) -> None:
     assert whole >= 3 or choice == "auto"
 
 
+def test_a_thought_holds_no_call(held: Held) -> None:
+    """It would be read as a call, and nothing would hold its arguments."""
+    call = held.family.declared.calls[0] if held.family.declared.calls else None
+    if call is None or call.line_start:
+        pytest.skip("no call of this family is read inside a thought")
+    text = prefix(held) + written(held.family, [Call("get", {"days": 1})])
+    assert held.takes(required(held), text)
+    assert not held.takes(required(held), text.replace("Let me", f"Let {call.triggers[0]} me"))
+
+
 def test_tools_that_are_not_strict_need_no_grammar(held: Held) -> None:
     assert held.output.call_grammar(TOOLS, "auto") is None
 

@@ -6,7 +6,6 @@ has opened it or the model does so itself. A call is written the way the family'
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Sequence as Items
 from typing import Any, Literal, TypeAlias
@@ -74,7 +73,15 @@ class OutputGrammars:
             made = self._required(self._declared.calls[0], tools, parallel=parallel)
         else:
             made = self._strict(tools, parallel=parallel)
-        return self.behind_thought(made, reasoning=reasoning, in_reasoning=in_reasoning)
+        triggers = [
+            trigger
+            for call in self._declared.ways(strict=True)
+            for trigger in call.triggers
+            if not call.line_start
+        ]
+        return self.behind_thought(
+            made, reasoning=reasoning, in_reasoning=in_reasoning, without=tuple(dict.fromkeys(triggers))
+        )
 
     def answer(self, part: Grammar, *, reasoning: bool, in_reasoning: bool) -> Grammar:
         """An output whose content is ``part``."""
@@ -83,8 +90,11 @@ class OutputGrammars:
             part = Sequence((Text(used.channel + used.texts[0] + used.message), part))
         return self.behind_thought(part, reasoning=reasoning, in_reasoning=in_reasoning)
 
-    def behind_thought(self, part: Grammar, *, reasoning: bool, in_reasoning: bool) -> Grammar:
-        """``part`` behind a thought, if there is one; ``in_reasoning``: the prompt has opened it."""
+    def behind_thought(
+        self, part: Grammar, *, reasoning: bool, in_reasoning: bool, without: tuple[str, ...] = ()
+    ) -> Grammar:
+        """``part`` behind a thought, if there is one; ``in_reasoning``: the prompt has opened it. The thought
+        holds none of ``without``: a call in it would be one, and held to nothing."""
         used = self._declared.channels
         if used is not None:
             end = Sequence((FreeText(ends=(used.ends[0],)), Text(used.start + used.role)))
@@ -93,7 +103,7 @@ class OutputGrammars:
         if not self._declared.thoughts:
             return part
         thought = self._declared.thoughts[0]
-        end = Sequence((FreeText(ends=(thought.close,)), _BETWEEN))
+        end = Sequence((FreeText(ends=(thought.close,), without=without), _BETWEEN))
         return self._after(end, thought.open, part, reasoning=reasoning, in_reasoning=in_reasoning)
 
     def _after(
@@ -236,5 +246,5 @@ def loosened(tools: Items[Tool]) -> tuple[Tool, ...]:
     hold to, and nobody asked that it be held to."""
     return tuple(
         tool if tool.strict else Tool(name=tool.name, description=tool.description)
-        for tool in itertools.chain(tools)
+        for tool in tools
     )
