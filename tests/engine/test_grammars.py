@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
 from tests.composition.rig import BLOCK, MAX_LEN, PROMPTS
 from tests.composition.rig import make_checkpoint as with_tokenizer
@@ -33,6 +34,7 @@ from weft.engine.core import EngineCore
 from weft.engine.grammars import GrammarSource, ModelGrammars
 from weft.grammar import build
 from weft.scheduler.sequence import Running
+from weft.types import messages as m
 from weft.types.grammar import Grammar, Regex
 from weft.types.sampling import TokenParams
 
@@ -215,7 +217,22 @@ def test_a_compile_stops_nobody_else_and_wakes_the_loop_when_it_is_done(
         assert 1 <= len(tokens) <= 3
     finally:
         slow.go.set()
+        served.head._protocol.stopped = True
+        front.send(m.Drain())  # wakes the loop
         served.close()
+
+
+def test_a_compile_that_was_noticed_before_it_rang_lets_the_loop_sleep(tmp_path: Path) -> None:
+    engine, _ = make_engine(make_checkpoint(tmp_path, "llama"))
+    (bell,) = engine.grammars.sockets
+    poller = zmq.Poller()
+    poller.register(bell, zmq.POLLIN)
+    engine.grammars._ring()
+    assert poller.poll(1000)
+    assert engine.hear() == []
+    assert not poller.poll(0)
+    engine.close()
+    engine.grammars._ring()  # one that ends after the engine
 
 
 def test_one_that_is_cancelled_while_it_compiles_is_forgotten(tmp_path: Path) -> None:

@@ -364,8 +364,9 @@ class SchedulerState:
         columns.origin[slot] = NO_ORIGIN if sequence.room is None else sequence.num_prompt
         columns.known[slot] = run.known
         columns.num_cached[slot] = sequence.num_cached
-        columns.constrained[slot] = constrained = sequence.constraint is not None
-        quiet = sequence.params.logprobs < 0 and not constrained
+        columns.constrained[slot] = sequence.constraint is not None
+        quiet = sequence.params.logprobs < 0
+        quiet &= sequence.constraint is None or not sequence.constraint.ends_itself
         columns.set_stops(slot, sequence.stop_ids, quiet)
         columns.last_step[slot] = -1
         columns.drafts[slot] = 0
