@@ -60,9 +60,10 @@ class Constraint:
         ends = frozenset(end_ids)
         self._matcher = matcher
         self._stops = frozenset(params.stop_ids)
-        self._hidden = tuple(ends - self._stops)
-        self.ends_itself = not ends & self._stops
-        """Whether no id can end the sequence: it ends when its output is complete."""
+        hidden = np.array(sorted(ends - self._stops), np.int64)
+        self._hidden = hidden // WORD
+        self._shown = ~(np.uint32(1) << (hidden % WORD).astype(np.uint32)).view(np.int32)
+        self._ends_itself = not ends & self._stops
         self._params = params
         self._vocab_size = vocab_size
         self.drafts: Sequence[int] = ()
@@ -74,7 +75,7 @@ class Constraint:
     @property
     def finished(self) -> bool:
         """Whether the output is complete, and no id can end the sequence."""
-        return self.ends_itself and self._matcher.ended
+        return self._ends_itself and self._matcher.ended
 
     def walk(self, tokens: Iterable[int]) -> None:
         """Takes the output that came with the Submit. Sets ``failure`` where the grammar refuses it."""
@@ -91,8 +92,14 @@ class Constraint:
             self.failure = _refusal("a token was sampled that the grammar does not allow", "grammar_mismatch")
 
     def goes_on(self, token: int) -> bool:
-        """``take`` of a token that ends nothing, where the grammar allows it; False, and it was not taken."""
-        return self.failure is None and self._accept(token)
+        """``take`` of a token that ends nothing, where the grammar allows it and goes on behind it; False,
+        and it was not taken."""
+        if self.failure is not None or not self._accept(token):
+            return False
+        if self.finished:
+            self._matcher.rollback(1)
+            return False
+        return True
 
     def fill(self, masks: np.ndarray) -> int:
         """Writes the masks of a row that samples as many positions: int32 [positions, words], each behind one
@@ -166,8 +173,8 @@ class Constraint:
 
     def _fill(self, words: np.ndarray) -> None:
         self._matcher.fill(words)
-        for token in self._hidden:
-            words[token // WORD] &= _without_bit(token)
+        if len(self._hidden):
+            np.bitwise_and.at(words, self._hidden, self._shown)
 
     def _follows(self, words: np.ndarray, token: int) -> bool:
         """Whether the sequence may go on behind ``token``, which has to be allowed by ``words``."""
@@ -178,10 +185,6 @@ class Constraint:
         log.warning("a grammar's matcher failed: %s", error, exc_info=not isinstance(error, WeftError))
         unknown = EngineDead("the grammar could not be followed", code="grammar_failed")
         self.failure = (error if isinstance(error, WeftError) else unknown).info()
-
-
-def _without_bit(token: int) -> np.int32:
-    return np.uint32(~(1 << token % WORD) & 0xFFFFFFFF).view(np.int32)
 
 
 def unpacked(words: np.ndarray, vocab_size: int) -> np.ndarray:

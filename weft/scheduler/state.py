@@ -372,9 +372,7 @@ class SchedulerState:
         columns.known[slot] = run.known
         columns.num_cached[slot] = sequence.num_cached
         columns.constrained[slot] = sequence.constraint is not None
-        quiet = sequence.params.logprobs < 0
-        quiet &= sequence.constraint is None or not sequence.constraint.ends_itself
-        columns.set_stops(slot, sequence.stop_ids, quiet)
+        columns.set_stops(slot, sequence.stop_ids, quiet=sequence.params.logprobs < 0)
         columns.last_step[slot] = -1
         columns.drafts[slot] = 0
         columns.exact[slot] = 0
