@@ -22,6 +22,7 @@ from weft.config.budget import check_budget, with_budget
 from weft.config.experts import check_experts
 from weft.config.families import load_spec
 from weft.config.flags import parse_size
+from weft.config.front_section import check_front
 from weft.config.gpus import gpus_here, gpus_of_group, sharers
 from weft.config.hosts import check_hosts
 from weft.config.memory import (
@@ -66,6 +67,7 @@ def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> E
     ``group``, ``host``: its name, and what else is on its host, in a server of several groups.
     """
     model, cache, runner, speculation = config.model, config.cache, config.runner, config.speculation
+    check_runs_model(config.front)
     device = choose_device(runner)
     transfer = check_transfer(config.transfer, config.parallel, device)
     scheduler = with_depth(with_budget(config.scheduler, device, speculation.drafts), device)
@@ -180,6 +182,15 @@ def with_cache_dtype(spec: ModelSpec, cache: CacheSection) -> ModelSpec:
     return msgspec.structs.replace(spec, caches=caches)
 
 
+def check_runs_model(front: FrontSection) -> None:
+    """Refuses a script where an engine is resolved: see ``weft.config.scripted``."""
+    if front.scripted is not None:
+        raise ConfigError(
+            "--scripted plays outputs without a model, and only `weft serve` can: leave it out",
+            param="--scripted",
+        )
+
+
 def check_files(runner: RunnerSection, front: FrontSection) -> None:
     """Files that settings name can be opened later."""
     if front.chat_template is not None and not Path(front.chat_template).is_file():
@@ -197,8 +208,7 @@ def check_files(runner: RunnerSection, front: FrontSection) -> None:
                 "--trace-requests must name a folder, or one to be made in a folder that exists",
                 param="--trace-requests",
             )
-    if any(not (key.isascii() and key.isprintable()) for key in front.api_key):
-        raise ConfigError("--api-key must be printable ASCII, as it is sent in a header", param="--api-key")
+    check_front(front)
 
 
 def check_checkpoint(model: ModelSection, path: str, tokenizer_path: str) -> None:

@@ -116,6 +116,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     group: str = ""
     """The group's name, in a server of several groups."""
     host: HostShare = HostShare()
+    scripted: str = ""
+    """File of outputs that heads play, without a model; see ``weft.engine.scripted``."""
 
     @property
     def ranks_beside(self) -> int:

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from weft.config.front_section import FrontSection
 from weft.config.parallel_section import ParallelSection, Section
 
 __all__ = [
@@ -93,6 +94,23 @@ class CacheSection(Section, frozen=True, kw_only=True):
         float, Meta(gt=0, le=1, description="Share of a GPU's memory for weights, activations and cache.")
     ] = 0.9
     enable_prefix_caching: Annotated[bool, Meta(description="Reuse the cache of equal prefixes.")] = True
+    session_retention: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=86400,
+            description="Seconds after a turn of a session (header x-session-id and the like) in which its "
+            "blocks are evicted after all others; at most half of the cache is kept so.",
+        ),
+    ] = 120.0
+    explain_cache: Annotated[
+        Literal["off", "asked", "all"],
+        Meta(
+            description="Say in answers why a prompt was not found further in the prefix cache. asked: where "
+            "a request has the header x-weft-explain-cache; all: always. Shows tokens of earlier prompts "
+            "of the same cache_salt, so only where clients trust each other."
+        ),
+    ] = "off"
 
 
 class SchedulerSection(Section, frozen=True, kw_only=True):
@@ -183,6 +201,14 @@ class RunnerSection(Section, frozen=True, kw_only=True):
             "operation has no such form. Dense models on a CPU are so by default."
         ),
     ] = False
+    logprobs_mode: Annotated[
+        Literal["raw_logprobs", "processed_logprobs"],
+        Meta(
+            description="What logprobs of output tokens are of: the model's own logits (raw), or what a "
+            "token was drawn from: masks, bias, penalties, temperature, top-k, top-p and min-p applied "
+            "(processed). Those of prompts are raw."
+        ),
+    ] = "raw_logprobs"
     decode_graphs: Annotated[
         bool,
         Meta(
@@ -287,76 +313,6 @@ class GrammarSection(Section, frozen=True, kw_only=True):
             description="Seconds that compiling the grammar of one request may take before it gets 504.",
         ),
     ] = 10.0
-
-
-class FrontSection(Section, frozen=True, kw_only=True):
-    """The HTTP server."""
-
-    host: Annotated[str, Meta(description="Address to listen on.")] = "127.0.0.1"
-    port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0 takes a free one.")] = 8000
-    fronts: Annotated[
-        int,
-        Meta(
-            ge=1,
-            le=64,
-            description="Processes that answer HTTP, on one port and with the same engines behind them. "
-            "Of several, one that dies takes its own connections with it and no others.",
-        ),
-    ] = 1
-    api_key: Annotated[
-        tuple[str, ...],
-        Meta(
-            description="Key(s) that clients must send as a bearer token. All users of this machine can see "
-            "command lines: better set the environment variable WEFT_API_KEY, or the key in --config's file."
-        ),
-    ] = ()
-    chat_template: Annotated[
-        str | None, Meta(description="File with a chat template to use instead of the model's.")
-    ] = None
-    max_request_bytes: Annotated[int, Meta(ge=1024, description="Largest request body.")] = 8 << 20
-    max_response_bytes: Annotated[
-        int,
-        Meta(
-            ge=1024,
-            description="Logprobs and repeated prompts that one answer may hold; more must be streamed.",
-        ),
-    ] = 64 << 20
-    drain_timeout: Annotated[
-        float, Meta(ge=0, description="Seconds that running requests get to finish after SIGTERM.")
-    ] = 30.0
-    request_timeout: Annotated[
-        float, Meta(gt=0, description="Seconds that one request may take before it gets 504.")
-    ] = 3600.0
-    engine_timeout: Annotated[
-        float, Meta(gt=0, description="Seconds without progress after which the engine counts as dead.")
-    ] = 120.0
-    routing_policy: Annotated[
-        Literal["prefix", "least-load", "round-robin", "two-choices"],
-        Meta(
-            description="Which engine gets a request. prefix: the least loaded, where cached tokens count as "
-            "no load; least-load; round-robin; two-choices: the less loaded of two random ones."
-        ),
-    ] = "prefix"
-    engine_restarts: Annotated[
-        int,
-        Meta(
-            ge=0,
-            le=1000,
-            description="Heads of each group that are started again in 10 minutes when they died; requests "
-            "go on then. One more ends the group. As many fronts, where there are several.",
-        ),
-    ] = 5
-    recovery_timeout: Annotated[
-        float,
-        Meta(
-            gt=0,
-            le=86400,
-            description="Seconds that requests wait for an engine that is started again; then they get 503.",
-        ),
-    ] = 120.0
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Meta(description="Amount of logging.")
-    ] = "info"
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):

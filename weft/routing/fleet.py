@@ -23,10 +23,11 @@ from weft.common.errors import EngineDead, PeerEnded, RanksLost, ReportedError, 
 from weft.common.log import get_logger
 from weft.common.restarts import MOST_LOSSES
 from weft.routing import events as e
+from weft.routing.abilities import speaking, too_old, understood
 from weft.routing.instance_table import InstanceTable, Patience
 from weft.routing.instances import Instance, InstanceState
 from weft.routing.lateness import Lateness
-from weft.routing.ledger import LedgerEntry, Unlanded, is_refusal
+from weft.routing.ledger import LedgerEntry, Unlanded, by_request, is_refusal
 from weft.routing.pairs import Route, Router, serve, ticketed
 from weft.routing.parked import MOST_REFUSALS, Parked, wait_after
 from weft.routing.policy import Policies, make_policies
@@ -172,16 +173,17 @@ class Fleet:
         ready, takers = self._parked.ready(self._now), self.table.takers()
         if not takers:
             return
-        groups: dict[int, list[int]] = {}
-        for sequence in ready:
-            groups.setdefault(self.entries[sequence].submit.request, []).append(sequence)
-        for request, group in groups.items():
+        for request, group in by_request(ready, self.entries).items():
             entry = self.entries[group[0]]
-            near = {name for each in self._requests[request] for name in self.entries[each].places}
-            route = self.router.route(takers, entry, group, near, self._lateness.local)
-            if route is None:
+            able = speaking(takers, entry.submit)
+            if takers and not able:
+                for sequence in group:
+                    self._end(sequence, too_old(entry.submit))
                 continue
-            self._place(route, group)
+            near = {name for each in self._requests[request] for name in self.entries[each].places}
+            route = self.router.route(able, entry, group, near, self._lateness.local)
+            if route is not None:
+                self._place(route, group)
             if any(taker.state is InstanceState.HALF_OPEN for taker in takers):
                 takers = self.table.takers()
 
@@ -200,9 +202,7 @@ class Fleet:
                 self.local_prefills += 1
             for instance, its in ticketed(route, submit, self._patience.transfer):
                 entry.places[instance.name] = entry.attempt
-                if instance.version < 2 and its.attempt:
-                    its = msgspec.structs.replace(its, attempt=0)
-                self._send(instance, its)
+                self._send(instance, understood(its, instance))
             self._parked.discard(sequence)
             if sequence in self._bereft:
                 self._bereft.discard(sequence)
@@ -210,8 +210,8 @@ class Fleet:
 
     def _end_late(self) -> None:
         """Parked sequences fail that have waited for too long."""
-        why = {s: self._lateness.why(begun=self.entries[s].attempt >= 0) for s in self._parked}
-        late = [(sequence, error) for sequence, error in why.items() if error is not None]
+        why = ((s, self._lateness.why(begun=self.entries[s].attempt >= 0)) for s in self._parked)
+        late = [(sequence, error) for sequence, error in why if error is not None]
         if late:
             log.error("%d sequences fail: %s", len(late), late[0][1].message)
         for sequence, error in late:

@@ -200,9 +200,24 @@ class HeadProtocol:
         return m.Heartbeat(idle=self._engine.recovering or not self._engine.has_work(), stats=stats)
 
 
+_NO_STATS = m.HeadStats()
+"""Only its very defaults are left out of a message, not what equals them."""
+_SINCE_4 = (
+    "prefill_rows",
+    "prefill_tokens",
+    "decode_rows",
+    "constrained_steps",
+    "mask_seconds",
+    "grammars_compiled",
+    "grammar_errors",
+)
+
+
 def _heartbeat_of(heartbeat: m.Heartbeat, version: int) -> m.Heartbeat:
     """``heartbeat`` as a front of ``version`` knows it."""
-    if version >= 3 or heartbeat.stats.transfers is None:
-        return heartbeat
-    stats = msgspec.structs.replace(heartbeat.stats, transfers=None)
-    return msgspec.structs.replace(heartbeat, stats=stats)
+    stats = heartbeat.stats
+    if version < 4:
+        stats = msgspec.structs.replace(stats, **{name: getattr(_NO_STATS, name) for name in _SINCE_4})
+    if version < 3 and stats.transfers is not None:
+        stats = msgspec.structs.replace(stats, transfers=None)
+    return heartbeat if stats is heartbeat.stats else msgspec.structs.replace(heartbeat, stats=stats)

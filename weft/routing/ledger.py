@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 import numpy as np
@@ -211,6 +211,14 @@ class Unlanded:
             if entry.attempt == attempt and entry.pair is not None and not entry.landed:
                 found.append(entry)
         return found
+
+
+def by_request(sequences: Iterable[int], entries: Mapping[int, LedgerEntry]) -> dict[int, list[int]]:
+    """Those of one prompt together, in order."""
+    made: dict[int, list[int]] = {}
+    for sequence in sequences:
+        made.setdefault(entries[sequence].submit.request, []).append(sequence)
+    return made
 
 
 def is_refusal(event: TokenEvent) -> bool:
