@@ -138,6 +138,7 @@ class FakeHead:
         while loaded is not None and not os.path.exists(loaded):
             time.sleep(0.02)
         self.socket = zmq.Context().socket(zmq.ROUTER)
+        self.socket.sndhwm = 0  # by default what a slow front has not taken yet is dropped
         self.socket.bind(endpoint)
         self.live: dict[int, Sequence] = {}
         self.versions = tuple(map(int, os.environ.get("FAKE_VERSIONS", f"{m.OLDEST},{m.VERSION}").split(",")))

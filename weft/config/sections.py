@@ -322,10 +322,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     cache: CacheSection = CacheSection()
     scheduler: SchedulerSection = SchedulerSection()
     speculation: SpeculationSection = SpeculationSection()
+    grammar: GrammarSection = GrammarSection()
     runner: RunnerSection = RunnerSection()
     parallel: ParallelSection = ParallelSection()
     transfer: TransferSection = TransferSection()
-    grammar: GrammarSection = GrammarSection()
     front: FrontSection = FrontSection()
 
 

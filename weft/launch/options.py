@@ -20,7 +20,7 @@ else:  # generic for type checkers only in the older versions of click that are 
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-ENGINE = ("model", "cache", "scheduler", "speculation", "runner", "parallel")
+ENGINE = ("model", "cache", "scheduler", "speculation", "grammar", "runner", "parallel")
 """Sections of a command that runs a model without a server."""
 ALL = (*ENGINE, "transfer", "front")
 
