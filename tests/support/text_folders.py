@@ -14,6 +14,55 @@ TEMPLATE = (
     "{%- endfor -%}{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"
 )
 
+TOOL_TEMPLATE = """\
+{%- if tools -%}
+<|im_start|>system
+{% if messages[0].role == 'system' %}{{ messages[0].content }}
+
+{% endif %}# Tools
+
+<tools>
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}</tools>
+For each call write <tool_call>{"name": ..., "arguments": ...}</tool_call>.<|im_end|>
+{% elif messages[0].role == 'system' -%}
+<|im_start|>system
+{{ messages[0].content }}<|im_end|>
+{% endif -%}
+{%- for m in messages -%}
+{%- if m.role == 'system' -%}
+{%- if not loop.first -%}<|im_start|>system
+{{ m.content }}<|im_end|>
+{% endif -%}
+{%- elif m.role == 'tool' -%}
+<|im_start|>user
+<tool_response>
+{{ m.content }}
+</tool_response><|im_end|>
+{% elif m.role == 'assistant' -%}
+<|im_start|>assistant
+{% if m.reasoning_content %}<think>
+{{ m.reasoning_content }}
+</think>
+
+{% endif %}{{ m.content or '' }}
+{%- for call in m.tool_calls or [] %}
+<tool_call>
+{"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>
+{%- endfor %}<|im_end|>
+{% else -%}
+<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>assistant
+{% endif -%}
+"""
+"""One that shows tools, calls and thoughts as Qwen's do."""
+TOOL_TOKENS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+"""Added tokens that its model has."""
+
 
 def byte_alphabet() -> dict[str, int]:
     """Byte-level BPE's printable stand-in of each byte, to the byte."""

@@ -166,6 +166,7 @@ def test_wrong_messages_are_named(chatml: ChatFormat, messages: Any, param: str)
 
 def test_what_clients_send_back_is_taken(chatml: ChatFormat) -> None:
     answer = {"role": "assistant", "content": "y", "refusal": None, "tool_calls": None, "annotations": []}
+    answer["provider_specific_fields"] = {"refusal": None}
     assert "y<|im_end|>" in chatml.encode([user("x"), answer, user("z")]).text
     empty = {"reasoning_content": "", "reasoning": None, "refusal": "", "tool_calls": [], "other": None}
     assert chatml.encode([user("x"), {**answer, **empty}, user("z")]) == chatml.encode(

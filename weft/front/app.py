@@ -9,12 +9,12 @@ from typing import Any
 import fastapi.openapi.utils
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Match
 
 from weft import __version__
 from weft.common.errors import MethodNotAllowed, NotFound, WeftError
-from weft.front import answers, docs_page, openapi
+from weft.front import answers, docs_page, openapi, page
 from weft.front.chat import chat
 from weft.front.completions import completions
 from weft.front.context import Front
@@ -118,7 +118,7 @@ def _add_state(app: FastAPI, front: Front) -> None:
         state = "ready" if good else "stalled" if phase is Phase.READY else phase.value
         return _json({"status": state}, 200 if good else 503)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Prometheus metrics."""
         return Response(await front.metrics_page(), media_type=CONTENT_TYPE)
@@ -127,6 +127,11 @@ def _add_state(app: FastAPI, front: Front) -> None:
     async def version() -> Response:
         """The server's version."""
         return _json({"version": __version__})
+
+    @app.get("/", include_in_schema=False)
+    async def root() -> Response:
+        """A page for a browser: model, load and a chat box."""
+        return page.answer()
 
     @app.get("/docs", include_in_schema=False)
     async def docs(request: Request) -> Response:

@@ -10,10 +10,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
+import msgspec
+
 from weft.common.allocator import trim_heap
 from weft.common.errors import Overloaded, ReportedError, Unavailable
 from weft.common.log import get_logger
-from weft.config.front_section import FrontSection, template_variables
+from weft.config.front_section import FrontSection
 from weft.config.resolved import EngineConfig
 from weft.front.answers import ModelCard
 from weft.front.body import Bodies
@@ -22,17 +24,18 @@ from weft.front.kinds import KINDS, MADE
 from weft.front.lifecycle import Lifecycle
 from weft.front.metrics import Metrics, as_vllm
 from weft.front.rate_limit import RateLimits
-from weft.front.read_worker import ReadAnswer, Setup, decode_answer, encode_setup, payload_of
+from weft.front.read_worker import ReadAnswer, decode_answer, payload_of
 from weft.front.reading import Job, Reader, check_model
 from weft.front.request_trace import RequestTrace
 from weft.front.retry_after import RetryAfter
+from weft.front.setup import Setup, TextSetup
 from weft.front.siblings import Siblings
 from weft.front.workers import WorkerPool
 from weft.links.links import Links, Owner
 from weft.routing.instance_table import Patience
 from weft.routing.policy import make_policies
 from weft.text.model import TextModel
-from weft.text.parsing.parser import OutputParser, OutputSpec, PlainParser
+from weft.text.parsing.parser import OutputParser, OutputSpec
 from weft.text.submit import IdMint, ModelLimits, SeedMint
 from weft.tracing.writer import open_writer
 
@@ -120,10 +123,10 @@ class Front:
     async def start(self) -> None:
         """Loads tokenizer and template while the head loads its model. Raises ConfigError or WeftError."""
         if self._siblings is not None:
-            await self._siblings.start(self.metrics.own)
+            await self._siblings.start(self.metrics.own, self._abort_here)
         loop = asyncio.get_running_loop()
-        load = functools.partial(TextModel.load, self.config.tokenizer_path, self.section.chat_template)
-        text = await loop.run_in_executor(self._pool, load)
+        files = TextSetup.of(self.config, self.section)
+        text = await loop.run_in_executor(self._pool, files.load)
         if text.chat.problem is not None:
             log.warning(
                 "%s; chat completions are refused until --chat-template names another one", text.chat.problem
@@ -134,18 +137,16 @@ class Front:
         self.limits = ModelLimits(
             vocab_size=welcome.vocab_size, max_model_len=welcome.max_model_len, end_ids=ends
         )
-        section = self.section
         setup = Setup(
-            tokenizer=str(self.config.tokenizer_path),
-            chat_template=section.chat_template,
+            text=files,
             names=self._accepted,
             limits=self.limits,
-            max_response_bytes=section.max_response_bytes,
-            template=template_variables(section),
-            keep_attribution=section.keep_attribution_lines,
+            max_response_bytes=self.section.max_response_bytes,
+            keep_attribution=self.section.keep_attribution_lines,
+            grammar_timeout=self.config.grammar.grammar_compile_timeout,
         )
         command = (sys.executable, "-m", "weft.front.read_worker")
-        self._workers = WorkerPool(command, encode_setup(setup), READ_PROCESSES, READ_SECONDS)
+        self._workers = WorkerPool(command, msgspec.msgpack.encode(setup), READ_PROCESSES, READ_SECONDS)
         self._reader = setup.reader(text)
 
     async def close(self, shutdown: bool = True) -> None:
@@ -174,6 +175,16 @@ class Front:
             page = self.metrics.render_all({self._siblings.name: self.metrics.own(), **others})
         return page + as_vllm(page) if self.section.vllm_metrics else page
 
+    async def abort(self, rid: str) -> bool:
+        """Ends the request whose answer has exactly this id, whichever front has it; whether there is one."""
+        return self._abort_here(rid) or (self._siblings is not None and await self._siblings.abort(rid))
+
+    def _abort_here(self, rid: str) -> bool:
+        generation = self.running.get(rid)
+        if generation is not None:
+            generation.abort()
+        return generation is not None
+
     @property
     def text(self) -> TextModel:
         return self._ready_reader().text
@@ -185,9 +196,15 @@ class Front:
         caches = self.config.kv.enable_prefix_caching
         return welcome.block_size if caches and welcome is not None else 0
 
+    @functools.cached_property
+    def thought_end(self) -> tuple[int, ...]:
+        """Ids of what ends a thought."""
+        text = self.text.output.thought_end
+        return tuple(self.text.tokenizer.encode(text, add_special_tokens=False, parse_special=True))
+
     def parser(self, spec: OutputSpec) -> OutputParser:
         """A parser for one output that is read as ``spec`` says."""
-        return PlainParser()
+        return self.text.output.parser(spec)
 
     def _ready_reader(self) -> Reader:
         if self._reader is None:

@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterable
-from typing import IO, Any
+from typing import IO
 
 import msgspec
 
@@ -22,37 +22,13 @@ from weft.common.errors import ErrorInfo, WeftError
 from weft.common.log import get_logger
 from weft.front.kinds import KINDS, MADE
 from weft.front.reading import Job, Reader
+from weft.front.setup import Setup
 from weft.front.workers import HEADER
-from weft.text.model import TextModel
-from weft.text.submit import ModelLimits
 
 log = get_logger(__name__)
 
 NICENESS = 5
 """Steps of the engine go first where cores are short."""
-
-
-class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker must know: the arguments of ``Reader``, with the text model by its files."""
-
-    tokenizer: str
-    chat_template: str | None
-    names: tuple[str, ...]
-    limits: ModelLimits
-    max_response_bytes: int
-    template: dict[str, Any] = {}
-    keep_attribution: bool = False
-
-    def reader(self, text: TextModel) -> Reader:
-        """The reader of these arguments."""
-        return Reader(
-            text,
-            self.names,
-            self.limits,
-            self.max_response_bytes,
-            template=self.template,
-            keep_attribution=self.keep_attribution,
-        )
 
 
 class ReadAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,7 +40,6 @@ class ReadAnswer(msgspec.Struct, frozen=True, kw_only=True):
     error: ErrorInfo | None = None
 
 
-encode_setup = msgspec.msgpack.Encoder().encode
 decode_answer = msgspec.msgpack.Decoder(ReadAnswer).decode
 
 
@@ -99,8 +74,7 @@ def main() -> None:
     ):
         keep_heap_small()
         setup = msgspec.msgpack.decode(_receive(stream), type=Setup)
-        text = TextModel.load(setup.tokenizer, setup.chat_template)
-        reader = setup.reader(text)
+        reader = setup.reader(setup.text.load())
         encoder = msgspec.msgpack.Encoder()
         while payload := _receive(stream):
             answer = encoder.encode(answer_to(reader, payload))

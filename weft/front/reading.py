@@ -8,20 +8,20 @@ of the body, so that the same code runs in a thread of the front (small bodies) 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 import numpy as np
 
-from weft.common.errors import ContextLength, InvalidRequest, NotFound
-from weft.front.asked_output import read_as, variables_of
+from weft.common.errors import ContextLength, DeadlineExceeded, InvalidRequest, NotFound
+from weft.front.asked_output import grammar_of, output_of, variables_of
 from weft.front.conversation import AnswerOptions, Conversation, Sharing
 from weft.front.protocol.chat import ChatRequest
 from weft.front.protocol.completions import DEFAULT_COMPLETION_TOKENS, CompletionRequest
 from weft.front.protocol.embeddings import EmbeddingRequest
 from weft.front.protocol.parse import parse, printable
-from weft.front.turns import shows_system_inside
+from weft.front.turns import shows_system_inside, shows_users_apart
 from weft.grammar.service import GrammarService
 from weft.text.chat import ChatPrompt
 from weft.text.model import TextModel
@@ -37,6 +37,8 @@ ECHO_BYTES = 28
 """Bytes of one candidate in the JSON of a completion, about."""
 PROMPT_LOGPROB_BYTES = 64
 """Bytes of one candidate in the JSON of ``prompt_logprobs``, about."""
+TAIL_TOKENS = 64
+"""At the end of a prompt of token ids, by which is seen whether it ends inside a thought."""
 TOKEN_BYTES = 40
 """Bytes of one position in the JSON of a completion's logprobs, besides its candidates, about."""
 
@@ -85,6 +87,13 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """What the answer's shape needs to know of the request, as its API writes it down."""
 
 
+class Grammars(Protocol):
+    """What is needed of ``setup.GrammarCheck``."""
+
+    def service(self) -> GrammarService:
+        """Compiles grammars."""
+
+
 class Reader:
     """Reads requests for one server. Thread-safe."""
 
@@ -95,19 +104,17 @@ class Reader:
         limits: ModelLimits,
         max_response_bytes: int,
         *,
-        template: Mapping[str, Any] | None = None,
-        grammars: GrammarService | None = None,
+        grammars: Grammars | None = None,
         keep_attribution: bool = False,
     ) -> None:
         """``names``: of the served model. ``max_response_bytes``: what the part of an answer that repeats
-        the prompt may take. ``template``: variables of the chat template where a request sets none.
-        ``grammars``: proves that grammars compile, before any is sent to a head. ``keep_attribution``: see
-        ``weft.front.messages.conversion``."""
+        the prompt may take. ``grammars``: proves that grammars compile, before any is sent to a head.
+        ``keep_attribution``: see ``weft.front.messages.conversion``.
+        """
         self.text = text
         self.limits = limits
         self._names = names
         self._max_response_bytes = max_response_bytes
-        self._template = dict(template or {})
         self._grammars = grammars
         self.keep_attribution = keep_attribution
 
@@ -115,6 +122,11 @@ class Reader:
     def system_inside(self) -> bool:
         """Whether the chat template shows a system message that is not the first one."""
         return shows_system_inside(self.text.chat)
+
+    @functools.cached_property
+    def users_apart(self) -> bool:
+        """Whether the chat template takes two messages of the user in a row."""
+        return shows_users_apart(self.text.chat)
 
     def check_model(self, name: str) -> None:
         """Raises NotFound unless ``name`` is served."""
@@ -151,8 +163,9 @@ class Reader:
         if asked.prompt_ids is None:
             prompt = self.rendered(asked)
         else:
-            prompt = ChatPrompt(self._prompt(asked.prompt_ids, param, echo=False)[0], "")
-        how = read_as(self.text, asked, prompt)
+            prompt = self._given(asked.prompt_ids)
+        output = output_of(asked, prompt)
+        self._check_budget(asked)
         params = asked.params
         room = self.limits.max_model_len - len(prompt.ids)
         if clip and params.max_tokens is not None and params.max_tokens > room >= 1:
@@ -163,11 +176,33 @@ class Reader:
             asked.form,
             continues=asked.continues,
             param=param,
-            output=how.output,
-            grammar=self._checked(how.grammar, how.param),
+            output=output,
+            grammar=grammar_of(self.text.output, asked, output, self._check_grammar),
             sharing=asked.sharing,
             thinking_budget=asked.thinking_budget,
         )
+
+    def _check_budget(self, asked: Conversation) -> None:
+        name = "thinking_token_budget"
+        if asked.thinking_budget is None:
+            return
+        if not self.text.output.thought_end:
+            raise InvalidRequest(
+                "this model has no thoughts that the server knows; name their format with --reasoning-parser",
+                param=name,
+            )
+        if asked.params.logprobs is not None:
+            raise InvalidRequest(
+                "the tokens that end a thought for its budget have no logprobs; send either", param=name
+            )
+
+    def _given(self, ids: list[int]) -> ChatPrompt:
+        """A prompt that the client has rendered itself."""
+        self._prompt(ids, "prompt_token_ids", echo=False)
+        prompt_bytes(ids, self.limits, "prompt_token_ids")  # they are ids of the model
+        known = [token for token in ids[-TAIL_TOKENS:] if token < self.text.tokenizer.vocab_size]
+        end = self.text.tokenizer.decode(known, skip_special_tokens=False)
+        return ChatPrompt(ids, end, self.text.output.in_thought(end, ""))
 
     def rendered(self, asked: Conversation) -> ChatPrompt:
         """The prompt that the chat template makes. Raises WeftError."""
@@ -176,7 +211,8 @@ class Reader:
                 asked.messages,
                 add_generation_prompt=asked.opens,
                 continue_final_message=asked.continues,
-                kwargs=variables_of(asked, self.text, self._template),
+                tools=asked.tools.told,
+                kwargs=variables_of(asked, self.text),
                 limit=self.limits.max_model_len,
             )
         except RecursionError:
@@ -192,7 +228,9 @@ class Reader:
         params = asked.sampling()
         form = _form(asked, params, echo=bool(asked.echo), prompt_only=asked.prompt_only)
         constraint = asked.constraint()
-        grammar = None if constraint is None else self._checked(constraint.grammar, constraint.param)
+        grammar = None if constraint is None else constraint.grammar
+        if constraint is not None:
+            self._check_grammar(constraint.grammar, constraint.param)
         prompts = [self._prompt(prompt, "prompt", form.echo) for prompt in asked.prompts()]
         if params.max_tokens is None:  # OpenAI's default length, cut to what the longest prompt leaves
             room = self.limits.max_model_len - max(len(ids) for ids, _ in prompts)
@@ -274,14 +312,20 @@ class Reader:
             thinking_budget=thinking_budget,
         )
 
-    def _checked(self, grammar: Grammar | None, param: str) -> Grammar | None:
-        """``grammar``, which compiles. Raises WeftError naming ``param`` for one that does not."""
-        if grammar is not None and self._grammars is not None:
-            try:
-                self._grammars.compile(grammar)
-            except InvalidRequest as error:
-                raise InvalidRequest(error.message, param=param) from None
-        return grammar
+    def _check_grammar(self, grammar: Grammar, param: str) -> None:
+        """Raises InvalidRequest, naming ``param``, for a grammar that does not compile in time."""
+        if self._grammars is None:
+            return
+        try:
+            self._grammars.service().compile(grammar)
+        except InvalidRequest as error:
+            raise InvalidRequest(error.message, param=param, code=error.error_code) from None
+        except DeadlineExceeded:
+            raise InvalidRequest(
+                f"{param} takes too long to compile; ask for something simpler",
+                param=param,
+                code="grammar_timeout",
+            ) from None
 
     def _check_answer(
         self, prompts: Sequence[Prompt], params: SamplingParams, asked: AnswerOptions, param: str

@@ -11,6 +11,7 @@ from collections.abc import Sequence as Items
 from typing import Any, Never
 
 from weft.common.errors import InvalidRequest
+from weft.grammar.structural_tags import read_structural_tag
 from weft.types.grammar import (
     ContextFree,
     FreeText,
@@ -97,7 +98,7 @@ def structural_tag(value: Any, *, param: str = "response_format") -> Grammar:
     a tree of const_string, json_schema, any_text, regex, grammar, sequence, or, tag, triggered_tags,
     tags_with_separator, optional, star, plus and repeat. Other formats are refused by name.
     """
-    raise NotImplementedError
+    return read_structural_tag(value, param)
 
 
 def _refuse(message: str, param: str) -> Never:

@@ -57,7 +57,7 @@ def _source_chars(part: Grammar) -> int:
         case Text():
             return len(part.text)
         case FreeText():
-            return sum(map(len, part.ends))
+            return sum(map(len, (*part.ends, *part.without)))
         case JsonSchema():
             return len(part.schema)
         case Regex():
@@ -75,7 +75,7 @@ def _check_part(part: Grammar) -> None:
     match part:
         case OneOf() if not part.parts:
             raise InvalidRequest("a grammar that is one of several parts must have at least one")
-        case FreeText() if not all(part.ends):
+        case FreeText() if not all((*part.ends, *part.without)):
             raise InvalidRequest("an end of free text must have at least one character")
         case Regex() if not part.pattern:
             raise InvalidRequest("the pattern is empty")

@@ -55,8 +55,8 @@ FORMATS: dict[str, str] = {
     "json-pointer": "(?:/(?:[^~/]|~[01])*)*",
 }
 """Of texts. Narrower than the standard: an email has at most three atoms of 20 characters before the ``@``;
-hostnames have at most six labels of 40 characters; times have no leap second; URIs have a ``//`` and a host
-name."""
+hostnames have at most six labels of 40 characters; times have no leap second; URIs have a ``//`` and a
+host name."""
 
 INTEGERS: dict[str, tuple[int, int]] = {"int32": (-(2**31), 2**31 - 1), "int64": (-(2**53), 2**53)}
 """Of numbers: bounds. int64 is bounded by what a double holds exactly."""

@@ -11,6 +11,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from llguidance.gbnf_to_lark import any_to_lark as gbnf_to_lark
+
+from weft.common.errors import InvalidRequest
 from weft.grammar.keywords import LLGUIDANCE
 from weft.grammar.lowering import (
     Chain,
@@ -25,6 +28,7 @@ from weft.grammar.lowering import (
     Until,
     is_regular,
 )
+from weft.grammar.rules import check_rules, is_gbnf
 from weft.grammar.schema import read_schema
 
 _ANY = "/(?s:.*)/"
@@ -67,7 +71,7 @@ class _Writer:
             case Json():
                 return self._nest(node, {"json_schema": _guided(node)})
             case Rules():
-                return self._nest(node, {"lark_grammar": node.source})
+                return self._nest(node, {"lark_grammar": _rules(node.source)})
             case Choice():
                 return self._define("r", node, " | ".join(self._rule(part) for part in node.parts))
             case Chain():
@@ -149,6 +153,22 @@ def _slashed(regex: str) -> str:
     return f"/{result}/"
 
 
+def _rules(source: str) -> str:
+    """A client's grammar in Lark."""
+    check_rules(source)
+    if is_gbnf(source):
+        try:
+            source = gbnf_to_lark(source).replace("%llguidance {}", "")
+        except Exception:  # the translation raises bare Exception, with its own names in the text
+            raise InvalidRequest("the grammar cannot be read as GBNF") from None
+    return f"{_OPTIONS}\n{source}"
+
+
+WHITE_SPACE = r"( |\n[ \t]{0,16})?"
+"""Between two parts of a JSON value that is not compact: none, one blank, or a line's end and indentation.
+Without a bound a model that finds white space likeliest goes on with it for ever."""
+
+
 def _guided(node: Json) -> Any:
     """The schema with how its values are written: the options are ours, whatever the client's schema says."""
     schema = read_schema(node.schema, LLGUIDANCE)
@@ -162,4 +182,6 @@ def _guided(node: Json) -> Any:
     }
     if node.compact:
         options.update(whitespace_flexible=False, item_separator=", ", key_separator=": ")
+    else:
+        options["whitespace_pattern"] = WHITE_SPACE
     return {**schema, "x-guidance": options}

@@ -43,8 +43,8 @@ class _Tokens:
         spare = vocabulary.spare()
         tokens = [*vocabulary.tokens, b""][: max(vocabulary.size, spare + 1)]
         tokens[spare] = b"end of output"
-        for number in vocabulary.controls.values():
-            tokens[number] = b"control"
+        for text, number in vocabulary.controls.items():
+            tokens[number] = text.encode()
         self.tokens = tokens
         self.special_token_ids = sorted({spare, *vocabulary.controls.values()})
         self.eos_token_id = spare
@@ -149,6 +149,8 @@ class LlguidanceMatcher:
 
     def _raise_errors(self) -> None:
         if self._matcher.is_error():
+            if "NoExtension" in self._matcher.get_error():
+                raise InvalidRequest("no output satisfies the grammar")
             raise InvalidRequest(f"the grammar is too complex to follow: {_plain(self._matcher.get_error())}")
 
 
@@ -158,5 +160,6 @@ def make_llguidance(tokenizer: str, vocab_size: int, end_ids: Sequence[int]) -> 
 
 
 def _plain(message: str) -> str:
-    """A message of the library, in one line of bounded length."""
-    return " ".join(message.split("<state>")[0].split())[:_MESSAGE_CHARS]
+    """The first line of a message of the library, of bounded length."""
+    first = message.replace("<non-verbose/>", "").strip().split("\n")[0]
+    return " ".join(first.split())[:_MESSAGE_CHARS]

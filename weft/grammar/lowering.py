@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from itertools import pairwise
 
 import msgspec
 
+from weft.common.errors import InvalidRequest
 from weft.types import grammar as g
 
 
@@ -83,7 +85,9 @@ MAX_REPEATS = 4096
 
 def lower(grammar: g.Grammar, controls: Collection[str]) -> Node:
     """The tree in these forms. ``controls``: texts of the tokenizer's control tokens."""
-    return _Lowering(controls).node(grammar)
+    node = _Lowering(controls).node(grammar)
+    _check_ends(node)
+    return node
 
 
 def is_regular(node: Node) -> bool:
@@ -99,6 +103,54 @@ def is_regular(node: Node) -> bool:
             return False
 
 
+def _check_ends(node: Node) -> None:
+    """Raises InvalidRequest where free text that has no end stands in front of JSON or rules.
+
+    Where it ends and they begin, nothing would say.
+    """
+    match node:
+        case Chain():
+            for one, following in pairwise(node.parts):
+                if _is_open(one) and not (is_regular(following) or _starts_with_token(following)):
+                    raise InvalidRequest("free text in front of JSON or of a grammar must have an end")
+            for part in node.parts:
+                _check_ends(part)
+        case Choice():
+            for part in node.parts:
+                _check_ends(part)
+        case Loop():
+            _check_ends(node.part)
+
+
+def _is_open(node: Node) -> bool:
+    """Whether the node may end with free text that has no end."""
+    match node:
+        case Until():
+            return not node.end
+        case Chain():
+            return bool(node.parts) and _is_open(node.parts[-1])
+        case Choice():
+            return any(map(_is_open, node.parts))
+        case Loop():
+            return _is_open(node.part)
+        case _:
+            return False
+
+
+def _starts_with_token(node: Node) -> bool:
+    match node:
+        case Token():
+            return True
+        case Chain():
+            return bool(node.parts) and _starts_with_token(node.parts[0])
+        case Choice():
+            return all(map(_starts_with_token, node.parts))
+        case Loop():
+            return node.least > 0 and _starts_with_token(node.part)
+        case _:
+            return False
+
+
 class _Lowering:
     def __init__(self, controls: Collection[str]) -> None:
         self._controls = frozenset(controls)
@@ -110,7 +162,7 @@ class _Lowering:
             case g.Text():
                 return self._text(part.text)
             case g.FreeText():
-                return self._until(part.ends, part.ends)
+                return self._until(part.ends, (*part.ends, *part.without))
             case g.Regex():
                 return Pattern(part.pattern)
             case g.JsonSchema():

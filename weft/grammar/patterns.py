@@ -9,35 +9,71 @@ from __future__ import annotations
 
 from typing import Never
 
+import msgspec
+
 from weft.common.errors import InvalidRequest
 
 _DIGIT = "0-9"
 _WORD = "A-Za-z0-9_"
-_SPACE = r" \t\n\r\f\v"
-_ALL_SPACES = (
-    r"\t-\r\x1c-\x20\x{85}\x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}\x{feff}"
-)
+_ALL_SPACES = "\t-\r\x1c-\x20\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"
 """What any dialect takes for white space."""
-_NOT_DIGIT = r"[^\d]"
-_NOT_WORD = r"[^\w\p{N}]"
-_DOT = r"[^\n\r\x{2028}\x{2029}]"
-_CONTROLS = {"t": r"\t", "n": r"\n", "r": r"\r", "f": r"\f", "v": r"\v"}
+_LINE_ENDS = "\n\r\u2028\u2029"
+_CONTROLS = {"t": "\t", "n": "\n", "r": "\r", "f": "\f", "v": "\v"}
 _MAX_DEPTH = 40
 _MAX_COUNT = 65535
-_ANYTHING = r"(?s:.*)"
 
 
-def whole_pattern(pattern: str) -> str:
+class Dialect(msgspec.Struct, frozen=True, kw_only=True):
+    """How a backend writes what dialects write differently."""
+
+    anything: str
+    """Any text."""
+    code: str
+    """A character, by its code."""
+    most_code: int
+    """Largest code that can be written so."""
+    not_digit: str = ""
+    """One character that no dialect takes for a digit; "" for none."""
+    not_word: str = ""
+    excluded: str = ""
+    """What every negated class leaves out as well, as it stands in a class; no other class may hold it."""
+    optional: str = "?"
+    """Once or not at all."""
+    space: str = " "
+    """Characters that every dialect takes for white space, as far as they can stand in a text."""
+
+
+RUST = Dialect(
+    anything=r"(?s:.*)",
+    code=r"\x{%x}",
+    most_code=0x10FFFF,
+    not_digit=r"\d",
+    not_word=r"\w\p{N}",
+    space=" \t\n\r\f\v",
+)
+ECMA = Dialect(anything=r"[^\u0000]*", code=r"\u%04x", most_code=0xFFFF, optional="{0,1}")
+JSON_STRING = Dialect(
+    anything=r'[^"\\\u0000-\u001f\ud800-\udfff]*',
+    code=r"\u%04x",
+    most_code=0xFFFF,
+    optional="{0,1}",
+    excluded=r'"\\\u0000-\u001f\ud800-\udfff',
+)
+"""Of the characters that stand for themselves in a string of JSON."""
+
+
+def whole_pattern(pattern: str, dialect: Dialect = RUST) -> str:
     """A regular expression that matches the whole of just those texts in which ``pattern`` is found.
 
     Raises InvalidRequest for what has no such form in all dialects, saying what and where.
     """
-    return _Reader(pattern).whole()
+    return _Reader(pattern, dialect).whole()
 
 
 class _Reader:
-    def __init__(self, pattern: str) -> None:
+    def __init__(self, pattern: str, dialect: Dialect) -> None:
         self._text = pattern
+        self._dialect = dialect
         self._at = 0
 
     def whole(self) -> str:
@@ -50,9 +86,9 @@ class _Reader:
         return f"(?:{'|'.join(result)})" if len(result) > 1 else result[0]
 
     def _bound(self) -> str:
-        start = "" if self._take("^") else _ANYTHING
+        start = "" if self._take("^") else self._dialect.anything
         inner = self._sequence(0)
-        end = "" if self._take("$") else _ANYTHING
+        end = "" if self._take("$") else self._dialect.anything
         if self._at < len(self._text) and self._text[self._at] not in "|)":
             self._refuse("$ anywhere but at the end of an alternative")
         return f"{start}{inner}{end}"
@@ -80,14 +116,14 @@ class _Reader:
         if char == "[":
             return self._class()
         if char == ".":
-            return _DOT
+            return self._negated(_LINE_ENDS)
         if char == "\\":
             return self._escape()
         if char == "^":
             self._refuse("^ anywhere but at the start of an alternative")
         if char in "*+?":
             self._refuse(f"{char} with nothing to repeat")
-        return _literal(char)
+        return self._literal(char)
 
     def _group(self, depth: int) -> str:
         if depth >= _MAX_DEPTH:
@@ -112,7 +148,7 @@ class _Reader:
         char = self._text[self._at]
         if char in "*+?":
             self._at += 1
-            times = char
+            times = self._dialect.optional if char == "?" else char
         elif char == "{" and (found := self._counts()) is not None:
             times = found
         else:
@@ -139,20 +175,23 @@ class _Reader:
 
     def _escape(self) -> str:
         char = self._next()
-        named = {
-            "d": f"[{_DIGIT}]",
-            "w": f"[{_WORD}]",
-            "s": f"[{_SPACE}]",
-            "D": _NOT_DIGIT,
-            "W": _NOT_WORD,
-            "S": f"[^{_ALL_SPACES}]",
-        }
-        return named[char] if char in named else _literal(self._escaped_char(char))
+        if char == "d":
+            return f"[{_DIGIT}]"
+        if char == "w":
+            return f"[{_WORD}]"
+        if char == "s":
+            return f"[{self._coded(self._dialect.space)}]"
+        if char == "S":
+            return self._negated(_ALL_SPACES)
+        if char in "DW":
+            found = self._dialect.not_digit if char == "D" else self._dialect.not_word
+            return f"[^{found}]" if found else self._refuse(f"\\{char}")
+        return self._literal(self._escaped_char(char))
 
     def _escaped_char(self, char: str) -> str:
         """The character that an escape stands for."""
         if char in _CONTROLS:
-            return {"t": "\t", "n": "\n", "r": "\r", "f": "\f", "v": "\v"}[char]
+            return _CONTROLS[char]
         if char in "xu":
             digits = 2 if char == "x" else 4
             code = self._text[self._at : self._at + digits]
@@ -175,7 +214,8 @@ class _Reader:
             if self._at >= len(self._text):
                 self._refuse("a class that is not closed")
             if self._take("]"):
-                return f"[{'^' if negated else ''}{''.join(items)}]"
+                inner = "".join(items)
+                return f"[^{inner}{self._dialect.excluded}]" if negated else f"[{inner}]"
             low = self._class_item(negated)
             rest = self._text[self._at : self._at + 2]
             if len(rest) == 2 and rest[0] == "-" and rest[1] != "]":
@@ -183,9 +223,11 @@ class _Reader:
                 high = self._class_item(negated)
                 if len(low) != 1 or len(high) != 1 or high < low:
                     self._refuse("a range of a class")
-                items.append(f"{_in_class(low)}-{_in_class(high)}")
+                if self._dialect.excluded and not negated and any(low <= char <= high for char in '"\\'):
+                    self._refuse("a range with a quotation mark or a backslash")
+                items.append(f"{self._in_class(low)}-{self._in_class(high)}")
             else:
-                items.append(_in_class(low) if len(low) == 1 else low)
+                items.append(self._in_class(low) if len(low) == 1 else low)
 
     def _class_item(self, negated: bool) -> str:
         """One character, or (longer) a set as it stands in a class."""
@@ -193,13 +235,13 @@ class _Reader:
         if char != "\\":
             return char
         char = self._next()
-        sets = {
-            "d": r"\d" if negated else _DIGIT,
-            "w": r"\w\p{N}" if negated else _WORD,
-            "s": _ALL_SPACES if negated else _SPACE,
-        }
-        if char in sets:
-            return sets[char]
+        if char in "dw" and negated:
+            found = self._dialect.not_digit if char == "d" else self._dialect.not_word
+            return found or self._refuse(f"\\{char} in a negated class")
+        if char in "dw":
+            return _DIGIT if char == "d" else _WORD
+        if char == "s":
+            return self._coded(_ALL_SPACES if negated else self._dialect.space)
         if char in "DWS":
             self._refuse(f"\\{char} in a class")
         return self._escaped_char(char)
@@ -219,14 +261,24 @@ class _Reader:
     def _refuse(self, what: str) -> Never:
         raise InvalidRequest(f"{what} is not supported in a pattern (at character {self._at})")
 
+    def _negated(self, chars: str) -> str:
+        return f"[^{self._coded(chars)}{self._dialect.excluded}]"
 
-def _literal(char: str) -> str:
-    return _coded(char) if not char.isprintable() else f"\\{char}" if char in r"\.+*?()|[]{}^$#&-~/" else char
+    def _coded(self, chars: str) -> str:
+        """Characters, and ranges of them, as they stand in a class."""
+        return "".join(char if char == "-" else self._code(char) for char in chars)
 
+    def _code(self, char: str) -> str:
+        if ord(char) > self._dialect.most_code:
+            self._refuse("a character beyond U+FFFF")
+        return self._dialect.code % ord(char)
 
-def _in_class(char: str) -> str:
-    return _coded(char) if not char.isprintable() else f"\\{char}" if char in r"\[]^-&~" else char
+    def _literal(self, char: str) -> str:
+        if not char.isprintable():
+            return self._code(char)
+        return f"\\{char}" if char in r"\.+*?()|[]{}^$/-" else char
 
-
-def _coded(char: str) -> str:
-    return f"\\x{{{ord(char):x}}}"
+    def _in_class(self, char: str) -> str:
+        if not char.isprintable() or char in "&~":
+            return self._code(char)
+        return f"\\{char}" if char in r"\[]^-" else char

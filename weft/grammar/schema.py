@@ -16,12 +16,14 @@ import msgspec
 from weft.common.errors import InvalidRequest
 from weft.grammar.disjoint import Disjoint
 from weft.grammar.formats import FORMATS, INTEGERS, NOTES
-from weft.grammar.patterns import whole_pattern
+from weft.grammar.patterns import RUST, Dialect, whole_pattern
 
 MAX_NESTING = 64
 """Levels of arrays and objects of a schema's own text."""
 MAX_SCHEMAS = 4000
 """Subschemas of a schema."""
+MAX_TARGETS = 256
+"""Places that references point to."""
 MAX_PROPERTIES = 1000
 """Properties of one object."""
 MAX_COUNT = 100_000
@@ -64,8 +66,8 @@ class Keywords(msgspec.Struct, frozen=True, kw_only=True):
     backend: str
     supported: frozenset[str]
     """Keywords, each as this module leaves it. Annotations and places of definitions are not listed."""
-    alone: frozenset[str] = frozenset()
-    """Of these a schema may have none beside another one that says something."""
+    dialect: Dialect = RUST
+    """Of its patterns."""
 
 
 def read_schema(text: str, keywords: Keywords) -> Any:
@@ -111,7 +113,8 @@ class _Reader:
         self._keywords = keywords
         self._count = 0
         self._targets: dict[str, Any] = {}
-        """Rewritten targets of references, by pointer; None while one is read."""
+        """Rewritten targets of references, by pointer; None until one is read."""
+        self._unread: list[str] = []
         self._disjoint = Disjoint(self.resolve)
         self._readers: dict[str, Callable[[Any, dict[str, Any], str], dict[str, Any]]] = {
             "type": self._read_type,
@@ -135,6 +138,9 @@ class _Reader:
 
     def read(self) -> Any:
         result = self._schema(self._document, "")
+        while self._unread:
+            pointer = self._unread.pop()
+            self._targets[pointer] = self._schema(self.resolve(pointer), pointer[1:])
         if self._targets:
             self._check_cycles()
             # each target gets a definition of its own name: what was at its place may be gone or rewritten
@@ -196,9 +202,6 @@ class _Reader:
         for key in result:
             if key not in self._keywords.supported:
                 self._refuse(key, at, _UNSUPPORTED)
-        alone = [key for key in result if key in self._keywords.alone]
-        if alone and len(result) > 1:
-            self._refuse(alone[0], at, "is not supported beside other keywords")
         return result
 
     # One method a keyword: (value, the schema around it, pointer) -> keywords of the result. Under "" are
@@ -227,10 +230,12 @@ class _Reader:
     def _read_ref(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
         if not isinstance(value, str):
             self._refuse("$ref", at, "must be a text")
-        target = self.resolve(value, at)
         if value not in self._targets:
+            if len(self._targets) >= MAX_TARGETS:
+                raise InvalidRequest(f"references point to more than {MAX_TARGETS} places (at {at})")
+            self.resolve(value, at)
             self._targets[value] = None
-            self._targets[value] = self._schema(target, value[1:])
+            self._unread.append(value)
         return {"$ref": value}
 
     def _read_all_of(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
@@ -260,7 +265,9 @@ class _Reader:
 
     def _read_pattern_properties(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
         named = self._named(value, at)
-        return {"patternProperties": {_anchored(_pattern(key, at)): inner for key, inner in named.items()}}
+        return {
+            "patternProperties": {_anchored(self._pattern(key, at)): inner for key, inner in named.items()}
+        }
 
     def _named(self, value: Any, at: str) -> dict[str, Any]:
         if not isinstance(value, dict):
@@ -312,7 +319,7 @@ class _Reader:
     def _read_pattern(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
         if not isinstance(value, str):
             raise InvalidRequest(f"a pattern must be a text (at {at})")
-        return {"pattern": _anchored(_pattern(value, at))}
+        return {"pattern": _anchored(self._pattern(value, at))}
 
     def _read_format(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
         if value in NOTES:
@@ -323,8 +330,14 @@ class _Reader:
         if value not in FORMATS:
             known = ", ".join(sorted([*FORMATS, *INTEGERS, *NOTES]))
             raise InvalidRequest(f"format {_shown(value)} is not supported (at {at}); there are: {known}")
-        pattern = {"pattern": _anchored(FORMATS[value])}
+        pattern = {"pattern": _anchored(self._pattern(f"^(?:{FORMATS[value]})$", at))}
         return {"": [pattern]} if "pattern" in schema else pattern
+
+    def _pattern(self, pattern: str, at: str) -> str:
+        try:
+            return whole_pattern(pattern, self._keywords.dialect)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{error.message} (at {at})") from None
 
     def _check_cycles(self) -> None:
         """Raises InvalidRequest where a reference leads to itself without a value between."""
@@ -378,13 +391,6 @@ def _renamed(schema: Any, names: dict[str, str]) -> Any:
             value = _renamed(value, names)
         result[key] = value
     return result
-
-
-def _pattern(pattern: str, at: str) -> str:
-    try:
-        return whole_pattern(pattern)
-    except InvalidRequest as error:
-        raise InvalidRequest(f"{error.message} (at {at})") from None
 
 
 def _anchored(regex: str) -> str:

@@ -254,6 +254,12 @@ class Links:
             self._feed(e.Opened((submit,), pinned=instance.name))
         return flow
 
+    def extend(self, flow: Flow, submit: m.Submit, hashes: Mapping[int, PromptHashes]) -> None:
+        """Sends one more sequence, whose events come to a flow that is open."""
+        flow.open[submit.sequence] = None
+        self._flows[submit.sequence] = flow
+        self._feed(e.Opened((submit,), hashes))
+
     def finish(self, flow: Flow, sequence: int) -> None:
         """Ends one sequence of a flow, if it is open: its head is told, later events of it are dropped."""
         if sequence in flow.open:

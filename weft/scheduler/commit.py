@@ -72,6 +72,9 @@ def commit(
     state.committed(plan.step)
     state.counts.steps += 1
     state.counts.idle_steps += not plan.rows
+    state.counts.prefill_rows += prefill.rows
+    state.counts.prefill_tokens += prefill.tokens
+    state.counts.decode_rows += decode.rows
     state.counts.mixed_steps += bool(prefill.rows and decode.rows)
     return _merge(quiet, plain, told)
 

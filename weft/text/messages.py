@@ -1,4 +1,4 @@
-"""Messages and tools of a request: what they may be, checked, with the kinds of their parts kept.
+"""Messages of a request: what they may be, checked, with the kinds of their parts kept.
 
 What a template gets of them is made in ``chat.py``.
 """
@@ -13,7 +13,6 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from weft.common.errors import InvalidRequest
-from weft.text.parsing.parser import Tool
 from weft.text.tokenizer import check_text
 
 Role: TypeAlias = Literal["system", "developer", "user", "assistant", "tool"]
@@ -21,13 +20,17 @@ ROLES: tuple[Role, ...] = ("system", "developer", "user", "assistant", "tool")
 MAX_MESSAGES = 10_000
 MAX_CALLS = 512
 """Tool calls of one message."""
-MAX_TOOLS = 512
-MAX_TOOL_BYTES = 1 << 20
-"""JSON of all tools of a request."""
 MAX_DEPTH = 64
-"""Levels of a tool's schema, or of a call's arguments."""
-TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
-_NOT_BUILT = ("function_call", "audio", "annotations", "refusal", "tool_calls", "tool_call_id")
+"""Levels of a call's arguments."""
+_NOT_BUILT = (
+    "function_call",
+    "audio",
+    "annotations",
+    "refusal",
+    "tool_calls",
+    "tool_call_id",
+    "provider_specific_fields",
+)
 """Fields clients send back with nothing in them; with a value they are refused where they have no meaning."""
 _REASONING = ("reasoning_content", "reasoning")
 
@@ -88,30 +91,6 @@ def check_messages(messages: Any) -> list[Message]:
     return [_check_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
 
 
-def check_tools(tools: Any) -> tuple[Tool, ...]:
-    """Tools of a request, ``[{"type": "function", "function": {"name", ...}}]``. None and [] are no tools.
-
-    Raises InvalidRequest, naming what is wrong.
-    """
-    if tools is None:
-        return ()
-    if not isinstance(tools, list):
-        raise InvalidRequest("tools must be a list", param="tools")
-    if len(tools) > MAX_TOOLS:
-        raise InvalidRequest(f"tools holds more than {MAX_TOOLS} tools", param="tools")
-    made = tuple(_check_tool(tool, f"tools[{number}]") for number, tool in enumerate(tools))
-    if sum(len(msgspec.json.encode(tool)) for tool in made) > MAX_TOOL_BYTES:
-        raise InvalidRequest(f"tools take more than {MAX_TOOL_BYTES} bytes of JSON", param="tools")
-    seen: set[str] = set()
-    for number, tool in enumerate(made):
-        if tool.name in seen:
-            raise InvalidRequest(
-                f"tools has two tools of the name {tool.name}", param=f"tools[{number}].function.name"
-            )
-        seen.add(tool.name)
-    return made
-
-
 def too_deep(value: Any, limit: int) -> bool:
     """Whether ``value`` is nested in more than ``limit`` levels. Never recurses deeper than that."""
     if not isinstance(value, list | dict):
@@ -120,48 +99,6 @@ def too_deep(value: Any, limit: int) -> bool:
         return True
     items = value.values() if isinstance(value, dict) else value
     return any(too_deep(item, limit - 1) for item in items)
-
-
-def _check_tool(tool: Any, where: str) -> Tool:
-    if not isinstance(tool, Mapping) or tool.get("type", "function") != "function":
-        raise InvalidRequest(f'{where} must be an object of type "function"', param=where)
-    function = tool.get("function")
-    if not isinstance(function, Mapping):
-        raise InvalidRequest(f"{where}.function must be an object", param=f"{where}.function")
-    where = f"{where}.function"
-    name = function.get("name")
-    if not isinstance(name, str) or TOOL_NAME.fullmatch(name) is None:
-        raise InvalidRequest(
-            f"{where}.name must be 1 to 64 letters, digits, underscores, dots and dashes",
-            param=f"{where}.name",
-        )
-    description = function.get("description") or ""
-    if not isinstance(description, str):
-        raise InvalidRequest(f"{where}.description must be a string", param=f"{where}.description")
-    check_text(description, f"{where}.description")
-    strict = function.get("strict") or False
-    if not isinstance(strict, bool):
-        raise InvalidRequest(f"{where}.strict must be a boolean", param=f"{where}.strict")
-    parameters = function.get("parameters")
-    schema = _check_schema(parameters, f"{where}.parameters")
-    return Tool(name=name, description=description, parameters=schema, strict=strict)
-
-
-def _check_schema(schema: Any, where: str) -> dict[str, Any]:
-    if schema is None:
-        return {}
-    if not isinstance(schema, Mapping):
-        raise InvalidRequest(f"{where} must be a JSON Schema, which is an object", param=where)
-    if too_deep(dict(schema), MAX_DEPTH):
-        raise InvalidRequest(f"{where} is nested in more than {MAX_DEPTH} levels", param=where)
-    if schema.get("type", "object") != "object":
-        raise InvalidRequest(f'{where}.type must be "object"', param=where)
-    try:
-        text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError):
-        raise InvalidRequest(f"{where} must hold plain JSON values", param=where) from None
-    check_text(text, where)
-    return dict(schema)
 
 
 def _check_message(message: Any, where: str) -> Message:
@@ -187,6 +124,12 @@ def _check_message(message: Any, where: str) -> Message:
     return Message(**fields)
 
 
+def _holds_nothing(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(one is None for one in value.values())
+    return value in ([], "")
+
+
 def _check_field(fields: dict[str, Any], role: Role, key: Any, value: Any, where: str) -> None:
     """Takes one field of a message that has a value."""
     if key == "content":
@@ -209,7 +152,7 @@ def _check_field(fields: dict[str, Any], role: Role, key: Any, value: Any, where
         check_text(value, f"{where}.refusal")
         if value and "content" not in fields:
             fields["content"] = (TextPart(value),)
-    elif not (key in (*_NOT_BUILT, *_REASONING) and value in ([], "")):
+    elif not (key in (*_NOT_BUILT, *_REASONING) and _holds_nothing(value)):
         shown = key if isinstance(key, str) and re.fullmatch(r"\w{1,40}", key) else "a field"
         raise InvalidRequest(
             f"{where}.{shown} is not supported in a message of the role {role}", param=f"{where}.{shown}"

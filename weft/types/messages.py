@@ -26,9 +26,9 @@ peer with an older version:
     2   Submit.attempt, TokenEvent.attempt, the ends ``moved`` and ``evicted``, Welcome.block_size, Goodbye
     3   room and trace of Submit, TokenEvent.position, HeadStats.transfers; role, fingerprint and rooms of
         Welcome
-    4   grammar, pooling, explain and session of Submit, embedding and cache_miss of TokenEvent;
-    WatchPrefixes and
-        PrefixIndex; constrained_steps, mask_seconds, grammars_compiled and grammar_errors of HeadStats
+    4   grammar, pooling, explain and session of Submit, embedding and cache_miss of TokenEvent; WatchPrefixes
+        and PrefixIndex; prefill_rows, prefill_tokens, decode_rows, constrained_steps, mask_seconds,
+        grammars_compiled and grammar_errors of HeadStats
 """
 MAX_FRAME = 64 << 20
 READINESS_SALT = "weft readiness"
@@ -299,6 +299,12 @@ class HeadStats(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """
     drafts_accepted: tuple[int, ...] = ()
     """Drafts accepted, by position in the draft: they and all drafts before them were right."""
+    prefill_rows: int = 0
+    """Rows of prompts in all steps: a prompt has one in each step that computes some of it."""
+    prefill_tokens: int = 0
+    """Tokens of those rows."""
+    decode_rows: int = 0
+    """Rows of sequences whose prompt is computed, in all steps."""
     constrained_steps: int = 0
     """Steps in which a grammar said what some row may sample."""
     mask_seconds: float = 0.0

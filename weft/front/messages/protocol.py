@@ -139,7 +139,7 @@ class CountRequest(Body, frozen=True, kw_only=True):
 
     def _edits(self) -> list[Any]:
         asked = dict(self.context_management or {})
-        edits = asked.pop("edits", None) or []
+        edits = asked.pop("edits", [])
         if asked or not isinstance(edits, list):
             raise InvalidRequest("context_management must hold edits, a list", param="context_management")
         return edits

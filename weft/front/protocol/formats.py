@@ -79,15 +79,16 @@ class Constrained(Body, frozen=True, kw_only=True):
     structural_tag: dict[str, Any] | str | None = None
 
 
+_DIRECT = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag")
+
+
 def constraint_of(asked: Constrained) -> Constraint | None:
     """The one form that a request asks for.
 
     Raises InvalidRequest for two forms, and for one that is none.
     """
-    fields = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
-    asking = [
-        name for name in (*fields, "structural_tag", "response_format") if getattr(asked, name) is not None
-    ]
+    fields = ("response_format", "structured_outputs", *_DIRECT)
+    asking = [name for name in fields if getattr(asked, name) is not None]
     if isinstance(asked.response_format, TextFormat):
         asking.remove("response_format")
     if not asking:

@@ -30,13 +30,14 @@ from weft.text.parsing.python_text import PythonReader
 from weft.text.parsing.tape import Reading, Tape
 from weft.text.parsing.xml_text import ParameterReader
 
-MAX_NAME = 64
+MAX_NAME = 128
 MAX_KEY = 256
 MAX_HELD = 8192
 """Arguments that stand before the name they belong to are held back up to this many characters."""
-_NAME = re.compile(r"[A-Za-z0-9_.\-]*")
-_IDENTIFIER = re.compile(r"[A-Za-z0-9_.:\-]*")
-_SIMPLE = re.compile(r'[^"\\\x00-\x1f]*')
+_WINDOW = 512
+"""Characters of arguments that are looked at together."""
+_NAME = re.compile(r"[A-Za-z0-9_.:/\-]*")
+_IDENTIFIER = re.compile(r"[A-Za-z0-9_.:/\-]*")
 
 Outcome: TypeAlias = Literal["none", "broken", "whole"]
 """Of reading a call: nothing has begun, it has begun and broke, it is whole."""
@@ -137,7 +138,8 @@ class CallReader:
             yield from self._tail(call.tail)
         if outcome != "none":
             tape.at = tape.done
-            tape.line_blank = outcome == "whole"
+            if outcome == "whole":
+                tape.begin_part()
         return outcome
 
     def _arguments(self, call: Call, *, bare: bool) -> Reading[Outcome]:
@@ -226,7 +228,7 @@ class CallReader:
         tape = self._tape
         scanner = JsonObjectScanner()
         while True:
-            text = tape.slice(tape.at, tape.end)
+            text = tape.slice(tape.at, min(tape.end, tape.at + _WINDOW))
             taken = scanner.take(text, 0)
             tape.work += scanner.work
             scanner.work = 0
@@ -234,7 +236,7 @@ class CallReader:
             tape.arguments(text[:taken])
             if scanner.whole:
                 return "whole"
-            if scanner.broken or not (yield from tape.more()):
+            if scanner.broken or (tape.at == tape.end and not (yield from tape.more())):
                 return "broken"
 
     def _held_json(self) -> Reading[Span | None]:
@@ -243,13 +245,15 @@ class CallReader:
         start = tape.at
         scanner = JsonObjectScanner()
         while True:
-            text = tape.slice(tape.at, min(tape.end, start + MAX_HELD))
+            text = tape.slice(tape.at, min(tape.end, tape.at + _WINDOW, start + MAX_HELD))
             tape.at += scanner.take(text, 0)
             tape.work += scanner.work
             scanner.work = 0
             if scanner.whole:
                 return (start, tape.at)
-            if scanner.broken or tape.at - start >= MAX_HELD or not (yield from tape.more()):
+            if scanner.broken or tape.at - start >= MAX_HELD:
+                return None
+            if tape.at == tape.end and not (yield from tape.more()):
                 return None
 
     def _object(self, spelled: CallObject, *, bare: bool) -> Reading[Outcome]:
@@ -323,7 +327,7 @@ class CallReader:
         return found[1:-1] if (yield from tape.blank()) else None
 
     def _member(self, spelled: CallObject, key: str) -> Reading[bool]:
-        """A member that is a plain string: the name, the id or one without a meaning."""
+        """A member that is a word: the name, the id or one without a meaning."""
         tape = self._tape
         if (yield from tape.literal('"')) is None:
             return False
@@ -332,7 +336,7 @@ class CallReader:
             if self._name is not None or not (yield from self._known_name()):
                 return False
         else:
-            text = yield from tape.run(_SIMPLE, MAX_KEY)
+            text = yield from tape.run(_IDENTIFIER, MAX_KEY)
             if len(text) > MAX_KEY:
                 return False
             if key == spelled.id and text and self._ident is None:

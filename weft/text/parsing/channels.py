@@ -59,7 +59,7 @@ class ChannelReader:
     def end(self) -> None:
         """The message that was open has ended."""
         self.body = None
-        self._tape.line_blank = True
+        self._tape.begin_part()
 
     def header(self, start: int) -> Reading[bool]:
         """Reads the header at ``start`` and, of a call, the body too. False where there is none."""
@@ -70,18 +70,15 @@ class ChannelReader:
             tape.at = start
             return False
         behind = start + len(read) + len(self._declared.message)
+        if header.channel not in (*self._declared.thoughts, *self._declared.texts):
+            return False
         if header.recipient:
             tape.at = behind
             return (yield from self._call(header, behind))
-        if header.channel in self._declared.thoughts:
-            body: Body = "reasoning" if self._tells_thoughts else "content"
-        elif header.channel in self._declared.texts:
-            body = "content"
-        else:
-            return False
+        thought = header.channel in self._declared.thoughts and self._tells_thoughts
         tape.skip(behind)
-        self.body = body
-        tape.line_blank = True
+        self.body = "reasoning" if thought else "content"
+        tape.begin_part()
         return True
 
     def _until_message(self, start: int) -> Reading[str | None]:
@@ -91,7 +88,8 @@ class ChannelReader:
         while True:
             text = tape.slice(start, min(tape.end, start + MAX_HEADER))
             header, found, _ = text.partition(used.message)
-            if any(mark in header for mark in used.ends):
+            again = used.start in header[1:] or used.channel in header.partition(used.channel)[2]
+            if again or any(mark in header for mark in used.ends):
                 return None
             if found:
                 return header
@@ -110,19 +108,12 @@ class ChannelReader:
         before, found, after = rest.partition(used.channel)
         after, constrained, kind = after.partition(used.constrain)
         words = after.split()
-        if (
-            not found
-            or used.start in rest
-            or used.channel in after + kind
-            or not words
-            or after[:1].isspace()
-            or len(kind.split()) > 1
-            or (constrained and not kind.strip())
-        ):
+        if not found or not words or after[:1].isspace() or (constrained and not kind.strip()):
             return None
         other = [*before.split(), *words[1:]]
         recipients = [word for word in other if word.startswith("to=")]
-        if len(recipients) > 1 or len(other) - len(recipients) > (0 if constrained else 1):
+        kinds = [*kind.split(), *(word for word in other if word not in recipients)]
+        if len(recipients) > 1 or len(kinds) > 1 or not set(kinds) <= set(used.kinds):
             return None
         recipient = recipients[0].removeprefix("to=") if recipients else ""
         place = start + text.find("to=" + recipient) + len("to=") if recipients else start

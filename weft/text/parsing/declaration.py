@@ -4,10 +4,10 @@
 
     section.head   head   arguments   tail   [section.between   head   arguments   tail]...   section.tail
 
-where a head or tail is a tuple of items: a string is exactly that text, ``BLANK`` any white space, ``NAME``
-the tool's name, ``IDENTIFIER`` an id that the model gives the call. The first text of a call is its
-*trigger*: where it comes up, a call may begin. All that belongs to a call before its arguments is only markup
-if a whole head of a known tool stands there; otherwise it is text.
+where a head or tail is a tuple of items: a string is exactly that text, ``BLANK`` any white space (``LINE``:
+usually a line end), ``NAME`` the tool's name, ``IDENTIFIER`` an id that the model gives the call. The first
+text of a call is its *trigger*: where it comes up, a call may begin. All that belongs to a call before its
+arguments is only markup if a whole head of a known tool stands there; otherwise it is text.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ class _Part(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Blank(msgspec.Struct, frozen=True):
-    """Any white space, or none."""
+    """Any white space, or none. A grammar writes ``written``."""
+
+    written: str = ""
 
 
 class Name(msgspec.Struct, frozen=True):
@@ -39,6 +41,7 @@ class Identifier(msgspec.Struct, frozen=True, kw_only=True):
 
 
 BLANK = Blank()
+LINE = Blank("\n")
 NAME = Name()
 IDENTIFIER = Identifier()
 NAMING_IDENTIFIER = Identifier(holds_name=True)
@@ -48,6 +51,8 @@ class Optional(msgspec.Struct, frozen=True):
     """``items``, or nothing."""
 
     items: tuple[Item, ...]
+    written: bool = False
+    """Whether a grammar writes them."""
 
 
 Item: TypeAlias = str | Blank | Name | Identifier | Optional
@@ -80,6 +85,8 @@ class Parameters(_Part, frozen=True, kw_only=True):
     value_open: str = ""
     value_close: str
     end: str
+    gap: str = "\n"
+    """What a grammar writes around parameters."""
     newlines: bool = False
     """Whether a line end behind ``value_open`` and one before ``value_close`` belong to the tags."""
     string_flag: str = ""
@@ -111,15 +118,22 @@ class Call(_Part, frozen=True, kw_only=True):
     arguments: Arguments
     tail: Syntax = ()
     section: Section | None = None
+    gap: str = "\n"
+    """What a grammar writes between two calls."""
     line_start: bool = False
     """Whether it begins a call only at the start of a line (one whose trigger is a mere bracket)."""
 
     @property
+    def own_trigger(self) -> str:
+        """What it begins with inside of a section; "" where that is the tool's name."""
+        if self.head:
+            return self.head[0] if isinstance(self.head[0], str) else ""
+        return "{" if isinstance(self.arguments, CallObject) else ""
+
+    @property
     def triggers(self) -> tuple[str, ...]:
         """What may begin one: at least one text, none of them empty."""
-        own = next((item for item in self.head if isinstance(item, str)), "")
-        if not own:
-            own = "{" if isinstance(self.arguments, CallObject) else ""
+        own = self.own_trigger
         around = self.section.head if self.section is not None else ()
         outer = next((item for item in around if isinstance(item, str)), "")
         if not outer:
@@ -153,6 +167,8 @@ class Channels(_Part, frozen=True, kw_only=True):
     """Channels whose text is a thought."""
     texts: tuple[str, ...]
     """Channels whose text is for the user; the first is that of answers."""
+    kinds: tuple[str, ...]
+    """What a body may be said to be."""
     calls: str
     """The channel a grammar writes calls into."""
     prefix: str
@@ -177,6 +193,12 @@ class OutputFormat(_Part, frozen=True, kw_only=True):
     @property
     def tells_calls(self) -> bool:
         return bool(self.calls) or (self.channels is not None and self.channel_calls)
+
+    def ways(self, *, strict: bool) -> tuple[Call, ...]:
+        """How calls may be written. A grammar cannot keep a text from beginning a line with a bracket, so
+        where arguments are held to a schema this is no way beside one with tags."""
+        kept = tuple(call for call in self.calls if not call.line_start)
+        return self.calls if not strict or self.calls[:1] != kept[:1] else kept
 
     def marks(self) -> frozenset[str]:
         """Every text of it that may be a token of its own."""

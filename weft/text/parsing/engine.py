@@ -64,6 +64,7 @@ class OutputEngine:
         tools = {tool.name: tool for tool in spec.tools} if spec.tool_calls else {}
         self._calls = CallReader(self.tape, tools, parallel=spec.parallel)
         self._tells_calls = bool(tools)
+        self._ways = declared.ways(strict=any(tool.strict for tool in tools.values()))
         self._tells_thoughts = spec.reasoning
         self._thought: Thought | None = None
         self._in_thought = spec.in_reasoning and spec.reasoning
@@ -76,8 +77,11 @@ class OutputEngine:
                 thoughts=spec.reasoning and declared.channel_thoughts,
                 calls=self._tells_calls and declared.channel_calls,
             )
+        self._begins_in_thought = self._in_thought
         if self._in_thought and declared.thoughts:
             self._thought = declared.thoughts[0]
+        elif declared.channels is not None:
+            self._in_thought = False  # the channel's body says it
         self._behind_call = False
         """Whether nothing but white space came since the last call."""
         self._known: dict[object, Marks] = {}
@@ -101,7 +105,7 @@ class OutputEngine:
         next(self._steps, None)
 
     @property
-    def _thinking(self) -> bool:
+    def thinking(self) -> bool:
         """Whether text is that of a thought now."""
         if self._channels is not None and self._channels.body is not None:
             return self._channels.body == "reasoning"
@@ -112,7 +116,7 @@ class OutputEngine:
         if self._thought is not None:
             yield from self._enter(self._thought)
         if self._channels is not None:
-            yield from self._channels.begin(in_thought=self._in_thought)
+            yield from self._channels.begin(in_thought=self._begins_in_thought)
         while True:
             found = yield from self._text()
             if found is None:
@@ -126,7 +130,7 @@ class OutputEngine:
         """What began at ``start`` is text: its first character for certain, the rest is looked at again."""
         tape = self.tape
         far = tape.at - start > MAX_AGAIN
-        tape.text(tape.at if far else start + 1, thought=self._thinking)
+        tape.text(tape.at if far else start + 1, thought=self.thinking)
         tape.at = tape.done
         self._behind_call = False
 
@@ -169,14 +173,23 @@ class OutputEngine:
                 return None
             mark = marks.by_text[match[0]]
             begin = tape.position(match.start())
-            if not mark.line_start or self._starts_line(begin):
+            if not mark.line_start:
+                return mark, begin
+            self._give(begin - self._blank_before(begin))
+            if self._starts_line(begin):
                 return mark, begin
             start = begin + 1
-            self._give(start)  # it is text for certain, and so is all before it
+            self._give(start)
 
     def _starts_line(self, position: int) -> bool:
-        _, newline, last = self.tape.slice(self.tape.done, position).rpartition("\n")
-        return (bool(newline) or self.tape.line_blank) and not last.strip(BLANKS)
+        """Whether a line begins at ``position`` that is no line of code. Before it only white space is
+        left.
+        """
+        newline = "\n" in self.tape.slice(self.tape.done, position)
+        return (newline or self.tape.line_blank) and not self._fenced_at(newline)
+
+    def _fenced_at(self, newline: bool) -> bool:
+        return self.tape.fenced ^ (newline and self.tape.line_is_fence)
 
     def _blank_before(self, end: int) -> int:
         """Length of the white space before ``end`` that was not given out, as far as a mark may take it."""
@@ -186,7 +199,7 @@ class OutputEngine:
 
     def _give(self, end: int) -> None:
         if end > self.tape.done:
-            self.tape.text(end, thought=self._thinking)
+            self.tape.text(end, thought=self.thinking)
             self._behind_call = False
 
     def _marks(self) -> Marks:
@@ -205,14 +218,14 @@ class OutputEngine:
         elif self._tells_thoughts:
             for thought in declared.thoughts:
                 yield Mark(thought.open, "open", line_start=True)
-        for call in declared.calls if calls else ():
+        for call in self._ways if calls else ():
             if self._in_thought and call.line_start:
                 continue
             for trigger in call.triggers:
                 yield Mark(trigger, "call", line_start=call.line_start)
-            own = next((item for item in call.head if isinstance(item, str)), "")
-            if own and self._calls.section is not None and call.section == self._calls.section:
-                yield Mark(own, "call")
+            section = self._calls.section
+            if section is not None and call.section == section and call.own_trigger:
+                yield Mark(call.own_trigger, "call")
         section = self._calls.section
         if section is not None and section.tail:
             yield Mark(next(item for item in reversed(section.tail) if isinstance(item, str)), "section end")
@@ -237,7 +250,7 @@ class OutputEngine:
             self._thought = None
             self._in_thought = False
             yield from self._blank()
-            tape.line_blank = True
+            tape.begin_part()
         elif mark.action == "section end":
             tape.skip(start + len(mark.text))
             self._calls.section = None
@@ -255,8 +268,8 @@ class OutputEngine:
     def _call(self, mark: Mark, start: int) -> Reading[bool]:
         """A call at ``start``, in the first of the declared ways that fits."""
         farthest = start
-        for call in self._format.calls:
-            if mark.text not in call.triggers and mark.text not in call.head:
+        for call in self._ways:
+            if mark.text not in call.triggers and mark.text != call.own_trigger:
                 continue
             self.tape.at = start
             if (yield from self._calls.read(call, mark.text)):

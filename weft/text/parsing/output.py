@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from weft.text.parsing.declaration import OutputFormat
 from weft.text.parsing.engine import OutputEngine
-from weft.text.parsing.parser import OutputParser, OutputSpec, PlainParser
+from weft.text.parsing.grammars import OutputGrammars, ToolChoice
+from weft.text.parsing.parser import OutputParser, OutputSpec, PlainParser, Tool
+from weft.types.grammar import Grammar
 
 _TAIL = 256
 """Characters at the end of a prompt in which a thought's closing tag shows that none is implied."""
@@ -31,6 +33,16 @@ class ModelOutput:
     def tells_thoughts(self) -> bool:
         return self.declared is not None and self.declared.tells_thoughts
 
+    @property
+    def thought_end(self) -> str:
+        """What the model writes between the end of a thought and its answer; "" where it has no thoughts."""
+        if self.declared is None:
+            return ""
+        if self.declared.channels is not None:
+            used = self.declared.channels
+            return used.ends[0] + used.start + used.role
+        return self.declared.thoughts[0].close + "\n\n" if self.declared.thoughts else ""
+
     def parser(self, spec: OutputSpec) -> OutputParser:
         """A parser of one choice."""
         if self.declared is None or not (spec.reasoning or spec.tool_calls):
@@ -40,6 +52,35 @@ class ModelOutput:
     def visible_for(self, spec: OutputSpec) -> frozenset[int]:
         """``visible``, where a parser of ``spec`` looks for anything."""
         return self.visible if spec.reasoning or spec.tool_calls else frozenset()
+
+    def call_grammar(
+        self,
+        tools: Sequence[Tool],
+        choice: ToolChoice,
+        *,
+        parallel: bool = True,
+        reasoning: bool = True,
+        in_reasoning: bool = False,
+    ) -> Grammar | None:
+        """What an output may be when calls of ``tools`` are required, or some of them are strict; None where
+        it may be anything. A named tool is the only one of ``tools``, and required.
+
+        ``reasoning``: a thought may come first; ``in_reasoning``: the prompt has opened it. Raises
+        InvalidRequest where this model's calls are not known, or cannot hold what is asked.
+        """
+        if self.declared is None:
+            return OutputGrammars(OutputFormat(name="none")).calls(
+                tools, choice, parallel=parallel, reasoning=False, in_reasoning=False
+            )
+        return OutputGrammars(self.declared).calls(
+            tools, choice, parallel=parallel, reasoning=reasoning, in_reasoning=in_reasoning
+        )
+
+    def answer_grammar(self, part: Grammar, *, reasoning: bool = True, in_reasoning: bool = False) -> Grammar:
+        """What an output may be whose content is ``part``: a thought first, where this model thinks."""
+        if self.declared is None:
+            return part
+        return OutputGrammars(self.declared).answer(part, reasoning=reasoning, in_reasoning=in_reasoning)
 
     def in_thought(self, prompt: str, continued: str) -> bool:
         """Whether an output after ``prompt`` begins inside a thought. ``continued`` is the part of a message

@@ -75,10 +75,12 @@ class ParameterReader:
         while True:
             text = tape.slice(start, min(tape.end, start + MAX_KEY + len(close)))
             key, found, _ = text.partition(close)
+            if "\n" in key or len(key) > MAX_KEY:
+                return None
             if found:
                 tape.at = start + len(key) + len(close)
                 return key
-            if len(text) >= MAX_KEY + len(close) or "\n" in text or not (yield from tape.more()):
+            if len(text) >= MAX_KEY + len(close) or not (yield from tape.more()):
                 return None
 
     def _string(self) -> Reading[bool]:
@@ -145,8 +147,10 @@ class ParameterReader:
         start = tape.at
         if (yield from tape.literal(spelled.key_open, spelled.end)) is not None:
             return True
+        if not tape.ended or tape.end - start >= max(len(spelled.key_open), len(spelled.end)):
+            return False
         rest = tape.slice(start, tape.end)
-        return tape.ended and (spelled.key_open.startswith(rest) or spelled.end.startswith(rest))
+        return spelled.key_open.startswith(rest) or spelled.end.startswith(rest)
 
 
 def _without_string(types: tuple[str, ...]) -> tuple[str, ...]:
