@@ -50,7 +50,7 @@ from weft.runner.runner import StepHandle
 from weft.runner.slot_state import SlotState
 from weft.types import frames as f
 from weft.types.messages import Submit, ids_to_bytes
-from weft.types.plan import StepPlan, StepResult, column
+from weft.types.plan import StepPlan, StepResult, TokenMasks, column
 from weft.types.sampling import TokenParams
 
 _DONE: Future[Any] = Future()
@@ -78,7 +78,7 @@ class Tables:
         self._state.validate(plan.decode)
         return StepHandle(plan=plan, launched=0.0, forwarded=_DONE)
 
-    def sample(self, handle: StepHandle) -> None:
+    def sample(self, handle: StepHandle, masks: TokenMasks | None = None) -> None:
         pass
 
     def done(self, handle: StepHandle) -> bool:

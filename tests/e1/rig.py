@@ -41,7 +41,7 @@ from weft.runner.runner import Runner, StepHandle
 from weft.scheduler.sequence import Running
 from weft.speculation.base import Drafter
 from weft.types.messages import Submit, TokenEvent
-from weft.types.plan import AllocSlot, StepPlan, StepResult
+from weft.types.plan import AllocSlot, StepPlan, StepResult, TokenMasks
 from weft.types.sampling import TokenParams
 
 CPU = torch.device("cpu")
@@ -196,12 +196,12 @@ class Witness(Runner):
         self.in_flight -= 1
         return super().read(handle)
 
-    def _sample(self, handle: StepHandle) -> HostCopy:
+    def _sample(self, handle: StepHandle, masks: TokenMasks | None) -> HostCopy:
         batch, logits = handle.forwarded.result()
         for op in handle.plan.ops:
             if isinstance(op, AllocSlot):
                 self.seeds[op.slot] = op.seed
-        copy = super()._sample(handle)
+        copy = super()._sample(handle, masks)
         rows, decode = batch.sample_rows, handle.plan.decode
         # Behind the last accepted draft come logits of a sequence that never was.
         accepted = np.zeros(decode.rows, np.int64) if copy.accepted is None else copy.accepted.numpy()

@@ -210,8 +210,7 @@ def test_a_role_takes_no_part_in_the_other_one(pairs: Callable[..., EnginePair],
     core = EngineCore(config_of(tmp_path, "llama", 8, "unified"), progress=False)
     try:
         assert core.rooms is None
-        assert core.sources == []
-        assert core.sockets == []
+        assert core.sources == [core.grammars]
         assert core.stats().transfers is None
         with pytest.raises(InvalidRequest):
             core.submit(msgspec.structs.replace(one, room=pair.ticket(1, 0, True)))

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from tests.scheduler.fake_runner import VOCAB, FakeRunner, alone, kv_config, prefix_hashes
-from tests.scheduler.harness import audit
+from tests.scheduler.harness import Follower, audit
 from weft.common.errors import Unavailable
 from weft.config.resolved import KVConfig
 from weft.config.sections import SchedulerSection, SpeculationSection, TransferSection
@@ -121,6 +121,23 @@ class Head:
         if (ticket := request.room) is not None:
             self.feed(w.Open(ticket.key, ticket.peer, ticket.seconds))
         self.hear(events)
+        if request.grammar is not None and not events:
+            # Compiled here while the other side is at it, or has done it long ago.
+            delay = self.lag * (1 + request.sequence % 3)
+            self.world.later(delay, lambda: self._constrain(request.sequence, request.params.stop_ids))
+
+    def _constrain(self, sequence: int, stop_ids: tuple[int, ...]) -> None:
+        self.hear(self.scheduler.constrain(sequence, Follower(), stop_ids))
+        self.drain()
+
+    def _mask(self) -> None:
+        """What is sampled next is masked, by matchers that are where their sequences are."""
+        if self.in_flight and self.in_flight[0][0].constrained:
+            self.scheduler.masks(self.in_flight[0][0]).check(self.in_flight[0][0], VOCAB)
+            self.seen.add("masks")
+        for one in self.scheduler._state.live.values():
+            if one.constraint is not None:
+                assert one.constraint._matcher.tokens == list(one.tokens[one.num_prompt :])
 
     def finish(self, sequence: int) -> None:
         self.hear(self.scheduler.finish(sequence))
@@ -147,6 +164,7 @@ class Head:
             self.hear(self.scheduler.commit(plan, result, self.world.now))
             self.runner.committed(plan.step)
             self.drain()
+        self._mask()
         audit(self.scheduler)
 
     def lose(self) -> None:

@@ -110,12 +110,13 @@ def test_entries_are_numbered_as_the_results_tokens_and_rows_that_left_have_none
     )
     decode = Segment(slot=column([1, 2]), gen=column([1, 1]), sample=column([2, 3]), next_k=column([2, 0]))
     plan = StepPlan(step=4, prefill=prefill, decode=decode, constrained=True)
-    masks = masks_of(plan, WIDE, gens, in_slot)
+    constrained = np.array([True, False, True, True])
+    masks = masks_of(plan, WIDE, gens, constrained, in_slot)
     # 0 | 1 of slot 0 | 2 of one that left | 3 4 of slot 1 | 5 6 7 of slot 2, whose second draft is refused
     assert masks.entries.tolist() == [1, 5, 6]
     assert [ids(mask) for mask in masks.words.reshape(3, -1)] == [{1, 2}, {1, 2}, {3}]
     masks.check(plan, WIDE)
-    nobody = masks_of(plan, WIDE, column([0, 0, 0, 0]), in_slot)
+    nobody = masks_of(plan, WIDE, column([0, 0, 0, 0]), constrained, in_slot)
     assert not len(nobody.entries)
     nobody.check(plan, WIDE)
 

@@ -30,7 +30,7 @@ def play(seed: int, harm: float = 1.0, streams: int = 24, patience: float = 600.
     return world
 
 
-@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 80), marks=pytest.mark.grid)])
+@pytest.mark.parametrize("seeds", [range(24), pytest.param(range(24, 80), marks=pytest.mark.grid)])
 def test_random_loads_of_two_groups(seeds: range) -> None:
     seen: set[str] = set()
     preempted = hits = saved = accepted = 0
@@ -54,6 +54,7 @@ def test_random_loads_of_two_groups(seeds: range) -> None:
         "evicted",
         "length",
         "lost",
+        "masks",
         "stop",
     }
     only = {

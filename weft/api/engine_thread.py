@@ -145,7 +145,8 @@ class EngineThread:
         for number, submit in enumerate(submits):
             self._sinks[submit.sequence] = sink
             try:
-                self._core.submit(submit)
+                for event in self._core.submit(submit):
+                    self._deliver(event)
             except WeftError as error:
                 # the request is refused as a whole; its first choices must not run on
                 for begun in submits[: number + 1]:

@@ -304,13 +304,15 @@ class _Run:
         while self._waiting:
             submit, request = self._waiting[0]
             try:
-                self._core.submit(submit)
+                ends = self._core.submit(submit)
             except Overloaded:
                 if not self._live:
                     raise
                 return
             self._waiting.popleft()
             self._live[submit.sequence] = (request, request.choices[submit.choice])
+            for event in ends:
+                self._take(event)
 
     def _take(self, event: TokenEvent) -> None:
         found = self._live.get(event.sequence)

@@ -68,6 +68,7 @@ class GrammarSource:
         self._bell = -1
         self._lock = threading.Lock()
         self._closed = False
+        self._rung = False
         self.compiled = 0
         """Grammars compiled, or found compiled, for a sequence."""
 
@@ -91,10 +92,12 @@ class GrammarSource:
 
     def take(self, scheduler: Scheduler) -> list[TokenEvent]:
         """What has been compiled goes to the scheduler. Cheap while nothing is."""
+        if self._rung:  # also for what was settled before it rang: else an idle loop would never sleep
+            self._rung = False
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._bell)
         if not self._pending:
             return []
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._bell)
         return [event for sequence in list(self._pending) for event in self._settle(sequence, scheduler)]
 
     def asked(self, scheduler: Scheduler) -> list[TokenEvent]:
@@ -136,6 +139,7 @@ class GrammarSource:
         with self._lock:  # a compile may end after this source
             if not self._closed:
                 os.eventfd_write(self._bell, 1)
+                self._rung = True
 
 
 class ModelGrammars:

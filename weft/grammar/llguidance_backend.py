@@ -62,6 +62,7 @@ class LlguidanceCompiler:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._tokens = llguidance.LLTokenizer(cast(TokenizerWrapper, _Tokens(vocabulary)))
+        self._spare = vocabulary.spare()
 
     def compile(self, grammar: Grammar) -> LlguidanceGrammar:
         check_tree(grammar, self.name)
@@ -69,7 +70,7 @@ class LlguidanceCompiler:
         matcher = llguidance.LLMatcher(self._tokens, source, log_level=0, limits=_LIMITS)
         if matcher.is_error():
             raise InvalidRequest(f"the grammar cannot be compiled: {_plain(matcher.get_error())}")
-        compiled = LlguidanceGrammar(matcher, self._vocabulary, self._tokens.vocab_size)
+        compiled = LlguidanceGrammar(matcher, self._vocabulary, self._tokens.vocab_size, self._spare)
         compiled.check_start()
         return compiled
 
@@ -77,18 +78,19 @@ class LlguidanceCompiler:
 class LlguidanceGrammar:
     """See ``CompiledGrammar``."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, vocabulary: Vocabulary, width: int) -> None:
+    def __init__(self, matcher: llguidance.LLMatcher, vocabulary: Vocabulary, width: int, spare: int) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._width = width
+        self._spare = spare
 
     def matcher(self) -> LlguidanceMatcher:
-        return LlguidanceMatcher(self._matcher.deep_copy(), self._vocabulary, self._width)
+        return LlguidanceMatcher(self._matcher.deep_copy(), self._vocabulary, self._width, self._spare)
 
     def check_start(self) -> None:
         """Raises InvalidRequest for a grammar that no output satisfies. Warms what matchers start from."""
         words = np.zeros((self._vocabulary.size + 31) // 32, np.int32)
-        LlguidanceMatcher(self._matcher, self._vocabulary, self._width).fill(words)
+        LlguidanceMatcher(self._matcher, self._vocabulary, self._width, self._spare).fill(words)
         if not words.any():
             raise InvalidRequest("no output satisfies the grammar")
 
@@ -96,11 +98,11 @@ class LlguidanceGrammar:
 class LlguidanceMatcher:
     """See ``Matcher``."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, vocabulary: Vocabulary, width: int) -> None:
+    def __init__(self, matcher: llguidance.LLMatcher, vocabulary: Vocabulary, width: int, spare: int) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._width = width
-        self._spare = vocabulary.spare()
+        self._spare = spare
         self._ends = 0
         """End ids taken at the end; the library's matcher does not see them."""
 

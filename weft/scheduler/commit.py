@@ -57,6 +57,8 @@ def commit(
     if policy is not None:
         _count_drafts(state, decode, alive, result, policy)
     calm = alive & _quiet(state, decode, tokens, result)
+    if plan.constrained:
+        _take_quietly(state, decode, tokens, calm)
     told: list[tuple[int, TokenEvent]] = []  # with the number of decode rows before
     for _, row in _rows(state, prefill, _alive(state, prefill), 0, result):
         event = _commit_row(state, row, result)
@@ -66,9 +68,9 @@ def commit(
     for number, row in _rows(state, decode, alive & ~calm, prefill.rows, result):
         event = _commit_row(state, row, result)
         told += [(number, event)] if event is not None else []
-    if plan.constrained:
+    if plan.constrained and state.kv.drafts:
         keep_drafts(plan, result, state.columns.gen, state.in_slot)
-        state.counts.constrained_steps += 1
+    state.counts.constrained_steps += plan.constrained
     state.committed(plan.step)
     state.counts.steps += 1
     state.counts.idle_steps += not plan.rows
@@ -132,6 +134,16 @@ def _quiet(state: SchedulerState, decode: Segment, tokens: np.ndarray, result: S
         if answer >= first:
             quiet[answer - first] = False
     return quiet
+
+
+def _take_quietly(state: SchedulerState, decode: Segment, tokens: np.ndarray, calm: np.ndarray) -> None:
+    """Tokens of quiet rows go into their sequences' grammars; a row whose grammar refuses it is quiet no
+    more (in ``calm``, bool)."""
+    rows = np.flatnonzero(calm & state.columns.constrained[decode.slot])
+    sequences = state.in_slot[decode.slot[rows]].tolist()
+    for row, sequence, token in zip(rows.tolist(), sequences, tokens[rows].tolist(), strict=True):
+        if not sequence.constraint.goes_on(token):
+            calm[row] = False
 
 
 def _commit_quiet(state: SchedulerState, slots: np.ndarray, tokens: np.ndarray) -> list[TokenEvent]:

@@ -21,7 +21,7 @@ import numpy as np
 
 from weft.common.errors import EngineDead, ErrorInfo, InvalidRequest, WeftError
 from weft.common.log import get_logger
-from weft.types.plan import EMPTY, StepPlan, StepResult, TokenMasks, column
+from weft.types.plan import StepPlan, StepResult, TokenMasks, column
 from weft.types.sampling import TokenParams
 
 log = get_logger(__name__)
@@ -60,7 +60,9 @@ class Constraint:
         ends = frozenset(end_ids)
         self._matcher = matcher
         self._stops = frozenset(params.stop_ids)
-        self._hidden = tuple(ends - self._stops)
+        hidden = np.array(sorted(ends - self._stops), np.int64)
+        self._hidden = hidden // WORD
+        self._shown = ~(np.uint32(1) << (hidden % WORD).astype(np.uint32)).view(np.int32)
         self._ends_itself = not ends & self._stops
         self._params = params
         self._vocab_size = vocab_size
@@ -89,6 +91,16 @@ class Constraint:
         if not self._accept(token) and token not in self._stops and self.failure is None:
             self.failure = _refusal("a token was sampled that the grammar does not allow", "grammar_mismatch")
 
+    def goes_on(self, token: int) -> bool:
+        """``take`` of a token that ends nothing, where the grammar allows it and goes on behind it; False,
+        and it was not taken."""
+        if self.failure is not None or not self._accept(token):
+            return False
+        if self.finished:
+            self._matcher.rollback(1)
+            return False
+        return True
+
     def fill(self, masks: np.ndarray) -> int:
         """Writes the masks of a row that samples as many positions: int32 [positions, words], each behind one
         more draft. Returns how many of them can be reached; what lies behind the draft that the grammar
@@ -98,6 +110,8 @@ class Constraint:
             raise EngineDead("a row verifies drafts of which the head was not told")
         if self.failure is not None:
             return 0
+        if len(masks) == 1:
+            return int(self._try_fill(masks[0]))
         walked = 0
         try:
             for place, words in enumerate(masks):
@@ -122,10 +136,7 @@ class Constraint:
             return self.failure
         vocab_size = self._vocab_size
         words = np.zeros(-(-vocab_size // WORD), np.int32)
-        try:
-            self._fill(words)
-        except Exception as error:
-            self._fail(error)
+        if not self._try_fill(words):
             return self.failure
         left = unpacked(words, vocab_size)
         place = len(tokens) - num_prompt
@@ -152,10 +163,18 @@ class Constraint:
             self._fail(error)
             return False
 
+    def _try_fill(self, words: np.ndarray) -> bool:
+        try:
+            self._fill(words)
+        except Exception as error:
+            self._fail(error)
+            return False
+        return True
+
     def _fill(self, words: np.ndarray) -> None:
         self._matcher.fill(words)
-        for token in self._hidden:
-            words[token // WORD] &= _without_bit(token)
+        if len(self._hidden):
+            np.bitwise_and.at(words, self._hidden, self._shown)
 
     def _follows(self, words: np.ndarray, token: int) -> bool:
         """Whether the sequence may go on behind ``token``, which has to be allowed by ``words``."""
@@ -166,10 +185,6 @@ class Constraint:
         log.warning("a grammar's matcher failed: %s", error, exc_info=not isinstance(error, WeftError))
         unknown = EngineDead("the grammar could not be followed", code="grammar_failed")
         self.failure = (error if isinstance(error, WeftError) else unknown).info()
-
-
-def _without_bit(token: int) -> np.int32:
-    return np.uint32(~(1 << token % WORD) & 0xFFFFFFFF).view(np.int32)
 
 
 def unpacked(words: np.ndarray, vocab_size: int) -> np.ndarray:
@@ -218,32 +233,35 @@ class HasConstraint(Protocol):
     constraint: Constraint | None
 
 
-def masks_of(plan: StepPlan, vocab_size: int, gens: np.ndarray, in_slot: np.ndarray) -> TokenMasks:
+def masks_of(
+    plan: StepPlan, vocab_size: int, gens: np.ndarray, constrained: np.ndarray, in_slot: np.ndarray
+) -> TokenMasks:
     """The masks of ``plan``; all before it have committed.
 
-    gens: int32 [slots], and in_slot [slots] the sequences: those that are running now. A row whose sequence
-    has left its slot since the plan was made has none: what it samples is dropped.
+    gens: int32 [slots], constrained: bool [slots], and in_slot [slots] the sequences: those that are running
+    now. A row whose sequence has left its slot since the plan was made has none: what it samples is dropped.
     """
-    width = -(-vocab_size // WORD)
-    entries: list[np.ndarray] = []
-    parts: list[np.ndarray] = []
+    rows: list[tuple[int, int, HasConstraint]] = []
     first = 0
     for segment in (plan.prefill, plan.decode):
-        begins = first + np.cumsum(segment.sample, dtype=np.int64) - segment.sample
-        alive = (gens[segment.slot] == segment.gen) & (segment.sample > 0)
-        for row in np.flatnonzero(alive).tolist():
-            sequence: HasConstraint = in_slot[segment.slot[row]]
-            if sequence.constraint is None:
-                continue
-            masks = np.empty((int(segment.sample[row]), width), np.int32)
-            count = sequence.constraint.fill(masks)
-            entries.append(begins[row] + np.arange(count))
-            parts.append(masks[:count].ravel())
-        first += int(segment.sample.sum())
-    if not entries:
-        return TokenMasks()
-    words = np.concatenate(parts)
-    return TokenMasks(entries=column(np.concatenate(entries)), words=words if len(words) else EMPTY)
+        if not segment.rows:
+            continue
+        ends = first + np.cumsum(segment.sample)
+        own = constrained[segment.slot] & (gens[segment.slot] == segment.gen) & (segment.sample > 0)
+        if own.any():
+            sampled = segment.sample[own]
+            columns = ((ends[own] - sampled).tolist(), sampled.tolist(), in_slot[segment.slot[own]].tolist())
+            rows += zip(*columns, strict=True)
+        first = int(ends[-1])
+    words = np.empty((sum(row[1] for row in rows), -(-vocab_size // WORD)), np.int32)
+    entries: list[int] = []
+    used = 0
+    for begin, sampled, sequence in rows:
+        assert sequence.constraint is not None
+        count = sequence.constraint.fill(words[used : used + sampled])
+        entries += range(begin, begin + count)
+        used += count
+    return TokenMasks(entries=column(entries), words=words[:used].ravel())
 
 
 def keep_drafts(plan: StepPlan, result: StepResult, gens: np.ndarray, in_slot: np.ndarray) -> None:

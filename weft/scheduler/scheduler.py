@@ -339,7 +339,8 @@ class Scheduler:
         state = self._state
         if not state.in_flight or state.in_flight[0] is not plan:
             raise EngineDead("masks are made once all steps before have committed")
-        return masks_of(plan, self._vocab_size, state.columns.gen, state.in_slot)
+        columns = state.columns
+        return masks_of(plan, self._vocab_size, columns.gen, columns.constrained, state.in_slot)
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenEvent]:
         """Applies the result of the oldest plan in flight. See ``weft.scheduler.commit``."""

@@ -371,9 +371,8 @@ class SchedulerState:
         columns.origin[slot] = NO_ORIGIN if sequence.room is None else sequence.num_prompt
         columns.known[slot] = run.known
         columns.num_cached[slot] = sequence.num_cached
-        columns.constrained[slot] = constrained = sequence.constraint is not None
-        quiet = sequence.params.logprobs < 0 and not constrained
-        columns.set_stops(slot, sequence.stop_ids, quiet)
+        columns.constrained[slot] = sequence.constraint is not None
+        columns.set_stops(slot, sequence.stop_ids, quiet=sequence.params.logprobs < 0)
         columns.last_step[slot] = -1
         columns.drafts[slot] = 0
         columns.exact[slot] = 0
