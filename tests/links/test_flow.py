@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from weft.common.errors import Cancelled, EngineDead
 from weft.links.flow import MERGE_AT, Flow, merge
-from weft.types.messages import LogprobColumns, TokenEvent
+from weft.types.messages import CacheMiss, LogprobColumns, TokenEvent
 
 
 def columns(ids: list[int], width: int) -> LogprobColumns:
@@ -69,6 +69,13 @@ def test_merging_keeps_the_counts(events: list[TokenEvent]) -> None:
     assert max(e.num_cached for e in merged) == max(e.num_cached for e in events)
     assert sum(e.accepted for e in merged) == sum(e.accepted for e in events)
     assert sum(e.rejected for e in merged) == sum(e.rejected for e in events)
+
+
+def test_merging_keeps_why_a_prompt_was_not_cached() -> None:
+    miss = CacheMiss(reason="new", position=3)
+    first = TokenEvent(sequence=1, token_ids=(5,), num_cached=3, cache_miss=miss)
+    (made,) = merge([first, TokenEvent(sequence=1, token_ids=(6,), finish="length")])
+    assert (made.token_ids, made.finish, made.cache_miss) == ((5, 6), "length", miss)
 
 
 def test_a_slow_reader_costs_one_event() -> None:

@@ -15,7 +15,6 @@ from weft.types.sampling import TokenParams
 NEW: list[tuple[dict[str, Any], str]] = [
     ({"grammar": Text("yes")}, "response formats and tool grammars"),
     ({"pooling": "last"}, "embeddings"),
-    ({"explain": True}, "explanations of cache misses"),
 ]
 
 
@@ -39,6 +38,16 @@ def test_where_none_does_the_upgrade_is_named(fields: dict[str, Any], what: str)
     assert "upgrade" in errors[0].message
     assert one.fleet.entries == {}
     assert one.open(3, request=3) == "a"
+
+
+def test_what_an_older_one_can_do_without_is_left_out() -> None:
+    one = Driver("a", "b", versions={"a": 3, "b": 4}).up()
+    sent = {}
+    for number in (1, 2):
+        name = one.open(number, request=number, explain=True, session=f"s{number}")
+        (submit,) = [message for message in one.sent() if isinstance(message, m.Submit)]
+        sent[name] = (submit.explain, submit.session)
+    assert sent == {"a": (False, ""), "b": (True, "s2")}
 
 
 def test_one_that_lost_its_engine_goes_to_no_older_one() -> None:

@@ -162,6 +162,37 @@ def test_affinity_stays_with_the_cache_unless_waiting_costs_more() -> None:
     assert policy.choose(instances, talk) is instances[0]  # other processes: both caches are empty
 
 
+def test_a_session_goes_on_where_it_was() -> None:
+    """Unless another instance has more of the prompt, or waits less; and only at the same process."""
+    instances, policy = fleet_of(3), PrefixAffinity()
+    asked = [hashes_of(ids_to_bytes([n] * 3), "") for n in range(9)]  # too short to be cached
+    assert policy.choose(instances, asked[0], "s") is instances[0]
+    instances[0].chosen = 5
+    assert policy.choose(instances, asked[1]) is instances[1]
+    assert policy.choose(instances, asked[1], "s") is instances[0]
+    assert policy.choose(instances, asked[1], "other") is instances[1]
+    instances[0].begin(1, 0)
+    assert policy.choose(instances, asked[2], "s") is instances[0]
+    instances[0].begin(2, 0)
+    assert (
+        policy.choose(instances, asked[3], "s") is instances[1]
+    )  # it would wait for two; it is at home here now
+    instances[0].end(1)
+    instances[0].end(2)
+    assert policy.choose(instances, asked[4], "s") is instances[1]
+    long = hashes_of(ids_to_bytes(list(range(2 * DEFAULT_BLOCK))), "")
+    instances[1].begin(3, 0)
+    assert policy.choose(instances, long) is not instances[1]
+    instances[1].end(3)
+    where = policy.choose(instances, long)
+    assert where is not instances[1]
+    assert policy.choose(instances, long, "s") is where  # it has the prompt
+    home = where
+    home.welcome = welcome(incarnation=7)
+    home.chosen = 99
+    assert policy.choose(instances, asked[5], "s") is not home
+
+
 def test_the_hashes_are_those_of_the_cache_whatever_its_block_size() -> None:
     ids = array("i", range(100))
     for block in (16, 32):

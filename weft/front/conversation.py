@@ -51,6 +51,8 @@ class Sharing(msgspec.Struct, frozen=True, kw_only=True):
     """Lower ones go first."""
     salt: str = ""
     """Prefixes are shared only with requests of the same salt."""
+    session: str = ""
+    """The body's name of the conversation that this is a turn of, if it has one."""
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):

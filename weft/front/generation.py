@@ -15,6 +15,7 @@ from weft.front.context import Front
 from weft.front.misses import shown
 from weft.front.reading import Job, Prompt
 from weft.front.request_times import RequestTimes
+from weft.front.sessions import session_of
 from weft.front.streaming import within
 from weft.front.thinking import ThoughtBudget, after, single
 from weft.links.flow import Flow
@@ -45,6 +46,8 @@ class Generation:
         none.
         """
         self.choices: list[Choice] = []
+        self.headers: Mapping[str, str] = {}
+        """Of the request, which may name its session. To be set before ``build``."""
         self.explain = False
         """Whether the engine is to say why prompts were not cached further. To be set before ``build``."""
         self.tokenizer = front.text.tokenizer
@@ -101,6 +104,7 @@ class Generation:
         visible = self._front.text.output.visible_for(job.output)
         owner = self._front.ids.mint()
         self._ids.append(owner)
+        session = session_of(self.headers, job.sharing.session)
         for number, prompt in enumerate(job.prompts):
             made = submits_of(
                 prompt.data,
@@ -111,6 +115,7 @@ class Generation:
                 owner=owner,
                 grammar=job.grammar,
                 explain=self.explain,
+                session=session,
                 pooling=self._front.section.pooling if job.asked.encoding else "",
                 priority=job.sharing.priority,
                 salt=job.sharing.salt,

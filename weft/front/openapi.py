@@ -95,5 +95,5 @@ def secure(document: dict[str, Any], open_paths: Iterable[str]) -> None:
     }
     document["security"] = [{"bearer": []}, {"x-api-key": []}, {}]  # none, where the server has no key
     for path in open_paths:
-        for operation in document["paths"][path].values():
+        for operation in document["paths"].get(path, {}).values():  # a page is not described
             operation["security"] = []

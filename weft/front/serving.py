@@ -100,6 +100,7 @@ async def handle(
             body = await read_json(request, upload)
             held.enter_context(front.lifecycle.request())
             generation = Generation(front, times=times, deadline=deadline, seed=front.seeds.mint())
+            generation.headers = request.headers
             generation.explain = explains(front.config.cache.explain_cache, request.headers)
             held.callback(generation.close)
             held.callback(lambda: front.doors.spend(request.scope, generation.spent()))

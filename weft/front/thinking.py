@@ -73,5 +73,6 @@ def after(submit: Submit, output: list[int], *, sequence: int, request: int) -> 
         sequence=sequence,
         request=request,
         emitted_ids=ids_to_bytes(output),
+        explain=False,
         params=msgspec.structs.replace(submit.params, prompt_logprobs=-1),
     )

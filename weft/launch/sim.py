@@ -20,6 +20,7 @@ from weft.config.flags import SETTINGS, suggest
 from weft.config.resolved import KVConfig
 from weft.config.sections import Config, SchedulerSection
 from weft.launch import options
+from weft.launch.sim_agents import agents_command
 from weft.launch.sim_cluster import explore_command, replay_command
 from weft.launch.sim_plan import plan_command
 from weft.scheduler.step_cost import CostModel, StepShape
@@ -289,6 +290,7 @@ def table(rows: Sequence[tuple[str, Report]]) -> str:
     )
 
 
+sim.add_command(agents_command)
 sim.add_command(plan_command)
 sim.add_command(explore_command)
 sim.add_command(replay_command)

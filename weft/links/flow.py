@@ -117,6 +117,7 @@ def _join(run: list[TokenEvent]) -> TokenEvent:
         num_cached=max(event.num_cached for event in run),
         accepted=sum(event.accepted for event in run),
         rejected=sum(event.rejected for event in run),
+        cache_miss=next((event.cache_miss for event in run if event.cache_miss is not None), None),
     )
 
 

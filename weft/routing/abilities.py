@@ -12,12 +12,12 @@ from weft.routing.instances import Instance
 from weft.types.messages import Submit
 
 GRAMMARS_SINCE = 4
-"""The version of messages in which a Submit may have a grammar, pooling or explain."""
+"""The version of messages in which a Submit may have a grammar, pooling, explain or session."""
 
 
 def speaking(instances: Sequence[Instance], submit: Submit) -> Sequence[Instance]:
-    """Those of ``instances`` that understand all of ``submit``."""
-    if submit.grammar is None and not submit.pooling and not submit.explain:
+    """Those of ``instances`` that can do what ``submit`` asks."""
+    if submit.grammar is None and not submit.pooling:
         return instances
     return [one for one in instances if one.version >= GRAMMARS_SINCE]
 
@@ -25,7 +25,9 @@ def speaking(instances: Sequence[Instance], submit: Submit) -> Sequence[Instance
 def understood(submit: Submit, instance: Instance) -> Submit:
     """``submit`` as ``instance``, which is ``speaking``, knows it."""
     if instance.version < 2 and submit.attempt:
-        return msgspec.structs.replace(submit, attempt=0)
+        submit = msgspec.structs.replace(submit, attempt=0)
+    if instance.version < GRAMMARS_SINCE and (submit.explain or submit.session):  # it does as much without
+        submit = msgspec.structs.replace(submit, explain=False, session="")
     return submit
 
 
@@ -33,7 +35,7 @@ def too_old(submit: Submit) -> Unavailable:
     """Why there is none."""
     what = "response formats and tool grammars"
     if submit.grammar is None:
-        what = "embeddings" if submit.pooling else "explanations of cache misses"
+        what = "embeddings"
     return Unavailable(
         f"no engine of this server knows {what}: they run an older release of weft; upgrade their hosts"
     )

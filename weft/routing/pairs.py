@@ -119,36 +119,39 @@ class Router:
         takers = [one for one in takers if not one.unanswered or one.unanswered.isdisjoint(group)]
         if entry.pinned is not None:
             return next((Route(one) for one in takers if one.name == entry.pinned), None)
+        session = entry.submit.session
         hashes = hashes_of(entry.submit.prompt_ids, entry.submit.salt, entry.hashes)
         willing = [one for one in takers if one.name not in entry.refused]
         for able in (willing, takers):
             route = None
             if not entry.submit.pooling:
-                route = self._pair(able, hashes, near)
+                route = self._pair(able, hashes, near, session)
             elif prefill := [one for one in able if one.role == "prefill"]:  # nothing goes on from there
-                route = Route(self._policies.compute.choose(_among(prefill, near), hashes))
-            route = route or self._alone(able, hashes, near, local)
+                route = Route(self._policies.compute.choose(_among(prefill, near), hashes, session))
+            route = route or self._alone(able, hashes, near, local, session)
             if route is not None:
                 return route
         return None
 
     def _alone(
-        self, able: Sequence[Instance], hashes: Hashes, near: Collection[str], local: bool
+        self, able: Sequence[Instance], hashes: Hashes, near: Collection[str], local: bool, session: str
     ) -> Route | None:
         alone = [one for one in able if one.role == "unified"]
         alone = alone or [one for one in able if local and one.role == "decode"]
-        return Route(self._policies.compute.choose(_among(alone, near), hashes)) if alone else None
+        return Route(self._policies.compute.choose(_among(alone, near), hashes, session)) if alone else None
 
-    def _pair(self, able: Sequence[Instance], hashes: Hashes, near: Collection[str]) -> Route | None:
+    def _pair(
+        self, able: Sequence[Instance], hashes: Hashes, near: Collection[str], session: str
+    ) -> Route | None:
         prefill = [one for one in able if one.role == "prefill"]
         if not prefill:
             return None
         decode = [one for one in able if any(are_partners(each, one) for each in prefill)]
         if not decode:
             return None
-        decodes = self._policies.decode.choose(_among(decode, near), hashes)
+        decodes = self._policies.decode.choose(_among(decode, near), hashes, session)
         partners = [one for one in prefill if are_partners(one, decodes)]
-        return Route(self._policies.compute.choose(_among(partners, near), hashes), decodes)
+        return Route(self._policies.compute.choose(_among(partners, near), hashes, session), decodes)
 
 
 def _among(instances: Sequence[Instance], names: Collection[str]) -> Sequence[Instance]:

@@ -16,6 +16,11 @@ DEFAULT_BLOCK = 64
 MOST_BLOCKS = 65536
 """Blocks that an affinity remembers of one instance."""
 
+MOST_SESSIONS = 65536
+"""Sessions whose instance is remembered."""
+HOME_LOAD = 1.0
+"""Load, as of one running sequence, that a session waits for rather than go elsewhere. A guess: what its
+turns share beside this prompt's prefix is not seen here."""
 MOVED_TOKENS = 16 * PROMPT_TOKENS
 """Tokens of a prompt still to be moved that weigh as much as a running sequence. A guess: to move a token's
 cache costs far less than to compute it.
@@ -59,8 +64,8 @@ class Policy(abc.ABC):
         self.decisions = Decisions()
 
     @abc.abstractmethod
-    def choose(self, instances: Sequence[Instance], hashes: Hashes) -> Instance:
-        """``hashes``: of the prompt."""
+    def choose(self, instances: Sequence[Instance], hashes: Hashes, session: str = "") -> Instance:
+        """``hashes``: of the prompt. ``session``: that it is a turn of, if it is known."""
 
     def told(self, instance: Instance, idle: bool) -> None:  # noqa: B027, most need not know
         """``instance`` has told what it has cached, or (``idle``) that it has nothing to compute."""
@@ -73,7 +78,7 @@ class RoundRobin(Policy):
         super().__init__()
         self._last = -1
 
-    def choose(self, instances: Sequence[Instance], hashes: Hashes) -> Instance:
+    def choose(self, instances: Sequence[Instance], hashes: Hashes, session: str = "") -> Instance:
         chosen = min(instances, key=lambda one: (one.order <= self._last, one.order))
         self._last = chosen.order
         return chosen
@@ -82,7 +87,7 @@ class RoundRobin(Policy):
 class LeastLoad(Policy):
     """The least loaded; of equals the one chosen least often, then the first."""
 
-    def choose(self, instances: Sequence[Instance], hashes: Hashes) -> Instance:
+    def choose(self, instances: Sequence[Instance], hashes: Hashes, session: str = "") -> Instance:
         return min(instances, key=lambda instance: (instance.load, instance.chosen, instance.order))
 
 
@@ -94,7 +99,7 @@ class TwoChoices(Policy):
         self._random = random.Random(seed)
         self._least = LeastLoad()
 
-    def choose(self, instances: Sequence[Instance], hashes: Hashes) -> Instance:
+    def choose(self, instances: Sequence[Instance], hashes: Hashes, session: str = "") -> Instance:
         return self._least.choose(self._random.sample(instances, min(2, len(instances))), hashes)
 
 
@@ -104,6 +109,9 @@ class PrefixAffinity(Policy):
     So a conversation goes on where it was, unless that costs more in waiting than it saves. What an instance
     has is what it tells (``PrefixView``), and what was sent to the same process of it and is not computed
     yet; where it tells nothing, all that was sent there.
+
+    A session goes on at the same instance, unless another one has more of the prompt, or is less loaded by
+    more than ``HOME_LOAD``.
     """
 
     knows_prefixes = True
@@ -114,21 +122,36 @@ class PrefixAffinity(Policy):
         self._tokens = tokens
         self._known: dict[str, tuple[int, Recent[bytes, bool]]] = {}
         """Instance -> the incarnation that it is about, and hashes."""
+        self._homes: Recent[str, tuple[str, int]] = Recent(MOST_SESSIONS)
+        """Session -> the instance of its last turn, and its incarnation."""
 
-    def choose(self, instances: Sequence[Instance], hashes: Hashes) -> Instance:
+    def choose(self, instances: Sequence[Instance], hashes: Hashes, session: str = "") -> Instance:
         if len(instances) == 1:  # many long prompts take long to hash, and there is nothing to choose
+            self._settle(session, instances[0])
             return instances[0]
         self.decisions.count(instances)
-        cost = {instance.name: self._cost(instance, hashes) for instance in instances}
+        has = {one.name: self._has(one, hashes) for one in instances}
+        cost = {one.name: one.load - has[one.name] / self._tokens for one in instances}
         chosen = min(instances, key=lambda one: (cost[one.name], one.chosen, one.order))
+        home = self._homes.get(session) if session else None
+        for one in instances:
+            near = cost[one.name] - cost[chosen.name] <= HOME_LOAD and has[one.name] >= has[chosen.name]
+            if (one.name, one.incarnation) == home and near:
+                chosen = one
+        self._settle(session, chosen)
         self._remember(chosen, hashes(block_of(chosen)))
         return chosen
 
-    def _cost(self, instance: Instance, hashes: Hashes) -> float:
+    def _settle(self, session: str, instance: Instance) -> None:
+        if session:
+            self._homes.put(session, (instance.name, instance.incarnation))
+
+    def _has(self, instance: Instance, hashes: Hashes) -> int:
+        """Tokens of a prompt that it has probably cached."""
         incarnation, known = self._known.get(instance.name, (0, None))
         if incarnation != instance.incarnation:
             known = None
-        return instance.load - _cached(instance, hashes, known) / self._tokens
+        return _cached(instance, hashes, known)
 
     def _remember(self, instance: Instance, hashes: Sequence[bytes]) -> None:
         incarnation, known = self._known.get(instance.name, (0, None))

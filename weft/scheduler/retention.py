@@ -48,6 +48,8 @@ class Retention:
         self._caches.keep(kept)  # first: what both have stays where it is
         if before is not None:
             self._drop(before)
+        if not kept:
+            return
         self._sessions[session] = _Kept(kept, self.now + self._seconds)
         self.blocks += len(kept)
         while self.blocks > self._most:

@@ -12,6 +12,7 @@ from weft.common.errors import ContextLength, InvalidRequest
 from weft.types.messages import Submit
 from weft.types.sampling import MAX_TOP_LOGPROBS, REPETITION_PENALTY_RANGE, SEED_MASK, TokenParams
 
+MAX_SESSION = 64
 _U32 = (1 << 32) - 1
 _I64 = (1 << 63) - 1
 
@@ -48,6 +49,8 @@ def check_submit(submit: Submit, vocab_size: int, max_model_len: int) -> tuple[a
     _integer("owner", submit.owner, 0, SEED_MASK)
     _integer("seed", submit.seed, 0, SEED_MASK)
     _integer("choice", submit.choice, 0, _U32)
+    if len(submit.session) > MAX_SESSION:
+        raise InvalidRequest(f"a session's name has at most {MAX_SESSION} characters", param="session")
     _integer("priority", submit.priority, -_I64, _I64)
     _check_params(submit.params, vocab_size)
     return tokens + emitted, num_prompt

@@ -213,15 +213,7 @@ class Simulation:
             self._submit(self._arrivals.popleft())
 
     def _submit(self, arrival: Arrival) -> None:
-        number = len(self.streams)
-        submit = Submit(
-            sequence=number,
-            request=number,
-            seed=number,
-            prompt_ids=ids_to_bytes(self._prompts.make(arrival.prompt)),
-            params=TokenParams(max_tokens=arrival.output),
-            priority=-1 if arrival.background else 0,
-        )
+        submit = self._submit_of(len(self.streams), arrival)
         try:
             events = self.scheduler.add(submit, self.clock.now())
         except Overloaded:
@@ -232,6 +224,17 @@ class Simulation:
             return
         self.streams.append(Stream(arrival))
         self._hear(events)
+
+    def _submit_of(self, number: int, arrival: Arrival) -> Submit:
+        """The sequence ``number``, once: its prompt is made now."""
+        return Submit(
+            sequence=number,
+            request=number,
+            seed=number,
+            prompt_ids=ids_to_bytes(self._prompts.make(arrival.prompt)),
+            params=TokenParams(max_tokens=arrival.output),
+            priority=-1 if arrival.background else 0,
+        )
 
     def _hear(self, events: list[TokenEvent]) -> None:
         now = self.clock.now()

@@ -116,10 +116,11 @@ def submits_of(
     grammar: Grammar | None = None,
     pooling: Pooling = "",
     explain: bool = False,
+    session: str = "",
 ) -> list[Submit]:
     """One Submit for each of the ``n`` choices, in order; all share ``request``, the seed and the prompt's
     bytes (int32, little-endian). ``params`` are complete: nothing is checked or resolved here. ``owner``,
-    ``grammar`` and ``pooling``: see ``Submit``. ``explain``: likewise, of the first choice.
+    ``grammar``, ``pooling`` and ``session``: see ``Submit``. ``explain``: likewise, of the first choice.
     """
     first = Submit(
         sequence=ids.mint(),
@@ -132,6 +133,7 @@ def submits_of(
         owner=owner,
         grammar=grammar,
         pooling=pooling,
+        session=session,
     )
     # only choice 0 computes prompt logprobs: its siblings share the prompt
     sibling = msgspec.structs.replace(params, prompt_logprobs=-1)

@@ -106,7 +106,7 @@ class Generate(Constrained, frozen=True, kw_only=True):
 
     def sharing(self) -> Sharing:
         """How the request shares the server. Raises InvalidRequest."""
-        return sharing_of(self.priority, self.cache_salt)
+        return sharing_of(self.priority, self.cache_salt, self.prompt_cache_key or "")
 
     @property
     def usage_in_stream(self) -> bool:
@@ -120,7 +120,7 @@ class Generate(Constrained, frozen=True, kw_only=True):
         return SamplingParams(**{**given, **more})
 
 
-def sharing_of(priority: int | None, salt: str | None) -> Sharing:
+def sharing_of(priority: int | None, salt: str | None, session: str = "") -> Sharing:
     """Raises InvalidRequest for what cannot be."""
     if priority is not None:
         between("priority", priority, -MAX_PRIORITY, MAX_PRIORITY - 1)
@@ -128,7 +128,7 @@ def sharing_of(priority: int | None, salt: str | None) -> Sharing:
         raise InvalidRequest(
             "cache_salt must have 1 to 256 characters out of A-Z a-z 0-9 . _ ~ + / = -", param="cache_salt"
         )
-    return Sharing(priority=priority or 0, salt=salt or "")
+    return Sharing(priority=priority or 0, salt=salt or "", session=session)
 
 
 # fmt: off

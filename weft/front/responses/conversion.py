@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from weft.common.errors import InvalidRequest, NotFound
-from weft.front.conversation import AnswerOptions, Constraint, Conversation
+from weft.front.conversation import AnswerOptions, Constraint, Conversation, Sharing
 from weft.front.protocol.parse import printable
 from weft.front.responses.items import Adder
 from weft.front.responses.protocol import (
@@ -84,8 +84,16 @@ def conversation(
         tools=tools.use,
         constraint=_constraint(asked),
         effort=_effort(asked),
+        sharing=Sharing(session=_session(whole, history)),
     )
     return made, Facts() if whole is None else _facts(whole, tools, items, params)
+
+
+def _session(whole: ResponsesRequest | None, history: History) -> str:
+    """The client's key, or the first item of what the request goes on from."""
+    key = None if whole is None else whole.prompt_cache_key
+    first = history.items[0].get("id") if history.items else None
+    return key or (first if isinstance(first, str) else "")
 
 
 def _resolved(

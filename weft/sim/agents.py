@@ -1,0 +1,180 @@
+"""Traffic of coding agents on virtual time: long sessions whose turns share all but their end, and pauses
+between turns in which a tool runs, beside prompts that nobody asks again.
+
+Each turn's prompt is the last one's, its output, and what a tool said. A session's next turn comes when the
+last one has ended, after a pause.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from weft.config.resolved import KVConfig
+from weft.config.sections import SchedulerSection
+from weft.scheduler import Scheduler
+from weft.scheduler.step_cost import CostModel
+from weft.sim.engine import VOCABULARY, Simulation
+from weft.sim.metrics import Latency
+from weft.sim.workload import Arrival, in_order
+from weft.types.messages import Submit, TokenEvent, ids_to_bytes
+from weft.types.sampling import TokenParams
+
+
+@dataclass(frozen=True, slots=True)
+class Turn(Arrival):
+    """One request of a session, or (session -1) one of nobody's."""
+
+    session: int = -1
+    number: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agents:
+    """The traffic. By default as reported of agents: 43 turns, 140,000 tokens in and 400 out a turn."""
+
+    sessions: int = 6
+    turns: int = 43
+    first: int = 30_000
+    """Tokens of a session's first prompt."""
+    grows: int = 4_800
+    """What a tool adds to the prompt from turn to turn, on average."""
+    output: int = 400
+    shared: int = 15_000
+    """Leading tokens that all sessions have in common: instructions and tools."""
+    pause: float = 60.0
+    """Seconds, the mean of four of five pauses between turns; the others are 2.5 times as long."""
+    others: int = 1700
+    """Prompts of nobody's session, all along."""
+    other_tokens: int = 20_000
+    every: float = 2.0
+    """Seconds between two of them, on average."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.first + self.turns * (2 * self.grows + self.output) + self.output
+
+
+@dataclass(frozen=True, slots=True)
+class AgentReport:
+    """What sessions saw from their second turns on."""
+
+    turns: int
+    prompt_tokens: float
+    """Of a turn, on average."""
+    hit_rate: float
+    """Share of prompt tokens that were cached."""
+    ttft: Latency
+    other_ttft: Latency
+    """Of prompts of nobody's session."""
+    seconds: float
+    """Until the last turn had ended."""
+
+
+@dataclass(slots=True)
+class _Session:
+    tokens: np.ndarray
+    rng: np.random.Generator
+    pauses: random.Random
+    said: list[int] = field(default_factory=list)
+
+
+class AgentSimulation(Simulation):
+    """One run. ``retention``: of sessions, in seconds; 0: engines do not know of them."""
+
+    def __init__(
+        self,
+        kv: KVConfig,
+        section: SchedulerSection,
+        cost: CostModel,
+        agents: Agents,
+        *,
+        retention: float,
+        seed: int = 0,
+        noise: float = 0.0,
+    ) -> None:
+        super().__init__(kv, section, cost, _first_arrivals(agents, seed), seed=seed, noise=noise)
+        self.scheduler = Scheduler(kv, section, VOCABULARY, retention=retention)
+        self._agents = agents
+        self._requests = agents.sessions * agents.turns + agents.others
+        common = np.random.default_rng(seed).integers(0, VOCABULARY, agents.shared, dtype=np.int32)
+        self._sessions = [
+            _Session(common, np.random.default_rng((seed, number)), random.Random(f"{seed}/{number}"))
+            for number in range(agents.sessions)
+        ]
+        self._cached: dict[int, int] = {}
+
+    def agent_report(self) -> AgentReport:
+        """What was seen so far."""
+        turns = [
+            (number, stream.arrival, stream)
+            for number, stream in enumerate(self.streams)
+            if isinstance(stream.arrival, Turn) and stream.times
+        ]
+        later = [(number, turn, stream) for number, turn, stream in turns if turn.session >= 0 < turn.number]
+        others = [stream for _, turn, stream in turns if turn.session < 0]
+        tokens = sum(turn.prompt for _, turn, _ in later)
+        return AgentReport(
+            turns=len(later),
+            prompt_tokens=tokens / max(len(later), 1),
+            hit_rate=sum(self._cached.get(number, 0) for number, _, _ in later) / max(tokens, 1),
+            ttft=Latency.of([stream.times[0] - turn.at for _, turn, stream in later]),
+            other_ttft=Latency.of([stream.times[0] - stream.arrival.at for stream in others]),
+            seconds=self.clock.now(),
+        )
+
+    def _submit_of(self, number: int, arrival: Arrival) -> Submit:
+        assert isinstance(arrival, Turn)
+        if arrival.session < 0:
+            return super()._submit_of(number, arrival)
+        session = self._sessions[arrival.session]
+        more = session.rng.integers(0, VOCABULARY, arrival.prompt, dtype=np.int32)
+        session.tokens = np.concatenate([session.tokens, np.array(session.said, np.int32), more])
+        session.tokens = session.tokens[: arrival.prompt]
+        session.said = []
+        return Submit(
+            sequence=number,
+            request=number,
+            seed=number,
+            prompt_ids=ids_to_bytes(session.tokens),
+            params=TokenParams(max_tokens=arrival.output),
+            session=str(arrival.session),
+        )
+
+    def _hear(self, events: list[TokenEvent]) -> None:
+        for event in events:
+            turn = self.streams[event.sequence].arrival
+            self._cached.setdefault(event.sequence, event.num_cached)
+            if isinstance(turn, Turn) and turn.session >= 0:
+                self._sessions[turn.session].said += event.token_ids
+        super()._hear(events)
+
+    def _end(self, arrival: Arrival) -> None:
+        super()._end(arrival)
+        assert isinstance(arrival, Turn)
+        agents = self._agents
+        if arrival.session < 0 or arrival.number + 1 == agents.turns:
+            return
+        rng = self._sessions[arrival.session].pauses
+        pause = rng.random() * 2 * agents.pause * (2.5 if rng.random() < 0.2 else 1.0)
+        grown = rng.randint(1, 2 * agents.grows) + arrival.output
+        at, number = self.clock.now() + pause, arrival.number + 1
+        turn = Turn(at, arrival.prompt + grown, agents.output, 0, arrival.session, number)
+        self._arrivals = deque(in_order([*self._arrivals, turn]))
+
+
+def _first_arrivals(agents: Agents, seed: int) -> list[Arrival]:
+    rng = random.Random(seed)
+    made: list[Arrival] = [
+        Turn(rng.random() * 4 * agents.pause, agents.first, agents.output, 0, session)
+        for session in range(agents.sessions)
+    ]
+    at = 0.0
+    for _ in range(agents.others):
+        at += rng.expovariate(1 / agents.every)
+        made.append(Turn(at, agents.other_tokens, agents.output))
+    return in_order(made)
