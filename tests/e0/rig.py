@@ -189,6 +189,7 @@ class Answer:
     prompt_logprobs: list[tuple[Any, Any, Any]] = field(default_factory=list)
     accepted: int = 0
     rejected: int = 0
+    embedding: bytes = b""
 
 
 def submit(
@@ -232,6 +233,7 @@ def run(
             if event.finish is not None:
                 answer.ends.append(event.finish)
                 answer.error, answer.stop_id = event.error, event.stop_id
+                answer.embedding = event.embedding
 
     number = 0
     while number < len(submits) or engine.has_work() or engine.awaiting:

@@ -52,7 +52,7 @@ def test_routes(fake: Any) -> None:
     assert [m["id"] for m in models["data"]] == ["fake", "org/alias"]
     assert models["data"][0] == fake.http.get("/v1/models/fake").json()
     assert fake.http.get("/v1/models/org/alias").json()["max_model_len"] == 512
-    for path in ("/", "/nowhere", "/v1", "/v1/", "/v1/embeddings", "/health//", "/v1/chat/completions/x"):
+    for path in ("/", "/nowhere", "/v1", "/v1/", "/v1/embedding", "/health//", "/v1/chat/completions/x"):
         answer = fake.http.get(path)
         assert answer.status_code == 404, path
         error_of(answer)

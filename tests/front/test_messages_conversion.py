@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from weft.common.errors import InvalidRequest
+import weft
+from tests.support.tool_template import write_template
+from weft.common.errors import InvalidRequest, NotFound
 from weft.front.conversation import Conversation
 from weft.front.messages.conversion import Facts, conversation
 from weft.front.messages.protocol import CountRequest, MessagesRequest
+from weft.front.messages.read import read_messages
 from weft.front.protocol.parse import parse
+from weft.front.reading import Job, Reader
 from weft.front.thoughts import sealed
+from weft.text.model import TextModel
+from weft.text.submit import ModelLimits
 
+FOLDER = Path(weft.__file__).parent / "checkpoints/spool-text"
 HELLO = {"role": "user", "content": "hello"}
 LINE = "x-anthropic-billing-header: cc_version=2.1; cch=5f3a1;"
 TOOL = {"name": "f", "description": "does", "input_schema": {"type": "object", "properties": {}}}
@@ -328,3 +336,29 @@ def test_a_count_needs_no_length_and_takes_what_a_prompt_consists_of() -> None:
     made, _ = conversation(asked, system_inside=True, keep_attribution=False)
     assert [message["role"] for message in made.messages] == ["system", "user"]
     assert [tool.name for tool in made.tools.tools] == ["f"]
+
+
+def test_wishes_that_a_model_does_not_know_are_no_errors(tmp_path: Path) -> None:
+    limits = ModelLimits(vocab_size=1024, max_model_len=2048, end_ids=(2,))
+    plain = Reader(TextModel.load(FOLDER), ("m",), limits, 1 << 20)
+    thinks = Reader(TextModel.load(FOLDER, write_template(tmp_path)), ("m",), limits, 1 << 20)
+
+    def job(reader: Reader, **fields: Any) -> Job:
+        body = {"model": "m", "max_tokens": 10**6, "messages": [HELLO], **fields}
+        return read_messages(reader, json.dumps(body).encode())
+
+    enabled = {"type": "enabled", "budget_tokens": 1024}
+    for fields in (
+        {"thinking": enabled},
+        {"thinking": {"type": "disabled"}},
+        {"output_config": {"effort": "max"}},
+    ):
+        made = job(plain, **fields)
+        assert made.prompts == job(plain).prompts
+        assert made.thinking_budget is None
+    assert job(thinks, thinking=enabled).thinking_budget == 1024
+    assert job(thinks, thinking={"type": "disabled"}).prompts != job(thinks).prompts
+    room = job(plain).prompts[0]
+    assert room.max_tokens == 2048 - room.count, "as much as the context has room for"
+    with pytest.raises(NotFound):
+        job(plain, model="other")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 
 from tests.support.servers import Running
 from tests.support.text_folders import write_tokenizer
+from weft.common import env
 
 TEMPLATE = (
     "{%- if tools -%}{{- '<|im_start|>system\n# Tools\n' -}}"
@@ -311,3 +314,39 @@ def test_many_schemas_keep_the_server_small(server: Running) -> None:
     for number in range(200, 700):
         ask(server, "json please", guided_json=schema(number))
     assert memory() - before < 40_000, "KiB"
+
+
+def test_default_variables_of_the_template(start_scripted: Any, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, added=["<think>", "</think>"], template=TEMPLATE)
+    script = [
+        {"match": "<think>\n\n</think>", "text": "quick", "repeat": True},
+        {"text": THOUGHT + "slow", "repeat": True},
+    ]
+    flags = ("--tokenizer", str(tmp_path), "--max-model-len", "512")
+    server = start_scripted(script, *flags, "--default-chat-template-kwargs", '{"enable_thinking": false}')
+    assert ask(server, "x")["message"]["content"] == "quick"
+    for fields in ({"reasoning_effort": "high"}, {"chat_template_kwargs": {"enable_thinking": True}}):
+        assert ask(server, "x", **fields)["message"]["content"].strip() == "slow"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--default-chat-template-kwargs", "{"),
+        ("--default-chat-template-kwargs", "[]"),
+        ("--default-chat-template-kwargs", '{"tools": []}'),
+        ("--tool-call-parser", "nope"),
+        ("--allowed-origins", "example.org"),
+        ("--api-key", "same", "--admin-key", "same"),
+    ],
+)
+def test_flags_that_cannot_be_are_named(flags: tuple[str, ...], tmp_path: Path) -> None:
+    script = tmp_path / "script.yaml"
+    script.write_text("- text: x\n")
+    command = [sys.executable, "-m", "weft", "serve", "--port", "0", "--scripted", str(script), *flags]
+    ended = subprocess.run(
+        command, env=env.child_environment(), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == 2
+    assert flags[-2] in ended.stderr
+    assert "Traceback" not in ended.stderr

@@ -781,3 +781,27 @@ def test_a_group_that_is_lost_in_place_counts_as_a_loss_of_those_that_ran() -> N
             assert one.fleet.entries[1].losses == time + 1
         one.tokens(name, 1, finish="evicted", error=lost, attempt=MOST_LOSSES)
         assert 1 not in one.fleet.entries
+
+
+# -- embeddings
+
+
+@pytest.mark.parametrize("names", ["pd", "p", "apd"])
+def test_what_ends_with_its_prompt_goes_to_one_that_prefills(names: str) -> None:
+    """Without a room, and whether or not another one decodes."""
+    one = pairs(*names, versions=dict.fromkeys(names, 4))
+    ((name, submit),) = ask(one, 5, pooling="mean")
+    assert (name, submit.room, submit.pooling) == ("p", None, "mean")
+    one.say(name, m.Tokens(step=1, events=(m.TokenEvent(sequence=5, embedding=b"1234", finish="stop"),)))
+    (event,) = one.told()
+    assert (event.embedding, event.finish) == (b"1234", "stop")
+    over(one)
+
+
+def test_without_one_that_prefills_it_goes_to_others_that_can() -> None:
+    assert ask(pairs("a", versions={"a": 4}), 5, pooling="last")[0][0] == "a"
+    one = pairs("d", versions={"d": 4})
+    assert ask(one, 5, pooling="last") == []
+    one.now += PATIENCE.role
+    one.on(e.Tick())
+    assert where(one) == ["d"]

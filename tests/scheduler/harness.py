@@ -63,11 +63,13 @@ def audit(scheduler: Scheduler) -> None:
             for block in blocks:
                 held[block] = held.get(block, 0) + 1
         assert 0 not in held
-        places = [*pool._free, *pool._cached, *held]
+        places = [*pool._free, *pool._cached, *pool._kept, *held]
         assert sorted(places) == list(range(1, pool.num_blocks + 1))
         assert all(pool._references[block] == held.get(block, 0) for block in places)
         assert {pool._index[key] for key in pool._index} == {b for b in places if pool._key[b]}
-        assert all(pool._key[block] is not None for block in pool._cached)
+        assert all(pool._key[block] is not None for block in [*pool._cached, *pool._keeps])
+        assert set(pool._kept) <= set(pool._keeps)
+        assert not set(pool._cached) & set(pool._keeps)
     slots = state.slots
     taken = [s.state.slot for s in state.running]  # type: ignore[union-attr]
     taken += [state.rooms._records[key].slot for key in state.rooms.parting]

@@ -191,6 +191,7 @@ class _Run:
                 answer.tokens += event.token_ids
                 if event.finish is not None:
                     answer.ends.append(event.finish)
+                    answer.embedding = event.embedding
                     with self.lock:
                         self.ended += 1
         return answers

@@ -51,6 +51,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
+        priority: int = 0,
         grammar: Grammar | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yields everything so far each time something comes; the last output has ``finished``.
@@ -58,7 +59,7 @@ class AsyncLLM:
         ``prompt`` is a string, ``{"prompt": ...}``, ``{"prompt_token_ids": [...]}`` or
         ``{"messages": [...]}`` (a conversation, through the chat template; the other options of
         ``LLM.chat`` may stand beside it). ``grammar``: what each whole output may be, see ``LLM.generate``.
-        Leaving the iterator, or cancelling it, ends the request.
+        Smaller ``priority`` comes first. Leaving the iterator, or cancelling it, ends the request.
 
         Raises InvalidRequest, ContextLength, Overloaded, or EngineDead. When only one of the sequences
         fails, that output has finish_reason "error" and ``error``.
@@ -66,6 +67,11 @@ class AsyncLLM:
         params = SamplingParams() if sampling_params is None else sampling_params
         seed = self._maker.seeds.mint()
         request = await self._prepare(prompt, params, seed, request_id, grammar)
+        try:
+            request.prioritise(priority)
+        except InvalidRequest:
+            self._maker.release(request)
+            raise
         if request.request_id in self._requests:
             self._maker.release(request)
             raise InvalidRequest("a request with this request_id is running", param="request_id")

@@ -99,6 +99,13 @@ class FrontSection(Section, frozen=True, kw_only=True):
         str | None,
         Meta(description="File of outputs that are played to requests, without a model (docs/scripted.md)."),
     ] = None
+    pooling: Annotated[
+        Literal["last", "mean"],
+        Meta(
+            description="What /v1/embeddings makes of a prompt's final hidden states: the last one, or the "
+            "mean of all. Vectors have length 1."
+        ),
+    ] = "last"
     max_request_bytes: Annotated[int, Meta(ge=1024, description="Largest request body.")] = 8 << 20
     max_response_bytes: Annotated[
         int,

@@ -94,6 +94,23 @@ class CacheSection(Section, frozen=True, kw_only=True):
         float, Meta(gt=0, le=1, description="Share of a GPU's memory for weights, activations and cache.")
     ] = 0.9
     enable_prefix_caching: Annotated[bool, Meta(description="Reuse the cache of equal prefixes.")] = True
+    session_retention: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=86400,
+            description="Seconds after a turn of a session (header x-session-id and the like) in which its "
+            "blocks are evicted after all others; at most half of the cache is kept so.",
+        ),
+    ] = 120.0
+    explain_cache: Annotated[
+        Literal["off", "asked", "all"],
+        Meta(
+            description="Say in answers why a prompt was not found further in the prefix cache. asked: where "
+            "a request has the header x-weft-explain-cache; all: always. Shows tokens of earlier prompts "
+            "of the same cache_salt, so only where clients trust each other."
+        ),
+    ] = "off"
 
 
 class SchedulerSection(Section, frozen=True, kw_only=True):
@@ -184,6 +201,14 @@ class RunnerSection(Section, frozen=True, kw_only=True):
             "operation has no such form. Dense models on a CPU are so by default."
         ),
     ] = False
+    logprobs_mode: Annotated[
+        Literal["raw_logprobs", "processed_logprobs"],
+        Meta(
+            description="What logprobs of output tokens are of: the model's own logits (raw), or what a "
+            "token was drawn from: masks, bias, penalties, temperature, top-k, top-p and min-p applied "
+            "(processed). Those of prompts are raw."
+        ),
+    ] = "raw_logprobs"
     decode_graphs: Annotated[
         bool,
         Meta(

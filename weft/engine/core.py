@@ -52,6 +52,8 @@ from weft.types.plan import StepPlan
 
 log = get_logger(__name__)
 
+REMEMBERED_BYTES = 64 << 20
+"""Of earlier prompts, where misses of the prefix cache are explained."""
 RECOVERY_POLL = 0.05
 """Seconds that a ``step`` waits for a group that is being formed anew."""
 
@@ -102,7 +104,13 @@ class EngineCore:
         self._fingerprint = "" if config.transfer.role == "unified" else fingerprint(config)
         self.runner = runner or start_executor(config, progress=progress)
         self.scheduler = Scheduler(
-            self.runner.kv, config.scheduler, config.spec.vocab_size, config.speculation, config.transfer
+            self.runner.kv,
+            config.scheduler,
+            config.spec.vocab_size,
+            config.speculation,
+            config.transfer,
+            0 if config.cache.explain_cache == "off" else REMEMBERED_BYTES,
+            config.cache.session_retention,
         )
         self.domain = domain or self.runner.domain
         """Where other replicas have a part in every step."""

@@ -23,6 +23,7 @@ from weft.config.resolved import EngineConfig
 from weft.engine.engine_server import IDLE_POLL_MS, EngineServer
 from weft.engine.listener import Listener
 from weft.engine.script import Entry, Output, read_script
+from weft.kv.prefix_log import PrefixLog
 from weft.scheduler.validate import check_submit
 from weft.text.model import TextModel
 from weft.types.messages import (
@@ -185,6 +186,10 @@ class ScriptedEngine:
             free_slots=max(self._config.scheduler.max_num_seqs - len(self._live), 0),
         )
 
+    def follow_prefixes(self) -> tuple[PrefixLog, int] | None:
+        """There is no prefix cache."""
+        return None
+
     def welcome(self, incarnation: int) -> Welcome:
         """What a front must know."""
         kv = self._config.kv
@@ -198,9 +203,6 @@ class ScriptedEngine:
             deterministic=True,
             block_size=kv.block_size,
         )
-
-    def follow_prefixes(self) -> None:
-        """It has no prefix cache of which it could tell."""
 
     # -- what its loop asks
 

@@ -15,8 +15,25 @@ MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON can't write."""
 
 
-class PromptTokensDetails(msgspec.Struct, kw_only=True):
+class ShownMiss(msgspec.Struct, kw_only=True):
+    """Why the cached part of a prompt ends where it does."""
+
+    reason: str
+    """"none": nothing more could be cached. "differs": an earlier sequence goes on with other tokens.
+    "evicted", "state" (no snapshot of a recurrent state), "salt", "computing" (right now), "new",
+    "disabled"."""
+    position: int
+    """Tokens of the prompt that were found; with "differs", that are alike."""
+    ours: str | UnsetType = UNSET
+    """With "differs": how the prompt goes on from there."""
+    theirs: str | UnsetType = UNSET
+    """How the earlier sequence does."""
+
+
+class PromptTokensDetails(msgspec.Struct, kw_only=True, omit_defaults=True):
     cached_tokens: int
+    cache_miss: ShownMiss | None = None
+    """Of the first prompt, where it was asked for."""
 
 
 class CompletionTokensDetails(msgspec.Struct, kw_only=True):
@@ -178,6 +195,25 @@ class Completion(msgspec.Struct, kw_only=True):
     usage: Usage | UnsetType | None = UNSET
 
 
+class Embedding(msgspec.Struct, kw_only=True):
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+    """Of length 1; with ``encoding_format`` base64 the bytes of little-endian float32 numbers."""
+
+
+class EmbeddingUsage(msgspec.Struct, kw_only=True):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(msgspec.Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
 class ModelCard(msgspec.Struct, kw_only=True):
     id: str
     object: Literal["model"] = "model"
@@ -221,7 +257,13 @@ def error_response(error: ErrorInfo) -> ErrorResponse:
     )
 
 
-def make_usage(prompt: int, completion: int, cached: int, drafts: tuple[int, int] | None = None) -> Usage:
+def make_usage(
+    prompt: int,
+    completion: int,
+    cached: int,
+    drafts: tuple[int, int] | None = None,
+    miss: ShownMiss | None = None,
+) -> Usage:
     """Token counts of a request over all its prompts and choices. ``drafts``: (accepted, rejected)."""
     details: CompletionTokensDetails | UnsetType = UNSET
     if drafts is not None:
@@ -232,7 +274,7 @@ def make_usage(prompt: int, completion: int, cached: int, drafts: tuple[int, int
         prompt_tokens=prompt,
         completion_tokens=completion,
         total_tokens=prompt + completion,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached, cache_miss=miss),
         completion_tokens_details=details,
     )
 

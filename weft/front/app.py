@@ -14,17 +14,19 @@ from starlette.routing import Match
 
 from weft import __version__
 from weft.common.errors import MethodNotAllowed, NotFound, WeftError
-from weft.front import answers, docs_page, openapi
+from weft.front import answers, docs_page, openapi, page
 from weft.front.chat import chat
 from weft.front.completions import completions
 from weft.front.context import Front
 from weft.front.doors import OPEN_PATHS
+from weft.front.embeddings import embeddings
 from weft.front.lifecycle import Phase
 from weft.front.messages.routes import add_messages
 from weft.front.metrics import CONTENT_TYPE
 from weft.front.middleware import AccessGate, error_answer
 from weft.front.protocol.chat import ChatRequest
 from weft.front.protocol.completions import CompletionRequest
+from weft.front.protocol.embeddings import EmbeddingRequest
 from weft.front.responses.routes import add_responses
 from weft.front.small_routes import add_admin, add_tokenizing
 
@@ -64,6 +66,11 @@ def _add_generation(app: FastAPI, front: Front) -> None:
     async def create_completion(request: Request) -> Response:
         """Continues a text."""
         return await completions(front, request)
+
+    @app.post("/v1/embeddings", openapi_extra=openapi.answers_of(EmbeddingRequest, answers.EmbeddingList))
+    async def create_embedding(request: Request) -> Response:
+        """Makes a vector of each text, from the model's last hidden states."""
+        return await embeddings(front, request)
 
 
 def _add_models(app: FastAPI, front: Front) -> None:
@@ -120,6 +127,11 @@ def _add_state(app: FastAPI, front: Front) -> None:
     async def version() -> Response:
         """The server's version."""
         return _json({"version": __version__})
+
+    @app.get("/", include_in_schema=False)
+    async def root() -> Response:
+        """A page for a browser: model, load and a chat box."""
+        return page.answer()
 
     @app.get("/docs", include_in_schema=False)
     async def docs(request: Request) -> Response:

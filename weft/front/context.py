@@ -123,7 +123,7 @@ class Front:
     async def start(self) -> None:
         """Loads tokenizer and template while the head loads its model. Raises ConfigError or WeftError."""
         if self._siblings is not None:
-            await self._siblings.start(self.metrics.own)
+            await self._siblings.start(self.metrics.own, self._abort_here)
         loop = asyncio.get_running_loop()
         files = TextSetup.of(self.config, self.section)
         text = await loop.run_in_executor(self._pool, files.load)
@@ -174,6 +174,16 @@ class Front:
             others = await self._siblings.pages()
             page = self.metrics.render_all({self._siblings.name: self.metrics.own(), **others})
         return page + as_vllm(page) if self.section.vllm_metrics else page
+
+    async def abort(self, rid: str) -> bool:
+        """Ends the request whose answer has exactly this id, whichever front has it; whether there is one."""
+        return self._abort_here(rid) or (self._siblings is not None and await self._siblings.abort(rid))
+
+    def _abort_here(self, rid: str) -> bool:
+        generation = self.running.get(rid)
+        if generation is not None:
+            generation.abort()
+        return generation is not None
 
     @property
     def text(self) -> TextModel:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -28,11 +28,13 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Whether no output is wanted. The engine makes at least one token: it is not shown."""
     include_reasoning: bool = True
     """Whether thoughts are shown."""
+    encoding: Literal["", "float", "base64"] = ""
+    """Of embeddings: no output is wanted, but a vector for each prompt."""
 
     @property
     def heavy(self) -> bool:
         """Whether an answer may be much larger than its text."""
-        return self.top is not None or self.prompt_logprobs
+        return self.top is not None or self.prompt_logprobs or bool(self.encoding)
 
 
 class Constraint(msgspec.Struct, frozen=True, kw_only=True):

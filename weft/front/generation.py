@@ -12,6 +12,7 @@ import msgspec
 from weft.common.errors import EngineDead, InvalidRequest, Overloaded, ReportedError
 from weft.front.answers import Usage, make_usage
 from weft.front.context import Front
+from weft.front.misses import shown
 from weft.front.reading import Job, Prompt
 from weft.front.request_times import RequestTimes
 from weft.front.streaming import within
@@ -44,6 +45,8 @@ class Generation:
         none.
         """
         self.choices: list[Choice] = []
+        self.explain = False
+        """Whether the engine is to say why prompts were not cached further. To be set before ``build``."""
         self.tokenizer = front.text.tokenizer
         self._front = front
         self._times = times
@@ -75,7 +78,10 @@ class Generation:
         most = self._front.config.scheduler.max_queued_requests
         # All of them reach the queue before the next step takes any out of it: more would get 429 for ever.
         if len(job.prompts) * job.params.n > most:
-            raise InvalidRequest(f"prompts times n must be at most {most} on this server", param="n")
+            raise InvalidRequest(
+                f"prompts times n must be at most {most} on this server",
+                param="input" if job.asked.encoding else "n",
+            )
         size = sum(prompt.count for prompt in job.prompts) * 4 * job.params.n
         if size > MAX_SUBMITTED:
             raise InvalidRequest(
@@ -104,6 +110,8 @@ class Generation:
                 seed=minted_seed(seed, number) if number and given is None else seed,
                 owner=owner,
                 grammar=job.grammar,
+                explain=self.explain,
+                pooling=self._front.section.pooling if job.asked.encoding else "",
                 priority=job.sharing.priority,
                 salt=job.sharing.salt,
             )
@@ -279,6 +287,7 @@ class Generation:
             completion=sum(len(choice.token_ids) for choice in self.choices),
             cached=sum(choice.num_cached for choice in self.choices[::n]),
             drafts=drafts,
+            miss=shown(self.choices[0].cache_miss, self.job.prompts[0].data, self.tokenizer),
         )
 
     def succeeded(self) -> None:

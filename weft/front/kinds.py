@@ -12,6 +12,7 @@ from weft.front.tokenizing import detokenize, tokenize
 KINDS: dict[str, Callable[[Reader, bytes], Job]] = {
     "chat": Reader.chat,
     "completions": Reader.completions,
+    "embeddings": Reader.embeddings,
     "messages": read_messages,
     "count": read_count,
     "responses": read_response,

@@ -109,6 +109,9 @@ _COUNTERS: dict[str, tuple[str, Callable[[HeadStats], float]]] = {
         lambda s: s.preemptions,
     ),
     "engine_steps": ("Forward passes.", lambda s: s.steps),
+    "engine_prefill_rows": ("Rows of prompts in forward passes.", lambda s: s.prefill_rows),
+    "engine_prefill_tokens": ("Tokens of those rows.", lambda s: s.prefill_tokens),
+    "engine_decode_rows": ("Rows of running sequences in forward passes.", lambda s: s.decode_rows),
     "engine_mixed_steps": ("Forward passes with prefill and decode rows.", lambda s: s.mixed_steps),
     "spec_decode_num_draft_tokens": ("Drafts verified.", lambda s: sum(s.drafts)),
     "spec_decode_num_accepted_tokens": ("Drafts that became tokens.", lambda s: sum(s.drafts_accepted)),
@@ -291,6 +294,7 @@ _EVENTS = (
     ("request_success", "Choices that ended well.", ("model_name", "finished_reason")),
     ("request_failure", "Requests that ended in an error.", ("model_name", "code")),
     ("http_requests", "HTTP requests answered.", ("route", "method", "status")),
+    ("prefix_cache_misses", "Prompts, by why the cached prefix ended.", ("model_name", "reason")),
 )
 
 
@@ -310,7 +314,7 @@ class Metrics:
         self.time_to_first_token, self.inter_token, self.e2e, self.prompt_tokens, self.generation_tokens = (
             histogram.labels(model) for histogram in made
         )
-        self.success, self.failure, self.http = (
+        self.success, self.failure, self.http, self.misses = (
             Counter(f"weft:{name}", text, labels, registry=self._own) for name, text, labels in _EVENTS
         )
 

@@ -73,9 +73,10 @@ def answers_of(request: type, answer: type, *, error: type = answers.ErrorRespon
     }
 
 
-def returns(answer: type) -> dict[str, Any]:
-    """The same for a route that only answers."""
-    return {"responses": {"200": {"description": "OK", "content": _json(answer)}, **_errors(401, 403, 404)}}
+def returns(answer: type, *refusals: int) -> dict[str, Any]:
+    """The same for a route that only answers. ``refusals``: statuses of errors beside the usual ones."""
+    errors = _errors(*refusals, 401, 403, 404)
+    return {"responses": {"200": {"description": "OK", "content": _json(answer)}, **errors}}
 
 
 def probes() -> dict[str, Any]:

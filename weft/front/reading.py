@@ -19,8 +19,9 @@ from weft.front.asked_output import grammar_of, output_of, variables_of
 from weft.front.conversation import AnswerOptions, Conversation, Sharing
 from weft.front.protocol.chat import ChatRequest
 from weft.front.protocol.completions import DEFAULT_COMPLETION_TOKENS, CompletionRequest
+from weft.front.protocol.embeddings import EmbeddingRequest
 from weft.front.protocol.parse import parse, printable
-from weft.front.turns import shows_system_inside
+from weft.front.turns import shows_system_inside, shows_users_apart
 from weft.grammar.service import GrammarService
 from weft.text.chat import ChatPrompt
 from weft.text.model import TextModel
@@ -121,6 +122,11 @@ class Reader:
     def system_inside(self) -> bool:
         """Whether the chat template shows a system message that is not the first one."""
         return shows_system_inside(self.text.chat)
+
+    @functools.cached_property
+    def users_apart(self) -> bool:
+        """Whether the chat template takes two messages of the user in a row."""
+        return shows_users_apart(self.text.chat)
 
     def check_model(self, name: str) -> None:
         """Raises NotFound unless ``name`` is served."""
@@ -232,6 +238,21 @@ class Reader:
             params = msgspec.structs.replace(params, max_tokens=least)
         return self._job(
             prompts, params, form, continues=True, param="prompt", grammar=grammar, sharing=asked.sharing()
+        )
+
+    def embeddings(self, body: bytes) -> Job:
+        """Reads an embeddings request. Raises WeftError."""
+        asked = parse(body, EmbeddingRequest)
+        check_model(asked.model, self._names)
+        prompts = [self._prompt(prompt, "input", echo=False)[0] for prompt in asked.prompts()]
+        return Job(
+            prompts=[Prompt(data=prompt_bytes(ids, self.limits, "input"), max_tokens=1) for ids in prompts],
+            params=SamplingParams(max_tokens=1),
+            token_params=TokenParams(max_tokens=1),
+            asked=AnswerOptions(model=asked.model, stream=False, encoding=asked.encoding_format or "float"),
+            continues=True,
+            param="input",
+            sharing=asked.sharing(),
         )
 
     def _prompt(self, prompt: str | list[int], param: str, echo: bool) -> tuple[list[int], str]:

@@ -23,6 +23,7 @@ from weft.front.answers import Usage
 from weft.front.body import read_json
 from weft.front.context import Front
 from weft.front.generation import Generation
+from weft.front.misses import explains
 from weft.front.reading import Job
 from weft.front.request_times import RequestTimes
 from weft.front.streaming import JSON, EventStream, Silence, StreamForm, watched, within
@@ -99,6 +100,7 @@ async def handle(
             body = await read_json(request, upload)
             held.enter_context(front.lifecycle.request())
             generation = Generation(front, times=times, deadline=deadline, seed=front.seeds.mint())
+            generation.explain = explains(front.config.cache.explain_cache, request.headers)
             held.callback(generation.close)
             held.callback(lambda: front.doors.spend(request.scope, generation.spent()))
             times.mark("body is here")

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from weft.common.errors import NotFound
+from weft.common.errors import InvalidRequest, NotFound
 from weft.common.log import get_logger
 from weft.front import openapi
 from weft.front.answers import to_json
 from weft.front.body import read_json
 from weft.front.context import Front
-from weft.front.protocol.parse import Body, parse, short
+from weft.front.protocol.parse import Body, parse
 from weft.front.streaming import JSON, within
 from weft.front.tokenizing import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 
 log = get_logger(__name__)
 
-SMALL_BODY = 16 << 10
-"""Bytes of an operator's request."""
+_ID = re.compile(r"[A-Za-z0-9_\-]{1,128}")
 
 
 class AbortRequest(Body, frozen=True, kw_only=True):
@@ -31,7 +31,8 @@ class AbortRequest(Body, frozen=True, kw_only=True):
     """The id of an answer, as its stream shows it; all of it."""
 
     def check(self) -> None:
-        short("rid", self.rid)
+        if not _ID.fullmatch(self.rid):
+            raise InvalidRequest("rid must be the id of an answer", param="rid")
 
 
 class Done(msgspec.Struct, kw_only=True):
@@ -65,10 +66,8 @@ def add_admin(app: FastAPI, front: Front) -> None:
         """
         with front.bodies.upload() as upload:
             body = b"".join(await read_json(request, upload))
-        generation = front.running.get(parse(body, AbortRequest).rid)
-        if generation is None:
+        if not await front.abort(parse(body, AbortRequest).rid):
             raise NotFound("no request with this id is being answered", param="rid")
-        generation.abort()
         return Response(to_json(Done(status="aborted")), media_type=JSON)
 
     @app.post("/admin/drain", openapi_extra=openapi.returns(Done))

@@ -79,3 +79,11 @@ def _check_tool(tool: Tool, number: int) -> None:
     if tool.parameters.get("type", "object") != "object":
         raise InvalidRequest(f"{where}: the schema of its parameters must be of an object", param="tools")
     check_schema(tool.parameters, where)
+    try:
+        msgspec.msgpack.encode(tool.parameters)  # as it goes from a process that reads bodies
+    except (OverflowError, RecursionError):
+        raise InvalidRequest(
+            f"{where}: the schema of its parameters holds integers of more than 64 bits, or is nested too "
+            "deeply",
+            param="tools",
+        ) from None

@@ -92,6 +92,15 @@ def shows_system_inside(chat: ChatFormat) -> bool:
     return _PROBE in shown.text
 
 
+def shows_users_apart(chat: ChatFormat) -> bool:
+    """Whether a conversation's template takes two messages of the user in a row."""
+    try:
+        chat.encode([{"role": "user", "content": text} for text in ("a", _PROBE)])
+    except InvalidRequest:
+        return False
+    return True
+
+
 def effort_shown(effort: str | None, chat: ChatFormat) -> str | None:
     """``effort`` where the model's template has a variable for it; else None.
 

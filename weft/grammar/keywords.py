@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.grammar.patterns import ECMA
+from weft.grammar.patterns import JSON_STRING
 from weft.grammar.schema import Keywords
 
 LLGUIDANCE = Keywords(
@@ -40,6 +40,6 @@ LLGUIDANCE = Keywords(
 XGRAMMAR = Keywords(
     backend="xgrammar",
     supported=LLGUIDANCE.supported - {"multipleOf", "patternProperties", "minProperties", "maxProperties"},
-    dialect=ECMA,
+    dialect=JSON_STRING,
 )
 """Of what is left ``narrow`` refuses more: combinations of keywords that it reads as either of them."""

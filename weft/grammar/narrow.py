@@ -48,6 +48,8 @@ def _one(schema: Any) -> Any:
     if schema is False:
         _refuse("a schema that is false")
     schema = _without_all_of(schema)
+    if not schema:
+        return True
     for key in ("enum", "const"):
         if key in schema:
             return _constants(schema, key)
@@ -109,11 +111,19 @@ def _of_type(kind: str, keys: dict[str, Any]) -> dict[str, Any]:
             _refuse("pattern (or format) beside minLength or maxLength")
         if _QUOTED.search(_NEGATED.sub("", keys["pattern"])):
             _refuse("a quotation mark, a backslash or a control character in a pattern")
+    if kind == "string" and keys:
+        return {"type": kind, "pattern": keys.get("pattern") or _length(keys)}
     if kind == "array":
         return {"type": kind, **_array(keys)}
     if kind == "object":
         return {"type": kind, **_object(keys)}
     return {"type": kind, **keys}
+
+
+def _length(keys: dict[str, Any]) -> str:
+    """Bounds of length as a pattern: with the keywords for it xgrammar takes control characters, too."""
+    least, most = keys.get("minLength", 0), keys.get("maxLength", "")
+    return rf'^[^"\\\u0000-\u001f\ud800-\udfff]{{{least},{most}}}$'
 
 
 def _whole_bounds(keys: dict[str, Any]) -> dict[str, Any]:

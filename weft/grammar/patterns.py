@@ -35,6 +35,10 @@ class Dialect(msgspec.Struct, frozen=True, kw_only=True):
     not_digit: str = ""
     """One character that no dialect takes for a digit; "" for none."""
     not_word: str = ""
+    excluded: str = ""
+    """What every negated class leaves out as well, as it stands in a class; no other class may hold it."""
+    optional: str = "?"
+    """Once or not at all."""
     space: str = " "
     """Characters that every dialect takes for white space, as far as they can stand in a text."""
 
@@ -47,7 +51,15 @@ RUST = Dialect(
     not_word=r"\w\p{N}",
     space=" \t\n\r\f\v",
 )
-ECMA = Dialect(anything=r"[^\u0000]*", code=r"\u%04x", most_code=0xFFFF)
+ECMA = Dialect(anything=r"[^\u0000]*", code=r"\u%04x", most_code=0xFFFF, optional="{0,1}")
+JSON_STRING = Dialect(
+    anything=r'[^"\\\u0000-\u001f\ud800-\udfff]*',
+    code=r"\u%04x",
+    most_code=0xFFFF,
+    optional="{0,1}",
+    excluded=r'"\\\u0000-\u001f\ud800-\udfff',
+)
+"""Of the characters that stand for themselves in a string of JSON."""
 
 
 def whole_pattern(pattern: str, dialect: Dialect = RUST) -> str:
@@ -136,7 +148,7 @@ class _Reader:
         char = self._text[self._at]
         if char in "*+?":
             self._at += 1
-            times = char
+            times = self._dialect.optional if char == "?" else char
         elif char == "{" and (found := self._counts()) is not None:
             times = found
         else:
@@ -202,7 +214,8 @@ class _Reader:
             if self._at >= len(self._text):
                 self._refuse("a class that is not closed")
             if self._take("]"):
-                return f"[{'^' if negated else ''}{''.join(items)}]"
+                inner = "".join(items)
+                return f"[^{inner}{self._dialect.excluded}]" if negated else f"[{inner}]"
             low = self._class_item(negated)
             rest = self._text[self._at : self._at + 2]
             if len(rest) == 2 and rest[0] == "-" and rest[1] != "]":
@@ -210,6 +223,8 @@ class _Reader:
                 high = self._class_item(negated)
                 if len(low) != 1 or len(high) != 1 or high < low:
                     self._refuse("a range of a class")
+                if self._dialect.excluded and not negated and any(low <= char <= high for char in '"\\'):
+                    self._refuse("a range with a quotation mark or a backslash")
                 items.append(f"{self._in_class(low)}-{self._in_class(high)}")
             else:
                 items.append(self._in_class(low) if len(low) == 1 else low)
@@ -247,7 +262,7 @@ class _Reader:
         raise InvalidRequest(f"{what} is not supported in a pattern (at character {self._at})")
 
     def _negated(self, chars: str) -> str:
-        return f"[^{self._coded(chars)}]"
+        return f"[^{self._coded(chars)}{self._dialect.excluded}]"
 
     def _coded(self, chars: str) -> str:
         """Characters, and ranges of them, as they stand in a class."""

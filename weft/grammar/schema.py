@@ -22,6 +22,8 @@ MAX_NESTING = 64
 """Levels of arrays and objects of a schema's own text."""
 MAX_SCHEMAS = 4000
 """Subschemas of a schema."""
+MAX_TARGETS = 256
+"""Places that references point to."""
 MAX_PROPERTIES = 1000
 """Properties of one object."""
 MAX_COUNT = 100_000
@@ -111,7 +113,8 @@ class _Reader:
         self._keywords = keywords
         self._count = 0
         self._targets: dict[str, Any] = {}
-        """Rewritten targets of references, by pointer; None while one is read."""
+        """Rewritten targets of references, by pointer; None until one is read."""
+        self._unread: list[str] = []
         self._disjoint = Disjoint(self.resolve)
         self._readers: dict[str, Callable[[Any, dict[str, Any], str], dict[str, Any]]] = {
             "type": self._read_type,
@@ -135,6 +138,9 @@ class _Reader:
 
     def read(self) -> Any:
         result = self._schema(self._document, "")
+        while self._unread:
+            pointer = self._unread.pop()
+            self._targets[pointer] = self._schema(self.resolve(pointer), pointer[1:])
         if self._targets:
             self._check_cycles()
             # each target gets a definition of its own name: what was at its place may be gone or rewritten
@@ -224,10 +230,12 @@ class _Reader:
     def _read_ref(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
         if not isinstance(value, str):
             self._refuse("$ref", at, "must be a text")
-        target = self.resolve(value, at)
         if value not in self._targets:
+            if len(self._targets) >= MAX_TARGETS:
+                raise InvalidRequest(f"references point to more than {MAX_TARGETS} places (at {at})")
+            self.resolve(value, at)
             self._targets[value] = None
-            self._targets[value] = self._schema(target, value[1:])
+            self._unread.append(value)
         return {"$ref": value}
 
     def _read_all_of(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
@@ -322,7 +330,7 @@ class _Reader:
         if value not in FORMATS:
             known = ", ".join(sorted([*FORMATS, *INTEGERS, *NOTES]))
             raise InvalidRequest(f"format {_shown(value)} is not supported (at {at}); there are: {known}")
-        pattern = {"pattern": _anchored(FORMATS[value])}
+        pattern = {"pattern": _anchored(self._pattern(f"^(?:{FORMATS[value]})$", at))}
         return {"": [pattern]} if "pattern" in schema else pattern
 
     def _pattern(self, pattern: str, at: str) -> str:

@@ -27,10 +27,10 @@ MARK = "\x01weft\x01"
 def to_format(
     node: Node,
     controls: Mapping[str, int],
-    json_rules: Callable[[Json], str],
+    json_format: Callable[[Json], dict[str, Any]],
     client_rules: Callable[[str], str],
 ) -> dict[str, Any]:
-    """The format of ``node``. ``json_rules`` and ``client_rules`` give the EBNF of a JSON value, and of a
+    """The format of ``node``. ``json_format`` gives that of a JSON value, ``client_rules`` the EBNF of a
     client's grammar."""
 
     def convert(part: Node) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def to_format(
             case Pattern():
                 return {"type": "regex", "pattern": whole_pattern(f"^(?:{part.regex})$", ECMA)}
             case Json():
-                return {"type": "grammar", "grammar": json_rules(part)}
+                return json_format(part)
             case Rules():
                 return {"type": "grammar", "grammar": client_rules(part.source)}
             case Choice():

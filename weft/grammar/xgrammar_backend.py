@@ -7,6 +7,7 @@ end id is allowed exactly where the grammar may end, or where the grammar itself
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,6 +34,8 @@ except ImportError:
     ) from None
 
 _MESSAGE_CHARS = 300
+MAX_MASK_S = 0.2
+"""CPU time of a grammar's first mask. The library has no limits, and a step waits for its masks."""
 
 
 class XgrammarCompiler:
@@ -57,7 +60,7 @@ class XgrammarCompiler:
     def compile(self, grammar: Grammar) -> XgrammarGrammar:
         check_tree(grammar, self.name)
         controls = self._vocabulary.controls
-        tag = to_format(lower(grammar, controls), controls, _json_rules, _client_rules)
+        tag = to_format(lower(grammar, controls), controls, _json_format, _client_rules)
         try:
             compiled = self._compiler.compile_structural_tag(
                 json.dumps({"type": "structural_tag", "format": tag})
@@ -65,10 +68,7 @@ class XgrammarCompiler:
         except RuntimeError as error:
             raise InvalidRequest(f"the grammar cannot be compiled: {_plain(error)}") from None
         result = XgrammarGrammar(compiled, self._vocabulary, self._known, self._width)
-        words = np.zeros((self._vocabulary.size + 31) // 32, np.int32)
-        result.matcher().fill(words)
-        if not words.any():
-            raise InvalidRequest("no output satisfies the grammar")
+        _check_start(result, self._vocabulary.size)
         return result
 
 
@@ -161,20 +161,35 @@ MAX_WHITE_SPACE = 17
 """Characters between two parts of a JSON value that is not compact; see ``lark.WHITE_SPACE``."""
 
 
-def _json_rules(node: Json) -> str:
+def _check_start(compiled: XgrammarGrammar, size: int) -> None:
+    """Raises InvalidRequest for a grammar that no output satisfies, or whose masks take too long."""
+    words = np.zeros((size + 31) // 32, np.int32)
+    matcher = compiled.matcher()
+    start = time.thread_time()
+    matcher.fill(words)
+    if time.thread_time() - start > MAX_MASK_S:
+        raise InvalidRequest("the grammar is too complex to follow: a mask of it takes too long")
+    if not words.any():
+        raise InvalidRequest("no output satisfies the grammar")
+
+
+def _json_format(node: Json) -> dict[str, Any]:
     schema = narrow(read_schema(node.schema, XGRAMMAR))
+    if not node.compact:
+        return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_WHITE_SPACE}
+    text = json.dumps(schema, ensure_ascii=False)
+    if not text.isascii():
+        # the library's own text of a grammar, the only way to these separators, spoils such characters
+        raise InvalidRequest(
+            "characters beyond ASCII in a schema of compact JSON are not supported by xgrammar"
+        )
     try:
-        if node.compact:
-            grammar = xgrammar.Grammar.from_json_schema(
-                json.dumps(schema), any_whitespace=False, separators=(", ", ": "), strict_mode=False
-            )
-        else:
-            grammar = xgrammar.Grammar.from_json_schema(
-                json.dumps(schema), max_whitespace_cnt=MAX_WHITE_SPACE, strict_mode=False
-            )
+        grammar = xgrammar.Grammar.from_json_schema(
+            text, any_whitespace=False, separators=(", ", ": "), strict_mode=False
+        )
     except RuntimeError as error:
         raise InvalidRequest(f"the JSON schema cannot be compiled: {_plain(error)}") from None
-    return str(grammar)
+    return {"type": "grammar", "grammar": str(grammar)}
 
 
 def _client_rules(source: str) -> str:

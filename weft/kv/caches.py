@@ -58,6 +58,10 @@ class Caches:
         """The longest prefix, at most ``limit``, that every kind can go on from."""
         return _agreed([partial(kind.hit, hashes) for kind in self.kinds], limit)
 
+    def hit_of_entries(self, hashes: Sequence[bytes], limit: int) -> int:
+        """``hit`` if no recurrent state were needed to go on."""
+        return _agreed([partial(kind.hit, hashes) for kind in self._tabled], limit)
+
     def needed(self, slot: int, upto: int, num_hit: int = 0, hashes: Sequence[bytes] = ()) -> list[int]:
         """Blocks of each kind, as ``CacheKind.needed``."""
         return [kind.needed(slot, upto, num_hit, hashes) for kind in self.kinds]
@@ -153,6 +157,28 @@ class Caches:
             return None
         finest = min(keeps, key=lambda kind: kind.block_size)
         return finest.pool.follow(), finest.block_size
+
+    def keep(self, hashes: Sequence[bytes]) -> None:
+        """What is cached of this prefix is evicted after all that nobody keeps; of recurrent states the last
+        snapshot."""
+        for kind in self._tabled:
+            for key in hashes:
+                kind.pool.keep(key)
+        for kind in self._states:
+            last = next((key for key in reversed(hashes) if kind.pool.find(key)), None)
+            if last is not None:
+                kind.pool.keep(last)
+
+    def unkeep(self, hashes: Sequence[bytes]) -> None:
+        """The other side of one ``keep``."""
+        for kind in self.kinds:
+            for key in hashes:
+                kind.pool.unkeep(key)
+
+    def prefix_positions(self) -> int:
+        """Positions that the smallest pool of whole prefixes holds."""
+        keeps = [kind for kind in self._tabled if not kind.slides]
+        return min((kind.num_blocks * kind.block_size for kind in keeps), default=0)
 
     def num_on_hold(self) -> int:
         """Blocks of all kinds that are on hold."""

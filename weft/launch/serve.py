@@ -43,11 +43,16 @@ def with_keys(config: Config) -> Config:
     Raises ConfigError when a variable is set and holds none: that must not open the server.
     """
     front = config.front
-    for name, variable in (("api_key", "WEFT_API_KEY"), ("admin_key", "WEFT_ADMIN_KEY")):
-        if getattr(front, name) or not env.is_set(variable):
-            continue
-        text = env.get(variable)
-        if not text.strip(", \t\r\n"):
-            raise ConfigError(f"{variable} is set and holds no key: give one, or unset it to serve without")
-        front = msgspec.structs.replace(front, **{name: SETTINGS[name].parse(text, variable)})
+    if not front.api_key and env.is_set("WEFT_API_KEY"):
+        keys = _keys("api_key", "WEFT_API_KEY", env.get("WEFT_API_KEY"))
+        front = msgspec.structs.replace(front, api_key=keys)
+    if not front.admin_key and env.is_set("WEFT_ADMIN_KEY"):
+        keys = _keys("admin_key", "WEFT_ADMIN_KEY", env.get("WEFT_ADMIN_KEY"))
+        front = msgspec.structs.replace(front, admin_key=keys)
     return msgspec.structs.replace(config, front=front)
+
+
+def _keys(setting: str, variable: str, text: str) -> Any:
+    if not text.strip(", \t\r\n"):
+        raise ConfigError(f"{variable} is set and holds no key: give one, or unset it to serve without keys")
+    return SETTINGS[setting].parse(text, variable)

@@ -358,6 +358,14 @@ def keep_within(
     return ids, keep, complete | cut
 
 
+def only_kept(x: Tensor, filters: Filters, whole: Tensor | None = None) -> Tensor:
+    """x with -inf where step 6 keeps nothing: [R, V]. ``whole``: ``mass_of`` x, where it is known."""
+    if whole is None and not filters.all_top_k:
+        whole = mass_of(x)
+    ids, keep, _ = keep_within(x, filters, x.shape[1], whole)
+    return x.masked_fill(~torch.zeros_like(keep).scatter_(1, ids, keep), NEG_INF)
+
+
 def sample_filtered(
     x: Tensor, filters: Filters, noise: Noise, widths: tuple[int, ...] = WIDTHS, whole: Tensor | None = None
 ) -> Tensor:
@@ -369,9 +377,7 @@ def sample_filtered(
     if whole is None and not filters.all_top_k:
         whole = mass_of(x)
     if not widths or widths[0] >= x.shape[1]:
-        ids, keep, _ = keep_within(x, filters, x.shape[1], whole)
-        kept = torch.zeros_like(keep).scatter_(1, ids, keep)
-        return sample_open(x.masked_fill(~kept, NEG_INF), None, noise)
+        return sample_open(only_kept(x, filters, whole), None, noise)
     ids, keep, settled = keep_within(x, filters, widths[0], whole)
     ids, order = ids.sort(dim=-1)
     score = x.gather(1, ids).double() + noise.column().of(ids)

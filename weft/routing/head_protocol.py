@@ -61,7 +61,7 @@ class HeadProtocol:
         self._fronts: dict[bytes, _Front] = {}
         self._owners: dict[int, _Owner] = {}
         """Front of each live sequence."""
-        self._prefixes = PrefixReports(engine)
+        self.prefixes = PrefixReports(engine)
         self.bad_frames = 0
         self.draining = False
         """Whether new sequences are refused."""
@@ -87,7 +87,7 @@ class HeadProtocol:
             if message.sequence in self._owners and self._owners[message.sequence].front == front:
                 return self.events(self._engine.finish(message.sequence))
         elif isinstance(message, m.WatchPrefixes):
-            return list(self._prefixes.watch(front))
+            return list(self.prefixes.watch(front))
         elif isinstance(message, m.Drain):
             self.draining = True
         elif isinstance(message, m.Goodbye):
@@ -132,7 +132,7 @@ class HeadProtocol:
             for name, front in self._fronts.items()
             if name in busy or not front.quiet
         ]
-        return [*self._prefixes.changes(), *told]
+        return [*self.prefixes.changes(), *told]
 
     def failed(self, error: WeftError) -> Outgoing:
         """The engine failed. Sequences get no end of their own: their front may go on with them elsewhere."""
@@ -141,7 +141,7 @@ class HeadProtocol:
     def forget(self, front: bytes) -> None:
         """The front is gone: its sequences end."""
         self._fronts.pop(front, None)
-        self._prefixes.forget(front)
+        self.prefixes.forget(front)
         for sequence in [s for s, owner in self._owners.items() if owner.front == front]:
             del self._owners[sequence]
             self._engine.finish(sequence)
@@ -202,7 +202,15 @@ class HeadProtocol:
 
 _NO_STATS = m.HeadStats()
 """Only its very defaults are left out of a message, not what equals them."""
-_SINCE_4 = ("constrained_steps", "mask_seconds", "grammars_compiled", "grammar_errors")
+_SINCE_4 = (
+    "prefill_rows",
+    "prefill_tokens",
+    "decode_rows",
+    "constrained_steps",
+    "mask_seconds",
+    "grammars_compiled",
+    "grammar_errors",
+)
 
 
 def _heartbeat_of(heartbeat: m.Heartbeat, version: int) -> m.Heartbeat:

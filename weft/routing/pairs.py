@@ -122,7 +122,12 @@ class Router:
         hashes = hashes_of(entry.submit.prompt_ids, entry.submit.salt, entry.hashes)
         willing = [one for one in takers if one.name not in entry.refused]
         for able in (willing, takers):
-            route = self._pair(able, hashes, near) or self._alone(able, hashes, near, local)
+            route = None
+            if not entry.submit.pooling:
+                route = self._pair(able, hashes, near)
+            elif prefill := [one for one in able if one.role == "prefill"]:  # nothing goes on from there
+                route = Route(self._policies.compute.choose(_among(prefill, near), hashes))
+            route = route or self._alone(able, hashes, near, local)
             if route is not None:
                 return route
         return None

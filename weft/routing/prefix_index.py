@@ -33,7 +33,8 @@ class PrefixReports:
         self._log: PrefixLog | None = None
         """From the first front that asks."""
         self._positions = 0
-        self._number = 0
+        self.number = 0
+        """Of the latest message."""
         self._fronts: dict[bytes, None] = {}
 
     def watch(self, front: bytes) -> list[tuple[bytes, PrefixIndex]]:
@@ -49,7 +50,7 @@ class PrefixReports:
         self.forget(front)
         told = self.changes()
         keys = b"".join(self._log.keys)
-        whole = PrefixIndex(number=self._number, whole=True, positions=self._positions, added=keys)
+        whole = PrefixIndex(number=self.number, whole=True, positions=self._positions, added=keys)
         self._fronts[front] = None
         return [*told, (front, whole)]
 
@@ -60,8 +61,8 @@ class PrefixReports:
         added, removed = self._log.take()
         if not added and not removed:
             return []
-        self._number += 1
-        told = PrefixIndex(number=self._number, positions=self._positions, added=added, removed=removed)
+        self.number += 1
+        told = PrefixIndex(number=self.number, positions=self._positions, added=added, removed=removed)
         return [(front, told) for front in self._fronts]
 
     def forget(self, front: bytes) -> None:
@@ -80,7 +81,8 @@ class PrefixView:
         until all was told again."""
         self.removed: tuple[bytes, ...] = ()
         """By the latest message."""
-        self._number = 0
+        self.number = 0
+        """Of the latest message."""
         self._keys: set[bytes] = set()
         self._too_many = False
 
@@ -101,7 +103,7 @@ class PrefixView:
         """
         if self._too_many:
             return True
-        if not message.whole and (not self.known or message.number != self._number + 1):
+        if not message.whole and (not self.known or message.number != self.number + 1):
             self._lose()
             return False
         if message.whole:
@@ -109,7 +111,7 @@ class PrefixView:
         self.removed = _split(message.removed)
         self._keys.difference_update(self.removed)
         self._keys.update(_split(message.added))
-        self._number = message.number
+        self.number = message.number
         self.positions = message.positions
         if len(self._keys) > MOST_KEYS:
             self._too_many = True

@@ -41,6 +41,7 @@ from weft.runner.graphs import (
 from weft.runner.kv_tensors import by_layer, stacked
 from weft.runner.micro_batches import MicroBatchedSteps
 from weft.runner.plan_columns import even, most_each
+from weft.runner.pooling import Pooled, Pooler
 from weft.runner.result import HostCopy, come_to_rest, to_result
 from weft.runner.sampler import NO_MASKS, Sampler
 from weft.runner.slot_state import SlotState
@@ -75,6 +76,8 @@ class StepHandle:
     """Whether it took longer, once it was read, than later ones of its kind will: those are replayed."""
     micro_batches: list[StagingBuffer] = field(default_factory=list, repr=False)
     """Buffers of a step in micro-batches."""
+    pooled: Pooled | None = field(default=None, repr=False)
+    """Embeddings that the step has completed."""
     times: StepTimes | None = None
     """Where its time went, once it was read; None on a rank alone."""
 
@@ -99,16 +102,16 @@ class Runner:
         speculation: SpeculationSection | None = None,
         launcher: Launcher | None = None,
         rooms: RankRooms | None = None,
+        processed: bool = False,
     ) -> None:
         """``depth``: steps that may be in flight. ``poison`` spoils recycled staging buffers (tests).
+        ``processed``: see ``Sampler``.
 
         With ``graphs`` decode steps are captured now. ``speculation`` says who makes drafts. ``launcher``
         runs the model's collectives; the runner closes it, and ``rooms``, in whose memory its caches lie.
         """
         self.kv = kv
-        self._model = model
-        self._backends = backends
-        self._device = device
+        self._model, self._backends, self._device = model, backends, device
         self._state = SlotState(kv, device)
         self._rooms = rooms
         self._exports: Exports | None = None
@@ -119,7 +122,8 @@ class Runner:
         self._cache = by_layer(kv, memory)
         self._states = States(kv, memory, self._state.live, dtype, blocks)
         self._vocab_size = vocab_size
-        self._sampler = Sampler(kv.num_slots, vocab_size, device)
+        self._sampler = Sampler(kv.num_slots, vocab_size, device, processed)
+        self._pooler = Pooler(kv.num_slots, model.spec.hidden, device)
         self._ring = StagingRing(device, depth, poison=poison)
         self._builder = BatchBuilder(self._state, kv, backends, dtype)
         self._launcher = launcher or Launcher()
@@ -133,8 +137,7 @@ class Runner:
             StagingRing(device, 2 * depth, poison=poison),
         )
         self._queue = DeviceQueue(threaded=device.type == "cpu" and depth > 1)
-        self._trace = trace
-        self._timeout = step_timeout
+        self._trace, self._timeout = trace, step_timeout
         self._next_step: int | None = None
         self._failed = False
         """Whether a step failed; until ``reset``."""
@@ -223,6 +226,7 @@ class Runner:
             come_to_rest(self._device, self._timeout)
         self._state.clear()
         self._sampler.clear()
+        self._pooler.clear()
         self._ring.clear()
         self._micro_batched.clear()
         self._launcher.take()
@@ -272,6 +276,7 @@ class Runner:
             elif isinstance(op, Rebalance) and self._model.experts is not None:
                 drive(self._model.experts.rebalance())
         self._states.apply(plan.ops)
+        self._pooler.apply(plan.ops)
         done = self._export(plan)
         self._state.validate(plan.prefill)
         self._state.validate(plan.decode)
@@ -322,10 +327,10 @@ class Runner:
         """The step's logits, computed as two micro-batches."""
         assert handle.buffer is not None
         rows, logits_index = self._builder.rows(plan, handle.buffer)
-        whole = self.drafter is not None and self.drafter.reads_hidden
+        whole = self._reads_hidden(plan)
         hidden, stretches = self._micro_batched.hidden(plan, handle.micro_batches, whole=whole, done=done)
         if whole:
-            handle.hidden = hidden
+            self._keep(handle, hidden)
             hidden = hidden[logits_index]
         return rows, drive(self._model.logits(hidden)), stretches
 
@@ -334,13 +339,23 @@ class Runner:
         assert handle.buffer is not None
         build = self._builder.build_even if even(plan, most_each(plan)) else self._builder.build
         batch = build(plan, handle.buffer)
-        if self.drafter is None or not self.drafter.reads_hidden:
+        if not self._reads_hidden(plan):
             return batch, drive(self._model.steps(batch.step, self._cache, self._backends, done))
-        handle.hidden = drive(self._model.hidden(batch.step, self._cache, self._backends, done=done))
-        wanted = handle.hidden
+        wanted = drive(self._model.hidden(batch.step, self._cache, self._backends, done=done))
+        self._keep(handle, wanted)
         if len(batch.step.logits_index) < len(wanted):
             wanted = wanted[batch.step.logits_index]
         return batch, drive(self._model.logits(wanted))
+
+    def _reads_hidden(self, plan: StepPlan) -> bool:
+        """Whether somebody reads the hidden states of all the plan's tokens."""
+        return (self.drafter is not None and self.drafter.reads_hidden) or self._pooler.wants(plan)
+
+    def _keep(self, handle: StepHandle, hidden: Tensor) -> None:
+        """``hidden``, [T, hidden] of all the step's tokens, for whoever reads them."""
+        handle.pooled = self._pooler.take(handle.plan, hidden) if self._pooler.wants(handle.plan) else None
+        if self.drafter is not None and self.drafter.reads_hidden:
+            handle.hidden = hidden
 
     def _sample(self, handle: StepHandle, masks: TokenMasks | None) -> HostCopy:
         failed = self._failed
@@ -369,7 +384,7 @@ class Runner:
             self._exports.drafted(handle.plan)
         if handle.times is not None:
             handle.times = replace(handle.times, drafting=self._launcher.take())
-        return HostCopy(output, accepted, drafts)
+        return HostCopy(output, accepted, drafts, handle.pooled)
 
     def _propose(self, drafter: Drafter, handle: StepHandle, step: StepRows) -> Tensor | None:
         """New drafts, which are in history when this returns."""

@@ -12,6 +12,9 @@ class Counts:
     steps: int = 0
     mixed_steps: int = 0
     idle_steps: int = 0
+    prefill_rows: int = 0
+    prefill_tokens: int = 0
+    decode_rows: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
     preemptions: int = 0

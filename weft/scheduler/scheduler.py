@@ -59,16 +59,19 @@ class Scheduler:
         vocab_size: int,
         speculation: SpeculationSection | None = None,
         transfer: TransferSection | None = None,
+        remembered_bytes: int = 0,
+        retention: float = 0.0,
     ) -> None:
         """``kv`` says how many drafts there may be, ``speculation`` whether their number adapts, ``transfer``
-        the group's role."""
+        the group's role. ``remembered_bytes``: of earlier prompts, to explain why one was not cached.
+        ``retention``: seconds that what a session has cached is kept before others' blocks."""
         check_budget(section, kv.block_size, kv.drafts)
         self._section = section
         self._vocab_size = vocab_size
         threshold = section.long_prefill_token_threshold or section.max_num_batched_tokens
         # The drafts that a row verifies are like a chunk, and those that it leaves are reserved with it.
         longest = max(min(threshold, section.max_num_batched_tokens), 1 + kv.drafts) + kv.drafts
-        self._state = SchedulerState(kv, longest)
+        self._state = SchedulerState(kv, longest, remembered_bytes, retention)
         self.planner = Planner(self._state, section, speculation)
         """Chooses the rows."""
         self._step = 0
@@ -104,7 +107,8 @@ class Scheduler:
         unused = self._section.max_num_seqs - len(state.running)
         if self._num_waiting >= self._section.max_queued_requests + unused:
             raise Overloaded(f"{self._section.max_queued_requests} sequences wait already; try again later")
-        limit = min(num_prompt + submit.params.max_tokens, state.kv.max_model_len)
+        most = 0 if submit.pooling else submit.params.max_tokens
+        limit = min(num_prompt + most, state.kv.max_model_len)
         sequence = Sequence(submit, tokens, num_prompt, limit, self._arrivals)
         sequence.awaits = awaits = awaits or submit.grammar is not None
         self._arrivals += 1
@@ -163,6 +167,7 @@ class Scheduler:
 
     def expire(self, now: float) -> list[TokenEvent]:
         """Ends sequences that have awaited what they lack for too long. Call it often, work or none."""
+        self._state.retention.expire(now)
         self._blocked = self._blocked and self._holds.excuse(now)
         late = [sequence for sequence, until in self._awaited.items() if now >= until]
         events: list[TokenEvent] = []
@@ -284,6 +289,7 @@ class Scheduler:
         though work waits and no step is in flight.
         """
         self._state.rooms.now = now
+        self._state.retention.expire(now)
         while True:
             builder = self._begin(self._section.max_num_batched_tokens)
             self.planner.fill(builder)
@@ -385,6 +391,9 @@ class Scheduler:
             recoveries=counts.recoveries,
             requeued=counts.requeued,
             constrained_steps=counts.constrained_steps,
+            prefill_rows=counts.prefill_rows,
+            prefill_tokens=counts.prefill_tokens,
+            decode_rows=counts.decode_rows,
             grammar_errors=counts.grammar_errors,
             free_blocks=state.caches.free_blocks(),
             free_slots=state.slots.available(),

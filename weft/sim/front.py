@@ -138,17 +138,22 @@ class FrontProcess:
             stream = self.streams[message.sequence]
             require(stream.open, f"{self.name}: sequence {message.sequence} was sent after its end")
             require(not stream.paused, f"{self.name}: sequence {message.sequence} was sent, and nobody reads")
-            if self.cluster.now >= stream.lands_by:  # it did not
-                stream.losses += 1
-                self.cluster.count("lost when it had moved")
+            self._lands(stream)
             stream.links.add(link.number)
-            stream.lands_by = math.inf
             stream.moved_over = 0
             stream.landed = False
             if stream.times_given_back and link.head.instance not in stream.given_back:
                 self.cluster.count("retried elsewhere")
         elif isinstance(message, m.Finish):
             self.streams[message.sequence].links.discard(link.number)
+            self._lands(self.streams[message.sequence])
+
+    def _lands(self, stream: Stream) -> None:
+        """It is taken from where it is."""
+        if self.cluster.now >= stream.lands_by:  # its cache has not landed in time
+            stream.losses += 1
+            self.cluster.count("lost when it had moved")
+        stream.lands_by = math.inf
 
     def _unlink(self, action: e.Unlink) -> None:
         if action.link not in self.links:  # it never had a process

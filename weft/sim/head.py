@@ -383,9 +383,9 @@ class HeadProcess:
             if found is None or (moving and state.rooms.of(found) is None):
                 continue
             if link is not None and link.version > 1:
-                self.engine.finish(sequence)
                 event = m.TokenEvent(sequence=sequence, finish="evicted")
-                self._send(self.protocol.events([event]))
+                ended = [one for one in self.engine.finish(sequence) if one.sequence != sequence]
+                self._send(self.protocol.events([event, *ended]))
                 return sequence
         return None
 

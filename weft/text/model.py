@@ -8,7 +8,7 @@ from typing import Any
 
 from weft.common.errors import ConfigError, InvalidRequest
 from weft.text.chat import ChatFormat
-from weft.text.parsing.choose import choose
+from weft.text.parsing.choose import ModelHints, choose
 from weft.text.parsing.output import ModelOutput
 from weft.text.template import ChatTemplate
 from weft.text.tokenizer import Tokenizer
@@ -45,7 +45,13 @@ class TextModel:
         tokenizer = Tokenizer.load(folder)
         source = None if chat_template is None else _read_template(chat_template)
         used = tokenizer.files.chat_template if source is None else source
-        declared = choose(tool_call_parser, reasoning_parser, used, tokenizer.added)
+        hints = ModelHints(
+            template=used or "",
+            added=frozenset(tokenizer.added),
+            model_type=tokenizer.files.model_type,
+            response_template=tokenizer.files.config.get("response_template"),
+        )
+        declared = choose(tool_call_parser, reasoning_parser, hints)
         output = ModelOutput(declared, tokenizer.special)
         try:
             chat = ChatFormat(

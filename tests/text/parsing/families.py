@@ -64,10 +64,6 @@ class Family:
     open: str = "<think>"
     close: str = "</think>"
     ids: Callable[[str, int], str] = field(default=lambda name, number: "")
-    line_start: bool = False
-    """Whether calls must begin a line."""
-    once: bool = False
-    """Whether nothing can follow a group of calls: the output ends with it."""
 
     @property
     def declared(self) -> OutputFormat:
@@ -147,6 +143,10 @@ def _hermes(calls: Sequence[Call], first: int) -> str:
         "<tool_call>\n" + _json({"name": call.name, "arguments": call.arguments}) + "\n</tool_call>"
         for call in calls
     )
+
+
+def _bare(calls: Sequence[Call], first: int) -> str:
+    return "\n".join(_json({"name": call.name, "arguments": call.arguments}) for call in calls)
 
 
 def _plain(value: Any) -> str:
@@ -264,14 +264,15 @@ FAMILIES = {
     family.name: family
     for family in (
         Family("hermes", "hermes", "qwen3", _hermes),
+        Family("bare", "hermes", "qwen3", _bare),
         Family("qwen3_coder", "qwen3_coder", "qwen3", _qwen3_coder),
         Family("glm45", "glm45", "glm45", _glm45),
         Family("deepseek_v3", "deepseek_v3", "deepseek_r1", _deepseek_v3),
         Family("deepseek_v31", "deepseek_v31", "deepseek_v3", _deepseek_v31),
         Family("deepseek_v32", "deepseek_v32", "deepseek_v3", _deepseek_v32),
-        Family("llama3_json", "llama3_json", "qwen3", _llama3_json, line_start=True),
+        Family("llama3_json", "llama3_json", "qwen3", _llama3_json),
         Family("python_tag", "llama3_json", "qwen3", _python_tag),
-        Family("pythonic", "pythonic", "qwen3", _pythonic, line_start=True),
+        Family("pythonic", "pythonic", "qwen3", _pythonic),
         Family("mistral", "mistral", "mistral", _mistral, open="[THINK]", close="[/THINK]"),
         Family("mistral_list", "mistral", "mistral", _mistral_list, open="[THINK]", close="[/THINK]"),
         Family(

@@ -28,7 +28,7 @@ from weft.text.tokenizer import Tokenizer
 from weft.types.grammar import Grammar, JsonSchema, Text
 
 pytest.importorskip("llguidance")
-NAMES = sorted(FAMILIES.keys() - {"python_tag", "mistral_list"})
+NAMES = sorted(FAMILIES.keys() - {"python_tag", "mistral_list", "bare"})
 _TOKEN = re.compile(r"</?[^\s\"=]+>|\[/?[A-Z_]+\]")
 
 
@@ -101,10 +101,12 @@ def plain(value: Any) -> Any:
 
 def written(family: Family, calls: Sequence[Call]) -> str:
     if family.name == "pythonic":  # under a grammar values are written as JSON
-        made = [
-            f"{one.name}({', '.join(f'{key}={json.dumps(value, ensure_ascii=False)}' for key, value in one.arguments.items())})"
-            for one in calls
-        ]
+        made = []
+        for one in calls:
+            values = [
+                f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in one.arguments.items()
+            ]
+            made.append(f"{one.name}({', '.join(values)})")
         return f"[{', '.join(made)}]"
     if family.name == "gpt_oss":
         return family.render([Calls(tuple(calls[:1]))]).removesuffix("<|call|>")  # an end of turn

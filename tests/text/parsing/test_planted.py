@@ -47,7 +47,7 @@ def hermes(text: str, spec: OutputSpec = SPEC) -> list[OutputEvent]:
         '<tool_call>{"name": "get_weather", "arguments": "city"}</tool_call>',
         '<tool_call>{"name": ["get_weather"], "arguments": {}}</tool_call>',
         '<tool_call>__import__("os").system("id")</tool_call>',
-        '{"name": "get_weather", "arguments": {"city": "x"}}',
+        'Like {"name": "get_weather", "arguments": {"city": "x"}}',
         "the </think> tag",
         "in `<think>` tags",
         "<tool_call>" * 3,
@@ -232,6 +232,36 @@ def test_bare_calls_begin_a_line_and_need_arguments() -> None:
     assert read(declared, SPEC, [f"Sure.\n\n{one}"]) == [Content("Sure."), *call(0, "get", '{"days": 1}')]
     for text in (f"Like {one}", '{"name": "get"}', '{"name": "get", "age": 3}', '{"a": 1}', "{"):
         assert read(declared, SPEC, [text]) == [Content(text)]
+
+
+def test_a_bare_call_beside_tags_is_none_where_a_grammar_holds_calls() -> None:
+    """A grammar holds what stands in tags: an object without them could be anything."""
+    one = '{"name": "get", "arguments": {"days": 1}}'
+    assert hermes(one) == call(0, "get", '{"days": 1}')
+    strict = tuple(type(tool)(name=tool.name, strict=True) for tool in TOOLS)
+    spec = OutputSpec(tools=strict, tool_calls=True)
+    assert hermes(one, spec) == [Content(one)]
+    assert hermes(f"<tool_call>{one}</tool_call>", spec) == call(0, "get", '{"days": 1}')
+
+
+def test_a_call_in_a_block_of_code_is_an_example() -> None:
+    one = '{"name": "get", "parameters": {"days": 1}}'
+    declared = FAMILIES["llama3_json"].declared
+    for text in (f"```json\n{one}\n```", f"So:\n\n  ```\n\n{one}\n```\nDone."):
+        assert read(declared, SPEC, [text]) == [Content(text)]
+        assert read(declared, SPEC, list(text)) == [Content(text)]
+    text = f"```\nx\n```\n{one}"
+    assert read(declared, SPEC, list(text)) == [Content("```\nx\n```"), *call(0, "get", '{"days": 1}')]
+    text = "```\n<think>\n```\n<think>a</think>b"
+    assert hermes(text) == [Content("```\n<think>\n```"), Reasoning("a"), Content("b")]
+
+
+def test_a_prompt_that_ended_inside_of_a_channel() -> None:
+    text = "hm<|end|>?<|start|>assistant<|channel|>final<|message|>yes"
+    spec = OutputSpec(tools=TOOLS, tool_calls=True, reasoning=True, in_reasoning=True)
+    declared = FAMILIES["gpt_oss"].declared
+    assert read(declared, spec, [text]) == [Reasoning("hm"), Content("?yes")]
+    assert read(declared, spec, list(text)) == [Reasoning("hm"), Content("?yes")]
 
 
 def test_no_trigger_is_a_prefix_of_another() -> None:

@@ -32,7 +32,12 @@ def _read(reader: Reader, asked: CountRequest) -> Job:
         made, facts = conversation(
             asked, system_inside=reader.system_inside, keep_attribution=reader.keep_attribution
         )
-        made = msgspec.structs.replace(made, effort=effort_shown(made.effort, reader.text.chat))
+        made = msgspec.structs.replace(
+            made,
+            effort=effort_shown(made.effort, reader.text.chat),
+            # Agents send one to whatever model they have: where there are no thoughts, it is kept to.
+            thinking_budget=made.thinking_budget if reader.text.output.thought_end else None,
+        )
         # Where the context's end cuts an output, its stop_reason says so: max_tokens may be larger.
         job = reader.converse(made, clip=True)
     except InvalidRequest as error:

@@ -98,22 +98,15 @@ class Generate(Constrained, frozen=True, kw_only=True):
             raise InvalidRequest(
                 "prompt_logprobs can't be streamed; set stream to false", param="prompt_logprobs"
             )
-
-        if self.priority is not None:
-            between("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY - 1)
-        if self.cache_salt is not None and not _SALT.fullmatch(self.cache_salt):
-            raise InvalidRequest(
-                "cache_salt must have 1 to 256 characters out of A-Z a-z 0-9 . _ ~ + / = -",
-                param="cache_salt",
-            )
+        self.sharing()
 
     def constraint(self) -> Constraint | None:
         """The form that the answer must have. Raises InvalidRequest."""
         return constraint_of(self)
 
     def sharing(self) -> Sharing:
-        """How the request shares the server."""
-        return Sharing(priority=self.priority or 0, salt=self.cache_salt or "")
+        """How the request shares the server. Raises InvalidRequest."""
+        return sharing_of(self.priority, self.cache_salt)
 
     @property
     def usage_in_stream(self) -> bool:
@@ -125,6 +118,17 @@ class Generate(Constrained, frozen=True, kw_only=True):
         if self.logit_bias is not None:
             given["logit_bias"] = _bias_of(self.logit_bias)
         return SamplingParams(**{**given, **more})
+
+
+def sharing_of(priority: int | None, salt: str | None) -> Sharing:
+    """Raises InvalidRequest for what cannot be."""
+    if priority is not None:
+        between("priority", priority, -MAX_PRIORITY, MAX_PRIORITY - 1)
+    if salt is not None and not _SALT.fullmatch(salt):
+        raise InvalidRequest(
+            "cache_salt must have 1 to 256 characters out of A-Z a-z 0-9 . _ ~ + / = -", param="cache_salt"
+        )
+    return Sharing(priority=priority or 0, salt=salt or "")
 
 
 # fmt: off

@@ -45,8 +45,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of the answer that say what was asked."""
     names: dict[str, Named] = {}
     """See ``Offered``."""
-    items: list[dict[str, Any]] = []
-    """The request's input with ids, where the response is to be stored."""
+    items: msgspec.Raw = msgspec.Raw(b"[]")
+    """The request's input as the store keeps it, JSON, where the response is to be stored."""
     previous: str | None = None
     store: bool = False
     encrypted: bool = False
@@ -57,10 +57,13 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def conversation(
-    asked: TokensRequest, history: History, *, system_inside: bool
+    asked: TokensRequest, history: History, *, system_inside: bool, join_users: bool = False
 ) -> tuple[Conversation, Facts]:
-    """What is asked, and what the answer needs to know of it. Raises WeftError."""
-    turns = Turns(system_inside=system_inside, join_users=False)
+    """What is asked, and what the answer needs to know of it. Raises WeftError.
+
+    ``system_inside``, ``join_users``: see ``Turns``.
+    """
+    turns = Turns(system_inside=system_inside, join_users=join_users)
     if asked.instructions:
         turns.system(asked.instructions)
     adder = Adder(turns)
@@ -156,7 +159,7 @@ def _facts(
     return Facts(
         repeats=_repeats(asked, tools, params, store),
         names=tools.names,
-        items=[_with_id(item) for item in items] if store else [],
+        items=msgspec.Raw(msgspec.json.encode([_with_id(item) for item in items] if store else [])),
         previous=asked.previous_response_id,
         store=store,
         encrypted=asked.includes(ENCRYPTED),
@@ -218,7 +221,14 @@ def _with_id(item: dict[str, Any]) -> dict[str, Any]:
     return made if kind == "reasoning" else {"status": "completed", **made}
 
 
-_PREFIXES = {"message": "msg_", "function_call": "fc_", "reasoning": "rs_", "custom_tool_call": "ctc_"}
+_PREFIXES = {
+    "message": "msg_",
+    "reasoning": "rs_",
+    "function_call": "fc_",
+    "function_call_output": "fco_",
+    "custom_tool_call": "ctc_",
+    "custom_tool_call_output": "ctco_",
+}
 
 
 def new_id(kind: str) -> str:

@@ -67,7 +67,9 @@ class Adder:
 
     def add(self, item: Mapping[str, Any], where: str) -> None:
         """One item."""
-        kind = item.get("type", "message" if "role" in item else None)
+        kind = item.get("type")
+        if kind is None and "role" in item:
+            kind = "message"
         if not isinstance(kind, str):
             raise InvalidRequest(f"{where} must have a type", param=where)
         if kind not in self._kinds:

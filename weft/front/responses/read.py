@@ -13,20 +13,26 @@ import msgspec
 
 from weft.common.errors import InvalidRequest
 from weft.front.protocol.parse import decode, make
-from weft.front.responses.conversion import NAMES, History, conversation, reference_of
+from weft.front.responses.conversion import NAMES, History, conversation
 from weft.front.responses.protocol import ResponsesRequest, TokensRequest
 from weft.front.turns import effort_shown, renamed
 
 if TYPE_CHECKING:
     from weft.front.reading import Job, Reader
 
-_NONE = b"{}\n"
+NONE = b"{}\n"
+"""The line of a request that refers to nothing."""
 _REFERS = (b'"previous_response_id"', b'"item_reference"')
 
 
 class _Refers(msgspec.Struct):
     previous_response_id: Any = None
-    input: Any = None
+    input: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class _Item(msgspec.Struct):
+    type: Any = None
+    id: Any = None
 
 
 class Lookup(msgspec.Struct, frozen=True):
@@ -36,33 +42,32 @@ class Lookup(msgspec.Struct, frozen=True):
     items: list[str]
 
 
-def references(body: bytes) -> Lookup:
-    """What is to be looked up for a request. Nothing for a body that is none: reading it tells why."""
+def references(body: Sequence[bytes]) -> Lookup:
+    """What is to be looked up for a request. Nothing for a body that is none: reading it tells why.
+
+    Makes no objects of what it does not need: bodies may be large, and this holds Python's lock.
+    """
+    joined = b"".join(body)
+    if not any(word in joined for word in _REFERS):
+        return Lookup(None, [])
     try:
-        found = msgspec.json.decode(body, type=_Refers)
+        found = msgspec.json.decode(joined, type=_Refers)
+        items = msgspec.json.decode(found.input, type=list[_Item]) if _REFERS[1] in joined else []
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return Lookup(None, [])
+    named = [item.id for item in items if item.type == "item_reference" and isinstance(item.id, str)]
     previous = found.previous_response_id
-    items = []
-    for item in found.input if isinstance(found.input, list) else ():
-        try:
-            reference = reference_of(item) if isinstance(item, dict) else None
-        except InvalidRequest:
-            continue
-        if reference is not None:
-            items.append(reference)
-    return Lookup(previous if isinstance(previous, str) else None, items)
+    return Lookup(previous if isinstance(previous, str) else None, named)
 
 
-def may_refer(body: Sequence[bytes]) -> bool:
-    """Whether it is worth to look for references."""
-    joined = b"".join(body)
-    return any(word in joined for word in _REFERS)
+def with_history(line: bytes, body: list[bytes]) -> list[bytes]:
+    """The payload of a body and what it refers to. ``line``: see ``line_of``."""
+    return [line, *body]
 
 
-def with_history(history: History | None, body: list[bytes]) -> list[bytes]:
-    """The payload of a body and what it refers to."""
-    return [_NONE if history is None else msgspec.json.encode(history) + b"\n", *body]
+def line_of(history: History) -> bytes:
+    """What a request refers to, as it goes before the body."""
+    return msgspec.json.encode(history) + b"\n"
 
 
 def read_response(reader: Reader, payload: bytes) -> Job:
@@ -81,7 +86,9 @@ def _read(reader: Reader, payload: bytes, kind: type[TokensRequest]) -> Job:
     asked = make(decode(body), kind)
     reader.check_model(asked.model)
     try:
-        made, facts = conversation(asked, history, system_inside=reader.system_inside)
+        made, facts = conversation(
+            asked, history, system_inside=reader.system_inside, join_users=not reader.users_apart
+        )
         made = msgspec.structs.replace(made, effort=effort_shown(made.effort, reader.text.chat))
         job = reader.converse(made, clip=True)
     except InvalidRequest as error:

@@ -15,7 +15,7 @@ from weft.front.answers import to_json
 from weft.front.context import Front
 from weft.front.responses import events as e
 from weft.front.responses.protocol import ResponsesRequest, TokensRequest
-from weft.front.responses.read import may_refer, references, with_history
+from weft.front.responses.read import NONE, line_of, references, with_history
 from weft.front.responses.shape import ResponsesShape
 from weft.front.responses.store import ResponseStore, history
 from weft.front.serving import handle, read_only
@@ -61,10 +61,10 @@ def _add_creation(app: FastAPI, front: Front, store: ResponseStore) -> None:
 
 
 def _add_stored(app: FastAPI, store: ResponseStore) -> None:
-    @app.get("/v1/responses/{response_id}", openapi_extra=openapi.returns(e.ResponseAnswer))
-    async def get_response(request: Request, response_id: str) -> Response:
+    @app.get("/v1/responses/{response_id}", openapi_extra=openapi.returns(e.ResponseAnswer, 400))
+    async def get_response(response_id: str, stream: str = "false") -> Response:
         """A stored response."""
-        if request.query_params.get("stream", "false").lower() not in ("false", "0", ""):
+        if stream.lower() not in ("false", "0", ""):
             raise InvalidRequest("stored responses can't be streamed", param="stream")
         return Response(store.get(response_id).answer, media_type="application/json")
 
@@ -74,7 +74,7 @@ def _add_stored(app: FastAPI, store: ResponseStore) -> None:
         store.remove(response_id)
         return _json(e.DeletedResponse(id=response_id))
 
-    @app.post("/v1/responses/{response_id}/cancel", openapi_extra=openapi.returns(e.ResponseAnswer))
+    @app.post("/v1/responses/{response_id}/cancel", openapi_extra=openapi.returns(e.ResponseAnswer, 400))
     async def cancel_response(response_id: str) -> Response:
         """Refused: only background responses can be cancelled, and there are none."""
         store.get(response_id)
@@ -84,23 +84,22 @@ def _add_stored(app: FastAPI, store: ResponseStore) -> None:
             param="response_id",
         )
 
-    @app.get("/v1/responses/{response_id}/input_items", openapi_extra=openapi.returns(e.InputItems))
-    async def list_input_items(request: Request, response_id: str) -> Response:
+    @app.get("/v1/responses/{response_id}/input_items", openapi_extra=openapi.returns(e.InputItems, 400))
+    async def list_input_items(
+        response_id: str, order: str = "desc", limit: str = "20", after: str | None = None
+    ) -> Response:
         """The input of a stored response, without that of the responses before it."""
         items: list[dict[str, Any]] = msgspec.json.decode(store.get(response_id).input)
-        return _json(_page(items, request))
+        return _json(_page(items, order, limit, after))
 
 
-def _page(items: list[dict[str, Any]], request: Request) -> e.InputItems:
-    asked = request.query_params
-    order = asked.get("order", "desc")
+def _page(items: list[dict[str, Any]], order: str, limit: str, after: str | None) -> e.InputItems:
     if order not in ("asc", "desc"):
         raise InvalidRequest("order must be asc or desc", param="order")
-    limit = asked.get("limit", "20")
     if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit[:9]) <= MAX_ITEMS):
         raise InvalidRequest(f"limit must be between 1 and {MAX_ITEMS}", param="limit")
     items = items if order == "asc" else items[::-1]
-    if (after := asked.get("after")) is not None:
+    if after is not None:
         at = next((number for number, item in enumerate(items) if item["id"] == after), None)
         if at is None:
             raise InvalidRequest("after must be the id of an item of the list", param="after")
@@ -116,13 +115,13 @@ def _page(items: list[dict[str, Any]], request: Request) -> e.InputItems:
 
 async def _prepare(front: Front, store: ResponseStore, body: list[bytes]) -> list[bytes]:
     """The payload of a body, with what it refers to. Raises NotFound."""
-    if not may_refer(body):
-        return with_history(None, body)
-    found = await front.in_thread(lambda: references(b"".join(body)))
+    found = await front.in_thread(references, body)
+    if found.previous is None and not found.items:
+        return with_history(NONE, body)
     chain = [] if found.previous is None else store.chain(found.previous)
     owners = store.owners(found.items)
-    made = await front.in_thread(history, chain, owners, found.items)
-    return with_history(made, body)
+    line = await front.in_thread(lambda: line_of(history(chain, owners, found.items)))
+    return with_history(line, body)
 
 
 def _json(value: Any) -> Response:

@@ -109,7 +109,7 @@ class ResponsesShape:
             stored = Stored(
                 id=self._answer.id,
                 answer=made,
-                input=to_json(self._facts.items),
+                input=bytes(self._facts.items),
                 output_ids=tuple(item.id for item in self._items.done),
                 previous=self._facts.previous,
             )

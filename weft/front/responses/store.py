@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
@@ -41,7 +42,7 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
 
 class ResponseStore:
     """What was not used for the longest time goes first, and no response before those that go on from it
-    unless they are used less. Used from one event loop.
+    unless they are used less. Thread-safe: long answers are put into JSON, and so kept, in threads.
     """
 
     def __init__(self, limit: int, where: str = "") -> None:
@@ -49,6 +50,7 @@ class ResponseStore:
         self.limit = limit
         self.used = 0
         self._where = where
+        self._lock = threading.RLock()
         self._kept: OrderedDict[str, Stored] = OrderedDict()
         self._owner: dict[str, str] = {}
         """The response of each output item."""
@@ -57,40 +59,46 @@ class ResponseStore:
         """Keeps a response, if it fits at all."""
         if stored.size > self.limit:
             return
-        self._kept[stored.id] = stored
-        self._owner.update((item, stored.id) for item in stored.output_ids)
-        self.used += stored.size
-        self._touch(stored)
-        while self.used > self.limit:
-            self.remove(next(iter(self._kept)))
+        with self._lock:
+            self._kept[stored.id] = stored
+            self._owner.update((item, stored.id) for item in stored.output_ids)
+            self.used += stored.size
+            self._touch(stored)
+            while self.used > self.limit:
+                self.remove(next(iter(self._kept)))
 
     def get(self, id: str) -> Stored:
         """Raises NotFound."""
-        stored = self._find(id, "response_id", "response_not_found")
-        self._touch(stored)
-        return stored
+        with self._lock:
+            stored = self._find(id, "response_id", "response_not_found")
+            self._touch(stored)
+            return stored
 
     def remove(self, id: str) -> None:
         """Raises NotFound."""
-        stored = self._find(id, "response_id", "response_not_found")
-        del self._kept[id]
-        for item in stored.output_ids:
-            self._owner.pop(item, None)
-        self.used -= stored.size
+        with self._lock:
+            stored = self._find(id, "response_id", "response_not_found")
+            del self._kept[id]
+            for item in stored.output_ids:
+                self._owner.pop(item, None)
+            self.used -= stored.size
 
     def chain(self, id: str) -> list[Stored]:
         """The response and all that it goes on from, oldest first. Raises NotFound where one is gone."""
         links: list[Stored] = []
         at: str | None = id
-        while at is not None:
-            links.append(self._find(at, "previous_response_id", "previous_response_not_found"))
-            at = links[-1].previous
-        self._touch(links[0])
+        with self._lock:
+            while at is not None:
+                links.append(self._find(at, "previous_response_id", "previous_response_not_found"))
+                at = links[-1].previous
+            self._touch(links[0])
         return links[::-1]
 
     def owners(self, items: Iterable[str]) -> list[Stored]:
         """The responses that have these output items, as far as they are here."""
-        return [self._kept[owner] for owner in {self._owner.get(item) for item in items} if owner is not None]
+        with self._lock:
+            found = {self._owner.get(item) for item in items}
+            return [self._kept[owner] for owner in found if owner is not None]
 
     def _find(self, id: str, param: str, code: str) -> Stored:
         if id not in self._kept:

@@ -138,7 +138,8 @@ class CallReader:
             yield from self._tail(call.tail)
         if outcome != "none":
             tape.at = tape.done
-            tape.line_blank = outcome == "whole"
+            if outcome == "whole":
+                tape.begin_part()
         return outcome
 
     def _arguments(self, call: Call, *, bare: bool) -> Reading[Outcome]:

@@ -59,7 +59,7 @@ class ChannelReader:
     def end(self) -> None:
         """The message that was open has ended."""
         self.body = None
-        self._tape.line_blank = True
+        self._tape.begin_part()
 
     def header(self, start: int) -> Reading[bool]:
         """Reads the header at ``start`` and, of a call, the body too. False where there is none."""
@@ -78,7 +78,7 @@ class ChannelReader:
         thought = header.channel in self._declared.thoughts and self._tells_thoughts
         tape.skip(behind)
         self.body = "reasoning" if thought else "content"
-        tape.line_blank = True
+        tape.begin_part()
         return True
 
     def _until_message(self, start: int) -> Reading[str | None]:

@@ -194,6 +194,12 @@ class OutputFormat(_Part, frozen=True, kw_only=True):
     def tells_calls(self) -> bool:
         return bool(self.calls) or (self.channels is not None and self.channel_calls)
 
+    def ways(self, *, strict: bool) -> tuple[Call, ...]:
+        """How calls may be written. A grammar cannot keep a text from beginning a line with a bracket, so
+        where arguments are held to a schema this is no way beside one with tags."""
+        kept = tuple(call for call in self.calls if not call.line_start)
+        return self.calls if not strict or self.calls[:1] != kept[:1] else kept
+
     def marks(self) -> frozenset[str]:
         """Every text of it that may be a token of its own."""
         return frozenset(text for text in self._texts() if text)

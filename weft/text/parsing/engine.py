@@ -64,6 +64,7 @@ class OutputEngine:
         tools = {tool.name: tool for tool in spec.tools} if spec.tool_calls else {}
         self._calls = CallReader(self.tape, tools, parallel=spec.parallel)
         self._tells_calls = bool(tools)
+        self._ways = declared.ways(strict=any(tool.strict for tool in tools.values()))
         self._tells_thoughts = spec.reasoning
         self._thought: Thought | None = None
         self._in_thought = spec.in_reasoning and spec.reasoning
@@ -76,8 +77,11 @@ class OutputEngine:
                 thoughts=spec.reasoning and declared.channel_thoughts,
                 calls=self._tells_calls and declared.channel_calls,
             )
+        self._begins_in_thought = self._in_thought
         if self._in_thought and declared.thoughts:
             self._thought = declared.thoughts[0]
+        elif declared.channels is not None:
+            self._in_thought = False  # the channel's body says it
         self._behind_call = False
         """Whether nothing but white space came since the last call."""
         self._known: dict[object, Marks] = {}
@@ -112,7 +116,7 @@ class OutputEngine:
         if self._thought is not None:
             yield from self._enter(self._thought)
         if self._channels is not None:
-            yield from self._channels.begin(in_thought=self._in_thought)
+            yield from self._channels.begin(in_thought=self._begins_in_thought)
         while True:
             found = yield from self._text()
             if found is None:
@@ -169,14 +173,23 @@ class OutputEngine:
                 return None
             mark = marks.by_text[match[0]]
             begin = tape.position(match.start())
-            if not mark.line_start or self._starts_line(begin):
+            if not mark.line_start:
+                return mark, begin
+            self._give(begin - self._blank_before(begin))
+            if self._starts_line(begin):
                 return mark, begin
             start = begin + 1
-            self._give(start)  # it is text for certain, and so is all before it
+            self._give(start)
 
     def _starts_line(self, position: int) -> bool:
-        _, newline, last = self.tape.slice(self.tape.done, position).rpartition("\n")
-        return (bool(newline) or self.tape.line_blank) and not last.strip(BLANKS)
+        """Whether a line begins at ``position`` that is no line of code. Before it only white space is
+        left.
+        """
+        newline = "\n" in self.tape.slice(self.tape.done, position)
+        return (newline or self.tape.line_blank) and not self._fenced_at(newline)
+
+    def _fenced_at(self, newline: bool) -> bool:
+        return self.tape.fenced ^ (newline and self.tape.line_is_fence)
 
     def _blank_before(self, end: int) -> int:
         """Length of the white space before ``end`` that was not given out, as far as a mark may take it."""
@@ -205,7 +218,7 @@ class OutputEngine:
         elif self._tells_thoughts:
             for thought in declared.thoughts:
                 yield Mark(thought.open, "open", line_start=True)
-        for call in declared.calls if calls else ():
+        for call in self._ways if calls else ():
             if self._in_thought and call.line_start:
                 continue
             for trigger in call.triggers:
@@ -237,7 +250,7 @@ class OutputEngine:
             self._thought = None
             self._in_thought = False
             yield from self._blank()
-            tape.line_blank = True
+            tape.begin_part()
         elif mark.action == "section end":
             tape.skip(start + len(mark.text))
             self._calls.section = None
@@ -255,7 +268,7 @@ class OutputEngine:
     def _call(self, mark: Mark, start: int) -> Reading[bool]:
         """A call at ``start``, in the first of the declared ways that fits."""
         farthest = start
-        for call in self._format.calls:
+        for call in self._ways:
             if mark.text not in call.triggers and mark.text != call.own_trigger:
                 continue
             self.tape.at = start

@@ -123,15 +123,17 @@ class OutputGrammars:
         first = self._declared.calls[0]
         if first.line_start:
             bracket = first.triggers[0]
-            other = Regex(rf"[^\s\{bracket}<](?:.|\n)*")  # a text that does not begin as calls do
+            line = rf"[^\s\{bracket}<][^\n]*"  # one that does not begin as calls do
+            other = Regex(rf"{line}(?:\n[ \t\r]*(?:{line})?)*")
             return OneOf((self._required(first, tools, parallel=parallel), other, Text("")))
         begins: dict[str, list[Grammar]] = {}
-        for call in self._declared.calls:
+        ways = self._declared.ways(strict=True)
+        for call in ways:
             for trigger in call.triggers:
                 outer = call.section is not None and trigger in call.section.head
                 whole = self._required(call, tools, parallel=parallel) if outer else _one_call(call, tools)
                 begins.setdefault(trigger, []).append(_without(whole, trigger))
-        sections = any(call.section is not None for call in self._declared.calls)
+        sections = any(call.section is not None for call in ways)
         most = None if parallel and not sections else 1
         if len(begins) == 1:
             ((trigger, parts),) = begins.items()

@@ -23,6 +23,7 @@ Reading: TypeAlias = Generator[None, None, T]
 MAX_BLANK = 64
 """White space beside a mark that may belong to it. More is text."""
 _FORGET = 1 << 12
+_FENCE = 3
 _BLANK = re.compile(r"[ \t\r\n]*")
 BLANKS = " \t\r\n"
 
@@ -37,8 +38,10 @@ class Tape:
         self.work = 0
         self.calls = 0
         """Calls that have begun."""
-        self.line_blank = True
-        """Whether nothing but white space was given out as text since the line, or this part, began."""
+        self.fenced = False
+        """Whether text stands in a block of code: between lines that begin with three backticks."""
+        self._line = ""
+        """How the present line of text begins, without white space; three characters at most."""
         self._text = ""
         self._base = 0
         self._events: list[OutputEvent] = []
@@ -157,10 +160,31 @@ class Tape:
         if end <= self.done:
             return
         piece = self.slice(self.done, end)
-        _, newline, last = piece.rpartition("\n")
-        self.line_blank = (bool(newline) or self.line_blank) and not last.strip(BLANKS)
+        self._follow_lines(piece)
         self._give("reasoning" if thought else "content", piece)
         self.mark("reasoning" if thought else "content", end)
+
+    @property
+    def line_blank(self) -> bool:
+        """Whether nothing but white space was given out as text since the line, or this part, began."""
+        return not self._line
+
+    @property
+    def line_is_fence(self) -> bool:
+        """Whether the present line begins or ends a block of code."""
+        return self._line == "`" * _FENCE
+
+    def begin_part(self) -> None:
+        """What follows is a part of its own: its first line begins here, and no block of code goes on."""
+        self._line = ""
+        self.fenced = False
+
+    def _follow_lines(self, piece: str) -> None:
+        first, *others = piece.split("\n")
+        self._line = (self._line + (first if self._line else first.lstrip(BLANKS)))[:_FENCE]
+        for line in others:
+            self.fenced ^= self.line_is_fence
+            self._line = line.lstrip(BLANKS)[:_FENCE]
 
     def skip(self, end: int) -> None:
         """Everything up to ``end`` is markup."""

@@ -5,7 +5,7 @@ V3:    <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool�
        {"a": 1}
        ```<｜tool▁call▁end｜><｜tool▁calls▁end｜>
 V3.1:  <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>
-           <｜tool▁calls▁end｜>
+       <｜tool▁calls▁end｜>
 V3.2:  <｜DSML｜function_calls>
        <｜DSML｜invoke name="f">
        <｜DSML｜parameter name="a" string="false">1</｜DSML｜parameter>
