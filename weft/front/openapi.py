@@ -88,12 +88,12 @@ def probes() -> dict[str, Any]:
 
 
 def secure(document: dict[str, Any], open_paths: Iterable[str]) -> None:
-    """Adds to a whole document how a key is sent, and that ``open_paths`` need none."""
+    """Adds to a whole document how a key is sent, and that those of ``open_paths`` in it need none."""
     document["components"]["securitySchemes"] = {
         "bearer": {"type": "http", "scheme": "bearer"},
         "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
     }
     document["security"] = [{"bearer": []}, {"x-api-key": []}, {}]  # none, where the server has no key
     for path in open_paths:
-        for operation in document["paths"][path].values():
+        for operation in document["paths"].get(path, {}).values():
             operation["security"] = []
