@@ -228,7 +228,7 @@ def test_mistakes_are_the_clients_own_exceptions(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.xfail(
-    reason="a small model may write white space without end between the parts of JSON", strict=False
+    reason="white space in JSON is not bounded, and a small model may go on with it", strict=False
 )
 def test_json_of_a_real_model(bundled: Running) -> None:
     client = client_of(bundled)

@@ -66,7 +66,7 @@ class _Playing:
     """Output tokens that the client has."""
     events: int = 0
 
-    def next(self, now: float) -> TokenEvent:
+    def next(self) -> TokenEvent:
         """Its next event. The last one has ``finish``."""
         first, self.events = self.events == 0, self.events + 1
         until = min(self.sent + self.output.chunk(self.events - 1), len(self.ids), self.limit)
@@ -75,8 +75,7 @@ class _Playing:
         ends = [n for n, one in enumerate(tokens) if one in params.stop_ids]
         tokens = tokens[: ends[0] + 1] if ends else tokens
         self.sent += len(tokens)
-        # At the script's pace; a loop that fell far behind does not catch up.
-        self.due = max(self.due, now - STEP_S) + self.output.delay * max(len(tokens), 1)
+        self.due += self.output.delay * max(len(tokens), 1)  # the script's pace, however late this one is
         finish, error = None, None
         if ends:
             finish = "stop"
@@ -226,7 +225,7 @@ class ScriptedEngine:
         self.steps += 1  # it proves that the loop turns, also while nothing is due
         if now < self._stepped + STEP_S:
             return []
-        events = [one.next(now) for one in self._live.values() if one.due <= now]
+        events = [one.next() for one in self._live.values() if one.due <= now]
         if events:
             self._stepped = now
         for event in events:

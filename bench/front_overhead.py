@@ -1,0 +1,265 @@
+"""What the front costs a token: many streams at once against a head that plays a script.
+
+python -m bench.front_overhead --streams 1000 --interval-ms 200 --tokens 50 --rounds 3 --json FILE
+
+Streams begin one after the other, evenly over one interval and at least ``--spacing-ms`` apart. The head
+plays token k of a stream at its begin + (k + 1) intervals. A token's latency is how much later than
+that, counted from when its request was sent, the client has it: its way to the head, the head's own
+lateness, the front and the client are all in it. CPU time is read of each process in /proc; a token's share
+of the front's is over all that the front did while the streams ran, reading the requests included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httptools
+import msgspec
+import uvloop
+
+from bench import record
+from weft.bench.process import ServerProcess, role_of
+from weft.bench.process_memory import tree
+
+TEXT = "x"
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class Delta(msgspec.Struct):
+    """What the client reads of an event."""
+
+    content: str | None = None
+
+
+class Choice(msgspec.Struct):
+    """See ``Delta``."""
+
+    delta: Delta
+
+
+class Chunk(msgspec.Struct):
+    """See ``Delta``."""
+
+    choices: list[Choice] = []
+    error: dict[str, Any] | None = None
+
+
+_decode = msgspec.json.Decoder(Chunk).decode
+
+
+@dataclass
+class Stream(asyncio.Protocol):
+    """One streamed chat completion."""
+
+    body: bytes
+    done: asyncio.Future[None]
+    sent: float = 0.0
+    arrivals: list[float] = field(default_factory=list)
+    """When each token came."""
+    events: int = 0
+    rest: bytes = b""
+
+    def connection_made(self, transport: Any) -> None:
+        """Sends the request."""
+        self.transport = transport
+        self.parser = httptools.HttpResponseParser(self)
+        self.sent = time.monotonic()
+        transport.write(self.body)
+
+    def data_received(self, data: bytes) -> None:
+        """Parses what came."""
+        self.parser.feed_data(data)
+
+    def on_body(self, body: bytes) -> None:
+        """Takes events."""
+        *lines, self.rest = (self.rest + body).split(b"\n")
+        now = time.monotonic()
+        for line in lines:
+            if line.startswith(b"data: {"):
+                chunk = _decode(line[6:])
+                if chunk.error is not None:
+                    self._end(RuntimeError(str(chunk.error)))
+                text = "".join(one.delta.content or "" for one in chunk.choices)
+                self.events += bool(text)
+                self.arrivals += [now] * len(text)
+
+    def on_message_complete(self) -> None:
+        """The answer is over."""
+        status = self.parser.get_status_code()
+        self._end(None if status == 200 else RuntimeError(f"status {status}: {self.rest!r}"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """An answer that is not over never will be."""
+        self._end(exc or RuntimeError("the connection broke"))
+
+    def _end(self, error: Exception | None) -> None:
+        if not self.done.done():
+            if error is None:
+                self.done.set_result(None)
+            else:
+                self.done.set_exception(error)
+        self.transport.close()
+
+
+def request(port: int, model: str, tokens: int) -> bytes:
+    """A request, as it goes over the wire."""
+    messages = [{"role": "user", "content": "Go on."}]
+    body = json.dumps({"model": model, "messages": messages, "stream": True, "max_tokens": tokens}).encode()
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
+    )
+    return f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
+
+
+async def load(args: argparse.Namespace, port: int, model: str) -> list[Stream]:
+    """All streams, ended."""
+    loop = asyncio.get_running_loop()
+    body = request(port, model, args.tokens)
+    spacing = max(args.spacing_ms / 1e3, args.interval_ms / 1e3 / args.streams)
+    streams: list[Stream] = []
+    start = time.monotonic()
+    for number in range(args.streams):
+        await asyncio.sleep(max(start + number * spacing - time.monotonic(), 0))
+        stream = Stream(body, loop.create_future())
+        await loop.create_connection(lambda made=stream: made, "127.0.0.1", port)  # type: ignore[misc]
+        streams.append(stream)
+    async with asyncio.timeout(60 + 4 * args.tokens * args.interval_ms / 1e3):
+        await asyncio.gather(*(stream.done for stream in streams))
+    return streams
+
+
+def cpu_seconds(root: int) -> dict[str, float]:
+    """CPU seconds so far of ``front`` and ``head`` of a server with one of each, and of this process."""
+    found = {"front": 0.0, "head": 0.0, "client": time.process_time()}
+    for process in tree(root):
+        folder = Path(f"/proc/{process.pid}")
+        words = folder.joinpath("cmdline").read_bytes().split(b"\0")
+        role = role_of([word.decode("utf-8", "replace") for word in words]) or "front"
+        fields = folder.joinpath("stat").read_bytes().rpartition(b")")[2].split()
+        found[role] = found.get(role, 0.0) + (int(fields[11]) + int(fields[12])) / TICKS
+    return found
+
+
+def measure(args: argparse.Namespace, server: ServerProcess) -> dict[str, Any]:
+    """One round's numbers."""
+    assert server.pid is not None
+    assert server.model is not None
+    before, began = cpu_seconds(server.pid), time.monotonic()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        streams = runner.run(load(args, server.port, server.model))
+    seconds, after = time.monotonic() - began, cpu_seconds(server.pid)
+    tokens = sum(len(stream.arrivals) for stream in streams)
+    if tokens != args.streams * args.tokens:
+        raise RuntimeError(f"{tokens} tokens came, not {args.streams * args.tokens}")
+    interval = args.interval_ms / 1e3
+    late = [
+        came - stream.sent - (number + 1) * interval
+        for stream in streams
+        for number, came in enumerate(stream.arrivals)
+    ]
+    cuts = statistics.quantiles(late, n=1000)
+    used = {role: after[role] - before[role] for role in ("front", "head", "client")}
+    return {
+        "seconds": seconds,
+        "tokens": tokens,
+        "tokens_a_second": tokens / seconds,
+        "events": sum(stream.events for stream in streams),
+        "late_p50_ms": 1e3 * statistics.median(late),
+        "late_p99_ms": 1e3 * cuts[989],
+        "late_max_ms": 1e3 * max(late),
+        "front_us_a_token": 1e6 * used["front"] / tokens,
+        "head_us_a_token": 1e6 * used["head"] / tokens,
+        "client_us_a_token": 1e6 * used["client"] / tokens,
+        "front_cores": used["front"] / seconds,
+        "head_cores": used["head"] / seconds,
+        "client_cores": used["client"] / seconds,
+    }
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--streams", type=int, default=1000)
+    parser.add_argument("--tokens", type=int, default=50, help="of each stream")
+    parser.add_argument("--interval-ms", type=float, default=200.0, help="between two tokens of a stream")
+    parser.add_argument("--spacing-ms", type=float, default=5.0, help="between two requests at least")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--flags", default="", help="further flags of the server")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Prints a line a round, and writes the medians with ``--json``."""
+    args = parse()
+    entry = {
+        "text": TEXT * args.tokens,
+        "finish": "length",
+        "delay_ms": args.interval_ms,
+        "wait_ms": args.interval_ms,
+        "repeat": True,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "script.jsonl"
+        script.write_text(json.dumps(entry) + "\n")
+        tokenizer = Path(folder) / "text"
+        tokenizer.mkdir()
+        write_tokenizer(tokenizer)
+        command = [sys.executable, "-m", "weft", "serve", "--port", "{port}", "--scripted", str(script)]
+        command += [
+            "--tokenizer",
+            str(tokenizer),
+            "--max-num-seqs",
+            str(2 * args.streams),
+            *args.flags.split(),
+        ]
+        rounds = []
+        with ServerProcess(command, prompt="a") as server:
+            server.wait_ready(120)
+            for number in range(args.rounds):
+                rounds.append(measure(args, server))
+                shown = ", ".join(f"{name} {value:.4g}" for name, value in rounds[-1].items())
+                print(f"round {number + 1}: {shown}", flush=True)
+    if args.json:
+        write(args, rounds)
+
+
+def write(args: argparse.Namespace, rounds: list[dict[str, Any]]) -> None:
+    """The result as two files."""
+    names = list(rounds[0])
+    rows = [
+        {"": name, "median": f"{statistics.median(r[name] for r in rounds):.4g}"}
+        | {f"round {n + 1}": f"{r[name]:.4g}" for n, r in enumerate(rounds)}
+        for name in names
+    ]
+    title = f"The front's overhead: {args.streams} streams, a token each {args.interval_ms:g} ms"
+    record.write(args.json, "bench.front_overhead", title, record.markdown(rows), {"rounds": rounds})
+
+
+def write_tokenizer(folder: Path) -> None:
+    """One token a byte, so that a character is a token."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = tokenizers.Tokenizer(models.BPE(vocab={c: n for n, c in enumerate(alphabet)}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.save(str(folder / "tokenizer.json"))
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+
+
+if __name__ == "__main__":
+    main()
