@@ -9,8 +9,10 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from training.tokenizer import END_OF_TEXT, SYSTEM_PROMPTS, TURN_END, TURN_START
+from training.tools import chat
 from weft.eval.gsm_mini import Problem, is_held_out_pair, problems
-from weft.eval.gsm_story import MAX_VALUE, Step
+from weft.eval.gsm_story import MAX_VALUE, Rng, Step
+from weft.eval.tools_mini import ToolProblem, tool_problems
 
 POOL_ROWS = 3000  # rows sorted by length together
 PLAIN_SHARE, TWO_TURN_SHARE, SYSTEM_SHARE = 0.12, 0.06, 0.15
@@ -47,11 +49,14 @@ def draw_step(rng: random.Random) -> Step:
 
 
 class Encoder:
-    """Turns problems into rows in the forms that a server will see."""
+    """Turns problems into rows in the forms that a server will see; ``tool_share`` of them offer tools."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, question_weight: float) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, question_weight: float, tool_share: float = 0.0
+    ) -> None:
         self.tokenizer = tokenizer
         self.question_weight = question_weight
+        self.tool_share = tool_share
 
     def _turn(self, problem: Problem, rng: random.Random, first: bool) -> list[tuple[str, float]]:
         """A prompt and its reply in chat form; the first turn now and then has a system message."""
@@ -82,6 +87,13 @@ class Encoder:
         else:
             turns = 2 if rng.random() < TWO_TURN_SHARE else 1
             pieces = [p for turn in range(turns) for p in self._turn(next(source), rng, turn == 0)]
+        return self._join(pieces)
+
+    def tools(self, source: Iterator[ToolProblem], rng: random.Random, draws: Rng) -> Row:
+        """A chat with tools, of one to three questions."""
+        return self._join(chat(next(source), rng, draws, self.question_weight))
+
+    def _join(self, pieces: list[tuple[str, float]]) -> Row:
         ids: list[int] = []
         weights: list[float] = []
         for text, weight in pieces:
@@ -104,7 +116,12 @@ def batches(
     for pool in itertools.count(first_pool):
         rng = random.Random(f"{seed} {pool}")
         source = problems("train", seed * 1_000_000 + pool)
-        rows = sorted((encoder.encode(source, rng) for _ in range(POOL_ROWS)), key=lambda row: len(row.ids))
+        with_tools = tool_problems("train", seed * 1_000_000 + pool)
+        draws = Rng(f"tools {seed} {pool}")
+        made = round(POOL_ROWS * encoder.tool_share)
+        drawn = [encoder.encode(source, rng) for _ in range(POOL_ROWS - made)]
+        drawn += [encoder.tools(with_tools, rng, draws) for _ in range(made)]
+        rows = sorted(drawn, key=lambda row: len(row.ids))
         groups: list[list[Row]] = [[]]
         for row in rows:
             if (len(groups[-1]) + 1) * len(row.ids) > batch_tokens:
