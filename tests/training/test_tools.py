@@ -78,7 +78,8 @@ def test_the_template_takes_what_clients_send() -> None:
     made = render(TOOL_TEMPLATE, [user, spoken, *results], add_generation_prompt=True)
     assert made.endswith(
         f"<|im_start|>assistant\nI add.\n{call_text}\n{call_text}<|im_end|>\n"
-        "<|im_start|>user\n<tool_response>\n19\n</tool_response>\n<tool_response>\n20\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+        "<|im_start|>user\n<tool_response>\n19\n</tool_response>\n"
+        "<tool_response>\n20\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     )
     bare: dict[str, Any] = {"name": "now", "parameters": {"type": "object", "properties": {}}}
     odd = {

@@ -61,7 +61,7 @@ async def _ask(
                         if max_tokens is not None:
                             body["max_tokens"] = max_tokens
                         answer = await call(client, "POST", f"{base}/chat/completions", body)
-                        dialogue.take(*_read(answer["choices"][0]["message"]))
+                        dialogue.take(*read_message(answer["choices"][0]["message"]))
                 bar.update()
 
             # The first failure ends the evaluation; leaving the loop cancels what is still running.
@@ -69,8 +69,8 @@ async def _ask(
     return name
 
 
-def _read(message: dict[str, Any]) -> tuple[str, list[Made]]:
-    """Text and calls of an answer."""
+def read_message(message: dict[str, Any]) -> tuple[str, list[Made]]:
+    """Text and calls of a chat completion's message; calls that the server did not read are in its text."""
     text = str(message.get("content") or "")
     made: list[Made] = []
     for entry in message.get("tool_calls") or ():
