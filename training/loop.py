@@ -44,6 +44,7 @@ class Recipe:
     weight_decay: float = 0.05
     question_weight: float = 0.1
     tool_share: float = 0.0
+    recall_share: float = 0.0
     start: str = ""
     bf16: bool = True
 
@@ -225,7 +226,7 @@ def work(rank: int, script: Script, args: argparse.Namespace, recipe: Recipe) ->
     if rank == 0:
         print(f"{sum(p.numel() for p in run.model.parameters()):,} parameters, step {run.step}", flush=True)
     dev = list(itertools.islice(problems("test", DEV_SEED), args.dev))
-    encoder = Encoder(run.tokenizer, recipe.question_weight, recipe.tool_share)
+    encoder = Encoder(run.tokenizer, recipe.question_weight, recipe.tool_share, recipe.recall_share)
     first_pool, run.pool = run.pool + 1000 * rank, run.pool + 1000 * args.workers
     stream = batches(encoder, recipe.seed, first_pool, recipe.batch_tokens // args.workers)
     progress = Progress(run, args.log)

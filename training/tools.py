@@ -11,7 +11,7 @@ from weft.eval.gsm_story import Rng
 from weft.eval.tools_mini import ToolProblem, another
 from weft.eval.tools_score import Dialogue, read_calls
 
-TURN_SHARES = (0.4, 0.35, 0.25)  # chats with one, two and three questions for the same tools
+TURN_SHARES = (0.6, 0.25, 0.15)  # chats with one, two and three questions for the same tools
 SYSTEM_SHARE = 0.15
 
 Piece = tuple[str, float]
