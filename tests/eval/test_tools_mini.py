@@ -16,7 +16,17 @@ from weft.eval import tools_words
 from weft.eval.gsm_mini import is_held_out_pair
 from weft.eval.gsm_story import Rng
 from weft.eval.tools_mini import ToolProblem, another, tool_problems, tool_test_set
-from weft.eval.tools_score import MAX_ROUNDS, Dialogue, read_calls, run_call, same_call, totals, tree, value
+from weft.eval.tools_score import (
+    MALFORMED,
+    MAX_ROUNDS,
+    Dialogue,
+    read_calls,
+    run_call,
+    same_call,
+    totals,
+    tree,
+    value,
+)
 from weft.eval.tools_words import Tool
 
 TRAIN_COUNT = 20_000
@@ -130,8 +140,8 @@ def test_digests_are_pinned(train: list[ToolProblem]) -> None:
             "</tool_call>",
             [("f", {}), ("g", {})],
         ),
-        ("<tool_call>\nf(1)\n</tool_call>", [("", "f(1)")]),
-        ('<tool_call>{"name": "f"}</tool_call>', [("", '{"name": "f"}')]),
+        ("<tool_call>\nf(1)\n</tool_call>", [(MALFORMED, "f(1)")]),
+        ('<tool_call>{"name": "f"}</tool_call>', [(MALFORMED, '{"name": "f"}')]),
         ("#### 19", []),
         ('<tool_call>{"name": "f"', []),
     ],

@@ -19,6 +19,8 @@ _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 _NUMBER = re.compile(r"-?\d{1,30}(\.\d{1,30})?")
 _OPERATORS: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 
+MALFORMED = "malformed"
+"""The name of a call that cannot be read."""
 Made = tuple[str, Any]
 """A call that was made: name and arguments, which are a mapping unless the model wrote something else."""
 
@@ -31,7 +33,7 @@ def read_calls(text: str) -> list[Made]:
             call = json.loads(body)
             made.append((str(call["name"]), call["arguments"]))
         except (ValueError, KeyError, TypeError, RecursionError):
-            made.append(("", body))
+            made.append((MALFORMED, body))
     return made
 
 
