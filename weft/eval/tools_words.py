@@ -70,6 +70,7 @@ _OTHER_NAMES = (
     "unit",
 )  # fmt: skip
 _NUMBER_TYPES = ("number", "integer")
+_CONSONANTS = "bcdfghjklmnprstvwxz"
 
 
 def is_held_out_name(name: str) -> bool:
@@ -97,8 +98,32 @@ for _side in (False, True):
     _NAMES["other", _side] = [name for name in _all if is_held_out_name(name) is _side]
 
 
+def _word(rng: Rng) -> str:
+    """A made-up word of one to three syllables, sometimes with a digit."""
+    syllables = [rng.pick(_CONSONANTS) + rng.pick("aeiou") for _ in range(rng.between(1, 3))]
+    return "".join(syllables) + (str(rng.below(10)) if rng.chance(0.2) else "")
+
+
+def _made_up(rng: Rng, kind: Kind) -> Tool:
+    """A tool of the training side whose names are partly made up: they can only be copied, not chosen."""
+    if kind == "other":
+        name, types = f"{_word(rng)}_{rng.pick(_NOUNS)}", ("string", *_NUMBER_TYPES)
+    else:
+        before, after = f"{_word(rng)}_" * rng.below(2), f"_{_word(rng)}" * rng.below(2)
+        name, types = before + rng.pick(_STEMS[kind]) + after, ("string",)
+    names = tuple(_word(rng) for _ in range(1 if kind == "expression" else 2))
+    if kind in ("+", "-", "x", "/"):
+        types = _NUMBER_TYPES
+    if is_held_out_name(name) or are_held_out_arguments(names) or len(set(names)) < len(names):
+        raise Impossible
+    of = rng.pick(types)
+    return Tool(name, kind, tuple((name, of) for name in names))
+
+
 def draw_tool(rng: Rng, kind: Kind, held_out: bool) -> Tool:
     """A tool of a kind. On the test side its name is held out; its arguments' names are now and then."""
+    if not held_out and rng.chance(0.5):
+        return _made_up(rng, kind)
     plain = not held_out and kind != "other" and rng.chance(0.2)
     name = _STEMS[kind][0] if plain else rng.pick(_NAMES[kind, held_out])
     if kind == "other":
